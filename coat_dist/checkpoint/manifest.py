@@ -1,13 +1,12 @@
-"""``manifest.json`` of a finished checkpoint: what it lists, and whether the files are still those."""
+"""``manifest.json`` of a finished checkpoint: size and checksum of each file, and what the engine was."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ __all__ = [
     "CheckpointError",
     "differences",
     "read_manifest",
-    "saved_at",
+    "readable",
     "sync_files",
     "verify",
 ]
@@ -31,8 +30,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 UNFINISHED = {"format": FORMAT, "unfinished": True}
 """The manifest of a folder that is being written."""
-_STATES = re.compile(r".*(model|optim)_states\.pt")
-"""Files that DeepSpeed looks for by pattern."""
 
 
 def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
@@ -51,36 +48,24 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path}: cannot be read ({problem})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: format {manifest.get('format') if isinstance(manifest, dict) else None!r}, accepted: {FORMAT}"
-        )
+        raise CheckpointError(f"{path}: format: got another one, accepted: {FORMAT}")
     if manifest.get("unfinished"):
         raise CheckpointError(f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended")
-    if of_run and not manifest.keys() & {"progress", "run"} and _is_files(manifest.get("files")):
+    missing = [key for key in ("progress", "run", "files") if not isinstance(manifest.get(key), dict)]
+    if of_run and missing == ["progress", "run"]:
         raise CheckpointError(f"{checkpoint}: says of no run what it was, accepted: a checkpoint of launch/pretrain.py")
-    needed = _CONTENT if of_run else {"files": _is_files}
-    if wrong := [key for key, fits in needed.items() if not fits(manifest.get(key))]:
-        raise CheckpointError(f"{path}: is damaged, {', '.join(wrong)} missing or of another kind than was written")
+    if missing := missing if of_run else [key for key in missing if key == "files"]:
+        raise CheckpointError(f"{path}: is damaged, {', '.join(missing)} missing or of another kind than was written")
     return manifest
 
 
-def saved_at(manifest: Mapping[str, Any]) -> float:
-    """When it was saved, seconds since 1970; 0 where the manifest does not say."""
-    saved = manifest.get("saved")
-    return saved if isinstance(saved, int | float) else 0
-
-
-def _is_progress(value: Any) -> bool:
-    return isinstance(value, dict) and type(value.get("step")) is int
-
-
-def _is_files(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(numbers, list) and [type(n) for n in numbers] == [int, int] for numbers in value.values()
-    )
-
-
-_CONTENT = {"progress": _is_progress, "run": lambda value: isinstance(value, dict), "files": _is_files}
+def readable(checkpoint: Path) -> dict[str, Any]:
+    """What a manifest says, unchecked; empty where it is missing or damaged, which loading reports."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None = None, checksums: bool = True) -> None:
@@ -89,16 +74,15 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
     Args:
         checkpoint: its folder.
         files: of the manifest.
-        team: the ranks that have this folder before them; without it all.
+        team: the ranks that have this folder before them; None = all.
         checksums: false compares sizes only and reads no file.
 
     Raises:
-        CheckpointError: on every rank; lists the files that are missing, damaged, cannot be read or belong to another
-            checkpoint.
+        CheckpointError: on every rank; lists files that are missing, damaged or of another checkpoint.
     """
     team = team or everyone()
     by_size = sorted(files, key=lambda name: (-files[name][0], name))  # dealt out in turns, every rank gets as much
-    found = _look_at(team, by_size, lambda name: _read(checkpoint / name) if checksums else _size(checkpoint / name))
+    found = _gather(team, {name: _read(checkpoint / name, checksums) for name in team.share(by_size)})
     wrong = []
     for name, (size, checksum) in files.items():
         now = found[name]
@@ -107,74 +91,55 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
         elif now != [size, checksum][: len(now)]:
             why = f"is {now[0]} bytes, was {size}" if now[0] != size else "its checksum is not that of the manifest"
             wrong.append(f"{checkpoint / name}: damaged ({why})")
-    wrong += team.ask_leader(lambda: _foreign(checkpoint, files))
+    there = team.ask_leader(lambda: [p.name for p in checkpoint.glob("*_states.pt")])  # DeepSpeed would take them all
+    wrong += [f"{checkpoint / name}: is of another checkpoint" for name in sorted(set(there) - files.keys())]
     team.refuse(wrong, f"{checkpoint} is damaged, load another one:")
 
 
-def _foreign(checkpoint: Path, files: Mapping[str, list[int]]) -> list[str]:
-    """Files that DeepSpeed would take for this checkpoint's and are not."""
-    names = sorted(p.name for p in checkpoint.iterdir())
-    return [f"{checkpoint / n}: is of another checkpoint" for n in names if _STATES.fullmatch(n) and n not in files]
-
-
-def sync_files(
-    folder: Path, known: Mapping[str, list[int]] | None = None, team: Team | None = None
-) -> dict[str, list[int]]:
+def sync_files(folder: Path, own: Iterable[Path] = (), team: Team | None = None) -> dict[str, list[int]]:
     """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path in ``folder``.
-
-    The team's first rank lists the files and deals them out to its ranks.
 
     Args:
         folder: a manifest in it is left out.
-        known: the result for files that this rank has summed and synced already: they are not read again, unless two
-            ranks wrote one file.
-        team: the ranks that have this folder before them; without it all.
+        own: files that this rank wrote and therefore reads, from its host's memory; the team shares the others.
+        team: the ranks that have this folder before them; None = all.
 
     Raises:
         CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.
     """
     team = team or everyone()
 
-    def listed() -> dict[str, int]:
+    def listed() -> list[str]:
         paths = sorted(inner / name for inner, files in walk(folder) for name in files)
-        return {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths if p != folder / MANIFEST}
+        return [p.relative_to(folder).as_posix() for p in paths if p != folder / MANIFEST]
 
-    sizes = team.ask_leader(listed)
-    parts = team.members(gather(dict(known or {})))
-    writers = Counter(name for part in parts for name in part)
-    done = {name: numbers for part in parts for name, numbers in part.items() if writers[name] == 1}
-    found = _look_at(team, [n for n in sizes if n not in done], lambda name: _read(folder / name, sync=True))
-    for name, numbers in done.items():
-        found[name] = numbers if sizes.get(name) == numbers[0] else "is missing or has changed since it was written"
+    names, mine = team.ask_leader(listed), {os.path.relpath(path, folder) for path in own}
+    written = {name for part in team.members(gather(mine)) for name in part}
+    mine |= set(team.share([name for name in names if name not in written]))
+    found = _gather(team, {name: _read(folder / name, sync=True) for name in sorted(mine)})
+    found |= {name: "is missing" for name in written - set(names)}
     wrong = [f"{folder / name}: {problem}" for name, problem in sorted(found.items()) if isinstance(problem, str)]
     wrong += [f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0]
     team.refuse(wrong if found else [f"{folder}: holds no files"], "cannot finish a checkpoint:")
     return dict(sorted(found.items()))  # type: ignore[arg-type]  # no text is left in it
 
 
-def _look_at(team: Team, names: list[str], look: Callable[[str], list[int] | str]) -> dict[str, list[int] | str]:
-    """What ``look`` gives for each file; files are dealt out to the team's ranks."""
-    mine = {name: look(name) for name in team.share(names)}
+def _gather(team: Team, mine: dict[str, list[int] | str]) -> dict[str, list[int] | str]:
     return {name: result for part in team.members(gather(mine)) for name, result in part.items()}
 
 
-def _size(path: Path) -> list[int] | str:
-    """[bytes] of a file, or what is wrong with it."""
-    try:
-        return [path.stat().st_size] if path.is_file() else "missing"
-    except OSError as problem:
-        return f"cannot be read ({problem})"
-
-
-def _read(path: Path, sync: bool = False) -> list[int] | str:
-    """[bytes, CRC-32] of a file, or what is wrong with it."""
+def _read(path: Path, checksums: bool = True, sync: bool = False) -> list[int] | str:
+    """[bytes, CRC-32] of a file, without ``checksums`` [bytes]; or what is wrong with it."""
     size = checksum = 0
     try:
-        with path.open("rb") as file:
-            if sync:
-                os.fsync(file.fileno())
+        with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
+            if not checksums:
+                return [os.fstat(file.fileno()).st_size]
+            synced = beside.submit(os.fsync, file.fileno()) if sync else None
             while block := file.read(1 << 24):
                 size, checksum = size + len(block), zlib.crc32(block, checksum)
+            if synced is not None:
+                synced.result()
     except FileNotFoundError:
         return "missing"
     except OSError as problem:

@@ -21,9 +21,7 @@ __all__ = [
     "KEY",
     "CheckpointError",
     "Team",
-    "as_flag",
-    "as_folder",
-    "check_one_save",
+    "check_part",
     "check_shared",
     "check_there",
     "everyone",
@@ -32,8 +30,6 @@ __all__ = [
     "say_part",
     "sharing",
     "team_of",
-    "team_of_node",
-    "wrong_part",
 ]
 
 T = TypeVar("T")
@@ -52,10 +48,8 @@ class CheckpointError(ValueError):
 class Team:
     """Ranks that write to one folder and read from it. Methods that raise are collective over all ranks."""
 
-    ranks: Sequence[int]
-    """In ascending order."""
-    rank: int
-    """This one, among all."""
+    ranks: Sequence[int]  # in ascending order
+    rank: int  # this one, among all
 
     @property
     def leads(self) -> bool:
@@ -75,35 +69,25 @@ class Team:
         """The entries of the ranks of this team."""
         return [by_rank[rank] for rank in self.ranks]
 
-    def each(self, work: Callable[[], T], doing: str = "", error: type[Exception] = CheckpointError) -> list[T]:
-        """Results of ``work``, by rank among all.
-
-        Args:
-            work: called on every rank; must not use collectives.
-            doing: first words of the error, which then names the ranks.
+    def each(self, work: Callable[[], T], doing: str = "") -> list[T]:
+        """Results of ``work``, which must not use collectives, by rank among all.
 
         Raises:
-            error: on every rank, if any rank's part raises.
+            CheckpointError: on every rank, if any rank's part raises; with ``doing``, its first words, it names ranks.
         """
         results, errors = attempt(work)
         if errors and doing:
-            raise error(f"{doing}: " + "; ".join(f"rank {rank}{say_host(rank)}: {t}" for rank, t in errors.items()))
-        if errors:
-            told = (text if self.whole else on_host(text, rank) for rank, text in errors.items())
-            raise error("\n".join(dict.fromkeys(told)))
+            lines = "; ".join(f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items())
+            raise CheckpointError(f"{doing}: {lines}")
+        _raise([text if self.whole else on_host(text, rank) for rank, text in errors.items()])
         return cast(list[T], results)
 
-    def ask_leader(self, work: Callable[[], T], error: type[Exception] = CheckpointError, doing: str = "") -> T:
+    def ask_leader(self, work: Callable[[], T], doing: str = "") -> T:
         """:meth:`each`, where only the team's first rank works; its result on all of the team's ranks."""
-        results = self.each(lambda: work() if self.leads else None, doing, error)
-        return cast(T, results[self.ranks[0]])
+        return cast(T, self.each(lambda: work() if self.leads else None, doing)[self.ranks[0]])
 
     def agree(self, arguments: Callable[[], Mapping[str, Any]]) -> None:
-        """Refuse arguments that differ between ranks; a "folder" may differ between nodes with folders of their own.
-
-        Raises:
-            CheckpointError: on every rank; names the argument and which rank gave what.
-        """
+        """Refuse arguments that differ between ranks; a "folder" may differ between nodes with folders of their own."""
         by_rank, wrong = self.each(arguments), []
         for key in by_rank[0]:
             given: dict[Any, list[int]] = {}
@@ -112,33 +96,17 @@ class Team:
             if len(given) > 1 and (self.whole or key != "folder"):
                 lines = "; ".join(f"{value!r} on {say_ranks(ranks)}" for value, ranks in given.items())
                 wrong.append(f"{key}: got {lines}, accepted: the same on all ranks")
-        if wrong:
-            raise CheckpointError("\n".join(wrong))
+        _raise(wrong)
 
     def refuse(self, problems: list[str], heading: str) -> None:
-        """Raise the problems of any team on all ranks.
-
-        Raises:
-            CheckpointError: if any team has problems; the heading, and a line for each, with the host where nodes have
-                folders of their own.
-        """
+        """Raise the problems of any rank on all ranks, a line each, below a heading."""
         by_rank = gather([text if self.whole else on_host(text, self.rank) for text in problems])
-        if lines := list(dict.fromkeys(line for lines in by_rank for line in lines)):
-            raise CheckpointError("\n".join([heading, *lines]))
+        _raise([line for lines in by_rank for line in lines], heading)
 
 
-def as_flag(name: str, value: Any) -> bool:
-    """A flag's value. A text is refused: "no" would count as true."""
-    if isinstance(value, str):
-        raise CheckpointError(f"{name}: got {value!r}, accepted: True or False")
-    return bool(value)
-
-
-def as_folder(name: str, value: Any) -> str:
-    """The absolute path of a folder. Nothing is refused: it would mean the working directory."""
-    if not value:
-        raise CheckpointError(f"{name}: got {value!r}, accepted: the path of a folder")
-    return os.path.abspath(value)
+def _raise(lines: list[str], *heading: str) -> None:
+    if lines:
+        raise CheckpointError("\n".join([*heading, *dict.fromkeys(lines)]))
 
 
 def everyone() -> Team:
@@ -148,37 +116,22 @@ def everyone() -> Team:
 
 
 def nodes_of_ranks(local: int | None = None) -> list[list[int]]:
-    """Ranks of each node; collective.
-
-    Args:
-        local: this rank's number on its node; None = what the launcher says.
-    """
+    """Ranks of each node; collective. ``local``: this rank's number on its node; None = what the launcher says."""
     return by_node(gather(my_place(local)))
-
-
-def team_of_node(local: int | None = None) -> Team:
-    """Ranks of this rank's node; collective. Arguments as of :func:`nodes_of_ranks`."""
-    rank = rank_and_world()[0]
-    return Team(next(ranks for ranks in nodes_of_ranks(local) if rank in ranks), rank)
 
 
 def team_of(engine: Any) -> Team:
     """Ranks that share checkpoints with this one; collective where nodes have folders of their own."""
-    return team_of_node(engine.local_rank) if engine.use_node_local_storage() else everyone()
+    team = everyone()
+    if not engine.use_node_local_storage():
+        return team
+    return Team(next(ranks for ranks in nodes_of_ranks(engine.local_rank) if team.rank in ranks), team.rank)
 
 
 def sharing(folder: Path, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Ranks by the folder that they find under this path, which may differ between ranks; collective.
+    """Ranks by the folder that they find under a path, which may be missing, in the order of first ranks; collective.
 
-    The first rank of each node puts a file there, looks for those of the others, and removes it. One that cannot is
-    told apart by what it sees. With one node nothing is tried.
-
-    Args:
-        folder: may be missing.
-        nodes: of :func:`nodes_of_ranks`; ranks of a node share their folders.
-
-    Returns:
-        The ranks of each folder; they begin with their first rank, and stand in its order.
+    The first rank of each of the ``nodes`` puts a file there, looks for those of the others, and removes it.
     """
     rank, world = rank_and_world()
     if len(nodes) == 1:
@@ -213,90 +166,70 @@ def _look(folder: Path, names: dict[int, str]) -> list[int]:
 
 
 def check_shared(
-    folder: Path, named: str, nodes: Sequence[Sequence[int]], node_local: bool, error: type[Exception]
+    folder: Path, option: str, nodes: Sequence[Sequence[int]], node_local: bool, error: type[Exception]
 ) -> None:
-    """Whether nodes share a folder to save into, or with ``node_local`` each has its own; collective.
+    """Raise on every rank if nodes do not share a folder to save into, or with ``node_local`` do; collective.
 
     Args:
         folder: made already, by rank 0, or with ``node_local`` by the first rank of each node.
-        named: the argument or option that it was given as.
+        option: the argument or option that it was given as.
         nodes: of :func:`nodes_of_ranks`.
         node_local: ``checkpoint.use_node_local_storage``.
-
-    Raises:
-        error: on every rank; names the folder, the hosts and what is accepted.
+        error: names the folder, the hosts and what is accepted.
     """
     folders = sharing(folder, nodes)
     if not node_local and len(folders) > 1:
         others = [rank for ranks in folders[1:] for rank in ranks]
         raise error(
-            f"{named}: got {folder}, which {say_ranks(folders[0])} and {say_ranks(others)} do not share, accepted: a "
+            f"{option}: got {folder}, which {say_ranks(folders[0])} and {say_ranks(others)} do not share, accepted: a "
             f"folder that all nodes share, or {_SET} for folders on the nodes' own disks"
         )
     if node_local and len(folders) < len(nodes):
         ranks = next(ranks for ranks in folders if ranks not in [list(node) for node in nodes])
         raise error(
-            f"{KEY}: got true, but {named} {folder} is one folder of {say_ranks(ranks)}, accepted: false, or a folder "
+            f"{KEY}: got true, but {option} {folder} is one folder of {say_ranks(ranks)}, accepted: false, or a folder "
             "on each node's own disk"
         )
 
 
-def check_there(folder: Path, named: str, error: type[Exception]) -> None:
-    """Whether every rank finds a folder that some have found; collective.
-
-    Raises:
-        error: on every rank; names the ranks that do not, with their hosts.
-    """
+def check_there(folder: Path, option: str, error: type[Exception]) -> None:
+    """Raise on every rank if only some find a folder, and name those that do not; collective."""
     found = gather(os.path.isdir(folder))
     missing = [rank for rank, there in enumerate(found) if not there]
     if missing and len(missing) < len(found):
         raise error(
-            f"{named}: got {folder}, which is not there on {say_ranks(missing)}, accepted: a folder that all nodes "
+            f"{option}: got {folder}, which is not there on {say_ranks(missing)}, accepted: a folder that all nodes "
             f"share; of checkpoints on the nodes' own disks, {_SET}"
         )
 
 
 def part_of(team: Team) -> dict[str, Any]:
-    """Manifest entry of a node's part of a checkpoint: whose, and of which save; collective. Empty for a whole one."""
-    if team.whole:
-        return {}
-    save = gather(secrets.token_hex(8))[0]
-    return {"part": {"ranks": list(team.ranks), "world_size": rank_and_world()[1], "save": save}}
+    """Whose files a node's part of a checkpoint has, for its manifest."""
+    return {"ranks": list(team.ranks), "world_size": rank_and_world()[1]}
 
 
-def check_one_save(folder: Path, manifest: Mapping[str, Any] | None, team: Team) -> None:
-    """Whether all nodes' parts are of one save: where a tag was saved again, a kill leaves the new part on one node and
-    the old one on another. Collective.
+def check_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> None:
+    """Refuse a part of a checkpoint that other ranks wrote, and parts of two saves of one tag; collective.
+
+    Where a tag was saved again, a kill leaves the new part on one node and the old one on another.
 
     Raises:
         CheckpointError: on every rank; names the hosts.
     """
-    if team.whole:
-        return
-    saves = gather(((manifest or {}).get("part") or {}).get("save"))
-    others = [rank for rank, save in enumerate(saves) if save != saves[0]]
-    if others:
-        first = [rank for rank in range(len(saves)) if rank not in others]
+    part, own, wrong = manifest.get("part"), part_of(team), []
+    if part and part != own:
+        wrong = [f"{folder}: holds the files of {say_part(part)}, accepted here: those of {say_part(own)}"]
+    team.refuse(wrong, f"{KEY}: got parts of other nodes:")
+    saved = gather(manifest.get("saved"))
+    others = [rank for rank, at in enumerate(saved) if at != saved[0]]
+    if others and not team.whole:
+        first = [rank for rank in range(len(saved)) if rank not in others]
         raise CheckpointError(
-            f"{folder}: {say_ranks(first)} and {say_ranks(others)} hold parts of different saves of this tag, as a "
-            "kill or an error leaves them while it is saved again; accepted: another tag, saved by all nodes together"
+            f"{folder}: got parts of different saves on {say_ranks(first)} and {say_ranks(others)}, accepted: another "
+            "tag, saved by all nodes together"
         )
-
-
-def wrong_part(folder: Path, manifest: Mapping[str, Any], team: Team) -> str | None:
-    """A line where a checkpoint is the part of other ranks than those that are about to load it."""
-    part = manifest.get("part")
-    if not part or list(part["ranks"]) == list(team.ranks):
-        return None
-    return (
-        f"{folder}: holds the files of {say_part(part)}, saved with {KEY}, accepted here: those of "
-        f"{say_part({'ranks': team.ranks, 'world_size': rank_and_world()[1]})} (start as many ranks, nodes in the "
-        "order of the run that saved it)"
-    )
 
 
 def say_part(part: Mapping[str, Any]) -> str:
     """``ranks 0-7 of 16``, from a manifest's "part"."""
-    ranks = list(part["ranks"])
-    numbers = f"{ranks[0]}-{ranks[-1]}" if ranks == list(range(ranks[0], ranks[-1] + 1)) else ", ".join(map(str, ranks))
-    return f"{f'ranks {numbers}' if len(ranks) > 1 else f'rank {ranks[0]}'} of {part['world_size']}"
+    return f"{say_ranks(list(part['ranks']))} of {part['world_size']}"

@@ -31,14 +31,10 @@ _SHARDS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp3
 class Fragment:
     """This rank's part of one parameter."""
 
-    param: Any
-    """``torch.nn.Parameter`` with DeepSpeed's attributes."""
-    shape: torch.Size
-    """Of the whole parameter (of this tensor-parallel rank)."""
-    first: int
-    """First element, in the flattened parameter."""
-    start: int
-    """First element, in the partition."""
+    param: Any  # torch.nn.Parameter with DeepSpeed's attributes
+    shape: torch.Size  # of the whole parameter (of this tensor-parallel rank)
+    first: int  # first element, in the flattened parameter
+    start: int  # first element, in the partition
     numel: int
 
 
@@ -63,11 +59,7 @@ def is_zero(optimizer: Any) -> bool:
 
 
 def members(zero: Any) -> list[list[Any]]:
-    """The model's parameters by parameter group (ZeRO-3: by sub-group).
-
-    Raises:
-        TypeError: not one of DeepSpeed's ZeRO-1, 2 or 3 optimizers nor its BF16_Optimizer.
-    """
+    """The model's parameters by parameter group (ZeRO-3: by sub-group)."""
     for name in _GROUPS:
         if hasattr(zero, name):
             return getattr(zero, name)
@@ -88,32 +80,19 @@ def partitions(zero: Any) -> Iterator[Partition]:
             yield Partition(flat, zero.optimizer.param_groups[zero.sub_group_to_group_id[i]], fragments)
         return
     for group, params in zip(zero.optimizer.param_groups, members(zero), strict=True):
-        found = [(p, p._hp_mapping) for p in params if p._hp_mapping is not None]
-        yield Partition(
-            group["params"][0],
-            group,
-            [
-                Fragment(
-                    p,
-                    p.shape,
-                    m.lp_fragment_address.start,
-                    m.hp_fragment_address.start,
-                    m.lp_fragment_address.numel,
-                )
-                for p, m in found
-            ],
-        )
+        fragments = []
+        for p in params:
+            if (mapping := p._hp_mapping) is not None:
+                low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                fragments.append(Fragment(p, p.shape, low.start, high.start, low.numel))
+        yield Partition(group["params"][0], group, fragments)
 
 
 @torch.no_grad()
 def copy_into(parameter: Any, whole: torch.Tensor) -> None:
-    """Copy a whole tensor into a parameter; of one that ZeRO-3 has divided, this rank's part.
+    """Copy a tensor of the whole shape into a parameter that nothing has gathered; at ZeRO-3 this rank's part.
 
-    Not collective, but to be called on every rank. For parameters that nothing has gathered: before ``initialize``,
-    or while a checkpoint is loaded.
-
-    Args:
-        whole: of the parameter's whole shape, any device and floating dtype.
+    Not collective, but to be called on every rank, before ``initialize`` or while a checkpoint is loaded.
     """
     if not hasattr(parameter, "ds_tensor"):
         parameter.copy_(whole)
@@ -127,8 +106,7 @@ def copy_into(parameter: Any, whole: torch.Tensor) -> None:
 def forget_second_shard(parameter: Any) -> None:
     """Let the next fetch begin from the shards, whose values have changed, and not from hpZ's copy of the old ones.
 
-    DeepSpeed makes second shards whenever it lets go of a gathered weight, while a model is built in shards too, and
-    drops those of weights that are trained after a step and a load. Of others it keeps them for ever.
+    DeepSpeed itself drops second shards after a step and a load, but only those of trained weights.
     """
     if getattr(parameter, "ds_secondary_tensor", None) is not None:
         parameter.ds_secondary_tensor = None

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.expert_names import divided_experts
+from ..checkpoint.names import divided_experts
 from ..checkpoint.read.load_checks import load_whole_checkpoints
-from ..checkpoint.read.native_check import check_native_loads
-from ..checkpoint.read.other_engines import refuse_compressed_moments
+from ..checkpoint.read.native_check import check_native_loads, refuse_compressed_moments
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero

@@ -74,7 +74,7 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     """What ``deepspeed.initialize`` does after ``import coat_dist`` (``hook.py``).
 
     DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its engine is left as it
-    is but for one thing: it refuses to load CoatAdamW's states (``checkpoint/read/other_engines.py``).
+    is but for one thing: it refuses to load CoatAdamW's states (``checkpoint/read/native_check.py``).
     """
     start = original()
     try:

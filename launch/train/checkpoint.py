@@ -19,7 +19,7 @@ from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
 from coat_dist.checkpoint.read.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
-from coat_dist.checkpoint.team import Team, check_one_save, everyone, team_of, wrong_part
+from coat_dist.checkpoint.team import Team, check_part, everyone, team_of
 from coat_dist.checkpoint.write.publish import find, name_of, own_name
 from coat_dist.config import look_up
 from launch.train.runtime import get_random_state, reseed, set_random_state
@@ -150,8 +150,8 @@ def examine(checkpoint: Path, run: Mapping[str, Any], team: Team | None = None) 
         CheckpointError: damaged or missing files, or a checkpoint of another model or another parallel layout.
     """
     team = team or everyone()
-    manifest = team.ask_leader(lambda: _own_manifest(checkpoint, team), CheckpointError)
-    check_one_save(checkpoint, manifest, team)
+    manifest = team.ask_leader(lambda: read_manifest(checkpoint))
+    check_part(checkpoint, manifest, team)
     changed = differences(manifest["run"], run)
     structure = _UNIVERSAL_STRUCTURE if manifest.get("universal") else _STRUCTURE
     if fatal := {key: line for key, line in changed.items() if _among(key, structure)}:
@@ -178,13 +178,6 @@ def _way_out(checkpoint: Path, manifest: Mapping[str, Any], run: Mapping[str, An
         f"launch/to_universal.py --load {checkpoint} --output DIR converts it for these settings, and --load DIR takes "
         f"what it wrote; --load auto {by_itself}"
     )
-
-
-def _own_manifest(checkpoint: Path, team: Team) -> dict[str, Any]:
-    manifest = read_manifest(checkpoint)
-    if wrong := wrong_part(checkpoint, manifest, team):
-        raise CheckpointError(wrong)
-    return manifest
 
 
 def of_another_layout(manifest: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:

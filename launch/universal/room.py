@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 from typing import Any
 
-from coat_dist.checkpoint.write.durable import says_full
 from launch.outputs import room
 from launch.weights.source import CARRIED
 
 __all__ = ["bytes_needed", "say_full"]
+
+_FULL = (*(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)), "unexpected pos")
+"""What errors say where the disk is full; the last is all that is left of it where torch.save opens a file itself."""
 
 
 def bytes_needed(source: Path) -> int:
@@ -52,7 +56,7 @@ def say_full(problem: Exception, folder: Path, needed: int) -> str | None:
         folder: where it was to be written; what is in it of a conversion that failed has been removed.
         needed: as :func:`bytes_needed` says.
     """
-    if not says_full(str(problem)):
+    if not any(text in str(problem) for text in _FULL):
         return None
     wanted = f", {needed:,} or more are needed" if needed else ""
     return f"the disk is full, or a quota or limit is reached: {room(folder):,} bytes are free{wanted}"

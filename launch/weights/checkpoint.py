@@ -9,9 +9,9 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest, verify
-from coat_dist.checkpoint.universal.folder import UniversalFolder, read
+from coat_dist.checkpoint.universal.folder import UniversalFolder
 from coat_dist.checkpoint.universal.zero_checkpoint import ZeroCheckpoint
-from coat_dist.checkpoint.universal.zero_files import Shard
+from coat_dist.checkpoint.universal.zero_files import Shard, read
 from coat_dist.checkpoint.write.publish import LATEST, find
 from launch.model.gpt import ModelConfig
 from launch.weights.grouped import Ungrouped
@@ -130,7 +130,7 @@ class _Universal:
         return self._saved(name)["param"]
 
     def _saved(self, name: str) -> dict[str, Any]:
-        return read(self.folder.folder / name / "fp32.pt", weights_only=False)
+        return read(self.folder.folder / name / "fp32.pt")
 
     def divided(self, name: str) -> bool:
         return "cat_dim" in self._saved(name)

@@ -67,9 +67,9 @@ class TensorFiles:
         return tensor
 
 
-def crc32(tensor: torch.Tensor) -> int:
-    """CRC-32 of a contiguous tensor's memory."""
-    return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's are buffers
+def crc32(tensor: torch.Tensor, before: int = 0) -> int:
+    """CRC-32 of a contiguous tensor's memory, behind bytes whose CRC-32 is ``before``."""
+    return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy(), before)  # type: ignore[arg-type]  # numpy's are buffers
 
 
 def written_manifest(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from coat_dist.checkpoint.write.durable import write_text
-from coat_dist.checkpoint.write.engine_writes import join
 from launch.weights.source import CheckpointError
 from launch.weights.tensor_files import crc32
 
@@ -90,7 +89,7 @@ def write_tensors(
                 sums[one] = beside.submit(crc32, content[one])
             _save(folder / name, content)
             written.tensors |= {one: found.result() for one, found in sums.items()}
-            written.files[name] = _measured(folder / name, content, written.tensors)
+            written.files[name] = _measured(folder / name, content)
             synced.append(beside.submit(_sync, folder / name))
             progress(sum(planned[one].bytes for one in shard))
         for sync in synced:
@@ -111,7 +110,7 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path.chmod(mode)
 
 
-def _measured(path: Path, tensors: dict[str, torch.Tensor], sums: dict[str, int]) -> list[int]:
+def _measured(path: Path, tensors: dict[str, torch.Tensor]) -> list[int]:
     """Bytes and CRC-32 of a file as it should be: of its header, and of the tensors that were in memory."""
     with path.open("rb") as file:
         header = file.read(8)
@@ -119,7 +118,7 @@ def _measured(path: Path, tensors: dict[str, torch.Tensor], sums: dict[str, int]
     size, checksum = len(header), zlib.crc32(header)
     with safe_open(path, "pt", backend="pread") as opened:
         for name in opened.offset_keys():
-            checksum = join(checksum, sums[name], tensors[name].nbytes)
+            checksum = crc32(tensors[name], checksum)
             size += tensors[name].nbytes
     return [size, checksum]
 

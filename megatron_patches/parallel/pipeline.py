@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
-from coat_dist.checkpoint.stage_names import in_whole
+from coat_dist.checkpoint.names import in_whole
 from coat_dist.config import CoatConfigError
 from coat_dist.deepspeed.build.pipeline import accumulate, accumulated, reduce_gradients
 from coat_dist.ops.dispatch import use_kernels

@@ -31,7 +31,7 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     * ``linear_fc1`` of a gated MLP holds ``[gate; up]`` of its rank: its halves are joined separately.
 
     * ``expert_parallel`` says what the experts of each rank are called in the whole model, where ranks divide them
-      (``coat_dist/checkpoint/expert_names.py``).
+      (``coat_dist/checkpoint/names.py``).
 
     Args:
         model: Megatron-core modules, unsharded by ZeRO or ZeRO-3's.
@@ -39,7 +39,7 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     Returns:
         Lists of regular expressions, each of which matches one parameter's name. Of a pipeline stage also ``pipeline``:
         ``stages``, ``stage`` (from 0), ``virtual_stages``, and ``names`` and ``prefixes``, which give names in the
-        whole model by those of this stage (``coat_dist/checkpoint/stage_names.py``).
+        whole model by those of this stage (``coat_dist/checkpoint/names.py``).
 
     Raises:
         ValueError: experts in grouped products that tensor-parallel ranks divide; names the parameter.

@@ -24,7 +24,7 @@ def weights_after(rank, world, argv, own_experts=False, first=False):
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from coat_dist.checkpoint.expert_names import names_in_whole
+    from coat_dist.checkpoint.names import names_in_whole
     from launch import pretrain
     from launch.train import arguments, runtime
     from megatron_patches import unpatch_model

@@ -299,13 +299,14 @@ def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
 
 
 def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():
-    """Two ranks that divide the layers, two that share every layer: refused both ways."""
+    """Two ranks that divide the layers, two that share every layer: their manifests differ."""
     from types import SimpleNamespace
 
-    from coat_dist.checkpoint.read.native_check import _model_parallel
+    from coat_dist.checkpoint.save import describe
 
-    staged, plain = {"pipeline": {"stages": 2}}, {}
-    for theirs, ours, sizes in ((staged, plain, ((1, 2), (2, 1))), (plain, staged, ((2, 1), (1, 2)))):
-        engine = SimpleNamespace(mp_world_size=2, module=SimpleNamespace(universal_checkpoint_info=ours))
-        found = _model_parallel({"mp_world_size": 2, "universal_checkpoint_info": theirs}, engine)
-        assert found == {"tensor-parallel size": sizes[0], "pipeline stages": sizes[1]}
+    for info, sizes in (({"pipeline": {"stages": 2}}, (1, 2)), ({}, (2, 1))):
+        engine = SimpleNamespace(
+            mp_world_size=2, optimizer=None, module=SimpleNamespace(universal_checkpoint_info=info)
+        )
+        found = describe(engine)
+        assert (found["tensor_parallel"], found["pipeline_stages"]) == sizes

@@ -1,25 +1,29 @@
-"""Checks that come before ``engine.load_checkpoint`` changes anything, with one answer on all ranks.
+"""Checks before ``engine.load_checkpoint`` changes anything, with one answer on all ranks.
 
-Which checkpoint is meant (``tags.py``), whether its files are whole (``whole.py``), and then what others have
+Which checkpoint is meant (``tags.py``), whether its files are those of its manifest, and then what others have
 registered: whether it fits the engine.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...ranks import raise_everywhere
-from ..expert_names import divided_experts
-from ..team import CheckpointError, as_flag, as_folder, check_there, team_of
-from ..write.publish import LATEST
+from ...ranks import raise_everywhere, rank_and_world
+from ..manifest import MANIFEST, read_manifest, verify
+from ..names import divided_experts, info_of
+from ..team import CheckpointError, Team, check_part, check_there, team_of
+from ..universal.zero_files import read as read_file
+from ..write.publish import latest_of
 from ..zero_partitions import forget_second_shard
 from .tags import find_tag
-from .whole import check_whole
 
-__all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
+__all__ = ["Request", "check_before_load", "load_whole_checkpoints", "request_of"]
 
 
 class Request(NamedTuple):
@@ -27,17 +31,24 @@ class Request(NamedTuple):
 
     load_dir: Path
     tag: str
-    strict: bool
-    """load_module_strict"""
-    states: bool
-    """The optimizer's states are wanted, too."""
-    schedule: bool = False
-    """So is the state of the learning-rate schedule."""
+    manifest: Mapping[str, Any]  # of the checkpoint; empty where it has none
+    strict: bool  # load_module_strict
+    states: bool  # the optimizer's states are wanted, too
+    schedule: bool  # so is the state of the learning-rate schedule
 
     @property
     def folder(self) -> Path:
         """Of the one checkpoint."""
         return self.load_dir / self.tag
+
+
+def request_of(given: Mapping[str, Any], tag: str, manifest: Mapping[str, Any]) -> Request:
+    """A request from DeepSpeed's arguments, and the checkpoint that was found."""
+    states, schedule = (
+        bool(given[name]) and not given["load_module_only"]
+        for name in ("load_optimizer_states", "load_lr_scheduler_states")
+    )
+    return Request(Path(given["load_dir"]), tag, manifest, bool(given["load_module_strict"]), states, schedule)
 
 
 def check_before_load(engine: Any, name: str, check: Callable[[Request], list[str]], accepted: str = "") -> None:
@@ -62,63 +73,34 @@ def load_whole_checkpoints(engine: Any) -> None:
     if hasattr(engine.load_checkpoint, "coat_checks"):
         return
     original: Callable = engine.load_checkpoint
+    signature = inspect.signature(original)
     checks: dict[str, tuple[Callable[[Request], list[str]], str]] = {}
 
     @functools.wraps(original)
-    def load_checkpoint(
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-        *,
-        verify: bool = True,
-    ) -> Any:
-        flags = {
-            "load_module_strict": load_module_strict,
-            "load_optimizer_states": load_optimizer_states,
-            "load_lr_scheduler_states": load_lr_scheduler_states,
-            "load_module_only": load_module_only,
-            "verify": verify,
-        }
-
-        def arguments() -> dict[str, Any]:
-            folder = as_folder("load_dir", load_dir)
-            named = None if tag is None else str(tag)
-            return {"tag": named, "folder": folder, **{name: as_flag(name, value) for name, value in flags.items()}}
-
-        universal, team = engine.load_universal_checkpoint(), team_of(engine)
-        team.agree(arguments)
-        tag = find_tag(Path(load_dir), None if tag is None else str(tag), universal, team)
+    def load_checkpoint(*args: Any, verify: bool = True, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given, universal, team = call.arguments, engine.load_universal_checkpoint(), team_of(engine)
+        given["tag"] = None if given["tag"] is None else str(given["tag"])
+        compared = {name: value for name, value in given.items() if name not in ("load_dir", "custom_load_fn")}
+        team.agree(lambda: {**compared, "verify": verify, "folder": os.path.abspath(given["load_dir"])})
+        folder = Path(given["load_dir"])
+        given["tag"] = tag = find_tag(folder, given["tag"], universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
-            check_there(Path(load_dir) / tag, "load_dir", CheckpointError)
-            check_whole(Path(load_dir) / tag, team, verify)
-            if not load_optimizer_states and not universal:
-                raise_everywhere(functools.partial(_weights_of_latest, engine, Path(load_dir), tag))
-            states, schedule = (
-                one and not load_module_only for one in (load_optimizer_states, load_lr_scheduler_states)
-            )
-            request = Request(Path(load_dir), tag, load_module_strict, states, schedule)
+            check_there(folder / tag, "load_dir", CheckpointError)
+            request = request_of(given, tag, _check_files(folder / tag, team, verify))
+            if not given["load_optimizer_states"] and not universal:
+                raise_everywhere(functools.partial(_weights_of_latest, engine, request))
             for check, accepted in checks.values():
                 raise_everywhere(functools.partial(check, request), accepted, _does_not_fit())
         if "universal" in checks and universal:
             # The universal loader has learnt from its check whether moments are wanted. DeepSpeed is told yes in any
             # case: at stage 3 it would otherwise look for a checkpoint of its own kind.
-            load_optimizer_states = True
-        found = original(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
+            given["load_optimizer_states"] = True
+        found = original(*call.args, **call.kwargs)
         for parameter in engine.module.parameters():
             forget_second_shard(parameter)
-        if not universal and divided_experts(getattr(engine.module, "universal_checkpoint_info", None))[0] > 1:
+        if not universal and divided_experts(info_of(engine))[0] > 1:
             engine.optimizer.update_lp_params()  # the model's file holds the experts of one rank
         return found
 
@@ -137,15 +119,33 @@ def _does_not_fit() -> type[CheckpointError]:
     return DoesNotFit
 
 
-def _weights_of_latest(engine: Any, load_dir: Path, tag: str) -> list[str]:
+def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
+    """Refuse a checkpoint with missing, damaged or foreign files; collective. Its manifest.
+
+    Plain DeepSpeed's has none and is loaded with a note on rank 0. Its files are only opened.
+
+    Raises:
+        CheckpointError: on every rank; names the files.
+    """
+    manifest = team.ask_leader(lambda: read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {})
+    check_part(folder, manifest, team)
+    if manifest:
+        verify(folder, manifest["files"], team, checksums)
+        return manifest
+    names = team.ask_leader(lambda: sorted(p.name for p in folder.glob("*.pt")))
+    team.each(lambda: [read_file(folder / name) for name in team.share(names)])
+    if rank_and_world()[0] == 0:
+        print(f"note: {folder} has no {MANIFEST}: it is loaded unverified", file=sys.stderr, flush=True)
+    return {}
+
+
+def _weights_of_latest(engine: Any, request: Request) -> list[str]:
     """At stage 3, weights alone come from DeepSpeed's fp32 reader, which looks at ``latest`` and not at the tag."""
     if not engine.zero_optimization_partition_weights() or engine.has_moe_layers:
         return []
-    latest = load_dir / LATEST
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    if named == tag:
+    if (found := latest_of(request.load_dir)) == request.tag:
         return []
     return [
-        f"load_optimizer_states: got False with tag {tag!r} and zero_optimization.stage 3, where {latest} names "
-        f"{named!r}; accepted: the checkpoint that it names (DeepSpeed reads that one), or load_module_only=True alone"
+        f"load_optimizer_states: got False with tag {request.tag!r} and zero_optimization.stage 3, where DeepSpeed "
+        f"reads what {request.load_dir}/latest names, {found!r}; accepted: that one, or load_module_only=True alone"
     ]

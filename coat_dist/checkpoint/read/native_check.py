@@ -1,82 +1,115 @@
 """Checks before ``engine.load_checkpoint`` reads one of DeepSpeed's own (not universal) checkpoints.
 
-Such a checkpoint fits one layout only. DeepSpeed meets another stage with an empty AssertionError, another
-data-parallel size at stage 3 with a complaint about tensor sizes, both after it has replaced the model's weights, and
-flat shards in another order not at all. Here each of them is one error, before anything is read into the model.
-
-A rank looks at no other files than those it is going to load: with ``use_node_local_storage`` it has no others. How
-many ranks wrote the checkpoint is said in them.
+Such a checkpoint fits one layout only. DeepSpeed finds another stage, data-parallel size or optimizer only after it has
+replaced the model's weights, and flat shards in another order not at all. Here each mismatch is one line of one error,
+before anything is read into the model. A rank looks only at the files that it will load: a node may have no others.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...optim import CoatAdamW
 from ...optim.state import LAYOUT_KEYS
-from ..expert_names import divided_experts
-from ..stage_names import place_in_pipeline
-from ..universal.zero_files import MODEL, MODEL3, read
+from ...ranks import raise_everywhere
+from ..manifest import differences, readable
+from ..save import describe
+from ..universal.zero_files import read
+from ..write.publish import latest_of
 from ..zero_partitions import base_optimizer
-from .load_checks import Request, check_before_load
-from .other_engines import pipeline_stages
+from .load_checks import Request, check_before_load, request_of
 
-__all__ = ["check_native_loads"]
+__all__ = ["check_native_loads", "refuse_compressed_moments"]
 
 _ACCEPTED = (
     "accepted: what wrote it, or the checkpoint converted by coat_dist.convert_to_universal (launch/to_universal.py) "
     'and "checkpoint": {"load_universal": true}'
 )
-_OTHERS = "or other groups or frozen parameters"
-_ACCEPTED_MODEL = "accepted: a checkpoint of this model, or the model that wrote it"
+_COMPARED = {
+    "optimizer": "optimizer.type",
+    "zero_stage": "zero_optimization.stage",
+    "data_parallel": "data-parallel size",
+    "tensor_parallel": "tensor-parallel size",
+    "pipeline_stages": "pipeline stages",
+    "expert_parallel": "expert-parallel size",
+}
+"""Values of a manifest's "engine" that must be those of this run, and what an error calls them."""
 
 
 def check_native_loads(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` refuse checkpoints of another layout with a ``ValueError``, on every rank.
 
     What the error names: ZeRO stage, data- and tensor-parallel size, other parameters, where parameters lie in the flat
-    shards, how moments are stored. Loads without optimizer states are left to DeepSpeed. ``coat_dist.initialize`` calls
-    it for CoatAdamW.
+    shards, how moments are stored. ``coat_dist.initialize`` calls it for CoatAdamW.
     """
-    check_before_load(engine, "native", functools.partial(_settings, engine), _ACCEPTED)
-    check_before_load(engine, "model", functools.partial(_model, engine), _ACCEPTED_MODEL)
-    check_before_load(engine, "layout", functools.partial(_shards, engine), _ACCEPTED)
+    for name, check, accepted in (
+        ("settings", _settings, _ACCEPTED),
+        ("model", _model, "accepted: a checkpoint of this model, or the model that wrote it"),
+        ("layout", _shards, _ACCEPTED),
+    ):
+        check_before_load(engine, name, functools.partial(_unless_universal, engine, check), accepted)
+
+
+def refuse_compressed_moments(engine: Any) -> None:
+    """Let ``engine.load_checkpoint`` refuse checkpoints whose optimizer is CoatAdamW, where its states are wanted.
+
+    For engines of another optimizer, with a "coat" block or without. Raises ``ValueError`` on every rank, before
+    anything is loaded. DeepSpeed would begin to load one, and end with an error about the number of groups.
+    """
+    if hasattr(engine.load_checkpoint, "coat_checks"):  # finds and verifies the checkpoint first
+        check_before_load(
+            engine, "other optimizer", functools.partial(_unless_universal, engine, _optimizer), _ACCEPTED
+        )
+        return
+    original: Callable = engine.load_checkpoint
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        raise_everywhere(lambda: _unless_universal(engine, _optimizer, _unverified(call.arguments)), _ACCEPTED)
+        return original(*args, **kwargs)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _unverified(given: Mapping[str, Any]) -> Request:
+    """What DeepSpeed's own ``load_checkpoint`` will load; it reports a missing ``latest`` itself."""
+    folder = Path(given["load_dir"])
+    tag = latest_of(folder) or "" if given["tag"] is None else str(given["tag"])
+    return request_of(given, tag, readable(folder / tag))
+
+
+def _unless_universal(engine: Any, check: Callable[[Any, Request], list[str]], request: Request) -> list[str]:
+    return [] if engine.load_universal_checkpoint() else check(engine, request)
+
+
+def _optimizer(engine: Any, request: Request) -> list[str]:
+    saved = (request.manifest.get("engine") or {}).get("optimizer")
+    if not request.states or saved != CoatAdamW.__name__:
+        return []
+    return _differing(request.folder, {"optimizer.type": saved}, {"optimizer.type": describe(engine)["optimizer"]})
 
 
 def _settings(engine: Any, request: Request) -> list[str]:
-    """Whether stage and numbers of ranks are those of the checkpoint."""
-    folder = request.folder
-    if engine.load_universal_checkpoint():
-        return []
-    ours, _ = divided_experts(getattr(engine.module, "universal_checkpoint_info", None))
+    """Whether optimizer, stage and numbers of ranks are those of the checkpoint, by its manifest."""
+    if (request.folder / "zero").is_dir():
+        return _differing(request.folder, {"checkpoint.load_universal": True}, {"checkpoint.load_universal": False})
+    saved, ours = request.manifest.get("engine") or {}, describe(engine)
+    if {saved.get("zero_stage"), ours["zero_stage"]} == {1, 2}:
+        saved = {**saved, "zero_stage": ours["zero_stage"]}  # they write the same files
+    keys = [key for key in _COMPARED if key in saved]
     if not request.states:
-        lacking = "load_optimizer_states: got False, and the experts of other ranks are in the optimizer's files alone"
-        return [f"{folder}: {lacking}"] if ours > 1 else _other_stages(engine, folder)
-    if (folder / "zero").is_dir():
-        return [f"checkpoint.load_universal: got false, but {folder} is a universal checkpoint"]
-    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    kinds = {MODEL3: "3", MODEL: "1 or 2"}
-    own = MODEL3 if engine.zero_optimization_stage() == 3 else MODEL
-    models = {kind: [folder / n for n in names if re.fullmatch(kind, n)] for kind in (own, *(kinds.keys() - {own}))}
-    found, path = next(((kind, paths[0]) for kind, paths in models.items() if paths), (None, folder))
-    if found is None:
-        return [f"{folder}: no file matches {own}"]
-    saved = read(path)
-    compared = {
-        "zero_optimization.stage": (kinds[found], kinds[own]),
-        # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times sequence-parallel ranks.
-        "data-parallel size": (saved.get("dp_world_size"), getattr(engine, "seq_dp_world_size", engine.dp_world_size)),
-        **_model_parallel(saved, engine),
-        "expert-parallel size": (divided_experts(saved.get("universal_checkpoint_info"))[0], ours),
-    }
-    return [
-        f"{folder}: {name}: checkpoint has {theirs}, this run has {ours}"
-        for name, (theirs, ours) in compared.items()
-        if theirs is not None and theirs != ours
-    ]
+        keys = ["pipeline_stages"] if saved else []  # DeepSpeed would take them for tensor-parallel ranks
+        if ours["expert_parallel"] > 1:
+            lacking = "got False, and the experts of other ranks are in the optimizer's files alone"
+            return [f"{request.folder}: load_optimizer_states: {lacking}"]
+    return _differing(request.folder, *({_COMPARED[key]: facts[key] for key in keys} for facts in (saved, ours)))
 
 
 def _model(engine: Any, request: Request) -> list[str]:
@@ -85,7 +118,7 @@ def _model(engine: Any, request: Request) -> list[str]:
     One that is trained here and frozen there, or the other way round, is not meant: it belongs to the layout.
     """
     path = Path(engine._get_ckpt_name(str(request.load_dir), request.tag))
-    if engine.load_universal_checkpoint() or not request.states or not path.is_file():
+    if not request.states or not path.is_file():
         return []
     saved = read(path)
     theirs, ours = (_shapes(groups) for groups in (saved.get("param_shapes"), engine._get_zero_param_shapes()))
@@ -97,9 +130,8 @@ def _model(engine: Any, request: Request) -> list[str]:
     wrong += [n for n in ours if n not in there]
     if not wrong:
         return []
-    first, more = wrong[0], f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    has, this = (f"shape {shapes[first]}" if first in shapes else "none" for shapes in (theirs, ours))
-    return [f"{request.folder}: model: {first}{more}: checkpoint has {has}, this run has {this}"]
+    key = f"model: {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
+    return _differing(request.folder, {key: theirs.get(wrong[0])}, {key: ours.get(wrong[0])})
 
 
 def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
@@ -108,77 +140,47 @@ def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
 
 def _shards(engine: Any, request: Request) -> list[str]:
     """Whether what the optimizer's file of this rank holds lies where it does in this run, and is stored so."""
-    if engine.load_universal_checkpoint() or not request.states:
+    if not request.states:
         return []
     path = Path(engine._get_zero_ckpt_name(str(request.load_dir), request.tag))
     if not path.is_file():
-        # DeepSpeed's names of these files say whether bf16 was on.
-        on = path.name.startswith("bf16_")
-        if path.with_name(path.name.removeprefix("bf16_") if on else f"bf16_{path.name}").is_file():
-            has, this = ("false", "true") if on else ("true", "false")
-            return [f"{request.folder}: bf16.enabled: checkpoint has {has}, this run has {this}"]
         return [f"{path}: missing"]
-    saved = read(path)["optimizer_state_dict"]
-    # Another optimizer has other groups, too: that is not what is to be said first.
-    return _storage(engine.optimizer, path, saved) or _layout(engine.optimizer, path, saved)
+    saved, zero = read(path)["optimizer_state_dict"], engine.optimizer
+    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    if ("fp32_flat_groups" in saved) is not stage3:  # of a checkpoint without a manifest
+        stages = [{_COMPARED["zero_stage"]: "3" if is3 else "1 or 2"} for is3 in (not stage3, stage3)]
+        return _differing(path, *stages)
+    states, optimizer = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"], base_optimizer(zero)
+    if optimizer is not None and isinstance(states, Mapping):
+        theirs, ours = states["param_groups"], optimizer.param_groups
+        if states["state"] and not any(key in group for group in theirs for key in LAYOUT_KEYS):
+            return _differing(path, {"optimizer.type": "another one"}, {"optimizer.type": CoatAdamW.__name__})
+        if wrong := _differing(path, _storage(theirs[: len(ours)]), _storage(ours[: len(theirs)])):
+            return wrong
+    others = "or other groups or frozen parameters"
+    if stage3:
+        key = f"zero_optimization.sub_group_size, {others}: elements of sub-groups"
+        flats = saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat
+        return _differing(path, *({key: [t.numel() for t in flat]} for flat in flats))
+    key = f"zero_optimization.round_robin_gradients or parameter_alignment, {others}: (group, start, numel) of "
+    places = (saved["param_slice_mappings"], zero._param_slice_mappings)
+    return _differing(path, *(_places(mappings, key) for mappings in places))[:1]
 
 
-def _other_stages(engine: Any, folder: Path) -> list[str]:
-    """Whether weights are of other pipeline stages, which DeepSpeed would take for tensor-parallel ranks."""
-    path = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
-    saved = {} if path is None else read(path)
-    theirs, ours = _model_parallel(saved, engine).get("pipeline stages", (1, 1))
-    return [] if theirs == ours else [f"{folder}: pipeline stages: checkpoint has {theirs}, this run has {ours}"]
-
-
-def _model_parallel(saved: Mapping[str, Any], engine: Any) -> dict[str, tuple[Any, Any]]:
-    """Tensor-parallel size and, where either has several, pipeline stages: theirs and ours."""
-    ours = pipeline_stages(engine)
-    theirs = place_in_pipeline(saved.get("universal_checkpoint_info"))[1]
-    size = saved.get("mp_world_size")
-    found = {"tensor-parallel size": (None if size is None else size // theirs, engine.mp_world_size // ours)}
-    return found if ours == theirs == 1 else {**found, "pipeline stages": (theirs, ours)}
-
-
-def _layout(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
-    """Whether flat shards hold the same elements in the same places."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        sizes = [[t.numel() for t in flat] for flat in (saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat)]
-        if sizes[0] != sizes[1]:
-            return [
-                f"{path}: zero_optimization.sub_group_size, {_OTHERS}: checkpoint has sub-groups of "
-                f"{sizes[0]} elements, this run has {sizes[1]}"
-            ]
-        return []
-    places = [
-        {name: (i, at.start, at.numel) for i, group in enumerate(mappings) for name, at in group.items()}
-        for mappings in (saved["param_slice_mappings"], zero._param_slice_mappings)
-    ]
-    wrong = sorted(n for n in places[0].keys() | places[1].keys() if places[0].get(n) != places[1].get(n))
-    if not wrong:
-        return []
-    there, here = (p.get(wrong[0]) for p in places)
-    return [
-        f"{path}: zero_optimization.round_robin_gradients or parameter_alignment, {_OTHERS}: "
-        f"{wrong[0]} is at {_at(there)} in the checkpoint and at {_at(here)} in this run"
-    ]
-
-
-def _storage(zero: Any, path: Path, saved: Mapping[str, Any]) -> list[str]:
-    """Whether moments and master weights are stored as this run stores them."""
-    optimizer = base_optimizer(zero)
-    states = saved.get("optimizer_state_dict" if "fp32_flat_groups" in saved else "base_optimizer_state")
-    if optimizer is None or not isinstance(states, Mapping):
-        return []
-    if states["state"] and not any(key in group for group in states["param_groups"] for key in LAYOUT_KEYS):
-        return [f"{path}: optimizer.type: checkpoint has states of another optimizer, this run has CoatAdamW"]
-    return [
-        f"{path}: {key} of parameter group {i}: checkpoint has {theirs[key]!r}, this run has {ours[key]!r}"
-        for i, (theirs, ours) in enumerate(zip(states["param_groups"], optimizer.param_groups, strict=False))
+def _storage(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """How moments and master weights are stored."""
+    return {
+        f"{key} of parameter group {i}": group[key]
+        for i, group in enumerate(groups)
         for key in LAYOUT_KEYS
-        if key in theirs and theirs[key] != ours[key]
-    ]
+        if key in group
+    }
 
 
-def _at(place: tuple[int, int, int] | None) -> str:
-    return "no place" if place is None else f"elements {place[1]} to {place[1] + place[2]} of group {place[0]}"
+def _places(mappings: Iterable[Mapping[str, Any]], key: str) -> dict[str, tuple[int, int, int]]:
+    """Where parameters lie in the flat shards."""
+    return {key + name: (i, at.start, at.numel) for i, group in enumerate(mappings) for name, at in group.items()}
+
+
+def _differing(where: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    return [f"{where}: {line}" for line in differences(saved, ours).values()]

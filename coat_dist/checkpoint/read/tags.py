@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from ...ranks import rank_and_world
-from ..manifest import MANIFEST, read_manifest
+from ..manifest import MANIFEST, readable
 from ..team import CheckpointError, Team
-from ..write.publish import HIDDEN, LATEST, last_saved, own_name, replaced_or
+from ..write.publish import HIDDEN, LATEST, checkpoints, last_saved, latest_of, own_name, replaced_or
 
 __all__ = ["find_tag", "is_checkpoint"]
 
@@ -17,47 +17,40 @@ _LATEST_UNIVERSAL = "latest_universal"
 
 
 def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> str | None:
-    """The checkpoint that is meant, as a path in ``load_dir``; collective.
+    """The name of the folder in ``load_dir`` that is meant, None where there is no checkpoint; collective.
 
-    Args:
-        load_dir: holds checkpoints.
-        tag: of one of them; None = the one that ``latest`` names (``latest_universal`` of universal ones), or, where a
-            kill in the first save left no ``latest``, the one that was saved last.
-        universal: ``checkpoint.load_universal`` is set.
-        team: the ranks that have this folder before them.
-
-    Returns:
-        None where there is no checkpoint; DeepSpeed then says so.
+    Without ``tag`` it is the one that ``latest`` names (with ``checkpoint.load_universal``: ``latest_universal``), or,
+    where a kill in the first save left no ``latest``, the one that was saved last.
 
     Raises:
         CheckpointError: on every rank; ``latest`` or ``tag`` names what is no finished checkpoint.
     """
     found = team.ask_leader(lambda: _find(load_dir, tag, universal))
-    team.agree(lambda: {LATEST: None if found is None else str(Path(found).with_name(own_name(Path(found))))})
+    team.agree(lambda: {LATEST: found and own_name(Path(found))})
     return found
 
 
 def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
-    named_by: object = "tag"
+    named_by = "tag"
     if tag is None:
-        named_by = latest = load_dir / (_LATEST_UNIVERSAL if universal else LATEST)
-        if not os.path.lexists(latest):
-            return _without_latest(load_dir, universal)
+        name = _LATEST_UNIVERSAL if universal else LATEST
+        named_by = str(load_dir / name)
         try:
-            tag = latest.read_text(encoding="utf-8").strip()
+            tag = latest_of(load_dir, name)
         except (OSError, ValueError) as problem:
-            there = _there(load_dir)
-            raise CheckpointError(f"{latest}: cannot be read ({problem}), accepted: a tag: {there}") from None
-    parts = tag.split("/")
-    if not tag.isprintable() or any(p in ("", ".", "..") or p.startswith(HIDDEN) for p in parts):
+            raise CheckpointError(f"{named_by}: got {problem}, accepted: a tag: {_there(load_dir)}") from None
+        if tag is None:
+            return _without_latest(load_dir, universal)
+    found = replaced_or(load_dir / tag) if Path(tag).name == tag else load_dir
+    if found == load_dir or not tag.isprintable() or tag.startswith((HIDDEN, "..")):
         why = "which is not the name of a finished checkpoint"
-    elif not is_checkpoint(replaced_or(load_dir / tag)):
+    elif not is_checkpoint(found):
         _refuse_checkpoints_folder(load_dir)
         why = f"which is no checkpoint in {load_dir}"
     else:
         if universal and named_by != "tag":
             _check_not_overtaken(load_dir, tag)
-        return str(Path(tag).with_name(replaced_or(load_dir / tag).name))
+        return found.name
     raise CheckpointError(f"{named_by}: got {tag!r}, {why}, accepted: {_there(load_dir)}")
 
 
@@ -68,7 +61,7 @@ def _without_latest(load_dir: Path, universal: bool) -> str | None:
             f"checkpoint.load_universal: got true, accepted: false, or a folder with {_LATEST_UNIVERSAL}, as "
             f"launch/to_universal.py writes it: {load_dir} has none"
         )
-    found = last_saved(_checkpoints(load_dir), universal=False)
+    found = last_saved(checkpoints(load_dir), universal=False)
     if found is None:
         return None
     if rank_and_world()[0] == 0:
@@ -94,10 +87,10 @@ def is_checkpoint(folder: Path) -> bool:
 def _check_not_overtaken(load_dir: Path, universal: str) -> None:
     """A run that saves where its universal checkpoint is would begin from that again at each start."""
     try:
-        latest = (load_dir / LATEST).read_text(encoding="utf-8").strip()
-        saved, start = (read_manifest(replaced_or(load_dir / tag), of_run=False) for tag in (latest, universal))
+        latest = latest_of(load_dir) or ""
+        saved, start = (readable(replaced_or(load_dir / tag)) for tag in (latest, universal))
         steps, begun_at = saved["engine"]["global_steps"], start["progress"]["step"]
-    except (OSError, ValueError, KeyError, TypeError):  # not written by this project
+    except (OSError, ValueError, KeyError):  # not written by this project
         return
     if not saved.get("universal") and steps > begun_at:
         raise CheckpointError(
@@ -106,23 +99,7 @@ def _check_not_overtaken(load_dir: Path, universal: str) -> None:
         )
 
 
-def _checkpoints(load_dir: Path) -> list[Path]:
-    """Folders with a manifest, also those that a kill left under another name.
-
-    Raises:
-        OSError: ``load_dir`` cannot be read.
-    """
-    if not load_dir.is_dir():
-        return []
-    os.stat(os.path.join(load_dir, "."))  # an error where names can be listed and nothing be opened
-    found = [p for p in sorted(load_dir.iterdir()) if os.path.isfile(p / MANIFEST)]
-    return [p for p in found if not own_name(p).startswith(HIDDEN)]
-
-
 def _there(load_dir: Path) -> str:
     """The tags that there are, for an error."""
-    try:
-        tags = dict.fromkeys(own_name(path) for path in _checkpoints(load_dir))
-    except OSError:
-        tags = {}
+    tags = dict.fromkeys(own_name(path) for path in checkpoints(load_dir))
     return ", ".join(tags) or "one that is there (none in this folder was saved by a coat engine)"

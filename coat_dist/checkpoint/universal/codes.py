@@ -2,15 +2,12 @@
 
 Decoding to fp32 and encoding again is not the identity: with range expansion a group's exponent follows its extremes,
 and those have moved by their own rounding. So a universal checkpoint holds, beside the fp32 moments, the codes of every
-group that lies within one parameter, in ``zero/<name>/codes.coat``. Where a loading run has a group of exactly the same
-elements, stored in the same way, it takes these bytes; all other groups are encoded from fp32.
+group that lies within one parameter, in ``zero/<name>/codes.coat`` (2.05 bytes a parameter; DeepSpeed's loader would
+take a file that ends in ``.pt`` for a tensor). Where a loading run has a group of exactly the same elements, stored in
+the same way, it takes these bytes; all other groups are encoded from fp32.
 
-Which elements make a group depends on where shards start. Where all parameters of a group and all shards start on
-128-element borders (hidden sizes that are multiples of 128, mostly), every group is found again at any data-parallel
-size and ZeRO stage, and moments pass unchanged; a tensor-parallel rank's groups are found again at the same
-tensor-parallel size. The file takes 2.05 bytes a parameter.
-
-Its ending is not ``.pt``: DeepSpeed's own loader takes every file with that ending for a tensor of the parameter.
+Where all parameters of a group and all shards start on 128-element borders (hidden sizes that are multiples of 128,
+mostly), every group is found again at any data-parallel size and ZeRO stage, but only at the same tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -23,22 +20,18 @@ import torch
 
 from ...optim.state import CODE_KEYS, LAYOUT_KEYS
 
-__all__ = ["CODES_FILE", "check_codes", "groups_within", "read_codes", "select_codes", "write_codes"]
+__all__ = ["CODES_FILE", "groups_within", "load_codes", "read_codes", "select_codes", "write_codes"]
 
 CODES_FILE = "codes.coat"
 
 
 def groups_within(first: int, start: int, numel: int, size: int) -> tuple[slice, torch.Tensor]:
-    """Groups that hold elements of one fragment of a parameter and nothing else.
+    """Groups of ``size`` elements that lie in one fragment, and where each begins in the parameter: int64 [groups].
 
     Args:
         first: the fragment's first element, in the flattened parameter.
         start: its first element, in the flat tensor that groups are counted in.
         numel: its elements.
-        size: elements of a group.
-
-    Returns:
-        The groups, and where each begins in the flattened parameter: int64 [groups].
     """
     low = -(-start // size)
     high = max(low, (start + numel) // size)
@@ -51,41 +44,32 @@ def select_codes(state: Mapping[str, Any], groups: slice) -> dict[str, torch.Ten
 
 
 def write_codes(path: Path, layout: Mapping[str, Any], ranks: list[list[tuple[torch.Tensor, dict]]]) -> None:
-    """Write one parameter's codes.
+    """Write one parameter's codes, and the storage options ``layout`` of its parameter group.
 
-    Args:
-        path: of the file.
-        layout: the parameter group's storage options.
-        ranks: for each tensor-parallel rank, what its data-parallel ranks hold: where groups begin, and their codes.
+    ``ranks`` has for each tensor-parallel rank what its data-parallel ranks hold: where groups begin, and their codes.
     """
     joined = []
     for pieces in ranks:
         starts = torch.cat([starts for starts, _ in pieces])
         joined.append({"starts": starts} | {key: torch.cat([codes[key] for _, codes in pieces]) for key in CODE_KEYS})
-    torch.save({"layout": _storage(layout), "ranks": joined}, path)
+    torch.save({"layout": {key: layout[key] for key in LAYOUT_KEYS}, "ranks": joined}, path)
 
 
 def read_codes(
     path: Path, state: Mapping[str, Any], group: Mapping[str, Any], place: tuple[int, int, int], tp: tuple[int, int]
 ) -> int:
-    """Put the saved codes of one fragment's groups into a state, where the file has them.
+    """Put the saved codes of one fragment's groups into a state, where the file has them; how many it had.
 
     Args:
-        path: of the file; nothing happens where there is none, or where it was written with other storage options or
-            by another number of tensor-parallel ranks.
+        path: of the file. None of its codes fit where it was written with other storage options or by another number of
+            tensor-parallel ranks.
         state: with FP8 moments; changed in place.
         group: its parameter group.
         place: first, start and numel of the fragment, as in :func:`groups_within`.
         tp: tensor-parallel rank and size.
-
-    Returns:
-        How many groups were found.
-
-    Raises:
-        ValueError: the file cannot be read.
     """
-    saved = _read_file(path)
-    if saved is None or len(saved["ranks"]) != tp[1] or _storage(saved["layout"]) != _storage(group):
+    saved = load_codes(path)
+    if saved is None or len(saved["ranks"]) != tp[1] or any(saved["layout"][key] != group[key] for key in LAYOUT_KEYS):
         return 0
     codes = saved["ranks"][tp[0]]
     groups, starts = groups_within(*place, group["group_size"])
@@ -99,17 +83,8 @@ def read_codes(
     return len(rows)
 
 
-def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say what codes mean."""
-    return {key: group[key] for key in LAYOUT_KEYS}
-
-
-def check_codes(path: Path) -> None:
-    """Raise a ``ValueError`` where there is such a file and :func:`read_codes` could not take codes from it."""
-    _read_file(path)
-
-
-def _read_file(path: Path) -> dict[str, Any] | None:
+def load_codes(path: Path) -> dict[str, Any] | None:
+    """What a file of codes holds; None where there is none, ``ValueError`` where it is damaged."""
     if not path.is_file():
         return None
     try:

@@ -1,15 +1,13 @@
-"""DeepSpeed checkpoints of ZeRO-1, 2 and 3 to DeepSpeed's universal format, with FP8 moments decoded to fp32.
+"""Conversion of DeepSpeed checkpoints of ZeRO-1, 2 and 3 to its universal format, with FP8 moments decoded to fp32.
 
 A universal checkpoint has one folder a parameter, ``zero/<name>/``, with the whole tensor in ``fp32.pt``, its moments
-in ``exp_avg.pt`` and ``exp_avg_sq.pt`` and the count of steps in ``step.pt``; it knows nothing of the ranks that wrote
-it. Of groups that lie within one parameter it also has the codes (``checkpoint/universal/codes.py``).
+in ``exp_avg.pt`` and ``exp_avg_sq.pt`` and the count of steps in ``step.pt``; it holds nothing of the ranks that wrote
+it. Codes of FP8 moments lie beside them (``codes.py``).
 
 DeepSpeed's own converter (``deepspeed/checkpoint/ds_to_universal.py``) cannot read FP8 moments, copies everything twice
 and keeps ZeRO stages apart. This one reads memory-mapped shards and writes a parameter at a time: it needs memory for
-the largest parameter, and its output loads at any of the three stages.
-
-Checkpoints of fp32 optimizers with ``exp_avg``, ``exp_avg_sq`` and ``step`` (torch's AdamW) are converted by the same
-code, so a run can move to FP8 moments and back.
+the largest parameter, and its output loads at any of the three stages. It also converts checkpoints of torch's AdamW,
+so a run can move to FP8 moments and back.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from typing import Any
 
 import torch
 
-from ..stage_names import place_in_pipeline
+from ..names import place_in_pipeline
 from .codes import CODES_FILE, write_codes
-from .folder import same
 from .zero_checkpoint import ZeroCheckpoint, is_extra_state
 from .zero_files import EXTRA_STATE, KEYS, Shard
 
@@ -40,11 +37,8 @@ def convert_to_universal(
     """Write the universal form of one checkpoint's folder into another, without processes or temporary files.
 
     Args:
-        source: what ``engine.save_checkpoint`` wrote (a tag's folder): ZeRO stage 1, 2 or 3 or BF16_Optimizer, any
-            data- and tensor-parallel size and number of pipeline stages of ``megatron_patches``. With more than one
-            tensor-parallel rank or stage its model files hold ``universal_checkpoint_info``
-            (``megatron_patches.universal_checkpoint_info`` makes it), which says how each parameter is divided and
-            what it is called in the whole model. A tied embedding, of which two stages have copies, is written once.
+        source: what ``engine.save_checkpoint`` wrote (a tag's folder), as :class:`ZeroCheckpoint` reads it. A tied
+            embedding, of which two stages have copies, is written once.
         target: is created where absent; empty, and not in ``source``.
         on_progress: called after each parameter with its number of elements and that of all.
 
@@ -86,34 +80,27 @@ def _write_parameter(folder: Path, name: str, checkpoint: ZeroCheckpoint) -> Non
 
 
 def _write_codes(path: Path, name: str, shards: list[list[Shard]]) -> None:
-    layout = next((found for row in shards for shard in row if (found := shard.layout(name)) is not None), None)
-    if layout is None:  # fp32 moments
-        return
-    ranks = []
+    """Write the codes of one parameter, where its moments are FP8."""
+    layout, ranks = None, []
     for row in shards:
         pieces, first = [], 0
         for shard in row:
-            if shard.layout(name) is not None:
+            if (group := shard.layout(name)) is not None:
+                layout = group
                 pieces.append(shard.codes(name, first))
                 first += shard.places[name].numel
         ranks.append(pieces)
-    write_codes(path, layout, ranks)
+    if layout is not None:
+        write_codes(path, layout, ranks)
 
 
 def _extra_states(checkpoint: ZeroCheckpoint) -> dict[str, list[Any]]:
     """What modules' ``get_extra_state`` gave, tensors or not, by name; of each tensor-parallel rank."""
     found: dict[str, list[Any]] = {}
     for first, rename in checkpoint.stages():
-        rows = [
-            {rename(n): v for n, v in row[0]["module"].items() if is_extra_state(n) and v is not None}  # None: no state
-            for row in checkpoint.models[first : first + checkpoint.tensor_parallel]
-        ]
-        for name in dict.fromkeys(n for row in rows for n in row):
-            values = [row.get(name) for row in rows]
-            if not all(map(same, found.setdefault(name, values), values)):
-                raise ValueError(
-                    f"{checkpoint.source}: {name} differs between pipeline stages, accepted: the same on all"
-                )
+        rows = [row[0]["module"] for row in checkpoint.models[first : first + checkpoint.tensor_parallel]]
+        for name in dict.fromkeys(n for row in rows for n, v in row.items() if is_extra_state(n) and v is not None):
+            found.setdefault(rename(name), [row.get(name) for row in rows])
     return found
 
 
@@ -121,15 +108,10 @@ def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None
     """What is not a tensor of a parameter: loss scale, parameter groups, counters of the engine."""
     kept = {k: v for k, v in shard.saved.items() if k not in (*_SHARDED, "optimizer_state_dict")}
     step = next(s for flat in shard.state if (s := shard.steps(flat)) is not None)
-    kept |= {
-        "ds_version": shard.version,
-        "param_groups": shard.groups,
-        # Where DeepSpeed's ZeRO-3 looks for them.
-        "optimizer_state_dict": {
-            "state": {0: {"step": torch.tensor(float(step))}},
-            "param_groups": shard.groups,
-        },
-    }
+    kept |= {"ds_version": shard.version, "param_groups": shard.groups}
+    # Where DeepSpeed's ZeRO-3 looks for them.
+    state = {0: {"step": torch.tensor(float(step))}}
+    kept["optimizer_state_dict"] = {"state": state, "param_groups": shard.groups}
     torch.save(kept, _in_new_folder(target / "zero" / "optimizer_state.pt"))
     counters = {k: v for k, v in model.items() if k not in _OF_MODEL} | {"module": {}, "mp_world_size": 1}
     if place_in_pipeline(counters.get("universal_checkpoint_info"))[1] > 1:

@@ -9,17 +9,22 @@ from typing import Any
 import torch
 
 from .codes import CODES_FILE
-from .zero_files import EXTRA_STATE
+from .zero_files import EXTRA_STATE, read
 
-__all__ = ["UniversalFolder", "same"]
+__all__ = ["UniversalFolder"]
 
 
 class UniversalFolder:
-    """The folder of a universal checkpoint. Tensors are memory-mapped: asking for one reads little more than its shape.
+    """The folder of a universal checkpoint of :func:`convert_to_universal`; tensors are memory-mapped.
 
     Args:
         folder: holds ``zero/``.
         tp: tensor-parallel rank and size.
+
+    Attributes:
+        rest: what was not trained when it was saved: frozen parameters and buffers.
+        extra: modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
+            mapped, for modules may keep what they get.
 
     Raises:
         ValueError: a file that concerns no single parameter is missing or cannot be read.
@@ -27,21 +32,10 @@ class UniversalFolder:
 
     def __init__(self, folder: Path, tp: tuple[int, int]) -> None:
         self.folder, self.tp = folder / "zero", tp
-        if not (self.folder / "optimizer_state.pt").is_file():
-            raise ValueError(f"{self.folder}: missing optimizer_state.pt, {_ACCEPTED}")
-        self.globals = read(self.folder / "optimizer_state.pt", weights_only=False)
-        rest, extra = self.folder / "rest.pt", self.folder / EXTRA_STATE
-        self.complete = rest.is_file()
-        """Written by :func:`convert_to_universal`: DeepSpeed's converter keeps trained parameters only."""
-        self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
-        """What was not trained when it was saved: frozen parameters and buffers."""
-        self.extra: dict[str, list[Any]] = _load(extra, weights_only=False) if extra.is_file() else {}
-        """Modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
-        mapped, for modules may keep what they get."""
-
-    def missing(self, names: list[str], keys: tuple[str, ...]) -> list[str]:
-        """Files of trained parameters that are not there."""
-        return [f for name in names for key in keys if not (self.folder / (f := f"{name}/{key}.pt")).is_file()]
+        self.globals = read(self.folder / "optimizer_state.pt")
+        self.rest: dict[str, dict[str, Any]] = read(self.folder / "rest.pt")
+        extra = self.folder / EXTRA_STATE
+        self.extra: dict[str, list[Any]] = read(extra, mmap=False) if extra.is_file() else {}
 
     def trained(self) -> set[str]:
         """Names of the parameters that were trained."""
@@ -54,17 +48,13 @@ class UniversalFolder:
     def weights(self, name: str, shape: torch.Size) -> torch.Tensor:
         """This rank's part of a parameter, fp32 where it was trained and in its own dtype otherwise, or of a buffer."""
         if name in self.rest:
-            return divide(self.rest[name], shape, self.tp, f"{self.folder / 'rest.pt'}: {name}")
+            return self._divide(self.rest[name], shape, f"{self.folder / 'rest.pt'}: {name}")
         return self.local(name, "fp32", shape)
 
     def local(self, name: str, key: str, shape: torch.Size) -> torch.Tensor:
-        """This rank's part of one tensor of a trained parameter.
-
-        Raises:
-            ValueError: the file cannot be read, or gives another shape; names it.
-        """
+        """This rank's part of one tensor of a trained parameter; ``ValueError`` where it has another shape."""
         path = self.folder / name / f"{key}.pt"
-        return divide(read(path, weights_only=False), shape, self.tp, str(path))
+        return self._divide(read(path), shape, str(path))
 
     def step(self, name: str) -> int:
         """Steps taken of a trained parameter."""
@@ -75,77 +65,35 @@ class UniversalFolder:
         return self.folder / name / CODES_FILE
 
     def extra_state(self, name: str) -> Any:
-        """What a module on this rank is to get.
-
-        Raises:
-            ValueError: it was another on each of the tensor-parallel ranks, and these were more or fewer.
-        """
+        """What a module on this rank is to get; ``ValueError`` where other numbers of ranks saved different ones."""
         values = self.extra[name]
         if len(values) == self.tp[1]:
             return values[self.tp[0]]
-        if not all(same(value, values[0]) for value in values):
+        if not all(_same(value, values[0]) for value in values):
             raise ValueError(
                 f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} tensor-parallel ranks, "
                 f"accepted with {self.tp[1]}: the same on all"
             )
         return values[0]
 
-
-_ACCEPTED = "accepted: a universal checkpoint of this model, as launch/to_universal.py writes it"
-
-
-def read(path: Path, weights_only: bool = True) -> Any:
-    """A file's content, tensors memory-mapped."""
-    return _load(path, weights_only, mmap=True)
-
-
-def _load(path: Path, weights_only: bool, mmap: bool = False) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
-    except Exception as problem:  # of damaged bytes, unpickling may raise anything
-        raise ValueError(f"{path}: cannot be read ({problem})") from problem
-
-
-def divide(saved: Mapping[str, Any], shape: torch.Size, tp: tuple[int, int], where: str) -> torch.Tensor:
-    """The part of one tensor-parallel rank; a view where it is contiguous in the whole.
-
-    Args:
-        saved: ``param``, the whole tensor, and how to divide it, in DeepSpeed's keys; what a file holds.
-        shape: of the part.
-        tp: rank and size.
-        where: the tensor's place, for errors.
-
-    Raises:
-        ValueError: the part has another shape.
-    """
-    rank, size = tp
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("param"), torch.Tensor):
-        raise ValueError(f"{where}: got {type(saved).__name__}, accepted: a dict with a tensor `param`")
-    whole = saved["param"]
-    if "sub_param_shape" in saved:
-        raise ValueError(f"{where}: holds sub_param_shape, accepted: param, cat_dim, param_n_sub_params, vocab_tensor")
-    if "cat_dim" not in saved or size == 1:
-        # Flat is how DeepSpeed's converter writes what ZeRO-3 had.
-        local = whole.view(shape) if whole.ndim == 1 and whole.numel() == shape.numel() else whole
-    else:
-        dim = saved["cat_dim"]
-        if saved.get("vocab_tensor") and whole.shape[0] < shape[0] * size:  # padded as this run pads
-            whole = torch.cat([whole, whole.new_zeros(shape[0] * size - whole.shape[0], *whole.shape[1:])])
-        pieces = whole.chunk(saved.get("param_n_sub_params", 1), dim)
-        divided = [piece.chunk(size, dim) for piece in pieces]
-        even = all(len(d) == size for d in divided)
-        local = torch.cat([d[rank] for d in divided], dim) if even and len(divided) > 1 else whole
-        local = divided[0][rank] if even and len(divided) == 1 else local
-    if local.shape != shape:
-        raise ValueError(
-            f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel rank "
-            f"{rank} of {size}"
-            + ("" if "cat_dim" in saved else "; how to divide it was not recorded when it was converted")
-        )
-    return local
+    def _divide(self, saved: Mapping[str, Any], shape: torch.Size, where: str) -> torch.Tensor:
+        """This rank's part of a whole tensor, which is saved with how to divide it, in DeepSpeed's keys."""
+        rank, size = self.tp
+        whole = local = saved["param"]
+        if "cat_dim" in saved and size > 1:
+            dim = saved["cat_dim"]
+            divided = [piece.chunk(size, dim) for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)]
+            if all(len(pieces) == size for pieces in divided):
+                local = torch.cat([pieces[rank] for pieces in divided], dim) if len(divided) > 1 else divided[0][rank]
+        if local.shape != shape:
+            raise ValueError(
+                f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel "
+                f"rank {rank} of {size}"
+            )
+        return local
 
 
-def same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Whether two extra states are known to be equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..expert_names import divided_experts, joined_experts, larger
-from ..stage_names import in_whole, place_in_pipeline, ranks_of_a_stage
+from ..names import divided_experts, in_whole, larger, place_in_pipeline
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
 __all__ = ["ZeroCheckpoint", "is_extra_state"]
@@ -22,8 +21,16 @@ class ZeroCheckpoint:
     Args:
         source: the folder: ZeRO stage 1, 2 or 3 or BF16_Optimizer, any data- and tensor-parallel size, and any number
             of pipeline stages. With more than one tensor-parallel rank or stage its model files hold
-            ``universal_checkpoint_info``, which says how each parameter is divided, and what a stage's parameters are
-            called in the whole model.
+            ``universal_checkpoint_info`` (``megatron_patches.universal_checkpoint_info`` makes it), which says how each
+            parameter is divided and what it is called in the whole model.
+
+    Attributes:
+        models: contents of the model files by [model-parallel rank][data-parallel rank]; of ZeRO-1 and 2 of rank 0
+            only. The tensor-parallel ranks of one pipeline stage follow those of the one before.
+        shards: optimizer files by [model-parallel rank][data-parallel rank].
+        shapes: of the trained parameters of each model-parallel rank.
+        tensor_parallel: ranks of each pipeline stage.
+        names: trained parameters, those of the first pipeline stage first.
 
     Raises:
         ValueError: names the file, what is wrong with it and what is accepted.
@@ -31,59 +38,54 @@ class ZeroCheckpoint:
 
     def __init__(self, source: Path) -> None:
         self.source = source
-        _refuse_other_kinds(source)
+        for kind, pattern in (("pipeline", "layer_*-model_states.pt"), ("expert", "*expert*_states.pt")):
+            if found := sorted(source.glob(pattern)):
+                raise ValueError(
+                    f"{source}: got {found[0].name}, accepted: files without DeepSpeed's {kind}-parallel ones"
+                )
         optimizer_files = files_by_rank(source, OPTIMIZER)
         model_files = files_by_rank(source, MODEL3, required=False)
         if not model_files:  # ZeRO-1 and 2: one file a tensor-parallel rank
             model_files = [[path] for row in files_by_rank(source, MODEL) for path in row]
         self.models = [[read(path) for path in row] for row in model_files]
-        """Contents of the model files by [model-parallel rank][data-parallel rank]; of ZeRO-1 and 2 of rank 0 only.
-        The tensor-parallel ranks of one pipeline stage follow those of the one before."""
         first = self.models[0][0]
-        wanted, given = (
-            (first["mp_world_size"], first["dp_world_size"]),
-            (len(optimizer_files), len(optimizer_files[0])),
-        )
         rules = first.get("universal_checkpoint_info")
+        wanted = first["mp_world_size"], first["dp_world_size"]
+        given = len(optimizer_files), len(optimizer_files[0])
+        stages = place_in_pipeline(rules)[1]
         if given != wanted or len(self.models) != wanted[0]:
-            kind = "model" if place_in_pipeline(rules)[1] > 1 else "tensor"
+            kind = "model" if stages > 1 else "tensor"
             raise ValueError(
                 f"{source}: got optimizer files of {given[0]} {kind}- x {given[1]} data-parallel ranks, accepted: of "
                 f"{wanted[0]} x {wanted[1]}, which wrote it, and model files of {wanted[0]}"
+            )
+        if len(self.models) > 1 and rules is None:
+            raise ValueError(
+                f"{model_files[0][0]}: of {len(self.models)} tensor-parallel ranks and without "
+                "universal_checkpoint_info, accepted: one rank, or a model whose attribute of that name was set before "
+                "it was saved"
             )
         self.shards = [
             [Shard(path, d, len(row), models[0]["param_shapes"]) for d, path in enumerate(row)]
             for models, row in zip(self.models, optimizer_files, strict=True)
         ]
-        """Optimizer files by [model-parallel rank][data-parallel rank]."""
-        if len(self.shards) > 1 and rules is None:
-            raise ValueError(
-                f"{model_files[0][0]}: of {len(self.shards)} tensor-parallel ranks and without "
-                "universal_checkpoint_info, accepted: one rank, or a model whose attribute of that name was set before "
-                "it was saved"
-            )
         self.rules: Mapping[str, Any] = rules or {}
         self.shapes = [
             {name: s for group in row[0]["param_shapes"] for name, s in group.items()} for row in self.models
         ]
-        """Shapes of the trained parameters of each model-parallel rank."""
         self._name_experts()
         for row, model in zip(self.shards, self.models, strict=True):
             if row[0].round_robin:
                 _check_places(row, model[0])
-        self.tensor_parallel = ranks_of_a_stage(
-            source, [row[0].get("universal_checkpoint_info") for row in self.models]
-        )
-        """Tensor-parallel ranks of each pipeline stage."""
-        self._own: dict[str, list[tuple[int, str]]] = {}
+        self.tensor_parallel = len(self.models) // stages
+        self._own: dict[str, tuple[int, str]] = {}
         self._name_stages()
         self.names = list(self._own)
-        """Trained parameters, those of the first pipeline stage first."""
 
     def _name_experts(self) -> None:
         """Call experts that ranks divide by their names in the whole model; a shard holds those of its rank."""
-        size, names = divided_experts(self.rules)
-        self.joined, self.expert_parallel = joined_experts(self.rules), size
+        size, names, self.joined = divided_experts(self.rules)
+        self.expert_parallel = size
         if size == 1:
             return
         for row in self.shards:
@@ -99,57 +101,35 @@ class ZeroCheckpoint:
         ]
 
     def _name_stages(self) -> None:
-        """Call what pipeline stages hold by the names in the whole model, and note which stages hold it as what."""
+        """Call what pipeline stages hold by the names in the whole model, and note the first stage that holds it."""
         for first, rename in self.stages():
+            for name in self.shapes[first]:
+                self._own.setdefault(rename(name), (first, name))
             for row in range(first, first + self.tensor_parallel):
-                if self.shapes[row].keys() != self.shapes[first].keys():
-                    raise ValueError(
-                        f"{self.source}: tensor-parallel ranks {first} and {row} hold different parameters, accepted: "
-                        "the same, or pipeline stages whose universal_checkpoint_info says so"
-                    )
                 for shard in self.shards[row]:
                     shard.rename({name: rename(name) for name in shard.names})
-            for name in self.shapes[first]:
-                self._own.setdefault(rename(name), []).append((first, name))
-            for row in range(first, first + self.tensor_parallel):
                 self.shapes[row] = {rename(name): shape for name, shape in self.shapes[row].items()}
 
     def stages(self) -> Iterator[tuple[int, Callable[[str], str]]]:
-        """The first model-parallel rank of each pipeline stage, and what gives whole names of what is there."""
+        """The first model-parallel rank of each pipeline stage, and a function to names in the whole model."""
         for first in range(0, len(self.models), self.tensor_parallel):
             yield first, in_whole(self.models[first][0].get("universal_checkpoint_info"))
 
     def ranks(self, name: str) -> slice:
         """The model-parallel ranks that divide a trained parameter; of a tied one those of the first stage."""
-        first, _ = self._own[name][0]
+        first, _ = self._own[name]
         return slice(first, first + self.tensor_parallel)
 
     def whole(self, name: str, part: Callable[[Shard], torch.Tensor], key: str) -> tuple[torch.Tensor, dict[str, Any]]:
-        """One tensor of a trained parameter, of all ranks.
+        """One tensor of a trained parameter, of all ranks, and how to divide it again, in DeepSpeed's keys.
 
         Args:
             name: of the parameter.
             part: what one rank has of it, flat.
             key: what the tensor is called, for errors.
-
-        Returns:
-            The tensor, and how it is divided over tensor-parallel ranks, in DeepSpeed's keys.
-
-        Raises:
-            ValueError: pieces of another size than the parameter; two pipeline stages that hold it differ.
         """
-        held = [self._of_stage(name, first, part, key) for first, _ in self._own[name]]
-        if not all(_same_bits(pieces, held[0]) for pieces in held[1:]):
-            raise ValueError(
-                f"{self.source}: {name} {key}: differs between the first and the last pipeline stage, accepted: equal "
-                "copies of a tied embedding"
-            )
-        return self.join(name, held[0])
-
-    def _of_stage(self, name: str, first: int, part: Callable[[Shard], torch.Tensor], key: str) -> list[torch.Tensor]:
-        """What each tensor-parallel rank of a stage has, by the stage's first rank."""
         pieces = []
-        for row, shapes in list(zip(self.shards, self.shapes, strict=True))[first : first + self.tensor_parallel]:
+        for row, shapes in zip(self.shards[self.ranks(name)], self.shapes[self.ranks(name)], strict=True):
             # Tensors in which experts are joined: one expert-parallel rank's after the other's.
             step = self.expert_parallel if name in self.joined else 1
             flat = torch.cat([part(shard) for first in range(step) for shard in row[first::step]])
@@ -159,7 +139,7 @@ class ZeroCheckpoint:
                     f"{shapes[name].numel()}"
                 )
             pieces.append(flat.view(shapes[name]))
-        return pieces
+        return self.join(name, pieces)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a trained parameter, whole."""
@@ -168,7 +148,7 @@ class ZeroCheckpoint:
 
     def join(self, name: str, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The tensor of all tensor-parallel ranks, and how to divide it again, in DeepSpeed's keys."""
-        first, own = self._own.get(name, [(0, name)])[0]
+        first, own = self._own.get(name, (0, name))
         rules = self.models[first][0].get("universal_checkpoint_info") or {}
 
         def listed(key: str) -> bool:
@@ -184,19 +164,11 @@ class ZeroCheckpoint:
         return torch.cat(pieces, dim), {"cat_dim": dim}
 
     def untrained(self) -> dict[str, dict[str, Any]]:
-        """Frozen parameters and buffers, in their own dtype: ``{name: {"param": tensor, ...}}``.
-
-        Raises:
-            ValueError: a buffer, or what several pipeline stages hold, is not the same everywhere.
-        """
+        """Frozen parameters and buffers, in their own dtype: ``{name: {"param": tensor, ...}}``."""
         found: dict[str, dict[str, Any]] = {}
         for first, rename in self.stages():
             for own, value in self._untrained(first, rename).items():
-                there = found.setdefault(rename(own), value)
-                if not _same_bits([there["param"]], [value["param"]]):
-                    raise ValueError(
-                        f"{self.source}: {rename(own)} differs between pipeline stages, accepted: the same on all"
-                    )
+                found.setdefault(rename(own), value)
         return found
 
     def buffers(self) -> set[str]:
@@ -213,47 +185,21 @@ class ZeroCheckpoint:
             if rename(name) in self.shapes[rank] or name in aliases:
                 continue
             pieces = [one[name] for one in per_rank]
+            whole, layout = pieces[0], dict[str, Any]()
             if name not in first["buffer_names"] or not self.rules:  # frozen_param_shapes are not saved at stage 1
-                self._own.setdefault(rename(name), [(rank, name)])
+                self._own.setdefault(rename(name), (rank, name))
                 whole, layout = self.join(rename(name), pieces)
-                whole = whole.clone() if whole is pieces[0] else whole  # of its own, for it may be a view
-            elif all(torch.equal(piece, pieces[0]) for piece in pieces):
-                whole, layout = pieces[0].clone(), {}
-            else:
+            elif not all(torch.equal(piece, pieces[0]) for piece in pieces):
                 raise ValueError(
                     f"{self.source}: buffer {name} differs between tensor-parallel ranks, accepted: equal buffers"
                 )
-            found[name] = {"param": whole, **layout}
+            found[name] = {"param": whole.clone() if whole is pieces[0] else whole, **layout}  # it may be a view
         return found
 
 
 def is_extra_state(name: str) -> bool:
     """Whether a state dict's entry is what a module's ``get_extra_state`` gave."""
     return name.rpartition(".")[2] == "_extra_state"
-
-
-def _refuse_other_kinds(source: Path) -> None:
-    """Checkpoints of parallelisms that cannot be converted, known by their files' names."""
-    if found := sorted(source.glob("layer_*-model_states.pt")):
-        raise ValueError(
-            f"{found[0]}: is of a pipeline-parallel model, accepted: checkpoints without pipeline parallelism"
-        )
-    if found := sorted(source.glob("*expert*_states.pt")):
-        raise ValueError(
-            f"{source}: holds expert-parallel files ({found[0].name}), accepted: checkpoints without expert parallelism"
-        )
-
-
-def _same_bits(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
-    """Whether tensors are equal to the bit, NaN with NaN, too."""
-
-    def content(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-    return all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(content(a), content(b))
-        for a, b in zip(these, those, strict=True)
-    )
 
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:

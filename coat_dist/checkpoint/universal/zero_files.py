@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +48,6 @@ class Shard:
         self.version = saved.get("ds_version") or file.get("ds_version")
         self.stage3 = "fp32_flat_groups" in saved
         base = saved["optimizer_state_dict"] if self.stage3 else saved["base_optimizer_state"]
-        if not isinstance(base, Mapping):
-            raise ValueError(f"{path}: written with elastic_checkpoint, accepted: the default, false")
         self.state, self.groups = base["state"], base["param_groups"]
         self.fp32 = saved["fp32_flat_groups" if self.stage3 else "single_partition_of_fp32_groups"]
         self.group_of = {i: group for group in self.groups for i in group["params"]}
@@ -70,9 +69,13 @@ class Shard:
         self.places = {names.get(name, name): place for name, place in self.places.items()}
         self.names = [names.get(name, name) for name in self.names]
 
+    def place(self, name: str) -> Place:
+        """Where this rank has its part of a parameter, perhaps nothing."""
+        return self.places.get(name, Place(0, 0, 0))
+
     def part(self, name: str, key: str) -> torch.Tensor:
         """This rank's part of a parameter or moment, flat, fp32."""
-        i, start, numel = self.places.get(name, Place(0, 0, 0))
+        i, start, numel = self.place(name)
         if not numel:
             return torch.empty(0)
         if key == "fp32":
@@ -84,15 +87,13 @@ class Shard:
 
     def weights(self, name: str) -> torch.Tensor:
         """This rank's part of a parameter as the file holds it, flat: fp32, or bfloat16 beside remainders."""
-        i, start, numel = self.places.get(name, Place(0, 0, 0))
+        i, start, numel = self.place(name)
         return self.fp32[i].detach().reshape(-1)[start : start + numel]
 
     def layout(self, name: str) -> Mapping[str, Any] | None:
         """Options of the group that a parameter with FP8 moments is in; None where this rank has nothing of it."""
-        place = self.places.get(name)
-        if place is None or not place.numel or "coat_m_q" not in self._state(name):
-            return None
-        return self.group_of[place.flat]
+        place = self.place(name)
+        return self.group_of[place.flat] if place.numel and "coat_m_q" in self._state(name) else None
 
     def codes(self, name: str, first: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Groups of a parameter's part that begins at ``first``, with nothing else in them; and their codes."""
@@ -102,11 +103,11 @@ class Shard:
 
     def step(self, name: str) -> int | None:
         """Steps taken; None where this rank has nothing of the parameter."""
-        place = self.places.get(name)
-        if place is None or not place.numel:
+        place = self.place(name)
+        if not place.numel:
             return None
         self._state(name)
-        return int(self.steps(place.flat))  # type: ignore[arg-type]
+        return int(self.steps(place.flat))
 
     def steps(self, flat: int) -> Any:
         """Steps taken of a flat tensor; None where it has no state. Some optimizers count them by group."""
@@ -144,15 +145,13 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
     return [[found[t, d] for d in range(dp)] for t in range(tp)]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, mmap: bool = True) -> Any:
     """A file's content; tensors memory-mapped, where it was written as a zip file (torch's default).
 
     Raises:
         ValueError: it cannot be read; names it.
     """
     try:
-        with path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap and zipfile.is_zipfile(path))
     except Exception as problem:  # of damaged bytes, or of classes that are not here, unpickling may raise anything
         raise ValueError(f"{path}: cannot be read ({type(problem).__name__}: {problem})") from problem

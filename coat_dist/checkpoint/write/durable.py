@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a power cut: what is written reaches the disk before its name does."""
+"""Atomic writes that survive a power cut: content reaches the disk before its name does."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_folder", "named", "says_full", "sync_folder", "sync_tree", "walk", "write_bytes", "write_text"]
+__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "walk", "write_bytes", "write_text"]
 
-# What file systems answer that cannot sync a folder; there is nothing more to be done on these.
+# Answers of file systems that cannot sync a folder.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-_FULL = (*(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)), "unexpected pos")
-"""What errors say where the disk is full; the last is all that is left of it where torch.save opens a file itself."""
-
-
-def says_full(problem: str) -> bool:
-    """Whether this is the text of an error of writing to a full disk, or beyond a quota."""
-    return any(text in problem for text in _FULL)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -78,17 +71,12 @@ def walk(folder: Path, topdown: bool = True) -> Iterator[tuple[Path, list[str]]]
         yield Path(inner), files
 
 
-def make_folder(folder: Path) -> list[Path]:
-    """Make a folder and those it lies in, where they are not there, and wait until they are on disk.
-
-    Returns:
-        Those that it made, the innermost first.
-    """
+def make_folder(folder: Path) -> None:
+    """Make a folder and those it lies in, where they are missing, and wait until they are on disk."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for one in missing:
         sync_folder(one.parent)
-    return missing
 
 
 def named(problem: OSError, path: Path) -> OSError:

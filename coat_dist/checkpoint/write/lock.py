@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that the system drops when the process that holds it ends, however it ends."""
+"""File locks, so that one program at a time writes to a folder; the system drops them when their process ends."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 def locked_folder(folder: Path, option: str, error: type[Exception]) -> Iterator[None]:
     """Make a folder where it is not there, and keep other programs that ask for the same lock out of it.
 
-    On a file system without locks there is a warning on stderr instead.
-
     Args:
         folder: to be written to; the lock is the file ``LOCK`` in it.
         option: of the command line that named the folder, for the error.
-        error: raised with one line where another program holds the lock, or the folder cannot be written.
+        error: raised where another program holds the lock, or the folder cannot be written. A file system without locks
+            is a warning on stderr.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -66,8 +65,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _is_at(path, descriptor):  # else somebody removed the folder, and this may be another's
-                path.unlink()
+            path.unlink()
         os.close(descriptor)
 
 
@@ -76,7 +74,7 @@ def _take(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, descriptor):
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
         except OSError as problem:
             os.close(descriptor)
@@ -84,11 +82,3 @@ def _take(path: Path) -> int:
                 raise BlockingIOError(errno.EAGAIN, "another process holds the lock", str(path)) from None
             raise
         os.close(descriptor)  # its holder removed it in the meantime: what is locked has no name
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is still the one of this name."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -1,7 +1,7 @@
 """A folder of checkpoints: which are finished, which is the newest, how a new one is added, which may be removed.
 
-Nothing here knows what a checkpoint holds besides its ``manifest.json``. At every moment, and after an error or a kill
-at any line, the folder holds a finished checkpoint that :func:`find` finds, once it held one.
+At every moment, and after an error or a kill at any line, the folder holds a finished checkpoint that :func:`find`
+finds, once it held one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..manifest import MANIFEST, UNFINISHED, CheckpointError, read_manifest, saved_at
-from .durable import named, sync_folder, sync_tree, walk, write_text
+from ..manifest import MANIFEST, UNFINISHED, CheckpointError, readable
+from .durable import named, sync_folder, sync_tree, write_text
 
 __all__ = [
     "HIDDEN",
     "LATEST",
     "begin",
+    "checkpoints",
     "find",
     "finish",
     "finished",
     "last_saved",
-    "name_latest",
+    "latest_of",
     "name_of",
     "own_name",
     "publish",
@@ -39,11 +40,8 @@ __all__ = [
 LATEST = "latest"
 HIDDEN = ".unfinished-"
 """First characters of the names of folders that are being written, replaced or removed."""
-_REPLACED = f"{HIDDEN}replaced-"
+_REPLACED, _REMOVED = f"{HIDDEN}replaced-", f"{HIDDEN}removed-"
 _NAME = re.compile(r"step(\d{8,})")
-_LEFTOVER = re.compile(rf"{re.escape(HIDDEN)}(replaced-|removed-)?(.+)")
-_OURS = re.compile(rf"{_NAME.pattern}|global_step\d+")
-"""Names that only a program gives; under any other one a leftover is known by its manifest."""
 
 
 def name_of(step: int) -> str:
@@ -57,39 +55,33 @@ def unfinished(final: Path) -> Path:
 
 
 def begin(final: Path) -> None:
-    """Make the folder in which a checkpoint is written before it is published; what killed saves left goes first.
-
-    Its manifest says that it is not finished.
-    """
+    """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed saves left."""
     temporary = unfinished(final)
     _clean(final.parent)
-    _rmtree(temporary)
+    if temporary.exists():
+        shutil.rmtree(temporary)
     temporary.mkdir()
     (temporary / MANIFEST).write_text(json.dumps(UNFINISHED), encoding="utf-8")
 
 
 def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Turn a written folder, whose files are on disk, into the newest checkpoint.
-
-    Raises:
-        OSError: ``latest`` is what it was, and the checkpoint it names is there; a ``final`` from before is too.
-    """
+    """:func:`finish` a written folder and let ``latest`` name it; after an error, that names what it did before."""
     finish(temporary, final, manifest)
-    name_latest(final.parent, final.name)
+    write_text(final.parent / LATEST, final.name)
 
 
 def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Give a written folder, whose files are on disk, its manifest and its name.
 
     Raises:
-        OSError: a ``final`` from before is what :func:`replaced_or` gives.
+        OSError: :func:`replaced_or` still gives the earlier checkpoint of this name.
     """
     write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
     sync_tree(temporary)
     replaced = None
     if os.path.lexists(final):
-        if (final / MANIFEST).is_file():  # the same tag again
-            replaced = _replaced(final)
+        if (final / MANIFEST).is_file() and not final.is_symlink():  # the same tag again
+            replaced = final.with_name(_REPLACED + final.name)
             _settle(replaced, final)
         else:  # nothing of ours: it stays, under another name
             replaced = _kept(final)
@@ -104,18 +96,9 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     sync_folder(final.parent)
 
 
-def name_latest(folder: Path, tag: str) -> None:
-    """Let ``latest`` name a published checkpoint.
-
-    Raises:
-        OSError: it is what it was.
-    """
-    write_text(folder / LATEST, tag)
-
-
 def replaced_or(final: Path) -> Path:
     """Where the finished checkpoint of this name is: under another name after a kill while it was saved again."""
-    replaced = _replaced(final)
+    replaced = final.with_name(_REPLACED + final.name)
     return replaced if not os.path.lexists(final) and (replaced / MANIFEST).is_file() else final
 
 
@@ -124,13 +107,17 @@ def own_name(checkpoint: Path) -> str:
     return checkpoint.name.removeprefix(_REPLACED)
 
 
+def latest_of(folder: Path, name: str = LATEST) -> str | None:
+    """What ``latest`` names; None where there is none."""
+    path = folder / name
+    return path.read_text(encoding="utf-8").strip() if os.path.lexists(path) else None
+
+
 def find(folder: str | Path) -> Path | None:
     """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
 
-    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last.
-
-    Returns:
-        Its folder, without "..", links and the like: :func:`own_name` says what it is called.
+    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last. The folder may
+    have another name than the checkpoint's :func:`own_name`.
 
     Raises:
         CheckpointError: ``latest`` names something that is not there, or the folder cannot be read.
@@ -140,12 +127,11 @@ def find(folder: str | Path) -> Path | None:
         folder = replaced_or(folder.resolve())
         if (folder / MANIFEST).is_file():
             return folder
-        if not folder.is_dir() or not os.path.lexists(folder / LATEST):
+        if (name := latest_of(folder)) is None:
             return last_saved(published(folder))
-        name = (folder / LATEST).read_text(encoding="utf-8").strip()
         found = replaced_or(folder / name)
         if (found / MANIFEST).is_file():
-            return found if own_name(found) == name else found.resolve()
+            return found
         others = ", ".join(p.name for p in finished(folder)) or "none"
     except (OSError, RuntimeError, ValueError) as problem:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: cannot be read ({problem})") from problem
@@ -159,148 +145,110 @@ def last_saved(checkpoints: Iterable[Path], universal: bool = True) -> Path | No
     """
     found = {}
     for checkpoint in checkpoints:
-        manifest = _manifest(checkpoint) or {}
+        manifest = readable(checkpoint)
         if manifest.get(LATEST, True) and (universal or not manifest.get("universal")):
-            found[checkpoint] = saved_at(manifest), own_name(checkpoint)
+            found[checkpoint] = manifest.get("saved", 0), own_name(checkpoint)
     return max(found, key=found.__getitem__, default=None)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints by name, also those that a kill left under another name while they were saved again."""
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [p for p in there if os.path.isfile(p / MANIFEST) and not own_name(p).startswith(HIDDEN)]
 
 
 def finished(folder: Path) -> list[Path]:
     """Finished checkpoints by step. A copy under a name of one's own is not among them, and so never removed."""
-    if not folder.is_dir():
-        return []
-    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=_step)
+    return sorted((p for p in checkpoints(folder) if _NAME.fullmatch(p.name)), key=_step)
 
 
 def published(folder: Path) -> list[Path]:
     """:func:`finished` ones, and those that a kill left under another name while they were saved again."""
-    own = [folder / own_name(p) for p in folder.glob(f"{_REPLACED}*")] if folder.is_dir() else []
-    return finished(folder) + [found for p in own if _NAME.fullmatch(p.name) and (found := replaced_or(p)) != p]
+    found = [p for p in checkpoints(folder) if _NAME.fullmatch(own_name(p))]
+    return [p for p in found if p == replaced_or(p.with_name(own_name(p)))]
 
 
 def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path] = ()) -> list[str]:
-    """Remove what may go now that ``newest`` is published.
+    """Remove what killed saves left, ``superseded`` checkpoints, and finished ones beyond ``keep`` (0 = all stay).
 
-    That is: what killed saves left, ``superseded`` checkpoints, and finished ones that are more than ``keep``
-    (0 = all stay). What ``latest`` names stays, whatever its step. A checkpoint whose replacement did not come is put
-    back.
-
-    Checkpoints of later steps than ``newest`` were left when the run went back to an older one: those on the way to
-    ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
+    What ``latest`` names stays. Checkpoints of later steps than ``newest`` were left when the run went back to an older
+    one: those on the way to ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
 
     Returns:
-        What could not be done, and why; a later call tries again. That is no reason to stop a run.
+        What could not be done, and why; a later call tries again.
     """
     try:
         problems = _clean(folder)
         order = sorted(finished(folder), key=lambda p: (_step(p) <= _step(newest), _step(p)))
         gone = [p for p in superseded if p.name != newest.name and p.exists()]
-        stays = _latest(folder)  # a save with save_latest=False does not take its place
-    except OSError as problem:
+        stays = latest_of(folder)  # a save with save_latest=False does not change it
+    except (OSError, ValueError) as problem:
         return [str(problem)]
     for old in dict.fromkeys([*gone, *(order[:-keep] if keep else [])]):
-        if old.resolve() != stays:
-            problems += _try(_remove, old, old.name)
+        if old.name != stays:
+            problems += _try(_remove, old)
     return problems
-
-
-def _latest(folder: Path) -> Path | None:
-    try:
-        return (folder / (folder / LATEST).read_text(encoding="utf-8").strip()).resolve()
-    except (FileNotFoundError, ValueError):  # ValueError: damaged, so it names nothing
-        return None
 
 
 def _clean(folder: Path) -> list[str]:
     """Remove what killed saves left, and put back a checkpoint whose replacement did not come."""
     problems = []
-    for leftover in list(folder.iterdir()):
-        match = _LEFTOVER.fullmatch(leftover.name)
-        if match is None or not (_OURS.fullmatch(match[2]) or (leftover / MANIFEST).is_file()):
-            continue
-        if match[1] == "replaced-":
-            problems += _try(_settle, leftover, folder / match[2])
-        else:
-            problems += _try(_rmtree, leftover)
+    for leftover in [p for p in folder.iterdir() if p.name.startswith(HIDDEN) and p.is_dir()]:
+        if leftover.name.startswith(_REPLACED):
+            problems += _try(_settle, leftover, folder / own_name(leftover))
+        elif leftover.name.startswith(_REMOVED):
+            problems += _try(shutil.rmtree, leftover)
+        elif (leftover / MANIFEST).is_file() or not any(leftover.iterdir()):  # else another program may write it now
+            problems += _try(_remove, leftover)
     return problems
 
 
 def _settle(replaced: Path, own: Path) -> None:
     """Put a replaced checkpoint back, or remove it where its replacement came. Nothing where there is none."""
-    if not (replaced / MANIFEST).is_file() or _manifest(replaced) == UNFINISHED:
-        _rmtree(replaced)
+    if not replaced.exists():
+        return
+    if not (replaced / MANIFEST).is_file():
+        shutil.rmtree(replaced)
     elif not own.exists():
         os.rename(replaced, own)
     else:
         try:
-            if not replaced.is_symlink():
-                _rescue(replaced, own)
-        except (FileExistsError, NotADirectoryError):  # a file of the new one is in the way of what somebody put there
+            _rescue(replaced, own)
+        except (ValueError, LookupError, FileExistsError, NotADirectoryError):  # damaged manifest; a file is in the way
             os.rename(replaced, _kept(own))
         else:
-            _remove(replaced, own.name)
+            _remove(replaced)
 
 
 def _rescue(replaced: Path, own: Path) -> None:
-    """Move files that somebody put beside a checkpoint's own into the one that took its place.
-
-    Where the manifest is damaged, those that are not named as a checkpoint's own.
-    """
-    try:
-        listed = read_manifest(replaced, of_run=False)["files"]
-    except CheckpointError:
-        listed = {p.relative_to(replaced).as_posix() for p in replaced.rglob("*.pt")}
-    for inner, names in list(walk(replaced)):
-        links = [p.name for p in inner.iterdir() if p.is_symlink() and p.name not in names]  # to folders
-        for name in (*names, *links):
-            place = (inner / name).relative_to(replaced)
-            if place.as_posix() not in listed and place != Path(MANIFEST) and not os.path.lexists(own / place):
-                (own / place).parent.mkdir(parents=True, exist_ok=True)
-                os.rename(inner / name, own / place)
+    """Move files that somebody put beside a checkpoint's own into the one that took its place."""
+    listed = {*json.loads((replaced / MANIFEST).read_text(encoding="utf-8"))["files"], MANIFEST}
+    for path in sorted(replaced.rglob("*")):
+        name = path.relative_to(replaced)
+        target = own / name
+        if name.as_posix() not in listed and (path.is_symlink() or not path.is_dir()) and not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(path, target)
 
 
-def _remove(old: Path, name: str) -> None:
-    """Remove a checkpoint, out of sight first: a kill leaves none that only looks whole."""
-    hidden = old.with_name(f"{HIDDEN}removed-{name}")
-    _rmtree(hidden)
+def _remove(old: Path) -> None:
+    """Remove a checkpoint or a link to one, under another name first: a kill leaves none that only looks whole."""
+    if old.is_symlink():
+        old.unlink()
+        return
+    hidden = old.with_name(_REMOVED + own_name(old).removeprefix(HIDDEN))
+    if hidden.exists():
+        shutil.rmtree(hidden)
     os.rename(old, hidden)
-    _rmtree(hidden)
+    shutil.rmtree(hidden)
 
 
-def _rmtree(folder: Path) -> None:
-    """Remove a folder or a link, if it is there. The manifest goes last: it says whose folder it is."""
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        for inner in folder.iterdir():
-            if inner.is_dir() and not inner.is_symlink():
-                shutil.rmtree(inner)
-            elif inner.name != MANIFEST:
-                inner.unlink()
-        shutil.rmtree(folder)
-
-
-def _try(work: Callable[..., None], folder: Path, *args: Any) -> list[str]:
+def _try(work: Callable[..., Any], folder: Path, *args: Any) -> list[str]:
     try:
         work(folder, *args)
     except OSError as problem:
         return [str(named(problem, folder))]
     return []
-
-
-def _manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """What a manifest says; None if it cannot be read."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return manifest if isinstance(manifest, dict) else None
-
-
-def _replaced(final: Path) -> Path:
-    """Where a checkpoint is while another of its name takes its place."""
-    return final.with_name(_REPLACED + final.name)
 
 
 def _kept(path: Path) -> Path:
@@ -310,5 +258,5 @@ def _kept(path: Path) -> Path:
 
 
 def _step(checkpoint: Path) -> int:
-    match = _NAME.fullmatch(own_name(checkpoint))
+    match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else -1

@@ -10,14 +10,14 @@ ONE = {
 }
 
 
-def small(config, **more):
+def small(config, net=None):
     import deepspeed
 
     import coat_dist
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(0)
-    return coat_dist.initialize(model=torch.nn.Linear(128, 128), config={**ONE, **config}, **more)[0]
+    return coat_dist.initialize(model=net or torch.nn.Linear(128, 128), config={**ONE, **config})[0]
 
 
 def step(engine):

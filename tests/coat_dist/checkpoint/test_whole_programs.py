@@ -1,4 +1,4 @@
-"""Whole checkpoints under what others wrote: DeepSpeed's pipelines, transformers' Trainer, universal checkpoints."""
+"""Whole checkpoints under what others wrote: DeepSpeed's pipelines, transformers' Trainer."""
 
 import importlib.util
 import json
@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.coat_dist.checkpoint.test_loading import build
-from tests.coat_dist.checkpoint.test_whole import flip, on_rank_0, told
-from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
-from tests.coat_dist.deepspeed.zero_runs import differences as changes
+from tests.coat_dist.checkpoint.test_loading import on_rank_0
+from tests.coat_dist.checkpoint.test_whole import flip, told
 from tests.support import run_ranks
 
 
@@ -51,39 +49,6 @@ def test_a_pipelines_layers_are_summed_and_verified(tmp_path):
     for same, files, said in run_ranks(2, pipeline, str(tmp_path)):
         assert same and [f for f in files if f.startswith("layer_02")] and f"{tmp_path}/global_step1/layer_02" in said
         assert said.startswith("CheckpointError: ")
-
-
-def universal(rank, world, folder):
-    """One that ``to_universal.py`` made is verified: a flipped byte changes nothing."""
-    from coat_dist import convert_to_universal
-    from coat_dist.checkpoint.manifest import sync_files
-
-    engine = build(CASES["zero-2"])
-    run(engine, rank, 0, 2)
-    engine.save_checkpoint(folder, tag="plain")
-    engine.destroy()
-    if rank == 0:
-        convert_to_universal(f"{folder}/plain", f"{folder}/universal")
-    torch.distributed.barrier()
-    files = sync_files(Path(folder, "universal"))
-    manifest = {"format": 1, "files": files, "universal": True}
-    on_rank_0(rank, lambda: Path(folder, "universal", "manifest.json").write_text(json.dumps(manifest)))
-    engine = build(CASES["zero-2"], universal=True)
-    run(engine, rank, 5, 6)
-    now, file = snapshot(engine), next(Path(folder, "universal", "zero").glob("*/exp_avg.pt"))
-    whole = file.read_bytes()
-    torch.distributed.barrier()
-    on_rank_0(rank, lambda: flip(file))
-    said = told(engine.load_checkpoint, folder, tag="universal")
-    wrong = changes(now, snapshot(engine)) + ([] if f"{file}: damaged" in str(said) else [said])
-    on_rank_0(rank, lambda: file.write_bytes(whole))
-    if engine.load_checkpoint(folder, tag="universal")[0] is None or not changes(now, snapshot(engine)):
-        wrong.append("nothing loaded")
-    return wrong
-
-
-def test_universal_checkpoints_with_a_manifest_are_verified(tmp_path):
-    assert run_ranks(2, universal, str(tmp_path)) == [[], []]
 
 
 def trained(rank, world, folder):

@@ -110,7 +110,7 @@ def test_round_robin_checkpoints_convert_and_load_where_they_fit(tmp_path):
     for found in run_ranks(2, load_natively, str(tmp_path), cases):
         assert found["same"] == found["stage"] == "loaded"
         assert "optim_states.pt: zero_optimization.round_robin_gradients or" in found["order"]
-        assert "is at elements" in found["order"] and "in this run" in found["order"]
+        assert "checkpoint has [" in found["order"] and "this run has [" in found["order"]
         assert not found["order"].startswith("changed")
 
 
@@ -142,10 +142,7 @@ def sub_groups(rank, world, folder):
 def test_checkpoints_of_other_sub_groups_are_refused(tmp_path):
     for count, message in run_ranks(2, sub_groups, str(tmp_path)):
         assert count == 5  # three matrices, the vectors, and one element
-        assert (
-            "zero_optimization.sub_group_size, or other groups or frozen parameters: checkpoint has sub-groups of"
-            in message
-        )
+        assert "zero_optimization.sub_group_size, " in message and "elements of sub-groups: checkpoint has [" in message
         assert not message.startswith("changed") and "to_universal" in message
 
 
