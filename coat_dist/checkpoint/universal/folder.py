@@ -15,7 +15,7 @@ __all__ = ["UniversalFolder"]
 
 
 class UniversalFolder:
-    """The folder of a universal checkpoint of :func:`convert_to_universal`; tensors are memory-mapped.
+    """The folder of a universal checkpoint of :func:`convert_to_universal` or DeepSpeed's converter, memory-mapped.
 
     Args:
         folder: holds ``zero/``.
@@ -23,6 +23,7 @@ class UniversalFolder:
 
     Attributes:
         rest: what was not trained when it was saved: frozen parameters and buffers.
+        complete: the rest is there; DeepSpeed's converter keeps trained parameters only.
         extra: modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
             mapped, for modules may keep what they get.
 
@@ -33,8 +34,9 @@ class UniversalFolder:
     def __init__(self, folder: Path, tp: tuple[int, int]) -> None:
         self.folder, self.tp = folder / "zero", tp
         self.globals = read(self.folder / "optimizer_state.pt")
-        self.rest: dict[str, dict[str, Any]] = read(self.folder / "rest.pt")
-        extra = self.folder / EXTRA_STATE
+        rest, extra = self.folder / "rest.pt", self.folder / EXTRA_STATE
+        self.complete = rest.is_file()
+        self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
         self.extra: dict[str, list[Any]] = read(extra, mmap=False) if extra.is_file() else {}
 
     def trained(self) -> set[str]:
@@ -80,6 +82,8 @@ class UniversalFolder:
         """This rank's part of a whole tensor, which is saved with how to divide it, in DeepSpeed's keys."""
         rank, size = self.tp
         whole = local = saved["param"]
+        if whole.ndim == 1 and whole.numel() == shape.numel():  # as DeepSpeed's converter writes what ZeRO-3 had
+            local = whole.view(shape)
         if "cat_dim" in saved and size > 1:
             dim = saved["cat_dim"]
             divided = [piece.chunk(size, dim) for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)]

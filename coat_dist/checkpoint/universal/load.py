@@ -127,6 +127,8 @@ class _Loader:
     def strangers(self, others: Set[str]) -> list[str]:
         """A line for names that only the checkpoint has, or only the model; ``others``: those that other ranks hold."""
         source = self.source
+        if not source.complete:
+            return []
         known = {self.names[p] for params in self.params for p in params} | self.frozen.keys() | self.buffers.keys()
         unknown = (source.rest.keys() | source.trained()) - known | source.extra.keys() - self.extra.keys()
         missing = {name for name in self.frozen.keys() | self.saved_buffers if not source.has(name)}

@@ -31,6 +31,23 @@ def test_other_optimizers_of_deepspeed_and_sub_groups(source, ranks, target, to,
         assert set(r["keys"]) - {"coat_seed"} == {"exp_avg", "exp_avg_sq", "step"} | codes
 
 
+def test_what_deepspeeds_converter_writes_loads(tmp_path):
+    """Trained parameters alone, without codes; flat where ZeRO-3 had them."""
+    from coat_dist import convert_to_universal
+
+    saved = run_ranks(2, train_and_save, CASES["zero-3"], str(tmp_path))[0]
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    (tmp_path / "universal/zero/rest.pt").unlink()
+    for path in (tmp_path / "universal/zero").glob("*/*"):
+        if path.suffix == ".coat":
+            path.unlink()
+        elif path.stem in ("fp32", "exp_avg", "exp_avg_sq"):
+            held = torch.load(path)
+            torch.save({**held, "param": held["param"].flatten()}, path)
+    (r,) = run_ranks(1, load_and_compare, CASES["zero-2"], str(tmp_path), saved, True)
+    assert set(r["problems"]) == {"weights frozen.weight", "weights frozen.bias", "weights seen"}
+
+
 def save_new(rank, world, folder):
     build(CASES["zero-2"]).save_checkpoint(folder, tag="plain")
 
