@@ -227,61 +227,53 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
+    accepted = "a dict or the path of a JSON file"
     if not isinstance(config, str | os.PathLike):
-        raise CoatConfigError(f"config: got {type(config).__name__}, accepted: a dict or the path of a JSON file")
-    path = Path(config)
+        raise CoatConfigError(Problem("config", f"got {type(config).__name__}", accepted))
+    given = os.fspath(config)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
+        text = decode_base64(given) or Path(given).read_text(encoding="utf-8-sig")
     except OSError as problem:
-        decoded = decode_base64(os.fspath(config))
-        if decoded is None:
-            raise CoatConfigError(
-                f"config: cannot read {os.fspath(config)!r} ({problem.strerror}), "
-                "accepted: a dict or the path of a JSON file"
-            ) from None
-        text = decoded
+        raise CoatConfigError(Problem("config", f"cannot read {given!r} ({problem.strerror})", accepted)) from None
+    except UnicodeDecodeError as problem:
+        raise CoatConfigError(Problem("config", f"{given} is not JSON: {problem}", accepted)) from None
     try:
-        loaded = json.loads(text, object_pairs_hook=_no_duplicates)
+        loaded = _parse(text)
     except json.JSONDecodeError as problem:
-        loaded = _read_hjson(text)
-        if loaded == {} and "{" not in text:  # HJSON reads no text as an object
-            raise CoatConfigError(f"config: {os.fspath(config)} holds nothing, accepted: a JSON object") from None
-        if not isinstance(loaded, dict):
-            raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
+        raise CoatConfigError(Problem("config", f"{given} is not JSON: {problem}", accepted)) from None
     if not isinstance(loaded, dict):
-        raise CoatConfigError(f"config: {os.fspath(config)} holds {type(loaded).__name__}, accepted: a JSON object")
+        raise CoatConfigError(Problem("config", f"{given} holds {type(loaded).__name__}", "a JSON object"))
     return loaded
 
 
-def _read_hjson(text: str) -> Any:
-    """What DeepSpeed reads beyond JSON: comments and trailing commas. None where the text is not that either."""
-    import hjson
+def _parse(text: str) -> Any:
+    """JSON, or what DeepSpeed reads beyond it: comments and trailing commas (HJSON, to which no text is an object)."""
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as problem:
+        import hjson
 
-    with contextlib.suppress(hjson.HjsonDecodeError):
-        return hjson.loads(text, object_pairs_hook=_no_duplicates)
-    return None
+        with contextlib.suppress(hjson.HjsonDecodeError):
+            if isinstance(loaded := hjson.loads(text, object_pairs_hook=_no_duplicates), dict) and loaded:
+                return loaded
+        raise problem
 
 
 def decode_base64(given: str) -> str | None:
     """The text of an object that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds
-    none. HJSON counts, as DeepSpeed reads that there, too."""
+    none."""
     try:
         text = base64.urlsafe_b64decode(given).decode()
-        json.loads(text)
-    except json.JSONDecodeError:
-        return text if isinstance(_read_hjson(text), dict) and "{" in text else None
+        return text if "{" in text and isinstance(_parse(text), dict) else None
     except ValueError:
         return None
-    return text
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise CoatConfigError(f"config: key {key!r} is given twice")
+            raise CoatConfigError(Problem(key, "given twice", "once"))
         seen[key] = value
     return seen
 

@@ -10,11 +10,8 @@ layout      one scale per                                          used for
 "group"     ``group_size`` consecutive elements of the last dim    tensors saved for backward
 ==========  =====================================================  ==============================
 
-Optimizer moments are not of this type: their decoding is not linear (see ``reference/moments.py``). Here are only the
-names of their formats, from which the configuration, the optimizer and their error messages take what they accept; what
-a name means is a class in ``reference/moment_formats.py``.
-
-Codes are decoded in ``reference/quantize.py`` (tensors) and ``reference/moments.py`` (moments).
+Optimizer moments are not of this type: their decoding is not linear (``reference/moments.py``). Here are only the names
+of their formats; what a name means is a class in ``reference/moment_formats.py``.
 """
 
 from __future__ import annotations
@@ -24,19 +21,8 @@ from typing import Literal
 
 import torch
 
-__all__ = [
-    "ALWAYS_EXPANDED",
-    "E3M4",
-    "E4M3",
-    "E5M2",
-    "INT8",
-    "FP8Format",
-    "FirstMomentFormat",
-    "QuantizedTensor",
-    "SecondMomentFormat",
-    "format_of",
-    "fp8_format",
-]
+__all__ = ["ALWAYS_EXPANDED", "E3M4", "E4M3", "E5M2", "INT8", "FP8Format", "FirstMomentFormat", "QuantizedTensor"]
+__all__ += ["SecondMomentFormat", "format_of", "fp8_format"]
 
 FirstMomentFormat = Literal["e4m3", "e5m2", "int8"]
 SecondMomentFormat = Literal["e4m3", "e5m2", "log8"]

@@ -48,12 +48,9 @@ def initialize(
     """Build a DeepSpeed engine; same arguments and the same four return values as ``deepspeed.initialize``.
 
     With ``"optimizer": {"type": "CoatAdamW"}`` and no ``optimizer`` argument, a :class:`CoatAdamW` is built with the
-    block's settings. Its parameter groups are those of ``model_parameters`` where that is a list of dicts, of which one
-    that does not say ``"moments"`` is split where it holds vectors among others (:func:`coat_dist.optim.split_groups`);
-    otherwise :func:`coat_dist.optim.param_groups` of the model (restricted to ``model_parameters`` where given).
-
-    After ``import coat_dist``, ``deepspeed.initialize`` does the same for configurations with a block or a CoatAdamW.
-    A model whose layers should run the FP8 flow is patched before this call: this package does not know model classes.
+    block's settings. Its parameter groups are those of ``model_parameters`` where that is a list of dicts
+    (:func:`coat_dist.optim.split_groups`); otherwise :func:`coat_dist.optim.param_groups` of the model, restricted to
+    ``model_parameters`` where given. A model whose layers should run the FP8 flow is patched before this call;
     ``megatron_patches.initialize`` does that, and all else that a Megatron model needs, and then calls this.
 
     Raises:
@@ -91,7 +88,7 @@ def _run(given: Mapping[str, Any], explicit: bool) -> tuple[Any, Any, Any, Any]:
 
 
 def original() -> Callable[..., Any]:
-    """DeepSpeed's own ``initialize``, which knows nothing of the block (``hook.py`` keeps it)."""
+    """DeepSpeed's own ``initialize`` (``hook.py`` keeps it)."""
     import deepspeed
 
     return deepspeed.initialize_without_coat
@@ -121,31 +118,18 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     elif request.make is not None:
         given["optimizer"], given["model_parameters"] = request.make, request.groups
     given.pop("config_params", None)
-    if (args := given.get("args")) is not None:
-        given["args"] = _without_configuration(args)
+    if (args := given.get("args")) is not None:  # DeepSpeed refuses a configuration that is given twice
+        given["args"] = copy.copy(args)  # the caller's stays as it is
+        for name in (name for name in ARGUMENTS if getattr(args, name, None) is not None):
+            setattr(given["args"], name, None)
     leave_out_compiled_operation()
     with announced_experts(given["model"], given.get("mpu"), facts.ep) as built:
         engine, *others = original()(**{**given, "config": settings})
         built.append(engine)
     attach(engine, request.coat, evaluates=facts.only_evaluates)
-    _print_start_line(engine)
-    return engine, *others
-
-
-def _without_configuration(args: Any) -> Any:
-    """The caller's ``args`` stays as it is; DeepSpeed refuses a configuration that is given twice."""
-    names = [name for name in ARGUMENTS if getattr(args, name, None) is not None]
-    if names:
-        args = copy.copy(args)
-        for name in names:
-            setattr(args, name, None)
-    return args
-
-
-def _print_start_line(engine: Any) -> None:
-    """Print on rank 0, to stderr, what a new engine runs."""
     if rank_and_world()[0] == 0:
         print(f"coat_dist: {_describe_optimizer(engine)}; {_describe_flow(engine.module)}", file=sys.stderr, flush=True)
+    return engine, *others
 
 
 def _describe_optimizer(engine: Any) -> str:

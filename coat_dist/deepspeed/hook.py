@@ -3,7 +3,7 @@
 DeepSpeed's function object is kept and given other code, so that names bound to it earlier (``from deepspeed import
 initialize``) go the same way. A copy with DeepSpeed's code is its ``__wrapped__``, as after :func:`functools.wraps`;
 signature and docstring stay DeepSpeed's. Does not import DeepSpeed: the function is changed when that is imported, or
-at once where it has been. One function more is led this way: the one by which DeepSpeed asks mpi4py for ranks.
+at once where it has been.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
 
-from .without_launcher import become_only_rank, leave_out_compiled_operation
+from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["KEPT", "honour", "install", "register_optimizer"]
 
@@ -38,7 +38,7 @@ def install() -> None:
 def honour(deepspeed: types.ModuleType) -> None:
     """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed.
 
-    Without a GPU an operation of DeepSpeed is left out from here on: whoever calls ``init_distributed`` before
+    Without a GPU an operation of DeepSpeed is left out from here on: a program that calls ``init_distributed`` before
     ``initialize``, as Accelerate does, would wait for its compiler.
     """
     given: Any = getattr(deepspeed, "initialize", None)
@@ -46,11 +46,9 @@ def honour(deepspeed: types.ModuleType) -> None:
         return
     if hasattr(deepspeed, "ops"):
         leave_out_compiled_operation()
-    if (comm := sys.modules.get("deepspeed.comm.comm")) is not None:
-        _start_without_launcher(comm)
     function = inspect.unwrap(given)
     if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
-        deepspeed.initialize = _around(given)  # type: ignore[attr-defined]
+        deepspeed.initialize = functools.wraps(given)(lambda *args, **kwargs: _called(*args, **kwargs))  # type: ignore[attr-defined]
         setattr(deepspeed, KEPT, given)
         return
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
@@ -63,30 +61,11 @@ def honour(deepspeed: types.ModuleType) -> None:
     setattr(deepspeed, KEPT, copy)
 
 
-def _start_without_launcher(comm: Any) -> None:
-    """Let ``deepspeed.init_distributed`` work in a process that no launcher has started, where it asks mpi4py."""
-    ask_mpi = comm.mpi_discovery
-
-    @functools.wraps(ask_mpi)
-    def mpi_discovery(*args: Any, **kwargs: Any) -> Any:
-        return None if become_only_rank() else ask_mpi(*args, **kwargs)
-
-    comm.mpi_discovery = mpi_discovery
-
-
 def _called(*args: Any, **kwargs: Any) -> Any:
     # The code of `deepspeed.initialize`, which runs among the names of that module: it has to import its own.
     from coat_dist.deepspeed.engine import called_as_deepspeed
 
     return called_as_deepspeed(args, kwargs)
-
-
-def _around(given: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(given)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        return _called(*args, **kwargs)
-
-    return initialize
 
 
 class _AfterImport:

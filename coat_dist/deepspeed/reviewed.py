@@ -30,13 +30,11 @@ def build_hash() -> str:
     import deepspeed
 
     folder = Path(deepspeed.__file__).parent
-    together = hashlib.sha256()
-    for name in _FILES:
-        try:
-            together.update(hashlib.sha256((folder / name).read_bytes()).digest())
-        except OSError:
-            return ""
-    return together.hexdigest()
+    try:
+        digests = [hashlib.sha256((folder / name).read_bytes()).digest() for name in _FILES]
+    except OSError:
+        return ""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""What DeepSpeed needs where a program was started as ``python program.py``, on a machine without a GPU, or again by
-torchrun after a rank had died."""
+"""Starting ranks without a launcher, on a machine without a GPU, or again after torchrun has restarted them."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from ..nodes import free_port
 from .build.slurm import take_ranks
 
-__all__ = ["become_only_rank", "leave_out_compiled_operation", "prepare", "store_of_restart"]
+__all__ = ["leave_out_compiled_operation", "prepare", "store_of_restart"]
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
@@ -32,7 +31,7 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
         alone: whether a process without any launcher becomes the only rank.
 
     Raises:
-        CoatConfigError: SLURM's variables lack something, or contradict each other.
+        CoatConfigError: as :func:`.take_ranks`.
     """
     leave_out_compiled_operation()
     if store := store_of_restart():
@@ -41,25 +40,17 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
 
         dist.init_process_group(get_accelerator().communication_backend_name(), timeout=default_pg_timeout, **store)
         return
-    if slurm and take_ranks():
+    if not (slurm and take_ranks()) and alone:
+        _become_only_rank()
+
+
+def _become_only_rank() -> None:
+    if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
         return
-    if alone:
-        become_only_rank()
-
-
-def become_only_rank() -> bool:
-    """Make this process the only rank, where no launcher has started it and DeepSpeed would fail to ask mpi4py."""
-    launched = any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS))
-    if launched or find_spec("mpi4py") is not None:
-        return False
     values = "0", "1", "0", "127.0.0.1", str(free_port())
     os.environ.update(dict(zip(_OF_LAUNCHERS, values, strict=True)))
-    print(
-        "note: started without a launcher, so this process is the only rank; `deepspeed PROGRAM` starts several",
-        file=sys.stderr,
-        flush=True,
-    )
-    return True
+    note = "note: started without a launcher, so this process is the only rank; `deepspeed PROGRAM` starts several"
+    print(note, file=sys.stderr, flush=True)
 
 
 def store_of_restart() -> dict[str, Any]:
@@ -81,8 +72,8 @@ def store_of_restart() -> dict[str, Any]:
 def leave_out_compiled_operation() -> None:
     """Before DeepSpeed makes its backend, which it also does where torch.distributed is initialized already.
 
-    Without a GPU it then compiles an operation, half a minute of work for faster sums between processes of one host,
-    and waits for ever if an earlier compilation was killed. It is left out, and gloo sums.
+    Without a GPU it then compiles an operation for half a minute, and hangs if an earlier compilation was killed. It is
+    left out, and gloo sums.
     """
     import deepspeed
 

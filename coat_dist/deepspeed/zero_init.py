@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_partitions import copy_into
-from ..config import CoatConfig, load_json, look_up, without_comments
+from ..config import load_json, look_up, without_comments
 from .config.validate import check_deepspeed
 
 __all__ = ["copy_into", "zero_init"]
@@ -41,7 +41,6 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
         CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.
     """
     settings = without_comments(config if isinstance(config, dict) else load_json(config))
-    CoatConfig.from_deepspeed(settings)
     if look_up(settings, "zero_optimization.stage") != 3:
         yield False
         return
@@ -62,11 +61,6 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
     group = None if mpu is None else mpu.get_data_parallel_group()
     # Two engines may be built in one process: DeepSpeed makes hpZ's groups once.
     second = groups._get_zero_param_intra_parallel_group()
-    options = {
-        "zero_param_parallel_group": second,
-        "config_dict_or_path": settings,
-        "mpu": mpu,
-        "data_parallel_group": group,
-    }
-    with InitAs(tensor_overrides=[], **options):
+    divided = {"mpu": mpu, "data_parallel_group": group, "zero_param_parallel_group": second}
+    with InitAs(tensor_overrides=[], config_dict_or_path=settings, **divided):
         yield True

@@ -98,8 +98,8 @@ def test_config_sources(tmp_path):
     ("text", "word"),
     [
         ("{", "not JSON"),
-        ("", "holds nothing"),
-        ("# a\n", "holds nothing"),
+        ("", "not JSON"),
+        ("# a\n", "not JSON"),
         ("[]", "list"),
         ('{"a": 1, "a": 2}', "twice"),
     ],

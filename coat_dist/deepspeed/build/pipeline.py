@@ -9,7 +9,6 @@ them is an error. DeepSpeed's ``PipelineModule`` has an engine of its own and do
 from __future__ import annotations
 
 import functools
-import json
 import types
 from typing import Any, NoReturn
 
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
-from ...config import CoatConfigError
-from ...ranks import gather
+from ...config import CoatConfigError, Problem
 from ..step.step import by_what_the_norm_counts
 
 __all__ = [
@@ -27,7 +25,6 @@ __all__ = [
     "accumulate",
     "accumulated",
     "attach_stage",
-    "check_one_model_a_stage",
     "has_groups_of_norms",
     "is_stage",
     "norm_over_stages",
@@ -50,26 +47,6 @@ def stages(mpu: Any) -> int:
 def is_stage(engine: Any) -> bool:
     """Whether an engine's model is one stage of several."""
     return stages(getattr(engine, "mpu", None)) > 1
-
-
-def check_one_model_a_stage(model: torch.nn.Module, mpu: Any) -> None:
-    """Refuse ranks of one stage that hold different models; collective over all ranks of several stages.
-
-    Raises:
-        CoatConfigError: on every rank; names the stage.
-    """
-    if stages(mpu) == 1:
-        return
-    here = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
-    found: dict[int, list[Any]] = {}
-    for stage, parameters in gather((mpu.get_pipeline_model_parallel_rank(), json.dumps(here))):
-        found.setdefault(stage, []).append(parameters)
-    different = [stage for stage, one in sorted(found.items()) if len(set(one)) > 1]
-    if different:
-        raise CoatConfigError(
-            f"model: got different parameters on ranks of pipeline stage {different[0]}, accepted: the same on all "
-            "ranks of a stage"
-        )
 
 
 def attach_stage(engine: Any) -> None:
@@ -103,14 +80,18 @@ def norm_over_stages(engine: Any) -> None:
     engine.optimizer.scaled_global_norm = types.MethodType(_norm_over_stages(engine), engine.optimizer)
 
 
+def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
+    stage, number = engine.mpu.get_pipeline_model_parallel_rank(), stages(engine.mpu)
+    return RuntimeError(
+        f"engine.{name}: called on stage {stage} of {number} pipeline stages, {what}; accepted: "
+        "megatron_patches.train_batch(engine, data_iterator, forward_step) for a whole step, and "
+        "megatron_patches.eval_batch for an evaluation"
+    )
+
+
 def _refuse(name: str) -> Any:
     def refuse(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"engine.{name}: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
-            f"{stages(engine.mpu)} pipeline stages, which is a part of a model; accepted: "
-            "megatron_patches.train_batch(engine, data_iterator, forward_step) for a whole step and "
-            "megatron_patches.eval_batch for an evaluation"
-        )
+        raise _refusal(engine, name, "which is a part of a model")
 
     return refuse
 
@@ -120,11 +101,12 @@ def _check_tied(zero: Any) -> None:
     for params, options in zip(groups, zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
         if tied and len(params) > 1 and options.get("moments") == "fp8":
-            raise ValueError(
-                "model_parameters: got a group with FP8 moments that holds the tied embedding among other weights, "
-                'whose copies on the first and the last pipeline stage would drift apart; accepted: "moments": "fp32", '
-                "or a group of its own (coat_dist.param_groups makes one)"
+            given = (
+                "got a group with FP8 moments that holds the tied embedding among other weights, so that its copies "
             )
+            given += "on two pipeline stages would drift apart"
+            accepted = '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)'
+            raise CoatConfigError(Problem("model_parameters", given, accepted))
 
 
 def _norm_over_stages(engine: Any) -> Any:
@@ -215,12 +197,7 @@ def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:
         if not reduced[0]:
-            raise RuntimeError(
-                f"engine.step: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
-                f"{stages(engine.mpu)} pipeline stages, whose gradients nothing has reduced; accepted: "
-                "megatron_patches.train_batch(engine, data_iterator, forward_step), which runs the schedule, reduces "
-                "and steps"
-            )
+            raise _refusal(engine, "step", "whose gradients nothing has reduced")
         reduced[0] = False
         return step(*args, **kwargs)
 
@@ -247,9 +224,9 @@ def check_noise_of_tied(engine: Any) -> None:
     places: list[Any] = [None] * stage_group.size()
     dist.all_gather_object(places, drawing.index(True) if True in drawing else None, group=stage_group)
     if len(places_of_copies := {place for place in places if place is not None}) > 1:
-        raise ValueError(
-            "model_parameters: got a tied embedding behind another number of groups with FP8 moments on the first "
-            f"pipeline stage than on the last ({', '.join(map(str, sorted(places_of_copies)))}), so that its copies "
-            'would draw other noise and drift apart; accepted: layers to train on both stages, "moments": "fp32" for '
-            'the embedding, or "stochastic_rounding": false'
+        given = (
+            "got a tied embedding behind another number of groups with FP8 moments on the first pipeline stage than "
         )
+        given += f"on the last {sorted(places_of_copies)}, so that its copies would draw other noise and drift apart"
+        accepted = 'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": false'
+        raise CoatConfigError(Problem("model_parameters", given, accepted))

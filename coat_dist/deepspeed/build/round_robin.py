@@ -3,8 +3,7 @@
 The option deals the parameters of a group out to the ranks in turn before they are flattened. DeepSpeed's links from
 parameters to their fp32 shard, its accessors (``safe_get_full_fp32_param`` and the like) and the
 ``param_slice_mappings`` that it saves nevertheless count in the order of the group, so all of them silently name
-elements of other parameters. Training itself is right. :func:`relink` makes the links anew, in the order of the flat
-tensor.
+elements of other parameters. Training itself is right. :func:`relink` links them in the order of the flat tensor.
 """
 
 from __future__ import annotations
@@ -28,18 +27,7 @@ def relink(zero: Any) -> None:
 
     Args:
         zero: ``engine.optimizer``.
-
-    Raises:
-        ValueError: this DeepSpeed does not say where it put the parameters.
     """
-    needed = ("round_robin_bit16_offsets", "_link_all_hp_params", "_create_param_mapping", "_param_slice_mappings")
-    if not all(hasattr(zero, name) for name in needed):
-        import deepspeed
-
-        raise ValueError(
-            f"zero_optimization.round_robin_gradients: got true, accepted: false with DeepSpeed {deepspeed.__version__}"
-            ", whose links from parameters to their shards would name elements of other parameters"
-        )
     after_linking(zero, _link_all)
     zero._param_slice_mappings = zero._create_param_mapping()
 

@@ -1,9 +1,9 @@
 """Agreement of all ranks on a request: every rank raises the errors of any, and settings that differ are named.
 
 A rank with a ``"coat"`` block compares its settings with all others' in a collective. One without would go straight on
-into DeepSpeed's collectives, the two would not fit, and the ranks would wait for each other until a timeout that names
-none of them. So each call of ``deepspeed.initialize`` first leaves its errors, and whether it has a block, in
-torch.distributed's store, and waits for all others'. DeepSpeed's first collective would wait for them as well.
+into DeepSpeed's collectives, and the ranks would hang until a timeout that names none of them. So each call of
+``deepspeed.initialize`` first leaves its error, and whether it has a block, in torch.distributed's store, and waits for
+all others', as DeepSpeed's first collective would.
 """
 
 from __future__ import annotations
@@ -13,31 +13,28 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ... import nodes
-from ...config import CoatConfigError, Problem, look_up
+from ...config import CoatConfigError
 from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks
-from ..build.pipeline import check_one_model_a_stage, stages
+from ..build.pipeline import stages
 from ..build.slurm import in_a_step
 from ..heartbeat import group_timeout
+from ..optimizer_from_json import parameter_of
 from ..without_launcher import prepare
-from .batch_sizes import batch_sizes, data_parallel_ranks
-from .table import as_read
 from .validate import Request
 
-__all__ = ["agree", "make_folders"]
+__all__ = ["agree"]
 
 PATIENCE = 20.0
 """Seconds that a rank without a block waits for the others: in a program of DeepSpeed's alone, ranks may build unequal
 numbers of engines."""
 HEARD = 5.0
 """Seconds that a rank with an error waits for the others to read it, before it raises."""
-_WRITE_FILES = ("tensorboard", "csv_monitor")
+_KINDS = ("with", "without", "refused")
 
 _calls = 0  # of this process: all ranks of a program build their engines in the same order
 
@@ -52,8 +49,6 @@ def agree(request: Request) -> None:
     """
     try:
         _start(request)
-        if request.ours and request.error is None:
-            _check_on_this_rank(request)
     except Exception as error:
         request.error = request.error or error
     with suppress(Exception) if request.error else nullcontext():  # the error that is on its way says more
@@ -62,8 +57,6 @@ def agree(request: Request) -> None:
         raise request.error
     if request.ours:
         _compare(request)
-    if not request.passed_on:
-        check_one_model_a_stage(request.given["model"], request.given.get("mpu"))
 
 
 def _start(request: Request) -> None:
@@ -79,34 +72,6 @@ def _start(request: Request) -> None:
             deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
 
 
-def _check_on_this_rank(request: Request) -> None:
-    """What needs to know how many ranks there are, or which this is."""
-    if (ranks := data_parallel_ranks(request.given, request.settings)) is not None:
-        batch_sizes(as_read(request.settings), ranks)
-    if rank_and_world()[0] == 0:
-        make_folders(request.settings)
-
-
-def make_folders(config: Mapping[str, Any]) -> None:
-    """Make the folders that DeepSpeed's monitors write to, as they would on rank 0 while the other ranks go on.
-
-    Raises:
-        CoatConfigError: one cannot be written; names the key and the folder.
-    """
-    for key in _WRITE_FILES:
-        if look_up(config, f"{key}.enabled") is not True:
-            continue
-        folder = Path(str(config[key].get("output_path", "")), str(config[key].get("job_name", "DeepSpeedJobName")))
-        why = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            why = str(problem.strerror)
-        if why or not os.access(folder, os.W_OK):
-            said = f"cannot write {folder} ({why or 'no permission'})"
-            raise CoatConfigError(Problem(f"{key}.output_path", said, "a folder that can be written from rank 0"))
-
-
 def _exchange(request: Request) -> None:
     """Leave this rank's error, or whether it has a block, in the store; raise what the other ranks have left."""
     global _calls
@@ -117,15 +82,14 @@ def _exchange(request: Request) -> None:
     store = dist.distributed_c10d._get_default_store()
     key, error = f"coat_dist/initialize/{call}", request.error
     kind = "refused" if error else "with" if request.ours else "without"
-    store.set(f"{key}/{rank}", json.dumps([kind, nodes.host(), str(error)]))
-    kinds = ("with", "without", "refused")
+    store.set(f"{key}/{rank}", json.dumps([kind, str(error)]))
     end = time.monotonic() + (HEARD if error else group_timeout() if request.ours else PATIENCE)
-    with_, without, refused = (store.add(f"{key}/{one}", int(one == kind)) for one in kinds)
+    with_, without, refused = (store.add(f"{key}/{one}", int(one == kind)) for one in _KINDS)
     while with_ + without + refused < world and time.monotonic() < end:
         if not error and (refused or (with_ and without)):
             break
         time.sleep(0.02)
-        with_, without, refused = (store.add(f"{key}/{one}", 0) for one in kinds)
+        with_, without, refused = (store.add(f"{key}/{one}", 0) for one in _KINDS)
     if not (refused or (with_ and without)):
         return
     left = {r: json.loads(store.get(f"{key}/{r}")) for r in range(world) if store.check([f"{key}/{r}"])}
@@ -137,22 +101,20 @@ def _exchange(request: Request) -> None:
         _raise(left)
 
 
-def _raise(left: Mapping[int, tuple[str, str, str]]) -> None:
-    """Raise what ranks have left in the store: their kinds, hosts and errors."""
+def _raise(left: Mapping[int, tuple[str, str]]) -> None:
+    """Raise what ranks have left in the store: their kinds and errors."""
     errors: dict[str, list[int]] = {}
-    for rank, (kind, _, text) in left.items():
+    for rank, (kind, text) in left.items():
         if kind == "refused":
             errors.setdefault(text, []).append(rank)
     if errors:
         lines = (f"{line} (on {say_ranks(ranks)})" for text, ranks in errors.items() for line in text.splitlines())
         raise CoatConfigError(*lines)
-    several, told = len({host for _, host, _ in left.values()}) > 1, []
-    for kind, what in (("with", 'a "coat" block or a CoatAdamW'), ("without", "neither")):
-        ranks = [rank for rank, one in left.items() if one[0] == kind]
-        where = f" ({', '.join(dict.fromkeys(left[rank][1] for rank in ranks))})" if several else ""
-        told.append(f"{what} on {say_ranks(ranks)}{where}")
-    text = f"ranks were started differently: {', '.join(told)}; accepted: the same configuration on all ranks"
-    raise CoatConfigError(text)
+    with_, without = (say_ranks([rank for rank, one in left.items() if one[0] == kind]) for kind in _KINDS[:2])
+    raise CoatConfigError(
+        f'ranks were started differently: a "coat" block or a CoatAdamW on {with_}, neither on {without}; accepted: '
+        "the same configuration on all ranks"
+    )
 
 
 def _compare(request: Request) -> None:
@@ -165,7 +127,11 @@ def _compare(request: Request) -> None:
     _take_device(given.get("args"))
     compared: dict[str, Any] = {**request.settings, "coat": request.coat and request.coat.model_dump()}
     if not isinstance(model, PipelineModule) and stages(given.get("mpu")) == 1:
-        compared["model.parameters"] = _parameters(model)
+        compared["model.parameters"] = [  # ZeRO-3 keeps full shapes in ds_shape
+            [name, list(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad, type(module).__name__]
+            for name, module in model.named_modules()
+            for p in module.parameters(recurse=False)
+        ]
         names = {id(p): name for name, p in model.named_parameters()}
         groups = getattr(request.facts.optimizer, "param_groups", None)
         compared["model_parameters"] = _groups(given.get("model_parameters"), names)
@@ -187,15 +153,6 @@ def _take_device(args: Any) -> None:
         get_accelerator().set_device(rank)
 
 
-def _parameters(model: torch.nn.Module) -> list[list[Any]]:
-    """Names, full shapes (ZeRO-3 keeps them in ``ds_shape``), dtypes and trainability of all parameters."""
-    return [
-        [n, list(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad, type(m).__name__]
-        for n, m in model.named_modules()
-        for p in m.parameters(recurse=False)
-    ]
-
-
 def _groups(listed: Iterable[Any] | None, names: Mapping[int, str]) -> dict[str, Any]:
     """Options of parameter groups, or of a list of parameters as one group, and the names of what is in each."""
     groups = list(listed or [])
@@ -204,7 +161,7 @@ def _groups(listed: Iterable[Any] | None, names: Mapping[int, str]) -> dict[str,
     return {
         str(i): {
             **{str(key): _plain(value) for key, value in group.items() if key != "params"},
-            "params": [names.get(id(p[1] if isinstance(p, tuple) else p), "unknown") for p in group["params"]],
+            "params": [names.get(id(parameter_of(p)), "unknown") for p in group["params"]],
         }
         for i, group in enumerate(groups)
     }

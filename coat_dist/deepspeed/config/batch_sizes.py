@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...config import CoatConfigError, Problem, look_up
+from ...config import CoatConfigError, Problem
 from ...config_errors import got
-from ...ranks import rank_and_world
 
-__all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "batch_sizes", "data_parallel_ranks"]
+__all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "batch_sizes"]
 
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
-@dataclass(frozen=True)
-class BatchSizes:
+class BatchSizes(NamedTuple):
     """Samples of one forward pass on one rank, forward passes of one step, and samples of one step on all ranks."""
 
     micro: int
@@ -43,22 +40,3 @@ def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
         accepted = f"{MICRO} ({micro}) x {STEPS} ({accumulation}) x data-parallel ranks ({dp}) = {expected}"
         raise CoatConfigError(Problem(TOTAL, got(total), accepted))
     return BatchSizes(micro, accumulation, expected)
-
-
-def data_parallel_ranks(given: Mapping[str, Any], settings: Mapping[str, Any]) -> int | None:
-    """How many DeepSpeed will count, once torch.distributed is there; None where other things than ranks and an mpu say
-    it: a mesh, sequence parallelism, DeepSpeed's own tensor parallelism.
-
-    Args:
-        given: the arguments of ``deepspeed.initialize``, by name.
-        settings: its configuration.
-    """
-    import deepspeed
-
-    model, mpu = given.get("model"), given.get("mpu")
-    if isinstance(model, deepspeed.PipelineModule):
-        mpu = model.mpu()
-    if callable(count := getattr(mpu, "get_data_parallel_world_size", None)):
-        return int(count())
-    others = mpu is not None or "mesh_param" in given or {"sequence_parallel_size", "data_parallel_size"} & {*settings}
-    return None if others or (look_up(settings, "tensor_parallel.autotp_size") or 0) > 1 else rank_and_world()[1]

@@ -18,8 +18,7 @@ from ..build.pipeline_module import check_tied, tied_apart, tied_weights
 from ..build.replicated_grads import check_replicated_grads
 from ..expert_parallel import of_one_kind
 from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_params
-from .misspellings import misspellings
-from .schema import check_blocks, check_keys
+from .keys import misspelt, unknown
 from .table import EXPERTS, RULES, STAGES, TYPES, Facts, as_read, refused
 
 __all__ = ["ARGUMENTS", "Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
@@ -32,22 +31,15 @@ ARGUMENTS = ("deepspeed_config", "deepscale_config")
 class Request:
     """What a call asks for."""
 
-    given: dict[str, Any]
-    """The arguments by name; those that are None are left out."""
-    passed_on: bool = False
-    """Nothing in it is ours: it is DeepSpeed's call as it is."""
-    source: Any = None
-    """The configuration as the caller gave it."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """DeepSpeed's configuration without comments and without the block."""
+    given: dict[str, Any]  # the arguments by name; those that are None are left out
+    passed_on: bool = False  # nothing in it is ours: it is DeepSpeed's call as it is
+    source: Any = None  # the configuration as the caller gave it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's, without comments and the block
     facts: Facts = Facts({})
-    tied: set[int] = field(default_factory=set)
-    """Weights that several stages of a PipelineModule hold."""
-    make: Callable | None = None
-    """Makes the CoatAdamW that the configuration names, of ``groups``."""
+    tied: set[int] = field(default_factory=set)  # weights that several stages of a PipelineModule hold
+    make: Callable | None = None  # makes the CoatAdamW that the configuration names, of `groups`
     groups: list[dict[str, Any]] = field(default_factory=list)
-    error: Exception | None = None
-    """Why it is refused."""
+    error: Exception | None = None  # why it is refused
 
     @property
     def coat(self) -> CoatConfig | None:
@@ -76,10 +68,10 @@ class Request:
 
         @functools.wraps(make, updated=())
         def make_and_check(parameters: Any) -> Any:
-            optimizer, facts = make(parameters), self.facts
+            optimizer = make(parameters)
             self.check_optimizer(optimizer)
             block = {} if self.coat is None else {"coat": self.coat}
-            check_deepspeed({**self.settings, **block}, tp=facts.tp, cp=facts.cp, optimizer=optimizer)
+            check_deepspeed({**self.settings, **block}, tp=self.facts.tp, optimizer=optimizer)
             return optimizer
 
         return make_and_check
@@ -108,7 +100,7 @@ def _validate(request: Request, explicit: bool) -> None:
     given, sources = request.given, configurations(request.given)
     model, optimizer, mpu = (given.get(name) for name in ("model", "optimizer", "mpu"))
     request.tied = tied_weights(model)
-    read = [source if isinstance(source, Mapping) else load_json(source) for source in sources]
+    read = [load_json(source) for source in sources]
     ours = isinstance(optimizer, CoatAdamW) or getattr(mpu, "coat_mpu", False) or _is_patched(model)
     named = any("coat" in one or look_up(one, "optimizer.type") == "CoatAdamW" for one in read)
     if not (explicit or ours or named):
@@ -121,12 +113,12 @@ def _validate(request: Request, explicit: bool) -> None:
     if len(sources) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
         raise CoatConfigError(Problem("config", f"got {len(sources)} of {ways}", "exactly one of them"))
-    settings = without_comments(load_json(read[0]))  # DeepSpeed would take some comments for settings
+    settings = without_comments(read[0])  # DeepSpeed would take some comments for settings
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-    cp = _size(mpu, "get_context_parallel_world_size")
     ep = _size(mpu, "get_expert_model_parallel_world_size")
     pipeline = isinstance(model, deepspeed.PipelineModule)
+    cp = _size(mpu, "get_context_parallel_world_size")
     coat = check_deepspeed(settings, tp=tp, cp=cp, pipeline=pipeline, optimizer=object_given)
     check_parallel(settings, stages=stages(mpu), ep=ep, optimizer=object_given)
     settings.pop("coat", None)
@@ -135,12 +127,18 @@ def _validate(request: Request, explicit: bool) -> None:
     if coat is not None:
         _check_patched(model, coat)
     frozen = not any(p.requires_grad for p in model.parameters())
-    facts = request.facts = Facts(as_read(settings), coat, object_given, tp, cp, ep, frozen=frozen)
+    facts = request.facts = Facts(as_read(settings), coat, object_given, tp, ep, frozen=frozen)
     request.source, request.settings = sources[0], settings
     if object_given is not None:
         request.check_optimizer(object_given)
     elif optimizer is None and coat is not None:
-        _check_named(facts["optimizer.type"], facts, "optimizer" not in settings and "model_parameters" not in given)
+        # The Trainer of transformers evaluates with ZeRO-3 by leaving the block and taking "optimizer" out.
+        evaluates = facts.stage == 3 and "optimizer" not in settings and "model_parameters" not in given
+        name = facts["optimizer.type"]
+        if name is None and (facts.stage in (1, 2) or (facts.block and not evaluates)):
+            raise CoatConfigError(Problem("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument'))
+        if name not in (None, "CoatAdamW"):
+            _check_effect(coat, name)
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = listed = list_parameters(parameters)
         if facts.compressed:
@@ -186,13 +184,11 @@ def check_deepspeed(
     """
     coat = read_block(config, optimizer)
     block = {} if coat is None else {"coat": coat.model_dump()}
-    facts = Facts(as_read({**config, **block}), coat, optimizer, tp, cp, pipeline=pipeline)
+    facts = Facts(as_read({**config, **block}), coat, optimizer, tp, pipeline=pipeline)
     if coat is None and not facts.compressed:
         return None
-    problems = [*refused(RULES, facts)]
-    if facts.ours is not None:
-        problems += _against(facts)
-    elif facts.compressed and optimizer is None:
+    problems = [*refused(RULES, facts), *_against(facts)]
+    if facts.compressed and optimizer is None:
         problems += wrong_params(facts["optimizer.params"] or {}, coat)
     if facts.stage and cp > 1:
         accepted = "1 with ZeRO (gradients are not reduced over CP ranks)"
@@ -209,27 +205,24 @@ def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | Non
         optimizer: as in :func:`check_deepspeed`.
 
     Raises:
-        CoatConfigError: the block is wrong, and with it names that are nearly right, unknown keys and values of a wrong
-            type in the whole configuration, so that nobody corrects a file line by line.
+        CoatConfigError: the block is wrong; and with it misspelt keys and values of a wrong type in the whole
+            configuration, so that a file is not corrected line by line.
     """
     coat, found = None, []
     try:
         coat = CoatConfig.from_deepspeed(config)
     except CoatConfigError as error:
-        found = list(error.problems)
+        found = [*error.problems]
     facts = Facts(as_read(config), coat, optimizer)
-    of_key = {one.key: one for one in found if isinstance(one, Problem)}
-    texts = [one for one in found if not isinstance(one, Problem)]
-    more = [*misspellings(config, optimizer)]
-    if found or coat is not None or facts.compressed:
-        more += check_blocks(facts.config)
-        objects = {key: v for key, v in facts.config.items() if key not in {one.key for one in more}}
-        facts = Facts(objects, coat, optimizer)
-        more += refused(TYPES, facts)
-        more += check_keys(objects, facts.compressed and facts.ours is None, facts.stage)
-    for one in more:
-        of_key.setdefault(one.key, one)
-    _raise([*texts, *of_key.values()])
+    other = not found and coat is None and not facts.compressed
+    found += misspelt(config)
+    if not other:
+        found += refused(TYPES, facts)
+        found += unknown(facts.config, facts.compressed and facts.ours is None)
+    first: dict[str, Problem | str] = {}
+    for one in found:
+        first.setdefault(getattr(one, "key", str(one)), one)
+    _raise(first.values())
     return coat
 
 
@@ -264,32 +257,13 @@ def _raise(problems: Iterable[Problem | str]) -> None:
 
 
 def _against(facts: Facts) -> Iterable[Problem]:
-    """The block's options, where it has some, that the given optimizer does not have."""
+    """The block's options, where it has some, that the given CoatAdamW does not have."""
     if facts.coat is None or facts.ours is None or not facts.block:
         return
     for name, value in facts.coat.optimizer.model_dump(exclude_unset=True).items():
         if others := [group[name] for group in facts.ours.param_groups if group[name] != value]:
             given = f"{got(value)} beside a CoatAdamW that has {json.dumps(others[0])}"
             yield Problem(f"coat.optimizer.{name}", given, "its options, or none")
-
-
-def _check_named(name: Any, facts: Facts, nothing: bool) -> None:
-    """Refuse an optimizer's name beside which the block has no effect, or that is none.
-
-    Args:
-        nothing: there is neither an optimizer nor parameters, as where the Trainer of transformers evaluates with
-            ZeRO-3: it takes "optimizer" out of the configuration and leaves the block.
-    """
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as NAMES
-
-    if name is None and (facts.stage in (1, 2) or (facts.block and not (nothing and facts.stage == 3))):
-        raise CoatConfigError(Problem("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument'))
-    if name is None or name == "CoatAdamW":
-        return
-    if not isinstance(name, str) or not (name.lower() in NAMES or hasattr(torch.optim, name)):
-        accepted = f'"CoatAdamW", a class of torch.optim by its name, or of DeepSpeed\'s: {", ".join(NAMES)}'
-        raise CoatConfigError(Problem("optimizer.type", got(name), accepted))
-    _check_effect(facts.coat, name)
 
 
 def _check_effect(coat: CoatConfig | None, optimizer: str) -> None:

@@ -3,7 +3,7 @@
 With ``bf16_master_weights_and_grads`` ZeRO hands the optimizer a bfloat16 copy of its bfloat16 partition.
 :func:`share_memory` makes the two the same memory, so that master weight and weight take 4 bytes; what DeepSpeed then
 copies from one to the other is a tensor onto itself, which torch skips. DeepSpeed takes the bfloat16 partition for the
-master weight, so its accessors of master weights are answered in ``deepspeed_accessors.py``, and loading of weights
+master weight, so its accessors of master weights are answered in ``accessors.py``, and loading of weights
 without optimizer states is replaced here.
 """
 

@@ -8,7 +8,8 @@ is not needed, because the step reads every gradient anyway.
 
 ZeRO also has the host wait for the GPU: at the end of backward (``step_gradients.py``, which has all that happens to
 gradients before), and in each norm. The GPU then idles until the host has started what comes next. One wait is left,
-for the norm: the host has to know whether the step is skipped. What follows the update is in ``step_weights.py``.
+for the norm: the host has to know whether the step is skipped. After the update
+ZeRO copies its fp32 partition to the 16-bit one; the step writes both.
 
 All of this is left out by the entries of ``attach.py`` whose names begin with "step", and only with a DeepSpeed that
 was read (``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU, whose fp64 sums have
@@ -29,6 +30,7 @@ from ..reviewed import is_verified_build
 __all__ = [
     "by_what_the_norm_counts",
     "check_what_the_norm_leaves_out",
+    "has_16_bit_copy",
     "leave_all_to_the_norm",
     "may_leave_out_passes",
     "norm_finds_all",
@@ -37,6 +39,7 @@ __all__ = [
     "norm_leaves_out",
     "read_gradients_once",
     "unscale_and_clip_in_the_step",
+    "write_16_bit_weights_in_the_step",
 ]
 
 
@@ -185,3 +188,42 @@ def norm_known(engine: Any) -> torch.cuda.Event | None:
     computed before the step. The optimizer's work comes later. None after any other call, and where nothing is known
     before the end of it: on a CPU, under ZeRO-3, with fp16, in a pipeline, without CoatAdamW."""
     return getattr(engine.optimizer, "coat_norm_known", None) if engine.was_step_applied() else None
+
+
+# Weights. ZeRO-1 and 2 read their fp32 partition once more to write the 16-bit one; CoatAdamW writes both, same bits.
+
+
+def has_16_bit_copy(zero: Any) -> bool:
+    """Whether ZeRO copies its fp32 partition to a 16-bit one after the step, so that CoatAdamW can write both."""
+    half = may_leave_out_passes(zero) and zero.dtype in (torch.bfloat16, torch.float16)
+    return bool(half and not zero.low_precision_master_weights_and_grads)
+
+
+def write_16_bit_weights_in_the_step(zero: Any) -> None:
+    """Let CoatAdamW write the 16-bit partition in the pass that writes the fp32 one."""
+    zero._optimizer_step = types.MethodType(_step_with_copy, zero)
+    zero.step = types.MethodType(_step_and_restore, zero)
+
+
+def _step_with_copy(zero: Any, group_no: int) -> None:
+    """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass.
+
+    What ZeRO copies next is ``single_partition_of_fp32_groups[group_no]``. Until the end of ZeRO's step the 16-bit
+    partition itself stands there, and torch does not copy a tensor onto itself.
+    """
+    masters, weights = zero.single_partition_of_fp32_groups, zero.get_bit16_param_group(group_no)[0]
+    zero.optimizer.copies = {masters[group_no]: weights}
+    try:
+        type(zero)._optimizer_step(zero, group_no)
+    finally:
+        del zero.optimizer.copies
+    masters[group_no].grad = None  # ZeRO would clear that of the tensor which it finds
+    masters[group_no] = weights
+
+
+def _step_and_restore(zero: Any, closure: Any = None) -> None:
+    masters = list(zero.single_partition_of_fp32_groups)
+    try:
+        type(zero).step(zero, closure)
+    finally:
+        zero.single_partition_of_fp32_groups[:] = masters
