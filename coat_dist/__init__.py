@@ -25,7 +25,6 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-hook.register_optimizer(CoatAdamW)
 hook.install()
 
 

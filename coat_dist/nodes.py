@@ -16,18 +16,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = [
-    "Place",
-    "by_node",
-    "free_port",
-    "host",
-    "host_of",
-    "meet",
-    "my_place",
-    "on_host",
-    "say_host",
-    "several_nodes",
-]
+__all__ = ["Place", "by_node", "free_port", "host", "host_of", "meet", "my_place", "on_host", "say_host"]
+__all__ += ["several_nodes"]
 
 _NODE = ("GROUP_RANK", "CROSS_RANK", "SLURM_NODEID")
 """The number of this node: of torchrun, DeepSpeed and SLURM."""
@@ -42,10 +32,8 @@ class Place(NamedTuple):
     """Where one rank is."""
 
     host: str
-    node: str | None
-    """The launcher's number of the node, if it says one."""
-    local: int
-    """The rank's number on its node."""
+    node: str | None  # the launcher's number of the node, if it says one
+    local: int  # the rank's number on its node
 
 
 def host() -> str:

@@ -20,17 +20,11 @@ from typing import Any
 
 import torch
 
-from ..config import CoatConfigError
+from ..config import CoatConfigError, Problem
 from .build.pipeline import is_stage
 
-__all__ = [
-    "announced_experts",
-    "left_unreduced",
-    "mark_experts",
-    "of_one_kind",
-    "reduce_experts",
-    "refuse_single_files",
-]
+__all__ = ["announced_experts", "left_unreduced", "mark_experts", "of_one_kind", "reduce_experts"]
+__all__ += ["refuse_single_files"]
 
 _MARKER = "coat_experts"
 
@@ -73,7 +67,6 @@ def reduce_experts(engine: Any) -> None:
 
 def refuse_single_files(engine: Any) -> None:
     """Let methods of the engine that write one rank's weights as those of the model raise a ``ValueError``."""
-
     divided = "layers are divided over pipeline stages" if is_stage(engine) else "experts are divided over ranks"
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -110,10 +103,8 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[l
     experts = mark_experts(model, size) if size > 1 else []
     for name, p in model.named_parameters() if experts else ():
         if not p.requires_grad and not getattr(p, "allreduce", True):
-            raise CoatConfigError(
-                f"{name}: got requires_grad False, accepted: True with expert parallelism (no checkpoint would hold "
-                "the frozen experts of all ranks)"
-            )
+            accepted = "True with expert parallelism (no checkpoint would hold the frozen experts of all ranks)"
+            raise CoatConfigError(Problem(name, "got requires_grad False", accepted))
     if not experts:
         yield built
         return

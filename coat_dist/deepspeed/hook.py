@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from ..optim import CoatAdamW
 from .without_launcher import leave_out_compiled_operation
 
-__all__ = ["KEPT", "honour", "install", "register_optimizer"]
+__all__ = ["KEPT", "honour", "install"]
 
 KEPT = "initialize_without_coat"
 """The attribute of the module ``deepspeed`` that is its own function. ``deepspeed.initialize`` may be replaced by
@@ -28,7 +29,11 @@ anybody at any time, by a function that calls what stood there before."""
 
 
 def install() -> None:
-    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time nothing is changed."""
+    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time nothing is changed.
+
+    DeepSpeed looks up in ``torch.optim`` an ``"optimizer": {"type": ...}`` that it does not know.
+    """
+    torch.optim.CoatAdamW = CoatAdamW  # type: ignore[attr-defined]
     if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())  # also where it is loaded: it may be reloaded
     if (module := sys.modules.get("deepspeed")) is not None:
@@ -46,10 +51,14 @@ def honour(deepspeed: types.ModuleType) -> None:
         return
     if hasattr(deepspeed, "ops"):
         leave_out_compiled_operation()
+    # Programs that name CoatAdamW in their JSON, or make it themselves, need no "zero_allow_untested_optimizer".
+    tested = getattr(sys.modules.get("deepspeed.runtime.zero.utils"), "ZERO_SUPPORTED_OPTIMIZERS", None)
+    if isinstance(tested, list) and CoatAdamW not in tested:
+        tested.append(CoatAdamW)
     function = inspect.unwrap(given)
     if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
-        deepspeed.initialize = functools.wraps(given)(lambda *args, **kwargs: _called(*args, **kwargs))  # type: ignore[attr-defined]
-        setattr(deepspeed, KEPT, given)
+        wrapper = functools.wraps(given)(lambda *args, **kwargs: _called(*args, **kwargs))
+        vars(deepspeed).update({"initialize": wrapper, KEPT: given})
         return
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -88,21 +97,3 @@ class _AfterImport:
 
             spec.loader.exec_module = execute_and_honour  # type: ignore[method-assign]
         return spec
-
-
-def register_optimizer(cls: Any) -> None:
-    """Make ``"optimizer": {"type": cls.__name__}`` work in a DeepSpeed configuration.
-
-    DeepSpeed looks up in ``torch.optim`` a type that it does not know.
-    """
-    setattr(torch.optim, cls.__name__, cls)
-    cls.when_built = _declare_to_zero
-
-
-def _declare_to_zero(cls: type) -> None:
-    """Put an optimizer class on DeepSpeed's list of those that ZeRO may drive: programs that name it in their JSON then
-    need no ``zero_allow_untested_optimizer``. Called by every new CoatAdamW, because DeepSpeed may be loaded late."""
-    zero = sys.modules.get("deepspeed.runtime.zero.utils")
-    tested = getattr(zero, "ZERO_SUPPORTED_OPTIMIZERS", None)
-    if isinstance(tested, list) and cls not in tested:
-        tested.append(cls)

@@ -1,7 +1,7 @@
 """An engine whose model is one stage of a pipeline: what it refuses, and what it does over all stages.
 
-Somebody else runs the micro-batches of a step through the stages (``megatron_patches.train_batch``: Megatron's
-schedules) and lets gradients accumulate in the parameters. Then :func:`reduce_gradients` hands them to ZeRO-1, and
+``megatron_patches.train_batch`` runs the micro-batches of a step through the stages by Megatron's schedules, which
+accumulate gradients in the parameters. Then :func:`reduce_gradients` hands them to ZeRO-1, and
 ``engine.step()`` does the rest. A stage's own ``forward`` and ``backward`` would compute a part of a model, so calling
 them is an error. DeepSpeed's ``PipelineModule`` has an engine of its own and does not come here.
 """
@@ -20,18 +20,15 @@ from ...config import CoatConfigError, Problem
 from ..step.step import by_what_the_norm_counts
 
 __all__ = [
-    "check_noise_of_tied",
     "TIED",
     "accumulate",
     "accumulated",
     "attach_stage",
+    "check_noise_of_tied",
     "has_groups_of_norms",
     "is_stage",
-    "norm_over_stages",
-    "reduce_gradients",
-    "refuse_unreduced_steps",
-    "stages",
 ]
+__all__ += ["norm_over_stages", "reduce_gradients", "refuse_unreduced_steps", "stages"]
 
 TIED = "/tied"
 """End of the name of the parameter group of a weight that two stages hold (``coat_dist.optim.param_groups``)."""
@@ -71,15 +68,6 @@ def has_groups_of_norms(zero: Any) -> bool:
     return hasattr(zero, "scaled_global_norm")
 
 
-def norm_over_stages(engine: Any) -> None:
-    """Let ZeRO-1's gradient norm be that of the whole model.
-
-    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums
-    over stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
-    """
-    engine.optimizer.scaled_global_norm = types.MethodType(_norm_over_stages(engine), engine.optimizer)
-
-
 def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
     stage, number = engine.mpu.get_pipeline_model_parallel_rank(), stages(engine.mpu)
     return RuntimeError(
@@ -109,8 +97,12 @@ def _check_tied(zero: Any) -> None:
             raise CoatConfigError(Problem("model_parameters", given, accepted))
 
 
-def _norm_over_stages(engine: Any) -> Any:
-    """``scaled_global_norm`` by the groups of the whole model."""
+def norm_over_stages(engine: Any) -> None:
+    """Let ZeRO-1's gradient norm be that of the whole model.
+
+    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums
+    over stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
+    """
     from deepspeed.runtime.utils import combine_grad_norm_groups, mask_nan_or_inf_with_val_inplace
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
@@ -139,7 +131,7 @@ def _norm_over_stages(engine: Any) -> Any:
         mask_nan_or_inf_with_val_inplace(norms, device=norms.device)
         return combine_grad_norm_groups(list(norms.unbind()), norm_type=norm_type)
 
-    return scaled_global_norm
+    engine.optimizer.scaled_global_norm = types.MethodType(scaled_global_norm, engine.optimizer)
 
 
 def _accumulate_in_fp32(zero: Any) -> None:

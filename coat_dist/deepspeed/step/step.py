@@ -27,20 +27,9 @@ import torch
 from ...checkpoint.zero_partitions import base_optimizer
 from ..reviewed import is_verified_build
 
-__all__ = [
-    "by_what_the_norm_counts",
-    "check_what_the_norm_leaves_out",
-    "has_16_bit_copy",
-    "leave_all_to_the_norm",
-    "may_leave_out_passes",
-    "norm_finds_all",
-    "norm_is_ours",
-    "norm_known",
-    "norm_leaves_out",
-    "read_gradients_once",
-    "unscale_and_clip_in_the_step",
-    "write_16_bit_weights_in_the_step",
-]
+__all__ = ["by_what_the_norm_counts", "check_what_the_norm_leaves_out", "has_16_bit_copy", "leave_all_to_the_norm"]
+__all__ += ["may_leave_out_passes", "norm_finds_all", "norm_is_ours", "norm_known", "norm_leaves_out"]
+__all__ += ["read_gradients_once", "unscale_and_clip_in_the_step", "write_16_bit_weights_in_the_step"]
 
 
 def may_leave_out_passes(zero: Any) -> bool:

@@ -64,8 +64,8 @@ def _reduce(
 ) -> None:
     """In place of ``allreduce_and_copy_with_multiple_ranks``: the same values, where slices of a bucket lie in a row.
 
-    Of slices that other ranks keep, the bucket has the sum afterwards, and not this rank's gradient. Nobody reads them,
-    but where ZeRO-1 accumulates in an attribute of its own, which is left to DeepSpeed.
+    Of slices that other ranks keep, the bucket has the sum afterwards, and not this rank's gradient. Those are read
+    only where ZeRO-1 accumulates in an attribute of its own, which is left to DeepSpeed.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
@@ -111,12 +111,10 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 class _Zeros(NamedTuple):
     """A group's part of the fp32 partition, which DeepSpeed has made of zeros."""
 
-    begin: int
+    begin: int  # address
     end: int
-    """Addresses."""
     micro_step: int
-    written: set[int]
-    """Addresses of the parameters' slices to which a gradient was added since."""
+    written: set[int]  # addresses of the parameters' slices to which a gradient was added since
 
 
 def add_without_a_copy(zero: Any) -> None:
