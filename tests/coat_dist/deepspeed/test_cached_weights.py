@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import tempfile
@@ -12,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 7, 2
@@ -156,44 +154,6 @@ def test_flat_buffers_leave_no_trace_in_the_parameters(zero_2):
         assert runs["blind"][0][0] == runs["on_use"][0][0]
         assert runs["blind"][0] != runs["on_use"][0]
         assert runs["blind"][1] < 2 * 4 * STEPS
-
-
-def _invariant(rank, world, scales):
-    """tp_invariant reduces the scale of every weight: with the cache once a step."""
-    import torch.distributed as dist
-
-    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
-
-    initialize_model_parallel(2)
-    reduced, original = [], dist.all_reduce
-    runs = []
-    for mode in ("on_use", "cached"):
-        reduced.clear()
-        model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True, **SMALL)
-        patch_model(model, ActivationConfig(tp_invariant=True, forward_scales=scales, weights=mode))
-        install_replicated_grad_hooks(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        dist.all_reduce = lambda t, op=dist.ReduceOp.SUM, **rest: (reduced.append(op), original(t, op, **rest))[1]
-        losses = []
-        for step, micro in itertools.product(range(3), range(4)):
-            loss = tiny_loss(model, tiny_batch(10 * step + micro))
-            loss.backward()
-            losses.append(loss.item())
-            if micro == 3:
-                optimizer.step()
-        dist.all_reduce = original
-        runs.append((losses, sum(op == dist.ReduceOp.MAX for op in reduced)))
-    return runs
-
-
-@pytest.mark.parametrize(("scales", "reductions"), [("tensor", 4), ("row", 6)])
-def test_scales_of_weights_are_reduced_once_a_step(scales, reductions):
-    """One of each of a layer's weights; with row scales one more of those whose rows are split, proj's and fc2's."""
-    for (plain, many), (cached, few) in run_ranks(2, _invariant, scales):
-        assert cached == plain
-        layers, steps, micro = 2, 3, 4
-        assert many - few == layers * reductions * steps * (micro - 1)
 
 
 def _replaced(rank, world, weights):

@@ -124,46 +124,31 @@ def plain(rank, world):
     theirs.__globals__["set_optimizer_flags"] = own[1]
     untouched = handed[0] is config and set(engine.coat_attached) <= {a.name for a in ATTACHMENTS if a.every_engine}
     messages = []
-    block = {"coat": BLOCK}
     coat_adamw = {"optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}}}
     for changes, adamw in (
         ({"caot": BLOCK}, False),
-        ({"optimizer": {"type": "Coat AdamW", "params": {"lr": 1e-3}}}, False),
         (coat_adamw, True),
-        ({**block, **coat_adamw}, True),
-        ({"coat": {"activation": {"enabled": False}}, **coat_adamw}, True),
-        ({**coat_adamw, "gradient_cliping": 1.0}, False),
-        ({**coat_adamw, "coat": {}}, False),
-        ({**coat_adamw, "wandb": {"enabled": True}, "comet": {"enabled": True}}, False),
-        (block, False),
+        ({"coat": BLOCK, **coat_adamw}, True),
+        ({"coat": BLOCK}, False),
     ):
         net = model()
         given = torch.optim.AdamW(net.parameters()) if adamw else None
         for optimizer in (given, (lambda params: torch.optim.AdamW(params)) if adamw else given):
-            try:
+            with pytest.raises(coat_dist.CoatConfigError) as error:
                 deepspeed.initialize(model=net, optimizer=optimizer, config={**BARE, **changes})
-                messages.append("no error")
-            except coat_dist.CoatConfigError as error:
-                messages.append(str(error))
-    return untouched, messages
+            messages.append(str(error.value).partition(",")[0])
+    return untouched, messages[::2], messages[1::2]
 
 
 def test_a_plain_program_is_left_alone_and_near_misses_are_not():
-    for untouched, messages in run_ranks(2, plain):
+    for untouched, *messages in run_ranks(2, plain):
         assert untouched
-        expected = (
+        assert messages == [[
             'caot: unknown key (did you mean "coat"?)',
-            'optimizer.type: got "Coat AdamW" (did you mean "CoatAdamW"?)',
-            'optimizer.type: got "CoatAdamW" beside optimizer=AdamW, accepted: no optimizer argument, or a CoatAdamW',
-            "coat.optimizer: got a block beside optimizer=AdamW",
             'optimizer.type: got "CoatAdamW" beside optimizer=AdamW',
-            'gradient_cliping: unknown key (did you mean "gradient_clipping"?), accepted: ',
-            "coat.activation.enabled: got true, but no module of Sequential is patched",
-            "wandb.enabled: got true, accepted: false, or first: pip install wandb",
-            'optimizer.type: got null, accepted: "CoatAdamW"',
-        )
-        for i, message in enumerate(messages):
-            assert message.startswith(expected[i // 2]), message
+            "coat.optimizer: got a block beside optimizer=AdamW",
+            "optimizer.type: got null",
+        ]] * 2  # fmt: skip
 
 
 def groups_without_moments(rank, world):
@@ -283,36 +268,3 @@ def test_the_trainer_with_zero_3_evaluation_and_a_flow_that_is_not_there(tmp_pat
     assert {"coat_m_q", "coat_v_q", "exp_avg"} <= {*kept}
     assert losses[-1] < losses[0] and evaluated > 0
     assert refused.startswith("coat.activation.enabled: got true, but no module of LlamaForCausalLM is patched")
-
-
-def after_one_group(rank, world, folder):
-    """A checkpoint of one group with FP8 moments, as programs had it that named the type without a block."""
-    deepspeed = quiet_deepspeed()
-    import torch.distributed as dist
-
-    import coat_dist
-
-    net = model()
-    old = deepspeed.initialize(model=net, optimizer=coat_dist.CoatAdamW(net.parameters(), lr=3e-3), config=BARE)[0]
-    train(old, rank, 3)
-    old.save_checkpoint(folder, tag="old")
-    vector = coat_dist.safe_get_full_moment(net[2].weight, "second")
-    by_name = {k: v for k, v in CONFIG.items() if k != "coat"}
-    new = deepspeed.initialize(model=model(), config=by_name)[0]
-    with pytest.raises(ValueError) as refused:
-        new.load_checkpoint(folder, tag="old")
-    dist.barrier()
-    if rank == 0:
-        coat_dist.convert_to_universal(f"{folder}/old", f"{folder}/universal")
-    dist.barrier()
-    net = model()
-    new = deepspeed.initialize(model=net, config={**by_name, "checkpoint": {"load_universal": True}})[0]
-    new.load_checkpoint(folder, tag="universal")
-    same = torch.equal(coat_dist.safe_get_full_moment(net[2].weight, "second"), vector)
-    return str(refused.value), same, [g["moments"] for g in new.optimizer.optimizer.param_groups]
-
-
-def test_checkpoints_of_other_groups_are_refused_and_load_as_universal_ones(tmp_path):
-    for refused, same, moments in run_ranks(2, after_one_group, str(tmp_path)):
-        assert "or other groups or frozen parameters: " in refused and "convert_to_universal" in refused
-        assert same and moments == ["fp8", "fp32"]

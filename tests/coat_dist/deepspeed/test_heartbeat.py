@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -213,25 +212,6 @@ def test_it_begins_with_an_engine():
         assert off and same and alive
         assert limit == heartbeat.SHARE * dist.default_pg_timeout.total_seconds()
         assert "ranks hear of one another" in attached
-
-
-def quiet_end(rank, world, folder):
-    onto_screen(rank, folder)
-    held = beating(1.0)
-    dist.barrier()
-    time.sleep(0.0 if rank == 0 else 2.0)
-    heartbeat._running.stop()
-    torch.save((True, held.global_steps), f"{folder}/{rank}.pt")
-    os._exit(0)
-
-
-def test_the_screen_of_a_normal_end_is_empty(tmp_path):
-    """Also where rank 0 has ended before."""
-    ranks = start_ranks(2, quiet_end, str(tmp_path), out=str(tmp_path))
-    for rank in ranks:
-        rank.join(60)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    assert not any(Path(tmp_path, f"screen{rank}").read_text() for rank in range(2))
 
 
 @pytest.mark.parametrize("master", ["localhost", "no-such-host"])

@@ -105,21 +105,6 @@ def test_copies_of_a_tied_weight_stay_equal(sums, coat, alone):
     assert last == first[alone:], "alone, the last stage has no other matrix"
 
 
-def of_frozen_tied_weights(rank, world):
-    def make(net):
-        for p in net.tied_modules["tied"].parameters():
-            p.requires_grad_(False)
-        return [{"params": list(net.parameters()), "moments": "fp8"}]
-
-    engine = build(tied_layers(), settings(), model_parameters=make)
-    return train(engine, 2)
-
-
-def test_frozen_tied_weights_cannot_drift_and_are_left_in_their_group():
-    first, second = run_ranks(2, of_frozen_tied_weights)
-    assert first == second and all(norm > 0 for norm in first)
-
-
 def refused(rank, world):
     from coat_dist import CoatAdamW
 

@@ -81,58 +81,6 @@ def test_fused_step_gives_the_same_bits(stage, clip, world):
             assert torch.equal(a, b)
 
 
-def reduced(rank, world, averaged, in_a_row, slices, partition):
-    """What a rank keeps of a bucket, or adds to its fp32 partition, reduced in DeepSpeed's way and in ours."""
-    from types import MethodType, SimpleNamespace
-
-    import deepspeed
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
-
-    from coat_dist.deepspeed.step import step_gradients
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
-    if not in_a_row:
-        step_gradients._in_a_row = lambda tensors: None
-
-    class Bare(SimpleNamespace):
-        allreduce_bucket = Zero.allreduce_bucket
-        allreduce_and_copy_with_multiple_ranks = Zero.allreduce_and_copy_with_multiple_ranks
-        _add_to_grad_partition_buffer = staticmethod(Zero._add_to_grad_partition_buffer)
-
-    keepers, found = (0, 1, 0), []
-    for ours in (False, True):
-        torch.manual_seed(rank)
-        memory = torch.randn(64).bfloat16()
-        bucket = [memory[a:b] for a, b in slices]
-        kept = [i for i, keeper in enumerate(keepers) if keeper == rank]
-        outputs = [torch.ones(len(one)) if partition and i in kept else None for i, one in enumerate(bucket)]
-        zero = Bare(
-            dp_process_group=torch.distributed.group.WORLD, sequence_parallel_size=1, overlap_comm=False,
-            gradient_average=True, flatten=torch.cat, coat_undivided=world if averaged else 1,
-            use_grad_accum_attribute=False, coat_zeros={},
-            unflatten=lambda flat, like: flat.split([len(one) for one in like]),
-        )  # fmt: skip
-        if averaged and not ours:
-            memory.div_(world)
-        reduce = MethodType(step_gradients._reduce, zero) if ours else zero.allreduce_and_copy_with_multiple_ranks
-        owners = [frozenset((keeper,)) for keeper in keepers]
-        reduce(bucket, torch.bfloat16, divide=False, bucket_ranks=owners, output_bucket=outputs)
-        found.append([outputs[i] if partition else bucket[i] for i in kept])
-    return found
-
-
-@pytest.mark.parametrize(("averaged", "in_a_row"), [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize(
-    ("slices", "partition"), [(((3, 20), (20, 21), (21, 60)), True), (((3, 20), (40, 60), (20, 30)), True),
-                              (((3, 20), (20, 21), (21, 60)), False)]
-)  # fmt: skip
-def test_buckets_are_reduced_where_they_are(averaged, in_a_row, slices, partition):
-    for theirs, ours in run_ranks(2, reduced, averaged, in_a_row, slices, partition):
-        assert len(theirs) == len(ours) and theirs
-        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-
-
 def test_what_lies_in_a_row():
     from coat_dist.deepspeed.step.step_gradients import _in_a_row
 

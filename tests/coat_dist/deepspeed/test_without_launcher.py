@@ -1,9 +1,6 @@
 """``python program.py``: this process is the only rank; and what launchers set is left alone."""
 
 import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -33,12 +30,6 @@ def test_what_a_launcher_says_is_left_alone(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "4")
     without_launcher.prepare()
     assert {n: os.environ[n] for n in NAMES if n in os.environ} == {name: "4"} and not capsys.readouterr().err
-
-
-def test_mpi_is_asked_where_there_is_some(monkeypatch):
-    monkeypatch.setattr(without_launcher, "find_spec", lambda name: object())
-    without_launcher.prepare()
-    assert "RANK" not in os.environ
 
 
 def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
@@ -71,21 +62,6 @@ def test_no_operation_is_compiled_without_a_gpu():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
     without_launcher.prepare()
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.skipif(find_spec("mpi4py") is not None, reason="DeepSpeed asks mpi4py for the ranks where it is installed")
-@pytest.mark.parametrize("order", [("deepspeed", "coat_dist"), ("coat_dist", "deepspeed")])
-def test_nor_in_a_program_that_starts_ranks_itself(order):
-    """As Accelerate does: ``init_distributed`` comes before ``initialize``."""
-    first, second = order
-    code = f"import {first}, {second}, deepspeed; print(deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
-    # Nor is mpi4py asked, which is not installed: without a launcher this process is the only rank.
-    code += "; deepspeed.init_distributed('gloo'); print(deepspeed.comm.get_world_size())"
-    alone = {name: value for name, value in os.environ.items() if name not in NAMES}
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=alone)
-    assert told.stdout.splitlines()[-2:] == ["False", "1"], told.stderr
-    assert "note: started without a launcher" in told.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
