@@ -214,14 +214,10 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
         raise CoatConfigError(Problem("config", f"got {type(config).__name__}", accepted))
     given = os.fspath(config)
     try:
-        text = decode_base64(given) or Path(given).read_text(encoding="utf-8-sig")
+        loaded = _parse(decode_base64(given) or Path(given).read_text(encoding="utf-8-sig"))
     except OSError as problem:
         raise CoatConfigError(Problem("config", f"cannot read {given!r} ({problem.strerror})", accepted)) from None
-    except UnicodeDecodeError as problem:
-        raise CoatConfigError(Problem("config", f"{given} is not JSON: {problem}", accepted)) from None
-    try:
-        loaded = _parse(text)
-    except json.JSONDecodeError as problem:
+    except (UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise CoatConfigError(Problem("config", f"{given} is not JSON: {problem}", accepted)) from None
     if not isinstance(loaded, dict):
         raise CoatConfigError(Problem("config", f"{given} holds {type(loaded).__name__}", "a JSON object"))

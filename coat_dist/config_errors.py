@@ -14,10 +14,8 @@ __all__ = ["Problem", "explain", "got", "keys_of"]
 class Problem(NamedTuple):
     """One key that cannot be honoured."""
 
-    key: str
-    """Dotted, such as "zero_optimization.stage"."""
-    got: str
-    """``got`` of the value, "missing" or "unknown key"."""
+    key: str  # dotted, such as "zero_optimization.stage"
+    got: str  # `got` of the value, "missing" or "unknown key"
     accepted: str
 
     def __str__(self) -> str:

@@ -40,23 +40,25 @@ def versions() -> dict[str, str | None]:
 def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str, str]]:
     """Yield ``("problem" | "warning", text)`` for whatever will fail, or fall back to something slower."""
     installed = versions() if installed is None else installed
+    without = {
+        "triton": "the plain torch definitions are used",
+        "megatron-core": "only the optimizer and coat_dist.flow are usable",
+    }
     for name, accepted in SUPPORTED.items():
         got = installed.get(name)
         if got is None:
-            level = "warning" if name in ("triton", "megatron-core") else "problem"
-            lost = {
-                "triton": "; the plain torch definitions are used",
-                "megatron-core": "; only the optimizer and coat_dist.flow are usable",
-            }.get(name, "")
+            level, lost = ("warning", f"; {without[name]}") if name in without else ("problem", "")
             yield level, f"{name}: not installed, accepted: {accepted}{lost}"
         elif not SpecifierSet(accepted).contains(got.split("+")[0], prereleases=True):
             yield "problem", f"{name}: got {got}, accepted: {accepted}"
     if not any(shutil.which(c) for c in (os.environ.get("CC") or "cc", "gcc", "clang")):
         yield "warning", "C compiler: none of cc, gcc, clang found; Triton cannot build its launchers on a GPU machine"
-    if os.environ.get("COAT_REFERENCE") == "1":
-        yield "warning", "COAT_REFERENCE=1: the plain torch definitions are used everywhere, kernels are off"
-    if os.environ.get("COAT_FP8_ARITHMETIC") == "1":
-        yield "warning", "COAT_FP8_ARITHMETIC=1: FP8 instructions are not used, conversion is arithmetic, products BF16"
+    for name, effect in (
+        ("COAT_REFERENCE", "the plain torch definitions are used everywhere, kernels are off"),
+        ("COAT_FP8_ARITHMETIC", "FP8 instructions are not used, conversion is arithmetic, products BF16"),
+    ):
+        if os.environ.get(name) == "1":
+            yield "warning", f"{name}=1: {effect}"
 
 
 def paths() -> dict[str, str]:

@@ -59,10 +59,8 @@ class Built(NamedTuple):
     @property
     def universal(self) -> bool:
         """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW where asked for."""
-        if self.ours:
-            return True
         torchs = is_zero(self.zero) and isinstance(self.zero.optimizer, torch.optim.Adam)  # AdamW is an Adam
-        return torchs and bool(self.engine.load_universal_checkpoint())
+        return self.ours or (torchs and bool(self.engine.load_universal_checkpoint()))
 
 
 class Attachment(NamedTuple):
@@ -343,9 +341,6 @@ def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True, evalu
 
     Returns:
         The names of what is attached, which are also ``engine.coat_attached``.
-
-    Raises:
-        ValueError: the optimizer's options do not fit what ZeRO hands it.
     """
     if "coat_attached" not in vars(engine):
         built, names = Built(engine, engine.optimizer, coat, evaluates), []

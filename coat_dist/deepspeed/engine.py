@@ -1,9 +1,8 @@
 """``coat_dist.initialize``, and ``deepspeed.initialize`` after ``import coat_dist``: the ``"coat"`` block applied.
 
-Three steps, none of which goes back: ``validate`` (``config/validate.py``) checks the call on this rank, ``agree``
-(``config/agreement.py``) raises on every rank what any has found, and :func:`build` makes DeepSpeed's public call with
-a copy of the configuration without the block. On the engine that it returns, some methods are then replaced:
-``attach.py`` lists them. Without a block and without a CoatAdamW, DeepSpeed builds what it would build.
+Three steps: ``validate`` (``config/validate.py``) checks the call on this rank, ``agree`` (``config/agreement.py``)
+raises on every rank what any has found, and :func:`build` makes DeepSpeed's public call with a copy of the
+configuration without the block. ``attach.py`` lists the methods that are then replaced on the engine.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.zero_partitions import base_optimizer, partitions
+from ..checkpoint.zero_partitions import base_optimizer
 from ..optim import CoatAdamW
-from ..optim.state import has_remainder
 from ..ranks import rank_and_world
 from .attach import attach
 from .config.agreement import agree
@@ -58,13 +56,8 @@ def initialize(
             started with different configurations or models; a tensor-parallel model without ``mpu``, or one whose
             replicated gradients nobody sums (``replicated_grads.py``).
     """
-    given = {
-        **{"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters},
-        **{"training_data": training_data, "lr_scheduler": lr_scheduler, "distributed_port": distributed_port},
-        **{"mpu": mpu, "dist_init_required": dist_init_required, "collate_fn": collate_fn, "config": config},
-        **{"mesh_param": mesh_param, "config_params": config_params, **kwargs},
-    }
-    return _run(given, explicit=True)
+    given = {name: value for name, value in locals().items() if name != "kwargs"}
+    return _run({**given, **kwargs}, explicit=True)
 
 
 def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -128,23 +121,14 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         built.append(engine)
     attach(engine, request.coat, evaluates=facts.only_evaluates)
     if rank_and_world()[0] == 0:
-        print(f"coat_dist: {_describe_optimizer(engine)}; {_describe_flow(engine.module)}", file=sys.stderr, flush=True)
+        print(f"coat_dist: {_describe(engine)}", file=sys.stderr, flush=True)
     return engine, *others
 
 
-def _describe_optimizer(engine: Any) -> str:
-    if base_optimizer(engine.optimizer) is None:
-        basic = getattr(engine, "basic_optimizer", None)
-        return "no optimizer, this engine evaluates" if basic is None else f"optimizer {type(basic).__name__}"
-    elements, size = 0, 0.0
-    for part in partitions(engine.optimizer):
-        each = 8.0 if part.group["moments"] == "fp32" else 2 * (1 + 3 / part.group["group_size"])
-        elements += part.flat.numel()
-        size += part.flat.numel() * (each + 2 * has_remainder(part.group))
-    return f"CoatAdamW, {size / max(1, elements):.2f} bytes a parameter of states (AdamW: 8)"
-
-
-def _describe_flow(model: Any) -> str:
-    reports = [vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)]
+def _describe(engine: Any) -> str:
+    """What a new engine runs."""
+    optimizer = base_optimizer(engine.optimizer) or getattr(engine, "basic_optimizer", None)
+    reports = [vars(m)["coat_patch_report"] for m in engine.module.modules() if "coat_patch_report" in vars(m)]
     patched, left = (sum(len(getattr(report, name)) for report in reports) for name in ("patched", "left"))
-    return f"FP8 flow in {patched} of {patched + left} blocks" if patched else "no layers in the FP8 flow"
+    flow = f"FP8 flow in {patched} of {patched + left} blocks" if patched else "no layers in the FP8 flow"
+    return f"{'no optimizer, this engine evaluates' if optimizer is None else type(optimizer).__name__}; {flow}"

@@ -1,14 +1,13 @@
 """Heartbeats between ranks: a rank that hangs or has ended is named, and does not keep the others waiting.
 
 torch.distributed reports which collective timed out, not which rank was absent; ``monitored_barrier`` exists under gloo
-only, and reports to rank 0 after the timeout. Here a thread of each rank sends the others a UDP datagram every few
-seconds. A rank that is silent for :data:`SHARE` of the collectives' timeout is named on every rank, and the processes
-exit with status :data:`STATUS`. :func:`who` asks at once, where a collective has failed first.
+only. Here a thread of each rank sends the others a UDP datagram every few seconds. A rank that is silent for
+:data:`SHARE` of the collectives' timeout is named on every rank, and the processes exit with status :data:`STATUS`.
+:func:`who` asks at once, where a collective has failed first.
 
-Datagrams and not torch.distributed's store: the process that holds the store may be the one that hangs. A rank counts
-from its first datagram on, so a network without UDP ends nothing. Long evaluations and saves are not silent: the thread
-sends while Python runs or waits. Silence is counted in the thread's own ticks, so ranks that were suspended together
-continue together.
+Not torch.distributed's store: the process that holds it may be the one that hangs. A rank counts from its first
+datagram on, so a network without UDP ends nothing. The thread sends while Python runs or waits, as in long evaluations.
+Silence is counted in the thread's own ticks, so ranks that were suspended together continue together.
 """
 
 from __future__ import annotations

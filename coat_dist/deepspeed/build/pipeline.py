@@ -19,16 +19,8 @@ from ...checkpoint.zero_partitions import members
 from ...config import CoatConfigError, Problem
 from ..step.step import by_what_the_norm_counts
 
-__all__ = [
-    "TIED",
-    "accumulate",
-    "accumulated",
-    "attach_stage",
-    "check_noise_of_tied",
-    "has_groups_of_norms",
-    "is_stage",
-]
-__all__ += ["norm_over_stages", "reduce_gradients", "refuse_unreduced_steps", "stages"]
+__all__ = ["TIED", "accumulate", "accumulated", "attach_stage", "check_noise_of_tied", "has_groups_of_norms"]
+__all__ += ["is_stage", "norm_over_stages", "reduce_gradients", "refuse_unreduced_steps", "stages"]
 
 TIED = "/tied"
 """End of the name of the parameter group of a weight that two stages hold (``coat_dist.optim.param_groups``)."""
@@ -50,8 +42,7 @@ def attach_stage(engine: Any) -> None:
     """Make an engine one of a stage.
 
     Raises:
-        ValueError: a weight that two stages hold shares its groups of FP8 moments with others, so that its copies would
-            drift apart.
+        CoatConfigError: a weight that two stages hold shares its groups of FP8 moments with others.
     """
     zero = engine.optimizer
     _check_tied(zero)
@@ -59,8 +50,7 @@ def attach_stage(engine: Any) -> None:
         hook.remove()
     if not has_groups_of_norms(zero):
         _accumulate_in_fp32(zero)
-    engine.forward = types.MethodType(_refuse("forward"), engine)
-    engine.backward = types.MethodType(_refuse("backward"), engine)
+    engine.forward, engine.backward = (functools.partial(_refuse, name, engine) for name in ("forward", "backward"))
 
 
 def has_groups_of_norms(zero: Any) -> bool:
@@ -77,11 +67,8 @@ def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
     )
 
 
-def _refuse(name: str) -> Any:
-    def refuse(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _refusal(engine, name, "which is a part of a model")
-
-    return refuse
+def _refuse(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _refusal(engine, name, "which is a part of a model")
 
 
 def _check_tied(zero: Any) -> None:
@@ -90,9 +77,9 @@ def _check_tied(zero: Any) -> None:
         tied = any(getattr(p, "shared_embedding", False) for p in params)
         if tied and len(params) > 1 and options.get("moments") == "fp8":
             given = (
-                "got a group with FP8 moments that holds the tied embedding among other weights, so that its copies "
+                "got a group with FP8 moments that holds the tied embedding among other weights, whose copies on two "
             )
-            given += "on two pipeline stages would drift apart"
+            given += "pipeline stages would drift apart"
             accepted = '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)'
             raise CoatConfigError(Problem("model_parameters", given, accepted))
 
@@ -202,9 +189,6 @@ def check_noise_of_tied(engine: Any) -> None:
 
     A shard draws by the number of shards with FP8 moments before it. A last stage without a layer of its own, or with
     frozen ones, has none before its copy, where the first stage has one.
-
-    Raises:
-        ValueError: on every stage.
     """
     zero = engine.optimizer
     drawing = [

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,12 +30,9 @@ from .validate import Request
 
 __all__ = ["agree"]
 
+# Seconds that a rank without a block waits for the others: without one, ranks may build unequal numbers of engines.
 PATIENCE = 20.0
-"""Seconds that a rank without a block waits for the others: in a program of DeepSpeed's alone, ranks may build unequal
-numbers of engines."""
-HEARD = 5.0
-"""Seconds that a rank with an error waits for the others to read it, before it raises."""
-_KINDS = ("with", "without", "refused")
+HEARD = 5.0  # seconds that a rank with an error waits for the others to read it, before it raises
 
 _calls = 0  # of this process: all ranks of a program build their engines in the same order
 
@@ -79,26 +77,20 @@ def _exchange(request: Request) -> None:
     rank, world = rank_and_world()
     if world == 1:
         return
-    store = dist.distributed_c10d._get_default_store()
-    key, error = f"coat_dist/initialize/{call}", request.error
+    store, error = dist.distributed_c10d._get_default_store(), request.error
+    keys = [f"coat_dist/initialize/{call}/{one}" for one in range(world)]
     kind = "refused" if error else "with" if request.ours else "without"
-    store.set(f"{key}/{rank}", json.dumps([kind, str(error)]))
-    end = time.monotonic() + (HEARD if error else group_timeout() if request.ours else PATIENCE)
-    with_, without, refused = (store.add(f"{key}/{one}", int(one == kind)) for one in _KINDS)
-    while with_ + without + refused < world and time.monotonic() < end:
-        if not error and (refused or (with_ and without)):
-            break
-        time.sleep(0.02)
-        with_, without, refused = (store.add(f"{key}/{one}", 0) for one in _KINDS)
-    if not (refused or (with_ and without)):
-        return
-    left = {r: json.loads(store.get(f"{key}/{r}")) for r in range(world) if store.check([f"{key}/{r}"])}
-    store.add(f"{key}/read", 1)
-    end = time.monotonic() + 2.0
-    while store.add(f"{key}/read", 0) < len(left) and time.monotonic() < end:
-        time.sleep(0.02)  # the store ends with the process of rank 0
-    if not error:
-        _raise(left)
+    store.set(keys[rank], json.dumps([kind, str(error)]))
+    ranks = list(range(world))
+    try:
+        store.wait(keys, timedelta(seconds=HEARD if error else group_timeout() if request.ours else PATIENCE))
+    except dist.DistStoreError:  # some have not come
+        ranks = [one for one in ranks if store.check([keys[one]])]
+    left = dict(zip(ranks, map(json.loads, store.multi_get([keys[one] for one in ranks])), strict=True))
+    if error or len({kind for kind, _ in left.values()}) > 1:
+        time.sleep(1.0)  # until all have read: the store ends with the process of rank 0
+        if not error:
+            _raise(left)
 
 
 def _raise(left: Mapping[int, tuple[str, str]]) -> None:
@@ -110,7 +102,7 @@ def _raise(left: Mapping[int, tuple[str, str]]) -> None:
     if errors:
         lines = (f"{line} (on {say_ranks(ranks)})" for text, ranks in errors.items() for line in text.splitlines())
         raise CoatConfigError(*lines)
-    with_, without = (say_ranks([rank for rank, one in left.items() if one[0] == kind]) for kind in _KINDS[:2])
+    with_, without = (say_ranks([rank for rank, one in left.items() if one[0] == kind]) for kind in ("with", "without"))
     raise CoatConfigError(
         f'ranks were started differently: a "coat" block or a CoatAdamW on {with_}, neither on {without}; accepted: '
         "the same configuration on all ranks"

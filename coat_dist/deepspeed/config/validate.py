@@ -149,11 +149,7 @@ def _validate(request: Request, explicit: bool) -> None:
 
 
 def configurations(given: Mapping[str, Any]) -> list[Any]:
-    """What is given as configuration, a dict or a path, in each of the ways that ``deepspeed.initialize`` knows.
-
-    Args:
-        given: its arguments by name.
-    """
+    """What is given as configuration, in each of the ways that ``deepspeed.initialize`` knows."""
     args = given.get("args")
     ways = (given.get("config"), given.get("config_params"), *(getattr(args, name, None) for name in ARGUMENTS))
     return [way for way in ways if way is not None]
@@ -170,8 +166,7 @@ def check_deepspeed(
     """Refuse DeepSpeed settings that CoatAdamW or the flow cannot honour.
 
     Args:
-        config: the whole DeepSpeed configuration; nothing is checked beyond names that are nearly ours where it has
-            neither a ``"coat"`` block nor ``"optimizer": {"type": "CoatAdamW"}``, and ``optimizer`` is no CoatAdamW.
+        config: the whole DeepSpeed configuration; without a block and CoatAdamW only misspelt names are looked for.
         tp, cp: Megatron tensor- and context-parallel sizes.
         pipeline: the model is a ``deepspeed.pipe.PipelineModule``.
         optimizer: handed to DeepSpeed, or what a callable that was handed to it made.
@@ -229,13 +224,7 @@ def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | Non
 def check_parallel(
     settings: Mapping[str, Any], stages: int = 1, ep: int = 1, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Refuse what Megatron's pipeline stages, or experts that ranks divide, cannot be trained with.
-
-    Args:
-        settings: DeepSpeed's configuration.
-        stages: pipeline stages.
-        ep: ranks that divide the experts.
-        optimizer: handed to DeepSpeed, if it is one.
+    """Refuse what Megatron's pipeline stages, or experts that ``ep`` ranks divide, cannot be trained with.
 
     Raises:
         CoatConfigError: names each key, what was given and what is accepted.
@@ -245,8 +234,7 @@ def check_parallel(
     if stages > 1 and ep > 1:
         problems.append(Problem("mpu", f"got {stages} pipeline stages", "1 with expert parallelism"))
     if ep > 1 and optimizer is not None and not all(map(of_one_kind, optimizer.param_groups)):
-        accepted = "groups of their own, as coat_dist.deepspeed.optimizer_from_json.experts_apart makes them, or an "
-        accepted += "optimizer that is named in the configuration"
+        accepted = "groups of their own (coat_dist.deepspeed.optimizer_from_json.experts_apart)"
         problems.append(Problem("optimizer", "got experts in groups with other parameters", accepted))
     _raise(problems)
 

@@ -236,24 +236,16 @@ def built(net, config=ALONE, **given):
 
 
 def start_line(rank, world):
-    net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.LayerNorm(128))
-    given = copy.deepcopy(ALONE)
-    engine, lines = built(net, given)
-    engine.backward(engine(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum())
-    engine.step()
-    states = [t for s in engine.optimizer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    given, lightning = copy.deepcopy(ALONE), copy.deepcopy(ALONE)
+    lines = built(torch.nn.Linear(128, 128), given)[1]
     with mock.patch.dict(sys.modules, {"lightning": object()}):
-        lightning = copy.deepcopy(ALONE)
         built(torch.nn.Linear(64, 64), lightning)
-    return lines, sum(t.numel() * t.element_size() for t in states), given, lightning
+    return lines, given, lightning
 
 
 def test_one_line_says_what_runs():
-    ((line,), held, given, lightning) = run_ranks(1, start_line)[0]
-    matrix, small = 128 * 128, 3 * 128  # a bias and a norm have fp32 moments
-    each = (2 * (1 + 3 / 128) * matrix + 8 * small) / (matrix + small)
-    assert line == f"coat_dist: CoatAdamW, {each:.2f} bytes a parameter of states (AdamW: 8); no layers in the FP8 flow"
-    assert abs(held / (matrix + small) - each) < 0.01
+    lines, given, lightning = run_ranks(1, start_line)[0]
+    assert lines == ["coat_dist: CoatAdamW; no layers in the FP8 flow"]
     assert given == ALONE, "the caller's configuration was changed"
     assert lightning == ALONE | {"zero_allow_untested_optimizer": True}, "where trainer.test looks that key up"
 
