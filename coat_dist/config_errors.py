@@ -33,13 +33,10 @@ def keys_of(model: type[BaseModel]) -> str:
 
 
 def explain(name: str, model: type[BaseModel], error: Any) -> Problem | str:
-    """One of pydantic's errors, in the words of JSON.
+    """One of pydantic's ``ValidationError.errors()``, in the words of JSON; ``name`` stands before the key.
 
-    Args:
-        name: what stands before the key, "coat" for this block.
-        model: what was validated.
-        error: one of ``ValidationError.errors()``. A validator of the model may raise a ValueError with the rest of
-            the line behind ``name.``, or with a :class:`Problem` whose key stands behind it.
+    A validator of the model may raise a ValueError with the rest of the line behind ``name.``, or with a
+    :class:`Problem` whose key stands behind it.
     """
     location = [str(part) for part in error["loc"]]
     key = ".".join([name, *location])

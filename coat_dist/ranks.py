@@ -62,14 +62,13 @@ def on_rank_0(function: Callable[[], T], patient: bool = False) -> T:
 
 
 def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T], patient: bool = True) -> T:
-    """Call ``function`` on the first rank of each team; every rank gets its team's result, or raises what one raised.
-
-    For what nodes keep on disks of their own.
+    """Call ``function`` on the first rank of each team (nodes with disks of their own); every rank gets its team's
+    result, or raises what one raised.
 
     Args:
         teams: ranks, each in one of them; the same on all ranks.
-        patient: it may take longer than the timeout of collectives (10 minutes under NCCL): the others begin to wait in
-            one when it is done. Should a first rank be killed, it is the launcher that ends them.
+        patient: it may take longer than the timeout of collectives: the others begin to wait in one when it is done.
+            Should a first rank be killed, it is the launcher that ends them.
     """
     rank, world = rank_and_world()
     firsts = [team[0] for team in teams]
@@ -95,15 +94,8 @@ def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T], pa
 
 
 def before_others(name: str, first: bool, function: Callable[[], None]) -> None:
-    """Call ``function`` on one rank, while those that call this with the same name wait; no other ranks take part.
-
-    Args:
-        name: of this work; it is done once for all calls of a process group.
-        first: whether this is the one rank.
-
-    Raises:
-        RuntimeError: on the others, where ``function`` raised.
-    """
+    """Call ``function`` on the ``first`` rank, while those that call this with the same ``name`` wait; no other ranks
+    take part. It is done once for all calls of a process group; where it raises, the others raise a RuntimeError."""
     key = f"coat_dist/before_others/{name}"
     if not first:
         _wait_for([key])
@@ -133,10 +125,7 @@ def _store() -> Any:
 
 
 def attempt(work: Callable[[], T]) -> tuple[list[T | None], dict[int, str]]:
-    """Do this rank's part, whatever it raises: the other ranks wait here, and learn of it.
-
-    Args:
-        work: must not use collectives.
+    """Do this rank's part, whatever it raises; ``work`` must not use collectives.
 
     Returns:
         What each rank's part returned, in rank order (None where it raised), and the text of each error by rank: a
@@ -158,11 +147,8 @@ def raise_everywhere(
 
     Args:
         check: returns one line for each problem, or raises. Must not use collectives.
-        accepted: last line of the error.
+        accepted: last line of the error, behind at most four different lines.
         error: makes it.
-
-    Raises:
-        ValueError, or what ``error`` makes: at most four different lines, and ``accepted``.
     """
     found, errors = attempt(check)
     lines = [line for rank, mine in enumerate(found) for line in ([errors[rank]] if mine is None else mine)]
@@ -175,10 +161,7 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     """Compare what each rank believes to run; ranks that differ would train on silently or hang.
 
     A collective: under NCCL each rank's device must be the current one. Ranks exchange one digest, and values only
-    where digests differ.
-
-    Args:
-        values: plain values by what they are; the names are the first parts of dotted keys.
+    where digests differ. ``values`` are plain ones; their names are the first parts of dotted keys.
 
     Raises:
         CoatConfigError: on every rank; names the dotted keys that differ, with the values and the ranks that have them.

@@ -39,7 +39,7 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
-from coat_dist.deepspeed.build.slurm import take_ranks
+from coat_dist.deepspeed.without_launcher import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank
 from launch import failing
 from launch.model.gpt import flops_per_token

@@ -331,16 +331,14 @@ ATTACHMENTS = (
 
 
 def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True, evaluates: bool = False) -> tuple[str, ...]:
-    """Attach to a new engine what applies to it; a second time nothing is changed.
+    """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second time nothing is
+    changed.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
         ours: False for an engine of a call in which there was nothing of this project.
         evaluates: as in :class:`Built`.
-
-    Returns:
-        The names of what is attached, which are also ``engine.coat_attached``.
     """
     if "coat_attached" not in vars(engine):
         built, names = Built(engine, engine.optimizer, coat, evaluates), []

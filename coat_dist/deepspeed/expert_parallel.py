@@ -1,15 +1,13 @@
 """Experts that ranks divide (Megatron's expert parallelism) under ZeRO-1 and 2, by DeepSpeed's own support for them.
 
-DeepSpeed knows experts by ``param.allreduce = False`` (Megatron sets it) and ``param.group_name``, finds the ranks that
-hold the same ones in dicts of ``deepspeed.utils.groups``, and turns its support on where the model holds a
-``deepspeed.moe.layer.MoE``. While the engine is built a module of that class, without parameters, stands in the model;
-Megatron's groups are entered under one name. ZeRO then reduces and divides experts over the ranks that hold the same
-ones, and everything else over all data-parallel ranks. Gradients of both are divided by the number of all
-data-parallel ranks: an expert has met the tokens of all ranks that share it out.
+DeepSpeed knows experts by ``param.allreduce = False`` and ``param.group_name``, finds the ranks that hold the same ones
+in dicts of ``deepspeed.utils.groups``, and turns its support on where the model holds a ``deepspeed.moe.layer.MoE``.
+While the engine is built a module of that class, without parameters, stands in the model. ZeRO then reduces and divides
+experts over the ranks that hold the same ones, and everything else over all data-parallel ranks. Gradients of both are
+divided by the number of all data-parallel ranks: an expert has met the tokens of all ranks that share it out.
 
-Afterwards the engine is told that it has no such layers. Otherwise it would save and load experts by names of
-DeepSpeed's own layers; ZeRO's shards hold them whole. With BF16_Optimizer it is the engine that reduces gradients, and
-it would leave out experts then: :func:`reduce_experts` adds them.
+Afterwards the engine is told that it has no such layers: it would save and load experts by names of DeepSpeed's own
+layers. With BF16_Optimizer the engine reduces gradients, and would leave out experts then: :func:`reduce_experts`.
 """
 
 from __future__ import annotations
@@ -30,15 +28,8 @@ _MARKER = "coat_experts"
 
 
 def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
-    """Name, on each parameter of an expert, the group of ranks that hold it; to be called before the optimizer is made.
-
-    Args:
-        model: whose experts have ``allreduce = False``, as Megatron's have with ``expert_model_parallel_size`` > 1.
-        size: ranks that divide the experts.
-
-    Returns:
-        Parameters of experts.
-    """
+    """Name, on each parameter of an expert (``allreduce = False``, as Megatron sets it), the group of ``size`` ranks
+    that divide the experts, before the optimizer is made; these parameters."""
     from deepspeed.moe.utils import is_moe_param
 
     found = [p for p in model.parameters() if is_moe_param(p)]
@@ -86,15 +77,8 @@ def of_one_kind(group: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[list[Any]]:
-    """Let ``deepspeed.initialize``, called inside, know the experts of a model.
-
-    Args:
-        model: see :func:`mark_experts`.
-        mpu: has ``get_expert_model_parallel_group`` and ``get_expert_data_parallel_group``.
-        size: ranks that divide the experts; 1 = nothing is done.
-
-    Yields:
-        A list, to which the caller adds the engine.
+    """Let ``deepspeed.initialize``, called inside, know the experts of a model that ``size`` ranks divide; yields a
+    list, to which the caller adds the engine.
 
     Raises:
         CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the optimizer's files none.

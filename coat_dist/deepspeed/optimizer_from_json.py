@@ -36,12 +36,8 @@ def build_coat_adamw(
 ) -> tuple[Callable[[list[dict[str, Any]]], CoatAdamW], list[dict[str, Any]]]:
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with.
 
-    Args:
-        settings: DeepSpeed's configuration, whose ``optimizer.params`` are options of CoatAdamW.
-        coat: the block; its ``optimizer`` holds the others.
-        model: its parameters are grouped by :func:`coat_dist.optim.param_groups`,
-        parameters: or only these of them, with or without names; or a list of groups, for
-            :func:`coat_dist.optim.split_groups`.
+    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for these ``parameters`` of it, with or
+    without names; of a list of groups those of :func:`coat_dist.optim.split_groups`.
 
     Raises:
         CoatConfigError: some of ``parameters`` are not the model's, and would silently not be trained.
@@ -94,11 +90,8 @@ def list_parameters(parameters: Iterable[Any]) -> list[Any]:
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters of experts that ranks divide (DeepSpeed's ``deepspeed.moe``, or Megatron's after
-    :func:`~coat_dist.deepspeed.mark_experts`) in groups of their own: they are sharded over other ranks.
-
-    DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
-    """
+    """Put parameters of experts that ranks divide in groups of their own: they are sharded over other ranks. DeepSpeed
+    does so for the optimizers that it builds from JSON, and not for callables like ours."""
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
     groups = list_parameters(groups)

@@ -23,19 +23,15 @@ __all__ = ["copy_into", "zero_init"]
 
 @contextlib.contextmanager
 def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bfloat16) -> Iterator[bool]:
-    """Modules that are built inside have their parameters divided over data-parallel ranks, if ``config`` asks for it.
+    """Divide the parameters of modules that are built inside over data-parallel ranks, at ZeRO stage 3; yields whether.
 
     Random numbers are drawn as without it, so weights are those that any other stage starts with, to the bit. Call it
     on every rank, after the process groups exist, and hand the same configuration to ``initialize``.
 
     Args:
-        config: what ``initialize`` takes: a dict, the path of a JSON file, or base64 of JSON. Below
-            ``zero_optimization.stage`` 3 nothing is done.
+        config: what ``initialize`` takes: a dict, the path of a JSON file, or base64 of JSON.
         mpu: whose data-parallel group divides the parameters; None = all ranks do.
         dtype: of floating-point parameters, as ``model.to(dtype)`` would leave them; None = as they are built.
-
-    Yields:
-        Whether parameters are divided.
 
     Raises:
         CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.

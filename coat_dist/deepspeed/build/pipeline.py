@@ -39,11 +39,8 @@ def is_stage(engine: Any) -> bool:
 
 
 def attach_stage(engine: Any) -> None:
-    """Make an engine one of a stage.
-
-    Raises:
-        CoatConfigError: a weight that two stages hold shares its groups of FP8 moments with others.
-    """
+    """Make an engine one of a stage; CoatConfigError where its FP8 moments would let a tied weight's copies drift
+    apart."""
     zero = engine.optimizer
     _check_tied(zero)
     for hook in getattr(zero, "_grad_acc_hooks", []):  # they reduce within `engine.backward`, and cost time in each

@@ -48,11 +48,7 @@ def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[
 
 
 def check_tied(groups: Iterable[Mapping[str, Any]], tied: Collection[int], what: str) -> None:
-    """Refuse ``tied`` weights in groups that say that their moments are in FP8.
-
-    Raises:
-        CoatConfigError: names the group, ``what.i``.
-    """
+    """Refuse ``tied`` weights in groups (``what.i``) that ask for FP8 moments."""
     for i, group in enumerate(groups):
         if group.get("moments") == "fp8" and any(id(parameter_of(p)) in tied for p in group["params"]):
             given = (

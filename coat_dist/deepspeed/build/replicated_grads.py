@@ -21,12 +21,7 @@ SUMMED = "coat_replicated_grad"
 
 
 def partial_over_tp(name: str, parameter: torch.Tensor) -> Literal["sum", "average"] | None:
-    """How TP ranks have to put the gradient of a parameter together, or None where each rank's is whole.
-
-    Args:
-        name: its name in the model: norms on queries and keys have no other mark.
-        parameter: with the attributes that Megatron gives it.
-    """
+    """How TP ranks have to put the gradient of a parameter together, or None where each rank's is whole."""
     if getattr(parameter, "tensor_model_parallel", False):
         return None
     if getattr(parameter, "average_gradients_across_tp_domain", False):
@@ -40,12 +35,7 @@ def is_head_norm(name: str) -> bool:
 
 
 def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
-    """Refuse a model over several TP ranks whose replicated gradients nobody sums.
-
-    Args:
-        model: what DeepSpeed is going to get.
-        mpu: what DeepSpeed is going to get beside it, or None.
-        tp: the tensor-parallel size that ``mpu`` tells; 1 without one.
+    """Refuse a model over ``tp`` TP ranks whose replicated gradients nobody sums.
 
     Raises:
         CoatConfigError: no ``mpu`` for a model that is divided over TP ranks, whose gradients DeepSpeed would average

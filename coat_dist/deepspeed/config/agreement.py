@@ -22,10 +22,9 @@ import torch.distributed as dist
 from ...config import CoatConfigError
 from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks
 from ..build.pipeline import stages
-from ..build.slurm import in_a_step
 from ..heartbeat import group_timeout
 from ..optimizer_from_json import parameter_of
-from ..without_launcher import prepare
+from ..without_launcher import in_a_step, prepare
 from .validate import Request
 
 __all__ = ["agree"]

@@ -101,12 +101,8 @@ def is_number(value: Any) -> bool:
 
 
 def unknown(config: Mapping[str, Any], compressed: bool) -> Iterator[Problem]:
-    """Keys that neither DeepSpeed nor this project reads, and values of a wrong type.
-
-    Args:
-        config: as DeepSpeed reads it.
-        compressed: CoatAdamW is named in it.
-    """
+    """Keys that neither DeepSpeed nor this project reads, and values of a wrong type, in a configuration as DeepSpeed
+    reads it. ``compressed``: CoatAdamW is named in it."""
     known: dict[str, Mapping[str, type]] = {**known_keys()}
     if compressed:
         known["optimizer.params"] = dict.fromkeys([*defaults_of_coat_adamw(), *OF_ADAM], object)

@@ -131,10 +131,6 @@ def _given(value: Any, facts: Any = None) -> bool:
     return value is not None
 
 
-def _off(value: Any, facts: Facts) -> bool:
-    return value not in (None, True)
-
-
 _ZERO = "zero_optimization"
 _ON_DISK = "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns"
 _REMAINDER = 'master_weights "bf16_remainder"'
@@ -215,8 +211,6 @@ STAGES = (
 
 EXPERTS = (
     Key(f"{_ZERO}.stage", "1 or 2 with expert parallelism", lambda v, f: v not in (1, 2)),
-    *(Key(f"{_ZERO}.{name}", "true with expert parallelism", _off)
-      for name in ("reduce_scatter", "contiguous_gradients")),
     *(Key(f"{_ZERO}.offload_{what}.device", '"none" with expert parallelism', _off_gpu)
       for what in ("optimizer", "param")),
     Key(f"{_ZERO}.round_robin_gradients", "false with expert parallelism", _on),

@@ -80,11 +80,9 @@ class Request:
 def validate(given: Mapping[str, Any], explicit: bool = False) -> Request:
     """Check a call without other ranks; what is wrong becomes the request's ``error``, for :func:`.agree` to raise.
 
-    Args:
-        given: the arguments of ``deepspeed.initialize`` by name, without those that are None.
-        explicit: ``coat_dist.initialize`` is called. DeepSpeed's own call is passed on as it is where nothing of this
-            project is among its arguments: a block, CoatAdamW's name, a CoatAdamW, a patched model, or the mpu of
-            ``megatron_patches``, beside which gradients need more sums.
+    DeepSpeed's own call (not ``explicit``) is passed on as it is where nothing of this project is among its arguments:
+    a block, CoatAdamW's name, a CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients
+    need more sums.
     """
     request = Request(dict(given))
     try:
@@ -193,11 +191,7 @@ def check_deepspeed(
 
 
 def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> CoatConfig | None:
-    """The ``"coat"`` block, as ``CoatConfig.from_deepspeed`` reads it.
-
-    Args:
-        config: the whole DeepSpeed configuration.
-        optimizer: as in :func:`check_deepspeed`.
+    """The ``"coat"`` block of a whole DeepSpeed configuration.
 
     Raises:
         CoatConfigError: the block is wrong; and with it misspelt keys and values of a wrong type in the whole

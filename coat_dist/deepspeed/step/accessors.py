@@ -25,8 +25,8 @@ from ...ops import split
 from ...optim.master import read_master, write_master
 from ...optim.moments import read_moment, write_moment
 from ...optim.state import MOMENT_OF, MOMENTS, WhichMoment, ensure_state
+from ..build.round_robin import after_linking
 from .fp8_gather import let_go
-from .links import after_linking
 from .master_weights import keeps_remainders
 
 __all__ = ["answer_on_optimizer", "answer_on_parameters", "register", "safe_get_full_moment", "safe_set_full_moment"]

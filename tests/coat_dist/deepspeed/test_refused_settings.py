@@ -146,7 +146,7 @@ def test_bf16_masters_without_remainders(block):
     [
         ({"stages": 2}, {ZERO: {"stage": 2, "overlap_comm": True}}, [f"{ZERO}.stage", f"{ZERO}.overlap_comm"]),
         ({"stages": 2}, {ZERO: {"stage": 1}, "fp16": {"enabled": True}}, ["fp16.enabled"]),
-        ({"ep": 2}, {ZERO: {"stage": 3, "reduce_scatter": False}}, [f"{ZERO}.stage", f"{ZERO}.reduce_scatter"]),
+        ({"ep": 2}, {ZERO: {"stage": 3, "round_robin_gradients": True}}, [f"{ZERO}.stage", f"{ZERO}.round_robin_gradients"]),
         ({"ep": 2}, {ZERO: {"stage": 1, "offload_param": {"device": "cpu"}}}, [f"{ZERO}.offload_param.device"]),
         ({"ep": 2, "stages": 2}, {ZERO: {"stage": 1}}, ["mpu"]),
     ],

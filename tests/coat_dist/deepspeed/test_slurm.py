@@ -5,8 +5,7 @@ import os
 import pytest
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed import without_launcher
-from coat_dist.deepspeed.build import slurm
+from coat_dist.deepspeed import without_launcher as slurm
 
 SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TASK = {
@@ -99,5 +98,5 @@ def test_what_is_missing_is_named(task, changes, name):
 
 def test_any_program_that_calls_deepspeed_initialize_gets_them(task):
     task(SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
-    without_launcher.prepare()
+    slurm.prepare()
     assert now()["RANK"] == "0" and now()["WORLD_SIZE"] == "1" and now()["MASTER_ADDR"] == "127.0.0.1"
