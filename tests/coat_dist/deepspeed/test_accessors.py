@@ -127,21 +127,12 @@ def deepspeeds_own(rank, world, settings):
                 got = utils.safe_get_full_optimizer_state(p, key)
                 if not torch.equal(got, coat_dist.safe_get_full_moment(p, which)) or got.any() != (when == "stepped"):
                     wrong.append(f"get {when} {name} {key}: {got.dtype} {list(got.shape)}")
-                torch.manual_seed(5)
-                value = torch.rand(shape) + 0.5
-                utils.safe_set_full_optimizer_state(p, value, key)
-                if (utils.safe_get_full_optimizer_state(p, key) / value).log2().abs().median() > 0.03:
-                    wrong.append(f"set {when} {name} {key}")
                 if stage3:
                     local = utils.safe_get_local_optimizer_state(p, key)
                     part = local.numel()
                     mine = coat_dist.safe_get_full_moment(p, which).flatten()[rank * part :][:part]
                     if not torch.equal(local[: mine.numel()], mine) or local[mine.numel() :].any():
                         wrong.append(f"get local {when} {name} {key}")
-                    utils.safe_set_local_optimizer_state(p, torch.full((part,), 2.0 + rank), key)
-                    local = utils.safe_get_local_optimizer_state(p, key)[: mine.numel()]
-                    if (local / (2.0 + rank)).log2().abs().median() > 0.03:
-                        wrong.append(f"set local {when} {name} {key}")
             before = snapshot(engine)
             for key in OTHER_KEYS:
                 ones = torch.ones(shape)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import json
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -12,46 +11,8 @@ import pytest
 import torch
 
 from coat_dist import CoatConfigError
-from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed
 from tests.support import run_ranks
-
-
-def state_keys(engine):
-    return {key for state in engine.optimizer.optimizer.state.values() for key in state}
-
-
-def initialized(rank, world, source):
-    quiet_deepspeed()
-    import coat_dist
-
-    before = copy.deepcopy(source) if isinstance(source, dict) else None
-    if source == "args":
-        arguments = SimpleNamespace(deepspeed_config=CONFIG, local_rank=rank)
-        engine, optimizer, loader, scheduler = coat_dist.initialize(args=arguments, model=model())
-        assert arguments.deepspeed_config is CONFIG
-    else:
-        engine, optimizer, loader, scheduler = coat_dist.initialize(model=model(), config=source)
-    assert before is None or source == before, "the caller's configuration was changed"
-    assert loader is None and scheduler is None and optimizer is engine.optimizer
-    inner = engine.optimizer.optimizer
-    groups = [
-        (g["name"], g["moments"], g["weight_decay"], g["second_moment"], tuple(g["betas"])) for g in inner.param_groups
-    ]
-    return train(engine, rank), groups, type(inner).__name__, state_keys(engine)
-
-
-def test_block_by_dict_path_and_arguments(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(CONFIG))
-    first = run_ranks(2, initialized, CONFIG)
-    assert first == run_ranks(2, initialized, str(path)) == run_ranks(2, initialized, "args")
-    losses, groups, name, keys = first[0]
-    assert name == "CoatAdamW" and losses[-1] < losses[0]
-    assert groups == [
-        ("decay/fp8", "fp8", 0.1, "e5m2", (0.9, 0.95)),
-        ("no_decay/fp32", "fp32", 0.0, "e5m2", (0.9, 0.95)),
-    ]
-    assert {"coat_m_q", "coat_v_q", "exp_avg", "step"} <= keys
 
 
 def order(rank, world):
@@ -168,12 +129,10 @@ def made_by_callables(rank, world):
     block = {"coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}}}
     for make, config in (
         (ours, {**plain, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}),
-        (ours, {**plain, "zero_optimization": {"stage": 0}}),
         (torch.optim.AdamW, {**plain, "coat": {"activation": {"enabled": False}}}),
         (ours, {**plain, **block}),
         (torch.optim.AdamW, {**plain, **block}),
         (None, {**plain, **block}),
-        (None, {**plain, "coat": {"activation": {"enabled": False}}}),
     ):
         try:
             coat_dist.initialize(model=model(), optimizer=make, config=config)
@@ -184,13 +143,12 @@ def made_by_callables(rank, world):
 
 def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
     for messages, calls in run_ranks(2, made_by_callables):
-        elastic, stage, effect, expand, foreign, nothing, none = messages
+        elastic, effect, expand, foreign, nothing = messages
         assert effect.startswith("coat: got a block that compresses nothing") and '"AdamW"' in effect
-        assert calls == 3 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
-        assert stage.startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3 with bf16.enabled")
+        assert calls == 2 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
         assert expand.startswith("coat.optimizer.expand: got false beside a CoatAdamW that has true")
         assert foreign.startswith("coat.optimizer: got a block beside optimizer=AdamW")
-        assert nothing == none and none.startswith("optimizer.type: got null, accepted: ")
+        assert nothing.startswith("optimizer.type: got null, accepted: ")
 
 
 def test_a_file_that_cannot_be_read_is_named_by_either_call(tmp_path):

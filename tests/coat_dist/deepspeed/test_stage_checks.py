@@ -47,5 +47,5 @@ def checked(rank, world):
 def test_copies_that_would_draw_other_noise_are_refused():
     for found in run_ranks(2, checked):
         said = found.pop("alone")
-        assert "than on the last (0, 1), so that its copies would draw other noise" in said
+        assert "than on the last [0, 1], so that its copies would draw other noise" in said
         assert set(found.values()) == {"fits"}

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from coat_dist import CoatAdamW, CoatConfigError
+from coat_dist import CoatConfigError
 from coat_dist.deepspeed import engine, without_launcher
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *without_launcher._OF_OTHERS)
@@ -62,25 +62,3 @@ def test_no_operation_is_compiled_without_a_gpu():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
     without_launcher.prepare()
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_nor_where_the_program_has_initialized_torch_distributed(monkeypatch):
-    import deepspeed
-
-    class Started(Exception):
-        pass
-
-    def start(**given):
-        raise Started(deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"])
-
-    monkeypatch.setattr(engine, "original", lambda: start)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
-    model = torch.nn.Linear(4, 4)
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    with pytest.raises(Started) as started:
-        engine.initialize(model=model, optimizer=CoatAdamW(model.parameters()), config=config)
-    assert started.value.args == (False,)

@@ -7,7 +7,7 @@ from tests.coat_dist.deepspeed.zero_runs import CASES, build, differences, run, 
 from tests.support import run_ranks
 
 
-def straight_and_resumed(rank, world, settings, folder, options):
+def straight_and_resumed(rank, world, settings, folder, options, build=build):
     torch.use_deterministic_algorithms(True)
     engine = build(settings, **options)
     losses = run(engine, rank, 0, 5)

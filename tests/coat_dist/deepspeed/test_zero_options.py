@@ -147,35 +147,3 @@ def test_checkpoints_of_other_sub_groups_are_refused(tmp_path):
             in message
         )
         assert not message.startswith("changed") and "to_universal" in message
-
-
-def ties(rank, world, folder):
-    """Every master weight lies half-way between two bfloat16 numbers, where remainders and torch's cast round apart."""
-    from deepspeed.utils import safe_set_full_fp32_param
-
-    from tests.coat_dist.deepspeed.remainders import BF16
-    from tests.coat_dist.deepspeed.remainders import build as remainders
-
-    engine = remainders({"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": BF16})
-    run(engine, rank, 0, 1)
-    masters = {}
-    for name, p in engine.module.named_parameters():
-        if p.requires_grad:
-            upper = torch.randint(0x3F00, 0x3F80, p.shape, generator=torch.Generator().manual_seed(1))
-            masters[name] = ((upper << 16) + 0x8000).to(torch.int32).view(torch.float32)
-            safe_set_full_fp32_param(p, masters[name])
-    engine.save_checkpoint(folder, tag="plain")
-    return masters
-
-
-def test_half_way_masters_are_no_wrong_places(tmp_path):
-    from coat_dist import convert_to_universal
-
-    masters = run_ranks(2, ties, str(tmp_path))[0]
-    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
-    apart = 0
-    for name, master in masters.items():
-        saved = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt")["param"]
-        assert torch.equal(saved.view(torch.int32), master.view(torch.int32)), name
-        apart += int((split(master)[0] != master.bfloat16()).sum())
-    assert apart > 1000
