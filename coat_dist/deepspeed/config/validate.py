@@ -98,7 +98,7 @@ def _validate(request: Request, explicit: bool) -> None:
     given, sources = request.given, configurations(request.given)
     model, optimizer, mpu = (given.get(name) for name in ("model", "optimizer", "mpu"))
     request.tied = tied_weights(model)
-    read = [load_json(source) for source in sources]
+    read = [source if isinstance(source, Mapping) else load_json(source) for source in sources]
     ours = isinstance(optimizer, CoatAdamW) or getattr(mpu, "coat_mpu", False) or _is_patched(model)
     named = any("coat" in one or look_up(one, "optimizer.type") == "CoatAdamW" for one in read)
     if not (explicit or ours or named):
@@ -111,7 +111,7 @@ def _validate(request: Request, explicit: bool) -> None:
     if len(sources) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
         raise CoatConfigError(Problem("config", f"got {len(sources)} of {ways}", "exactly one of them"))
-    settings = without_comments(read[0])  # DeepSpeed would take some comments for settings
+    settings = without_comments(load_json(read[0]))  # DeepSpeed would take some comments for settings
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     ep = _size(mpu, "get_expert_model_parallel_world_size")

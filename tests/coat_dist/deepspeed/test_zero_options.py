@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from coat_dist.reference.master import split
 from tests.coat_dist.checkpoint.universal_runs import build, contents, load_and_compare, train_and_save
 from tests.coat_dist.deepspeed.moments import moments_of_one_step
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
