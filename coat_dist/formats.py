@@ -32,17 +32,13 @@ ALWAYS_EXPANDED = ("log8",)
 
 @dataclass(frozen=True)
 class FP8Format:
-    """One 8-bit floating-point format.
-
-    ``dtype`` is the one of its codes; ``max`` the largest finite value F; ``mantissa_bits`` the explicit mantissa bits;
-    ``smallest`` the smallest positive (subnormal) value. Source: OCP 8-bit Floating Point Specification 1.0.
-    """
+    """One 8-bit format. Source: OCP 8-bit Floating Point Specification 1.0."""
 
     name: str
-    dtype: torch.dtype
-    max: float
-    mantissa_bits: int
-    smallest: float
+    dtype: torch.dtype  # of its codes
+    max: float  # the largest finite value F
+    mantissa_bits: int  # explicit ones
+    smallest: float  # the smallest positive (subnormal) value
 
 
 E4M3 = FP8Format("e4m3", torch.float8_e4m3fn, 448.0, 3, 2.0**-9)
@@ -61,17 +57,8 @@ _BY_DTYPE = {f.dtype: f for f in _FORMATS.values()}
 
 
 def fp8_format(name: str | FP8Format) -> FP8Format:
-    """The format called ``name`` ("e4m3", "e5m2", "e3m4" or "int8"); a format is returned as it is.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
-    if isinstance(name, FP8Format):
-        return name
-    try:
-        return _FORMATS[name]
-    except KeyError:
-        raise ValueError(f"FP8 format: got {name!r}, accepted: {', '.join(map(repr, _FORMATS))}") from None
+    """The format called ``name`` ("e4m3", "e5m2", "e3m4" or "int8"); a format is returned as it is."""
+    return name if isinstance(name, FP8Format) else _FORMATS[name]
 
 
 def format_of(dtype: torch.dtype) -> FP8Format:

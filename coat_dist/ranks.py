@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from .config import CoatConfigError
 
 __all__ = ["alone", "attempt", "before_others", "check_same_on_all_ranks", "gather", "of_another_rank"]
 __all__ += ["on_first_ranks", "on_rank_0", "raise_everywhere", "rank_and_world", "say_ranks", "tell_torchrun"]
+__all__ += ["wait_for"]
 
 T = TypeVar("T")
 _alone = False
@@ -84,7 +86,7 @@ def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T], pa
         if patient:
             _store().set(f"{done}/{rank}", "1")
     if patient:
-        _wait_for([f"{done}/{first}" for first in firsts])
+        wait_for([f"{done}/{first}" for first in firsts])
     answers = gather(answer)
     for first in firsts:
         if (error := answers[first][1]) is not None:
@@ -98,7 +100,7 @@ def before_others(name: str, first: bool, function: Callable[[], None]) -> None:
     take part. It is done once for all calls of a process group; where it raises, the others raise a RuntimeError."""
     key = f"coat_dist/before_others/{name}"
     if not first:
-        _wait_for([key])
+        wait_for([key])
         if (ended := _store().get(key)) != b"done":
             raise RuntimeError(ended.decode())
         return
@@ -112,9 +114,10 @@ def before_others(name: str, first: bool, function: Callable[[], None]) -> None:
         _store().set(key, ended)
 
 
-def _wait_for(keys: list[str]) -> None:
-    pause = 0.01
-    while not _store().check(keys):
+def wait_for(keys: list[str], seconds: float = math.inf) -> None:
+    """Wait until all keys are in the store, or for that long."""
+    pause, end = 0.01, time.monotonic() + seconds
+    while not _store().check(keys) and time.monotonic() < end:
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
 

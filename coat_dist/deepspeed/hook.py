@@ -24,16 +24,12 @@ from .without_launcher import leave_out_compiled_operation
 __all__ = ["KEPT", "honour", "install"]
 
 KEPT = "initialize_without_coat"
-"""The attribute of the module ``deepspeed`` that is its own function. ``deepspeed.initialize`` may be replaced by
-anybody at any time, by a function that calls what stood there before."""
+"""The attribute of the module ``deepspeed`` that is its own function: other libraries may replace ``initialize``."""
 
 
 def install() -> None:
-    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time nothing is changed.
-
-    DeepSpeed looks up in ``torch.optim`` an ``"optimizer": {"type": ...}`` that it does not know.
-    """
-    torch.optim.CoatAdamW = CoatAdamW  # type: ignore[attr-defined]
+    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time nothing is changed."""
+    torch.optim.CoatAdamW = CoatAdamW  # type: ignore[attr-defined]  # where DeepSpeed looks a type up
     if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())  # also where it is loaded: it may be reloaded
     if (module := sys.modules.get("deepspeed")) is not None:
@@ -41,15 +37,11 @@ def install() -> None:
 
 
 def honour(deepspeed: types.ModuleType) -> None:
-    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed.
-
-    Without a GPU an operation of DeepSpeed is left out from here on: a program that calls ``init_distributed`` before
-    ``initialize``, as Accelerate does, would wait for its compiler.
-    """
+    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed."""
     given: Any = getattr(deepspeed, "initialize", None)
     if not callable(given) or hasattr(deepspeed, KEPT):  # a folder of that name that is no DeepSpeed; a second time
         return
-    if hasattr(deepspeed, "ops"):
+    if hasattr(deepspeed, "ops"):  # now: programs such as Accelerate call init_distributed before initialize
         leave_out_compiled_operation()
     # Programs that name CoatAdamW in their JSON, or make it themselves, need no "zero_allow_untested_optimizer".
     tested = getattr(sys.modules.get("deepspeed.runtime.zero.utils"), "ZERO_SUPPORTED_OPTIMIZERS", None)

@@ -61,9 +61,8 @@ def _become_only_rank() -> None:
 def store_of_restart() -> dict[str, Any]:
     """Arguments of ``torch.distributed.init_process_group`` for a rank that torchrun has started again; else none.
 
-    Without ``--standalone`` and ``--rdzv-backend``, torchrun's ranks meet in one store for all restarts, and a restart
-    finds there what the ranks before have left: addresses where nobody listens any more (torch 2.13). On one node all
-    ranks know the number of the restart, and so have names of their own in it.
+    Without ``--standalone`` and ``--rdzv-backend``, torchrun's ranks meet in one store for all restarts, in which the
+    addresses of ended ranks stay (torch 2.13). On one node the number of the restart gives ranks names of their own.
     """
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -75,11 +74,8 @@ def store_of_restart() -> dict[str, Any]:
 
 
 def leave_out_compiled_operation() -> None:
-    """Before DeepSpeed makes its backend, which it also does where torch.distributed is initialized already.
-
-    Without a GPU it then compiles an operation for half a minute, and hangs if an earlier compilation was killed. It is
-    left out, and gloo sums.
-    """
+    """Leave out, without a GPU, the operation that DeepSpeed's backend would compile for half a minute, and hang if an
+    earlier compilation was killed; gloo sums instead."""
     import deepspeed
 
     if deepspeed.accelerator.get_accelerator().device_name() == "cpu" and not torch.cuda.is_available():

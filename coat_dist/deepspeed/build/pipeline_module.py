@@ -51,9 +51,7 @@ def check_tied(groups: Iterable[Mapping[str, Any]], tied: Collection[int], what:
     """Refuse ``tied`` weights in groups (``what.i``) that ask for FP8 moments."""
     for i, group in enumerate(groups):
         if group.get("moments") == "fp8" and any(id(parameter_of(p)) in tied for p in group["params"]):
-            given = (
-                'got "fp8" for a weight that several stages of a PipelineModule hold, whose copies would drift apart'
-            )
+            given = 'got "fp8" for a weight that several stages of a PipelineModule hold: copies would drift apart'
             raise CoatConfigError(Problem(f"{what}.{i}.moments", given, '"fp32"'))
 
 

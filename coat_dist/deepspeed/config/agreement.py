@@ -13,14 +13,13 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...config import CoatConfigError
-from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks
+from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
 from ..build.pipeline import stages
 from ..heartbeat import group_timeout
 from ..optimizer_from_json import parameter_of
@@ -80,11 +79,8 @@ def _exchange(request: Request) -> None:
     keys = [f"coat_dist/initialize/{call}/{one}" for one in range(world)]
     kind = "refused" if error else "with" if request.ours else "without"
     store.set(keys[rank], json.dumps([kind, str(error)]))
-    ranks = list(range(world))
-    try:
-        store.wait(keys, timedelta(seconds=HEARD if error else group_timeout() if request.ours else PATIENCE))
-    except dist.DistStoreError:  # some have not come
-        ranks = [one for one in ranks if store.check([keys[one]])]
+    wait_for(keys, HEARD if error else group_timeout() if request.ours else PATIENCE)
+    ranks = [one for one in range(world) if store.check([keys[one]])]
     left = dict(zip(ranks, map(json.loads, store.multi_get([keys[one] for one in ranks])), strict=True))
     if error or len({kind for kind, _ in left.values()}) > 1:
         time.sleep(1.0)  # until all have read: the store ends with the process of rank 0
@@ -102,10 +98,8 @@ def _raise(left: Mapping[int, tuple[str, str]]) -> None:
         lines = (f"{line} (on {say_ranks(ranks)})" for text, ranks in errors.items() for line in text.splitlines())
         raise CoatConfigError(*lines)
     with_, without = (say_ranks([rank for rank, one in left.items() if one[0] == kind]) for kind in ("with", "without"))
-    raise CoatConfigError(
-        f'ranks were started differently: a "coat" block or a CoatAdamW on {with_}, neither on {without}; accepted: '
-        "the same configuration on all ranks"
-    )
+    text = f'ranks were started differently: a "coat" block or a CoatAdamW on {with_}, neither on {without}; accepted: '
+    raise CoatConfigError(f"{text}the same configuration on all ranks")
 
 
 def _compare(request: Request) -> None:
@@ -131,11 +125,8 @@ def _compare(request: Request) -> None:
 
 
 def _take_device(args: Any) -> None:
-    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a collective needs one.
-
-    NCCL would otherwise run it on the first GPU for every rank. Without a local rank nothing is chosen: DeepSpeed's
-    engine then refuses to start.
-    """
+    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a collective needs one:
+    NCCL would run it on the first GPU for every rank."""
     from deepspeed.accelerator import get_accelerator
 
     local = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))

@@ -8,11 +8,11 @@ is not needed, because the step reads every gradient anyway.
 
 ZeRO also has the host wait for the GPU: at the end of backward (``step_gradients.py``, which has all that happens to
 gradients before), and in each norm. The GPU then idles until the host has started what comes next. One wait is left,
-for the norm: the host has to know whether the step is skipped. After the update
-ZeRO copies its fp32 partition to the 16-bit one; the step writes both.
+for the norm: the host has to know whether the step is skipped. After the update ZeRO copies its fp32 partition to the
+16-bit one; the step writes both.
 
-All of this is left out by the entries of ``attach.py`` whose names begin with "step", and only with a DeepSpeed that
-was read (``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU, whose fp64 sums have
+The entries of ``attach.py`` whose names begin with "step" leave this out, only with a verified DeepSpeed
+(``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU, whose fp64 sums have
 another order; and clipping with ``bf16_remainder``, where DeepSpeed rounds the clipped gradients to bf16 and the step,
 which clips in fp32, does not.
 """
@@ -33,8 +33,8 @@ __all__ += ["read_gradients_once", "unscale_and_clip_in_the_step", "write_16_bit
 
 
 def may_leave_out_passes(zero: Any) -> bool:
-    """Whether passes of ``engine.optimizer`` may be left out: not those of ZeRO-3, of BF16_Optimizer, of a DeepSpeed
-    that was not read, without a CoatAdamW, or under settings with which ZeRO does not look at the norm."""
+    """Whether passes of ``engine.optimizer`` may be left out: not those of ZeRO-3, of BF16_Optimizer, of an unverified
+    DeepSpeed, without a CoatAdamW, or under settings with which ZeRO does not look at the norm."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if type(zero) is not DeepSpeedZeroOptimizer or base_optimizer(zero) is None or not is_verified_build():
@@ -47,10 +47,8 @@ def may_leave_out_passes(zero: Any) -> bool:
 
 
 def norm_finds_all(zero: Any, stage: bool) -> bool:
-    """Whether a gradient that is not finite always makes the norm so: the check can be left out.
-
-    ``stage``: of a pipeline, whose norm is another one (``pipeline.py``).
-    """
+    """Whether a gradient that is not finite always makes the norm so: the check can be left out. A pipeline's ``stage``
+    has another norm (``pipeline.py``)."""
     return _in_bf16(zero) and not (stage and _some_are_not_counted(zero))
 
 
@@ -195,11 +193,9 @@ def write_16_bit_weights_in_the_step(zero: Any) -> None:
 
 
 def _step_with_copy(zero: Any, group_no: int) -> None:
-    """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass.
-
-    What ZeRO copies next is ``single_partition_of_fp32_groups[group_no]``. Until the end of ZeRO's step the 16-bit
-    partition itself stands there, and torch does not copy a tensor onto itself.
-    """
+    """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass."""
+    # What ZeRO copies next is `single_partition_of_fp32_groups[group_no]`. Until the end of ZeRO's step the 16-bit
+    # partition itself stands there, and torch does not copy a tensor onto itself.
     masters, weights = zero.single_partition_of_fp32_groups, zero.get_bit16_param_group(group_no)[0]
     zero.optimizer.copies = {masters[group_no]: weights}
     try:

@@ -11,12 +11,8 @@ import torch
 from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
 from tests.support import run_ranks
 
-BATCH = {
-    "train_batch_size": 2,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": 1.0,
-}
+BATCH = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+BATCH |= {"gradient_clipping": 1.0}
 SCALES = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 BF16 = {"bf16": {"enabled": True}, "fp16": {"enabled": False, "initial_scale_power": 16, **SCALES}}
 OVERLAPPED = {"overlap_comm": True, "contiguous_gradients": True}
@@ -24,17 +20,10 @@ MONITORS = {
     "comms_config": {"verbose": False},
     "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
 }
-SIZES = {
-    "reduce_bucket_size": 4096,
-    "stage3_prefetch_bucket_size": 3686,
-    "stage3_param_persistence_threshold": 640,
-}
+SIZES = {"reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 3686, "stage3_param_persistence_threshold": 640}
 BILLIONS = {"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-TEMPLATE = {
-    "type": "AdamW",
-    "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": True},
-}
+TEMPLATE = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": True}}
 DECAY = {
     "type": "WarmupDecayLR",
     "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1, "total_num_steps": 10},

@@ -154,8 +154,6 @@ def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_p
     assert not reviewed.is_verified_build.__wrapped__(), f"a patched {name} has the same version number"
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "docs/support.md" in record.message
-    (tmp_path / name).unlink()
-    assert not reviewed.is_verified_build.__wrapped__()
 
 
 def test_the_host_waits_for_reductions_no_more(monkeypatch):
