@@ -55,8 +55,9 @@ def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
         if parameter.requires_grad and partial_over_tp(name, parameter) and not getattr(parameter, SUMMED, False)
     ]
     if tp > 1 and missing:
-        given = f"got {len(missing)} parameters ({missing[0]}, ...) that the {tp} tensor-parallel ranks each hold and "
-        given += "whose gradients nobody sums over these ranks, so that their copies would drift apart"
+        first = f"{missing[0]}{', ...' if len(missing) > 1 else ''}"
+        given = f"got {len(missing)} parameters ({first}) that the {tp} tensor-parallel ranks each hold and whose"
+        given += " gradients nobody sums over these ranks, so that their copies would drift apart"
         accepted = "megatron_patches.install_replicated_grad_hooks(model) before initialize, or "
         accepted += f"megatron_patches.initialize; or, where this program sums them, parameter.{SUMMED} = True on each"
         raise CoatConfigError(Problem("model", given, accepted))

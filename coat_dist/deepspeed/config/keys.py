@@ -117,8 +117,6 @@ def unknown(config: Mapping[str, Any], compressed: bool) -> Iterator[Problem]:
                 yield Problem(name, got(value), "an object with its settings")
             elif fields[key] is bool and (isinstance(value, str) or value not in (True, False, None)):
                 yield Problem(name, got(value), "true or false")
-            elif fields[key] in (int, float) and value not in (None, "auto") and not is_number(value):
-                yield Problem(name, got(value), "a number")
 
 
 def _meant(owner: str, key: str, fields: Iterable[str]) -> str:

@@ -137,6 +137,8 @@ _REMAINDER = 'master_weights "bf16_remainder"'
 
 # fmt: off
 TYPES = (
+    # DeepSpeed takes "3" for 3; other rows compare.
+    Key(f"{_ZERO}.stage", "0, 1, 2 or 3", lambda v, f: isinstance(v, str | bool)),
     # DeepSpeed does not clip by what is negative or no number.
     Key("gradient_clipping", "a number >= 0",
         lambda v, f: "gradient_clipping" in f.config and not (is_number(v) and v >= 0)),

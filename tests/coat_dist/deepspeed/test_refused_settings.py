@@ -33,6 +33,7 @@ def expected(key, value):
 TYPES = [
     *((key, True) for key in OBJECTS),
     *((key, None) for key in (ZERO, "optimizer", "checkpoint")),
+    *((f"{ZERO}.stage", value) for value in ("2", True)),
     *(("optimizer.params.betas", value) for value in (0.9, [0.9], ["a", 1], [0.9, 1.0])),
     *(("optimizer.params.lr", value) for value in ("1e-3", "auto", -1, [1e-3], None)),
     *(("optimizer.params.eps", value) for value in ("1e-8", True)),
