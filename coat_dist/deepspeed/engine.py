@@ -22,7 +22,6 @@ from .attach import attach
 from .config.agreement import agree
 from .config.validate import ARGUMENTS, Request, configurations, validate
 from .expert_parallel import announced_experts
-from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["called_as_deepspeed", "configurations", "initialize"]
 
@@ -115,10 +114,10 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         given["args"] = copy.copy(args)  # the caller's stays as it is
         for name in (name for name in ARGUMENTS if getattr(args, name, None) is not None):
             setattr(given["args"], name, None)
-    leave_out_compiled_operation()
-    with announced_experts(given["model"], given.get("mpu"), facts.ep) as built:
+    with announced_experts(given["model"], given.get("mpu"), facts.ep):
         engine, *others = original()(**{**given, "config": settings})
-        built.append(engine)
+    if facts.ep > 1:  # else it would save and load experts by names of DeepSpeed's own layers
+        engine.has_moe_layers, engine.num_experts = False, []
     attach(engine, request.coat, evaluates=facts.only_evaluates)
     if rank_and_world()[0] == 0:
         print(f"coat_dist: {_describe(engine)}", file=sys.stderr, flush=True)

@@ -76,22 +76,19 @@ def of_one_kind(group: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[list[Any]]:
-    """Let ``deepspeed.initialize``, called inside, know the experts of a model that ``size`` ranks divide; yields a
-    list, to which the caller adds the engine.
+def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[None]:
+    """Let ``deepspeed.initialize``, called inside, know the experts of a model that ``size`` ranks divide.
 
     Raises:
         CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the optimizer's files none.
     """
-    built: list[Any] = []
-    experts = mark_experts(model, size) if size > 1 else []
-    for name, p in model.named_parameters() if experts else ():
+    if size == 1 or not mark_experts(model, size):
+        yield
+        return
+    for name, p in model.named_parameters():
         if not p.requires_grad and not getattr(p, "allreduce", True):
             accepted = "True with expert parallelism (no checkpoint would hold the frozen experts of all ranks)"
             raise CoatConfigError(Problem(name, "got requires_grad False", accepted))
-    if not experts:
-        yield built
-        return
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
@@ -108,8 +105,6 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[l
     groups._EXPERT_DATA_PARALLEL_GROUP[name] = mpu.get_expert_data_parallel_group()
     model.add_module(_MARKER, Marker())
     try:
-        yield built
+        yield
     finally:
         delattr(model, _MARKER)
-        for engine in built:
-            engine.has_moe_layers, engine.num_experts = False, []

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,12 +69,12 @@ def let_go(parameter: Any) -> None:
     parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
+@dataclass
 class _Passes:
     """Counts passes over the model."""
 
-    def __init__(self) -> None:
-        self.number = 0
-        self.weights: list[Any] = []
+    number: int = 0
+    weights: list[Any] = field(default_factory=list)
 
     def begin(self, *_: Any) -> None:
         self.number += 1

@@ -135,8 +135,7 @@ def one_waits_one_leaves(rank, world):
     beats = heartbeat._running
     dist.barrier()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-        for data in (b"[" * 4000, b"\xff\xfe", b"null", b'{"token": 1}', b"x" * 60000):
-            stranger.sendto(data, ("127.0.0.1", beats._socket.getsockname()[1]))
+        stranger.sendto(b"[" * 4000, ("127.0.0.1", beats._socket.getsockname()[1]))
     time.sleep(1.5 if rank else 3.0)  # longer than the limit: threads send while Python waits
     alive = beats.is_alive()
     beats.stop()

@@ -191,19 +191,15 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
 
 
 def test_when_the_norm_is_known() -> None:
-    """Of the step before, no event is left: a norm forgets it, and after a call that changed nothing there is none."""
+    """A norm forgets the event of the step before, and after a call that changed nothing there is none."""
     from types import SimpleNamespace
 
     from coat_dist.deepspeed.step.step import _norm, norm_known
 
-    zero, applied = SimpleNamespace(coat_norm_known="event", device="cpu"), [True]
-    engine = SimpleNamespace(optimizer=zero, was_step_applied=lambda: applied[0])
-    assert norm_known(engine) == "event"
-    applied[0] = False
-    assert norm_known(engine) is None
-    zero.dp_process_group, zero._model_parallel_all_reduce = None, lambda **_: None
+    zero = SimpleNamespace(coat_norm_known="event", device="cpu", dp_process_group=None)
+    zero._model_parallel_all_reduce = lambda **_: None
+    known = [norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda a=a: a)) for a in (True, False)]
     with mock.patch("deepspeed.comm.all_reduce"):
         assert float(_norm(zero, [], [])) == 0.0
-    applied[0] = True
-    assert norm_known(engine) is None
-    assert norm_known(SimpleNamespace(optimizer=None, was_step_applied=lambda: True)) is None
+    known.append(norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda: True)))
+    assert known == ["event", None, None]
