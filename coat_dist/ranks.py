@@ -6,10 +6,9 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -242,8 +241,5 @@ def tell_torchrun(line: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": line, "extraInfo": extra}}, file)
-        except OSError as problem:
-            print(f"note: {path}: {problem}", file=sys.stderr, flush=True)
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": line, "extraInfo": extra}}, file)
