@@ -20,6 +20,7 @@ from .keys import is_number
 
 __all__ = ["EXPERTS", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused"]
 
+_SIZES = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
 _UNSET = ("bf16", "bfloat16", "aio")
 """Keys that may be null, which means to DeepSpeed that they are not given."""
 _MODELS = ("zero_optimization", "fp16", "bf16", "tensor_parallel", "compile")
@@ -139,6 +140,7 @@ _REMAINDER = 'master_weights "bf16_remainder"'
 TYPES = (
     # DeepSpeed takes "3" for 3; other rows compare.
     Key(f"{_ZERO}.stage", "0, 1, 2 or 3", lambda v, f: isinstance(v, str | bool)),
+    *(Key(name, "an integer >= 1", lambda v, f: v is not None and (type(v) is not int or v < 1)) for name in _SIZES),
     # DeepSpeed does not clip by what is negative or no number.
     Key("gradient_clipping", "a number >= 0",
         lambda v, f: "gradient_clipping" in f.config and not (is_number(v) and v >= 0)),
