@@ -169,7 +169,7 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
         CoatConfigError: on every rank; names the dotted keys that differ, with the values and the ranks that have them.
             Of a list of lists, such as all parameters, the first entry that differs.
     """
-    text = json.dumps(values, sort_keys=True, default=str)
+    text = json.dumps(values, sort_keys=True, default=lambda v: getattr(v, "tolist", v.__str__)())
     digests, places = zip(*gather((hashlib.sha256(text.encode()).hexdigest(), nodes.my_place())), strict=True)
     nodes.meet(list(places))
     if len(set(digests)) == 1:

@@ -136,23 +136,13 @@ def _take_device(args: Any) -> None:
 
 
 def _groups(listed: Iterable[Any] | None, names: Mapping[int, str]) -> dict[str, Any]:
-    """Options of parameter groups, or of a list of parameters as one group, and the names of what is in each."""
+    """Plain options of parameter groups, or of a list of parameters as one group, and the names of what is in each."""
     groups = list(listed or [])
     if groups and not isinstance(groups[0], Mapping):
         groups = [{"params": groups}]
-    return {
-        str(i): {
-            **{str(key): _plain(value) for key, value in group.items() if key != "params"},
-            "params": [names.get(id(parameter_of(p)), "unknown") for p in group["params"]],
-        }
-        for i, group in enumerate(groups)
-    }
-
-
-def _plain(value: Any) -> Any:
-    """What is the same on every rank where ranks agree: no device, no address in memory."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+    plain = bool | int | float | str | list | tuple | torch.Tensor
+    found = {}
+    for i, group in enumerate(groups):
+        params = [names.get(id(parameter_of(p)), "unknown") for p in group["params"]]
+        found[str(i)] = {str(k): v for k, v in group.items() if isinstance(v, plain)} | {"params": params}
+    return found

@@ -41,7 +41,8 @@ TYPES = [
     *((key, value) for key in ("wall_clock_breakdown", "flops_profiler.enabled", "bf16.enabled", "fp16.enabled")
       for value in ("true", 2, [])),
     (ZERO, 2), ("optimizer", "CoatAdamW"), ("optimizer.params", [1]), ("optimizer.params.maximize", "no"),
-    ("train_micro_batch_size_per_gpu", "2"), ("gradient_accumulation_steps", 0), (f"{ZERO}.overlap_comm", "false"), ("checkpoint.use_node_local_storage", "x"),
+    ("train_micro_batch_size_per_gpu", "2"), ("gradient_accumulation_steps", 0),
+    (f"{ZERO}.overlap_comm", "false"), ("checkpoint.use_node_local_storage", "x"),
     ("optimizer.params.first_moment", "int4"),
 ]  # fmt: skip
 TP, STAGE_3 = {"tp": 2}, {f"{ZERO}__stage": 3}
