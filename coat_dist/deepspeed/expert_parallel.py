@@ -40,8 +40,8 @@ def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
 
 def left_unreduced(engine: Any) -> bool:
     """Whether the engine reduces gradients (BF16_Optimizer), and would leave out those of experts."""
-    told = getattr(engine.optimizer, "expert_gradients", None)
-    return bool(told) and hasattr(engine.optimizer, "get_grads_for_reduction") and not engine.has_moe_layers
+    experts = getattr(engine.optimizer, "expert_gradients", None)
+    return bool(experts) and hasattr(engine.optimizer, "get_grads_for_reduction") and not engine.has_moe_layers
 
 
 def reduce_experts(engine: Any) -> None:
@@ -61,10 +61,8 @@ def refuse_single_files(engine: Any) -> None:
     divided = "layers are divided over pipeline stages" if is_stage(engine) else "experts are divided over ranks"
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError(
-            f"save_16bit_model: got a model whose {divided}, of which this would save one rank's; "
-            "accepted: save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
-        )
+        accepted = "save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
+        raise ValueError(f"save_16bit_model: got a model whose {divided}, accepted: {accepted}")
 
     engine.save_16bit_model = engine.save_fp16_model = refuse
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.zero_partitions import partitions
+from ...config import CoatConfigError, Problem
 from ...optim.state import has_remainder
 from ..reviewed import is_verified_build
 
@@ -24,12 +25,14 @@ def check_master_weights(zero: Any) -> None:
     """Refuse (ValueError) options of a CoatAdamW that do not fit the weights that a ZeRO optimizer hands it."""
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
-            raise ValueError(
-                f"CoatAdamW master_weights: got {part.group['master_weights']!r} in group "
-                f"{part.group.get('name', '')!r}, and {part.flat.dtype} from {type(zero).__name__}, accepted: "
-                "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, or "
-                "'parameter' without them"
+            given = (
+                f"got {part.group['master_weights']!r} in group {part.group.get('name', '')!r}, and {part.flat.dtype} "
             )
+            accepted = (
+                "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, or "
+            )
+            accepted += "'parameter' without them"
+            raise CoatConfigError(Problem("CoatAdamW master_weights", f"{given}from {type(zero).__name__}", accepted))
 
 
 def keeps_remainders(zero: Any) -> bool:
