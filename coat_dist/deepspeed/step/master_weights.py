@@ -26,13 +26,11 @@ def check_master_weights(zero: Any) -> None:
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
             given = (
-                f"got {part.group['master_weights']!r} in group {part.group.get('name', '')!r}, and {part.flat.dtype} "
+                f"got {part.group['master_weights']!r} in group {part.group.get('name', '')!r}, and {part.flat.dtype}"
             )
-            accepted = (
-                "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, or "
-            )
-            accepted += "'parameter' without them"
-            raise CoatConfigError(Problem("CoatAdamW master_weights", f"{given}from {type(zero).__name__}", accepted))
+            accepted = "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, "
+            accepted += "or 'parameter' without them"
+            raise CoatConfigError(Problem("CoatAdamW master_weights", f"{given} from {type(zero).__name__}", accepted))
 
 
 def keeps_remainders(zero: Any) -> bool:
