@@ -56,12 +56,9 @@ def has_groups_of_norms(zero: Any) -> bool:
 
 
 def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
-    stage, number = engine.mpu.get_pipeline_model_parallel_rank(), stages(engine.mpu)
-    return RuntimeError(
-        f"engine.{name}: called on stage {stage} of {number} pipeline stages, {what}; accepted: "
-        "megatron_patches.train_batch(engine, data_iterator, forward_step) for a whole step, and "
-        "megatron_patches.eval_batch for an evaluation"
-    )
+    where = f"stage {engine.mpu.get_pipeline_model_parallel_rank()} of {stages(engine.mpu)} pipeline stages"
+    accepted = "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch for an evaluation"
+    return RuntimeError(f"engine.{name}: called on {where}, {what}; accepted: {accepted}")
 
 
 def _refuse(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -69,8 +66,7 @@ def _refuse(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _check_tied(zero: Any) -> None:
-    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
-    for params, options in zip(groups, zero.optimizer.param_groups, strict=True):
+    for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
         if tied and len(params) > 1 and options.get("moments") == "fp8":
             given = (
@@ -197,9 +193,7 @@ def check_noise_of_tied(engine: Any) -> None:
     places: list[Any] = [None] * stage_group.size()
     dist.all_gather_object(places, drawing.index(True) if True in drawing else None, group=stage_group)
     if len(places_of_copies := {place for place in places if place is not None}) > 1:
-        given = (
-            "got a tied embedding behind another number of groups with FP8 moments on the first pipeline stage than "
-        )
-        given += f"on the last {sorted(places_of_copies)}, so that its copies would draw other noise and drift apart"
+        given = "got a tied embedding behind another number of groups with FP8 moments on the first stage than on the "
+        given += f"last {sorted(places_of_copies)}, so that its copies would draw other noise and drift apart"
         accepted = 'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": false'
         raise CoatConfigError(Problem("model_parameters", given, accepted))

@@ -81,10 +81,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
     if value.shape != shape:
         raise _wrong(value, list(shape))
     if value.numel() and (not value.isfinite().all() or (which == "second" and value.min() < 0)):
-        raise ValueError(
-            "value: got elements that are not finite or, of the second moment, negative; accepted: finite numbers, "
-            "squares for the second"
-        )
+        raise ValueError("value: got elements that are not finite or, of the second moment, negative")
     _set_full(param, value, moment)
 
 
@@ -178,11 +175,8 @@ def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     zero = _trained_by[param]() if isinstance(param, torch.Tensor) and param in _trained_by else None
     if zero is None:
         shape = list(getattr(param, "ds_shape", getattr(param, "shape", [])))
-        raise ValueError(
-            f"param: got a {type(param).__name__} of shape {shape} that no CoatAdamW under ZeRO trains, accepted: a "
-            "trained parameter of a model given to coat_dist.initialize with CoatAdamW and ZeRO stage 1, 2 or 3; "
-            "DeepSpeed's safe_get_full_optimizer_state reads other optimizers"
-        )
+        given = f"got a {type(param).__name__} of shape {shape} that no CoatAdamW under ZeRO trains"
+        raise ValueError(f"param: {given}, accepted: a trained parameter of the latest engine of its model")
     if hasattr(param, "ds_id"):
         return zero, param.ds_process_group, torch.Size(param.ds_shape)
     return zero, param._dp_group, param.shape
