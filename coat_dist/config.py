@@ -159,7 +159,7 @@ class CoatConfig(_Block):
             CoatConfigError: the configuration cannot be read, or the block or its name is wrong.
         """
         settings = config if isinstance(config, Mapping) else load_json(config)
-        if wrong := [key for key in settings if misspells_coat(key, settings)]:
+        if wrong := [key for key, block in settings.items() if misspells_coat(key, block)]:
             raise CoatConfigError(*(Problem(key, 'unknown key (did you mean "coat"?)', '"coat"') for key in wrong))
         return cls.parse(settings["coat"]) if "coat" in settings else None
 
@@ -188,7 +188,7 @@ def without_comments(value: Any) -> Any:
     return {key: without_comments(v) for key, v in value.items() if not str(key).startswith(COMMENTS)}
 
 
-def misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
+def misspells_coat(key: Any, block: Any) -> bool:
     """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config"), two exchanged
     ("caot") or, of an object that could be the block, with one letter wrong."""
     letters = "".join(c for c in str(key).lower() if c.isalnum())
@@ -197,16 +197,12 @@ def misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):
         return True
     near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75 and abs(len(letters) - 4) <= 1
-    block = settings[key]
     return near and isinstance(block, Mapping) and (not block or bool({*block} & {*CoatConfig.model_fields}))
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of a DeepSpeed configuration given as dict, path of a JSON file, or base64 of JSON.
-
-    Raises:
-        CoatConfigError: nothing there, not JSON (an empty text is none), a duplicate key, or not an object.
-    """
+    """A deep copy of a DeepSpeed configuration given as dict, path of a JSON file, or base64 of JSON; CoatConfigError
+    for all else."""
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     accepted = "a dict or the path of a JSON file"

@@ -62,14 +62,9 @@ def has_fp8(tensor: torch.Tensor) -> bool:
 
 
 _ARITHMETIC = (
-    "FP8 numbers are converted by integer arithmetic, with the same codes, and FP8 products run as BF16 products of "
-    "the codes. Measured on an H100: an optimizer step takes up to 1.06 x as long, a patched layer 1.25 x as long as "
-    "in BF16 (docs/support.md, GPUs)"
+    "FP8 by integer arithmetic, with the same codes, and FP8 products as BF16 products (docs/support.md, GPUs)"
 )
-_DEFINITIONS = (
-    "no kernels: every operation is its definition in plain torch, and FP8 products are fp64 sums. Measured on an "
-    "H100: an optimizer step takes 328 to 540 x as long as with kernels (docs/support.md, GPUs)"
-)
+_DEFINITIONS = "no kernels: every operation is its definition in plain torch, very slowly (docs/support.md, GPUs)"
 
 
 @functools.cache

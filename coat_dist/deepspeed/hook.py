@@ -1,9 +1,8 @@
 """After ``import coat_dist``, ``deepspeed.initialize`` honours the ``"coat"`` block, whoever calls it.
 
-DeepSpeed's function object is kept and given other code, so that names bound to it earlier (``from deepspeed import
-initialize``) go the same way. A copy with DeepSpeed's code is its ``__wrapped__``, as after :func:`functools.wraps`;
-signature and docstring stay DeepSpeed's. Does not import DeepSpeed: the function is changed when that is imported, or
-at once where it has been.
+DeepSpeed's function object is kept and given other code, so that names bound to it earlier go the same way. A copy with
+DeepSpeed's code is its ``__wrapped__``; signature and docstring stay DeepSpeed's. The function is changed when
+DeepSpeed is imported, or at once where it has been.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Supported DeepSpeed builds, by file hash.
 
-What is left out of a ZeRO step, or made one memory, is right only as long as the rest of DeepSpeed's step does what it
-did when it was read. A version number does not say that: builds are patched, and a release changes a line far from the
-method that is overridden. So files are compared, and everything is left to DeepSpeed where they differ.
+What is left out of a ZeRO step is right only as long as the rest of DeepSpeed's step does what it did when it was read.
+A version number does not show that: builds are patched. Where the files differ, everything is left to DeepSpeed.
 """
 
 from __future__ import annotations

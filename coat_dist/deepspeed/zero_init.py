@@ -1,9 +1,8 @@
 """Build a model in shards: with ZeRO-3 no rank ever holds more than one module's own parameters whole.
 
-``deepspeed.zero.Init`` divides the parameters of each module as soon as that module is built. Two things that it does
-would change a model's numbers, and :func:`zero_init` leaves them out: it creates every floating-point tensor in the
-model's dtype, also those that are to be more exact (tables of rotary embeddings), and it divides parameters in the
-dtype in which a module made them, which a later ``model.to(dtype)`` does not reach.
+``deepspeed.zero.Init`` would change a model's numbers in two ways, which :func:`zero_init` leaves out: it creates every
+floating-point tensor in the model's dtype, also tables of rotary embeddings, and it divides parameters in the dtype in
+which a module made them, which a later ``model.to(dtype)`` does not reach.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_the_switch_takes_a_gpu_for_an_older_one_and_says_so(machine, monkeypatc
     monkeypatch.setenv("COAT_FP8_ARITHMETIC", "1")
     found, said = asked(0)
     assert found == [(True, False)] and len(said) == 1
-    assert "COAT_FP8_ARITHMETIC=1: FP8 numbers are converted by integer arithmetic" in said[0]
+    assert "COAT_FP8_ARITHMETIC=1: FP8 by integer arithmetic" in said[0]
     monkeypatch.setenv("COAT_FP8_ARITHMETIC", "0")
     assert asked(0) == ([(True, True)], [])
 

@@ -1,9 +1,8 @@
 """An engine whose model is one stage of a pipeline: what it refuses, and what it does over all stages.
 
-``megatron_patches.train_batch`` runs the micro-batches of a step through the stages by Megatron's schedules, which
-accumulate gradients in the parameters. Then :func:`reduce_gradients` hands them to ZeRO-1, and
-``engine.step()`` does the rest. A stage's own ``forward`` and ``backward`` would compute a part of a model, so calling
-them is an error. DeepSpeed's ``PipelineModule`` has an engine of its own and does not come here.
+``megatron_patches.train_batch`` runs the micro-batches of a step by Megatron's schedules, which accumulate gradients in
+the parameters; :func:`reduce_gradients` hands them to ZeRO-1, and ``engine.step()`` does the rest. A stage's own
+``forward`` and ``backward`` would compute a part of a model, so calling them is an error.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Links from parameters to their shards of the master weights, and their repair under ``round_robin_gradients``.
 
 ZeRO-1, 2 and BF16_Optimizer call ``_link_all_hp_params`` when they are built and after loading; :func:`after_linking`
-adds what has to follow. ``"round_robin_gradients": true`` deals the parameters of a group out to the ranks in turn
-before they are flattened. DeepSpeed's links from parameters to their fp32 shard, its accessors
-(``safe_get_full_fp32_param`` and the like) and the ``param_slice_mappings`` that it saves nevertheless count in the
-order of the group, so all of them silently name elements of other parameters. Training itself is right. :func:`relink`
-links them in the order of the flat tensor.
+adds what has to follow. ``"round_robin_gradients": true`` deals the parameters of a group out to the ranks in turn, but
+DeepSpeed's links, accessors and ``param_slice_mappings`` count in the order of the group, so they silently name
+elements of other parameters. :func:`relink` links them in the order of the flat tensor.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
     for owner, key, value in _entries("", config):
         name = f"{owner}{key}"
         near = difflib.get_close_matches(_letters(key), _DISTINCT, 1, 0.9)
-        if owner and isinstance(value, Mapping) and (key == "coat" or misspells_coat(key, {key: value})):
+        if owner and isinstance(value, Mapping) and (key == "coat" or misspells_coat(key, value)):
             yield Problem(name, 'unknown key (did you mean "coat"?)', "at the top level")
         elif near and not (compressed and owner == "optimizer.params."):
             yield Problem(name, f'unknown key (did you mean "coat.{_DISTINCT[near[0]]}"?)', 'in the "coat" block')

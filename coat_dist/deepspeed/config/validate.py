@@ -161,16 +161,13 @@ def check_deepspeed(
     pipeline: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> CoatConfig | None:
-    """Refuse DeepSpeed settings that CoatAdamW or the flow cannot honour.
+    """Refuse DeepSpeed settings that CoatAdamW or the flow cannot honour; returns the block.
 
     Args:
         config: the whole DeepSpeed configuration; without a block and CoatAdamW only misspelt names are looked for.
         tp, cp: Megatron tensor- and context-parallel sizes.
         pipeline: the model is a ``deepspeed.pipe.PipelineModule``.
         optimizer: handed to DeepSpeed, or what a callable that was handed to it made.
-
-    Returns:
-        The block.
 
     Raises:
         CoatConfigError: names each offending key, its value and what is accepted.

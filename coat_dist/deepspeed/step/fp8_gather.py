@@ -1,16 +1,13 @@
 """ZeRO-3 gathers the weights of patched layers as FP8 codes (``coat.activation.fp8_weight_gather``).
 
-DeepSpeed fetches parameters, in advance where it knows the order, by a method of each parameter:
-``all_gather_coalesced``. Here it leaves the weights that only the flow reads to ``gathered.py``; all others go
-DeepSpeed's own way. While such a weight is "available", its codes are in its attribute ``coat_gathered`` and its data
-are NaN, of the right shape and no memory. ``GatheredParameters`` and exports call ``all_gather``, which brings the
-values; ``partition`` drops either. A module names the weights that only the flow reads by a method
-``coat_flow_weights``; a weight that any other module holds is not among them.
+DeepSpeed fetches parameters by a method of each, ``all_gather_coalesced``. Here it leaves the weights that only the
+flow reads (``coat_flow_weights`` of a module) to ``gathered.py``; all others go DeepSpeed's own way. While such a
+weight is "available", its codes are in its attribute ``coat_gathered`` and its data are NaN, of the right shape and no
+memory. ``GatheredParameters`` and exports call ``all_gather``, which brings the values; ``partition`` drops either.
 
 A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more often. A fetch brings
-what was used of the fetch of the same number in the pass before: codes for forward, for dgrad, or both. What is
-missing, as in a first pass, is gathered when it is asked for. Ranks run the same modules in the same order, which
-ZeRO-3 itself relies on, so they agree.
+what was used of the fetch of the same number in the pass before; what is missing is gathered when it is asked for.
+Ranks run the same modules in the same order, which ZeRO-3 itself relies on, so they agree.
 """
 
 from __future__ import annotations
