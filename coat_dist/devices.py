@@ -61,9 +61,7 @@ def has_fp8(tensor: torch.Tensor) -> bool:
     return _has_fp8(tensor.get_device())
 
 
-_ARITHMETIC = (
-    "FP8 by integer arithmetic, with the same codes, and FP8 products as BF16 products (docs/support.md, GPUs)"
-)
+_ARITHMETIC = "FP8 by integer arithmetic, with the same codes; FP8 products as BF16 products (docs/support.md, GPUs)"
 _DEFINITIONS = "no kernels: every operation is its definition in plain torch, very slowly (docs/support.md, GPUs)"
 
 

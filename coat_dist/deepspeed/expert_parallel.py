@@ -12,7 +12,7 @@ layers. With BF16_Optimizer the engine reduces gradients, and would leave out ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,7 @@ import torch
 from ..config import CoatConfigError, Problem
 from .build.pipeline import is_stage
 
-__all__ = ["announced_experts", "left_unreduced", "mark_experts", "of_one_kind", "reduce_experts"]
-__all__ += ["refuse_single_files"]
+__all__ = ["announced_experts", "left_unreduced", "mark_experts", "reduce_experts", "refuse_single_files"]
 
 _MARKER = "coat_experts"
 
@@ -65,12 +64,6 @@ def refuse_single_files(engine: Any) -> None:
         raise ValueError(f"save_16bit_model: got a model whose {divided}, accepted: {accepted}")
 
     engine.save_16bit_model = engine.save_fp16_model = refuse
-
-
-def of_one_kind(group: Mapping[str, Any]) -> bool:
-    """Whether a group holds nothing but experts, and says so, or none."""
-    experts = [not getattr(p, "allreduce", True) for p in group["params"]]
-    return all(expert == bool(group.get("moe")) for expert in experts)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from ...optim import CoatAdamW
 from ..build.pipeline import stages
 from ..build.pipeline_module import check_tied, tied_apart, tied_weights
 from ..build.replicated_grads import check_replicated_grads
-from ..expert_parallel import of_one_kind
 from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_params
 from .keys import misspelt, unknown
 from .table import EXPERTS, RULES, STAGES, TYPES, Facts, as_read, refused
@@ -118,7 +117,7 @@ def _validate(request: Request, explicit: bool) -> None:
     pipeline = isinstance(model, deepspeed.PipelineModule)
     cp = _size(mpu, "get_context_parallel_world_size")
     coat = check_deepspeed(settings, tp=tp, cp=cp, pipeline=pipeline, optimizer=object_given)
-    check_parallel(settings, stages=stages(mpu), ep=ep, optimizer=object_given)
+    check_parallel(settings, stages=stages(mpu), ep=ep)
     settings.pop("coat", None)
     if not pipeline:
         check_replicated_grads(model, mpu, tp)
@@ -212,9 +211,7 @@ def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | Non
     return coat
 
 
-def check_parallel(
-    settings: Mapping[str, Any], stages: int = 1, ep: int = 1, optimizer: torch.optim.Optimizer | None = None
-) -> None:
+def check_parallel(settings: Mapping[str, Any], stages: int = 1, ep: int = 1) -> None:
     """Refuse what Megatron's pipeline stages, or experts that ``ep`` ranks divide, cannot be trained with.
 
     Raises:
@@ -224,9 +221,6 @@ def check_parallel(
     problems = [*(refused(STAGES, facts) if stages > 1 else ()), *(refused(EXPERTS, facts) if ep > 1 else ())]
     if stages > 1 and ep > 1:
         problems.append(Problem("mpu", f"got {stages} pipeline stages", "1 with expert parallelism"))
-    if ep > 1 and optimizer is not None and not all(map(of_one_kind, optimizer.param_groups)):
-        accepted = "groups of their own (coat_dist.deepspeed.optimizer_from_json.experts_apart)"
-        problems.append(Problem("optimizer", "got experts in groups with other parameters", accepted))
     _raise(problems)
 
 
