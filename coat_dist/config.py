@@ -216,29 +216,31 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise CoatConfigError(Problem("config", f"{given} is not JSON: {problem}", accepted)) from None
     if not isinstance(loaded, dict):
-        raise CoatConfigError(Problem("config", f"{given} holds {type(loaded).__name__}", "a JSON object"))
+        kind = "nothing" if loaded is None else type(loaded).__name__
+        raise CoatConfigError(Problem("config", f"{given} holds {kind}", "a JSON object"))
     return loaded
 
 
 def _parse(text: str) -> Any:
-    """JSON, or what DeepSpeed reads beyond it: comments and trailing commas (HJSON, to which no text is an object)."""
+    """JSON, or what DeepSpeed reads beyond it, HJSON's comments and trailing commas; None where the text is empty."""
     try:
         return json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as problem:
         import hjson
 
         with contextlib.suppress(hjson.HjsonDecodeError):
-            if isinstance(loaded := hjson.loads(text, object_pairs_hook=_no_duplicates), dict) and loaded:
-                return loaded
+            if isinstance(loaded := hjson.loads(text, object_pairs_hook=_no_duplicates), dict):
+                return loaded or None
         raise problem
 
 
 def decode_base64(given: str) -> str | None:
-    """The text of an object that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds
-    none."""
+    """The text of JSON that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds none."""
     try:
         text = base64.urlsafe_b64decode(given).decode()
-        return text if "{" in text and isinstance(_parse(text), dict) else None
+        return None if _parse(text) is None else text
+    except CoatConfigError:  # for load_json to refuse
+        return text
     except ValueError:
         return None
 
@@ -247,7 +249,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise CoatConfigError(Problem(key, "given twice", "once"))
+            raise CoatConfigError(Problem("config", f"key {key!r} is given twice", "once"))
         seen[key] = value
     return seen
 

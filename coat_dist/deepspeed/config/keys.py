@@ -17,7 +17,7 @@ from ...config import ActivationConfig, OptimizerConfig, Problem, look_up, missp
 from ...config_errors import got
 from ...optim import CoatAdamW
 
-__all__ = ["OF_ADAM", "defaults_of_coat_adamw", "is_number", "known_keys", "misspelt", "unknown"]
+__all__ = ["OF_ADAM", "defaults_of_coat_adamw", "known_keys", "misspelt", "unknown"]
 
 _READ_BY_KEY = (
     *("optimizer", "scheduler", "data_types", "checkpoint", "torch_autocast", "activation_checkpointing"),
@@ -93,11 +93,6 @@ def defaults_of_coat_adamw() -> dict[str, Any]:
     """CoatAdamW's options and their defaults."""
     known = inspect.signature(CoatAdamW.__init__).parameters
     return {name: p.default for name, p in known.items() if name not in ("self", "params")}
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def unknown(config: Mapping[str, Any], compressed: bool) -> Iterator[Problem]:

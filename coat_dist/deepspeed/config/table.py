@@ -16,7 +16,6 @@ import torch
 from ...config import CoatConfig, Problem, look_up, without_comments
 from ...config_errors import got
 from ...optim import CoatAdamW
-from .keys import is_number
 
 __all__ = ["EXPERTS", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused"]
 
@@ -143,7 +142,7 @@ TYPES = (
     *(Key(name, "an integer >= 1", lambda v, f: v is not None and (type(v) is not int or v < 1)) for name in _SIZES),
     # DeepSpeed does not clip by what is negative or no number.
     Key("gradient_clipping", "a number >= 0",
-        lambda v, f: "gradient_clipping" in f.config and not (is_number(v) and v >= 0)),
+        lambda v, f: "gradient_clipping" in f.config and not (type(v) in (int, float) and v >= 0)),
     # DeepSpeed reads nothing of a block without a name.
     Key("scheduler.type", "the name of a schedule", lambda v, f: f["scheduler.params"] and v is None),
 )
