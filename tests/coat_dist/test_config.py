@@ -73,13 +73,8 @@ def test_config_sources(tmp_path):
     assert BASE["coat"]["optimizer"]["expand"] is True
 
 
-BROKEN = [
-    ("{", "not JSON"),
-    ("", "holds nothing"),
-    ("# a\n", "holds nothing"),
-    ("[]", "list"),
-    ('{"a": 1, "a": 2}', "twice"),
-]
+BROKEN = [("{", "not JSON"), ("", "holds nothing"), ("# a\n", "holds nothing"), ("[]", "list")]
+BROKEN += [('{"a": 1, "a": 2}', "twice")]
 
 
 @pytest.mark.parametrize(("text", "word"), [*BROKEN, (b"\xff\xfe{}", "not JSON: 'utf-8' codec")])
