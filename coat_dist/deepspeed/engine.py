@@ -20,7 +20,7 @@ from ..optim import CoatAdamW
 from ..ranks import rank_and_world
 from .attach import attach
 from .config.agreement import agree
-from .config.validate import ARGUMENTS, Request, configurations, validate
+from .config.validate import Request, configurations, validate
 from .expert_parallel import announced_experts
 
 __all__ = ["called_as_deepspeed", "configurations", "initialize"]
@@ -65,12 +65,7 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its engine is left as it
     is but for one thing: it refuses to load CoatAdamW's states (``checkpoint/read/other_engines.py``).
     """
-    start = original()
-    try:
-        bound = inspect.signature(start).bind(*args, **kwargs).arguments
-    except TypeError:
-        return start(*args, **kwargs)  # for DeepSpeed to refuse
-    return _run(bound, explicit=False)
+    return _run(inspect.signature(original()).bind(*args, **kwargs).arguments, explicit=False)
 
 
 def _run(given: Mapping[str, Any], explicit: bool) -> tuple[Any, Any, Any, Any]:
@@ -110,10 +105,9 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     elif request.make is not None:
         given["optimizer"], given["model_parameters"] = request.make, request.groups
     given.pop("config_params", None)
-    if (args := given.get("args")) is not None:  # DeepSpeed refuses a configuration that is given twice
+    if hasattr(args := given.get("args"), "deepspeed_config"):  # DeepSpeed refuses a configuration that is given twice
         given["args"] = copy.copy(args)  # the caller's stays as it is
-        for name in (name for name in ARGUMENTS if getattr(args, name, None) is not None):
-            setattr(given["args"], name, None)
+        given["args"].deepspeed_config = None
     with announced_experts(given["model"], given.get("mpu"), facts.ep):
         engine, *others = original()(**{**given, "config": settings})
     if facts.ep > 1:  # else it would save and load experts by names of DeepSpeed's own layers

@@ -25,21 +25,13 @@ def test_supported_versions_raise_nothing():
         ("megatron_core", "0.13.1", "problem"),
         ("megatron_core", None, "warning"),
         ("deepspeed", "0.14.0", "problem"),
-        ("deepspeed", None, "problem"),
         ("torch", "2.4.0+cu121", "problem"),
-        ("triton", None, "warning"),
     ],
 )
 def test_versions_out_of_range(name, version, level):
     found = [(lev, text) for lev, text in problems(**{name: version}) if text.startswith(name.replace("_", "-"))]
     assert len(found) == 1 and found[0][0] == level
     assert "accepted" in found[0][1] and (version is None or version in found[0][1])
-
-
-def test_missing_compiler_warns(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    assert any("C compiler" in text for _, text in report.check(GOOD))
 
 
 def test_report_program():

@@ -20,10 +20,7 @@ from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_param
 from .keys import misspelt, unknown
 from .table import EXPERTS, RULES, STAGES, TYPES, Facts, as_read, refused
 
-__all__ = ["ARGUMENTS", "Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
-
-ARGUMENTS = ("deepspeed_config", "deepscale_config")
-"""Names of the configuration in ``args``; the second is DeepSpeed's old one."""
+__all__ = ["Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
 
 
 @dataclass
@@ -147,8 +144,7 @@ def _validate(request: Request, explicit: bool) -> None:
 
 def configurations(given: Mapping[str, Any]) -> list[Any]:
     """What is given as configuration, in each of the ways that ``deepspeed.initialize`` knows."""
-    args = given.get("args")
-    ways = (given.get("config"), given.get("config_params"), *(getattr(args, name, None) for name in ARGUMENTS))
+    ways = given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None)
     return [way for way in ways if way is not None]
 
 
