@@ -98,8 +98,8 @@ def take_ranks() -> bool:
     """
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
         return False
-    rank, local = (_number(name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
     world = _number("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS")
+    rank, local = (_number(name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
     if world > 1 and not in_a_step():
         accepted = f"a program that `srun` has started (srun python), for {world} tasks"
         raise CoatConfigError(Problem("SLURM_STEP_ID", "not set", accepted))
