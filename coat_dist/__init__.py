@@ -10,7 +10,7 @@ from typing import Any
 from .checkpoint.universal.convert import convert_to_universal
 from .config import CoatConfig, CoatConfigError
 from .deepspeed import hook
-from .deepspeed.step.coat_accessors import safe_get_full_moment, safe_set_full_moment
+from .deepspeed.step.accessors import safe_get_full_moment, safe_set_full_moment
 from .optim import CoatAdamW, param_groups
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-hook.register_optimizer(CoatAdamW)
 hook.install()
 
 

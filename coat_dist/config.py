@@ -13,13 +13,11 @@ import copy
 import difflib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .config_errors import Problem, explain, got, keys_of
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
@@ -69,13 +67,6 @@ class OptimizerConfig(_Block):
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
     """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
     to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""
-
-    @field_validator("stochastic_rounding", mode="before")
-    @classmethod
-    def _no_number(cls, value: Any) -> Any:
-        if isinstance(value, bool) or value == "auto":
-            return value
-        raise PydanticCustomError("literal_error", "not accepted", {"expected": 'true, false or "auto"'})
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
@@ -127,7 +118,7 @@ class ActivationConfig(_Block):
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward computes from that."""
     loss: Literal["chunked", "plain"] = "chunked"
     """A model's own loss: "chunked" never holds all logits and makes them again in backward; "plain" leaves it be."""
-    z_loss: float = 0.0
+    z_loss: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM used 1e-4)."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
@@ -136,13 +127,6 @@ class ActivationConfig(_Block):
     def dispatches_fp8(self) -> bool:
         """Whether tokens travel to experts of other ranks in FP8."""
         return self.expert_dispatch == "fp8" or (self.expert_dispatch == "auto" and self.forward_scales == "row")
-
-    @field_validator("z_loss", mode="before")
-    @classmethod
-    def _finite(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max:
-            return value
-        raise PydanticCustomError("literal_error", "not accepted", {"expected": "a finite number from 0"})
 
     @model_validator(mode="after")
     def _consistent(self) -> ActivationConfig:
@@ -158,8 +142,6 @@ class ActivationConfig(_Block):
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"
             _refuse("z_loss", f"{self.z_loss} with {why}", '0, or loss "chunked" with enabled true')
-        if len(set(self.bf16_layers)) != len(self.bf16_layers):
-            _refuse("bf16_layers", str(list(self.bf16_layers)), "a list of distinct layer indices")
         return self
 
 
@@ -177,7 +159,7 @@ class CoatConfig(_Block):
             CoatConfigError: the configuration cannot be read, or the block or its name is wrong.
         """
         settings = config if isinstance(config, Mapping) else load_json(config)
-        if wrong := [key for key in settings if misspells_coat(key, settings)]:
+        if wrong := [key for key, block in settings.items() if misspells_coat(key, block)]:
             raise CoatConfigError(*(Problem(key, 'unknown key (did you mean "coat"?)', '"coat"') for key in wrong))
         return cls.parse(settings["coat"]) if "coat" in settings else None
 
@@ -206,7 +188,7 @@ def without_comments(value: Any) -> Any:
     return {key: without_comments(v) for key, v in value.items() if not str(key).startswith(COMMENTS)}
 
 
-def misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
+def misspells_coat(key: Any, block: Any) -> bool:
     """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config"), two exchanged
     ("caot") or, of an object that could be the block, with one letter wrong."""
     letters = "".join(c for c in str(key).lower() if c.isalnum())
@@ -215,73 +197,59 @@ def misspells_coat(key: Any, settings: Mapping[str, Any]) -> bool:
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):
         return True
     near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75 and abs(len(letters) - 4) <= 1
-    block = settings[key]
     return near and isinstance(block, Mapping) and (not block or bool({*block} & {*CoatConfig.model_fields}))
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of a DeepSpeed configuration given as dict, path of a JSON file, or base64 of JSON.
-
-    Raises:
-        CoatConfigError: nothing there, not JSON (an empty text is none), a duplicate key, or not an object.
-    """
+    """A deep copy of a DeepSpeed configuration given as dict, path of a JSON file, or base64 of JSON; CoatConfigError
+    for all else."""
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
+    accepted = "a dict or the path of a JSON file"
     if not isinstance(config, str | os.PathLike):
-        raise CoatConfigError(f"config: got {type(config).__name__}, accepted: a dict or the path of a JSON file")
-    path = Path(config)
+        raise CoatConfigError(Problem("config", f"got {type(config).__name__}", accepted))
+    given = os.fspath(config)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
+        loaded = _parse(decode_base64(given) or Path(given).read_text(encoding="utf-8-sig"))
     except OSError as problem:
-        decoded = decode_base64(os.fspath(config))
-        if decoded is None:
-            raise CoatConfigError(
-                f"config: cannot read {os.fspath(config)!r} ({problem.strerror}), "
-                "accepted: a dict or the path of a JSON file"
-            ) from None
-        text = decoded
-    try:
-        loaded = json.loads(text, object_pairs_hook=_no_duplicates)
-    except json.JSONDecodeError as problem:
-        loaded = _read_hjson(text)
-        if loaded == {} and "{" not in text:  # HJSON reads no text as an object
-            raise CoatConfigError(f"config: {os.fspath(config)} holds nothing, accepted: a JSON object") from None
-        if not isinstance(loaded, dict):
-            raise CoatConfigError(f"config: {os.fspath(config)} is not JSON: {problem}") from None
+        raise CoatConfigError(Problem("config", f"cannot read {given!r} ({problem.strerror})", accepted)) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as problem:
+        raise CoatConfigError(Problem("config", f"{given} is not JSON: {problem}", accepted)) from None
     if not isinstance(loaded, dict):
-        raise CoatConfigError(f"config: {os.fspath(config)} holds {type(loaded).__name__}, accepted: a JSON object")
+        kind = "nothing" if loaded is None else type(loaded).__name__
+        raise CoatConfigError(Problem("config", f"{given} holds {kind}", "a JSON object"))
     return loaded
 
 
-def _read_hjson(text: str) -> Any:
-    """What DeepSpeed reads beyond JSON: comments and trailing commas. None where the text is not that either."""
-    import hjson
+def _parse(text: str) -> Any:
+    """JSON, or what DeepSpeed reads beyond it, HJSON's comments and trailing commas; None where the text is empty."""
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as problem:
+        import hjson
 
-    with contextlib.suppress(hjson.HjsonDecodeError):
-        return hjson.loads(text, object_pairs_hook=_no_duplicates)
-    return None
+        with contextlib.suppress(hjson.HjsonDecodeError):
+            if isinstance(loaded := hjson.loads(text, object_pairs_hook=_no_duplicates), dict):
+                return loaded or None
+        raise problem
 
 
 def decode_base64(given: str) -> str | None:
-    """The text of an object that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds
-    none. HJSON counts, as DeepSpeed reads that there, too."""
+    """The text of JSON that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds none."""
     try:
         text = base64.urlsafe_b64decode(given).decode()
-        json.loads(text)
-    except json.JSONDecodeError:
-        return text if isinstance(_read_hjson(text), dict) and "{" in text else None
+        return None if _parse(text) is None else text
+    except CoatConfigError:  # for load_json to refuse
+        return text
     except ValueError:
         return None
-    return text
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise CoatConfigError(f"config: key {key!r} is given twice")
+            raise CoatConfigError(Problem("config", f"key {key!r} is given twice", "once"))
         seen[key] = value
     return seen
 

@@ -14,10 +14,8 @@ __all__ = ["Problem", "explain", "got", "keys_of"]
 class Problem(NamedTuple):
     """One key that cannot be honoured."""
 
-    key: str
-    """Dotted, such as "zero_optimization.stage"."""
-    got: str
-    """``got`` of the value, "missing" or "unknown key"."""
+    key: str  # dotted, such as "zero_optimization.stage"
+    got: str  # `got` of the value, "missing" or "unknown key"
     accepted: str
 
     def __str__(self) -> str:
@@ -35,13 +33,10 @@ def keys_of(model: type[BaseModel]) -> str:
 
 
 def explain(name: str, model: type[BaseModel], error: Any) -> Problem | str:
-    """One of pydantic's errors, in the words of JSON.
+    """One of pydantic's ``ValidationError.errors()``, in the words of JSON; ``name`` stands before the key.
 
-    Args:
-        name: what stands before the key, "coat" for this block.
-        model: what was validated.
-        error: one of ``ValidationError.errors()``. A validator of the model may raise a ValueError with the rest of
-            the line behind ``name.``, or with a :class:`Problem` whose key stands behind it.
+    A validator of the model may raise a ValueError with the rest of the line behind ``name.``, or with a
+    :class:`Problem` whose key stands behind it.
     """
     location = [str(part) for part in error["loc"]]
     key = ".".join([name, *location])

@@ -1,4 +1,4 @@
-"""What a GPU can do for us: run the kernels, and convert and multiply FP8 by instructions. What it cannot is said once.
+"""What a GPU can do: run the kernels, and convert and multiply FP8 by instructions. Warned once where it cannot.
 
 ==================  ================  ===========================================  ==================================
 compute capability  kernels           FP8 conversion                               FP8 products
@@ -18,7 +18,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,23 +33,12 @@ FP8_CAPABILITY = (8, 9)
 """Ada is the first with FP8 conversion and FP8 matrix products."""
 
 
-def _lookup() -> tuple[Mapping[Any, Any], Callable[[str], Any]]:
-    """Where to look a variable up, and the form of names and values that takes. Not its method ``get`` alone, which
-    torch.compile cannot trace (2.11).
-
-    A layer looks some hundred times. Two variables that are not set take 11.6 us by ``os.environ.get``, which encodes
-    the name and raises and catches a KeyError, and 0.1 us by the dictionary that CPython keeps behind it (CPython 3.11,
-    two shared cores of a server, best of 30). Where there is no such dictionary, ``os.environ`` it is.
-    """
-    inner, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
-    if isinstance(inner, dict) and encode is not None:
-        return inner, encode
-    return os.environ, str
-
-
-_environment, _encoded = _lookup()
-_NAMES = {name: _encoded(name) for name in ("COAT_REFERENCE", "COAT_KERNELS", "COAT_FP8_ARITHMETIC")}
-_YES = os.environ.encodevalue("1") if _encoded is not str else "1"
+# A layer looks some hundred times. Two variables that are not set take 11.6 us by `os.environ.get`, which encodes the
+# name and raises and catches a KeyError, and 0.1 us by the dictionary that CPython 3.11 keeps behind it. Not its method
+# `get` alone, which torch.compile cannot trace (2.11).
+_environment: Mapping[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_NAMES = {name: os.environ.encodekey(name) for name in ("COAT_REFERENCE", "COAT_KERNELS", "COAT_FP8_ARITHMETIC")}
+_YES = os.environ.encodevalue("1")
 
 
 def switched_on(name: str) -> bool:
@@ -72,15 +61,8 @@ def has_fp8(tensor: torch.Tensor) -> bool:
     return _has_fp8(tensor.get_device())
 
 
-_ARITHMETIC = (
-    "FP8 numbers are converted by integer arithmetic, with the same codes, and FP8 products run as BF16 products of "
-    "the codes. Measured on an H100: an optimizer step takes up to 1.06 x as long, a patched layer 1.25 x as long as "
-    "in BF16 (docs/support.md, GPUs)"
-)
-_DEFINITIONS = (
-    "no kernels: every operation is its definition in plain torch, and FP8 products are fp64 sums. Measured on an "
-    "H100: an optimizer step takes 328 to 540 x as long as with kernels (docs/support.md, GPUs)"
-)
+_ARITHMETIC = "FP8 by integer arithmetic, with the same codes; FP8 products as BF16 products (docs/support.md, GPUs)"
+_DEFINITIONS = "no kernels: every operation is its definition in plain torch, very slowly (docs/support.md, GPUs)"
 
 
 @functools.cache

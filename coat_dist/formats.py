@@ -10,11 +10,8 @@ layout      one scale per                                          used for
 "group"     ``group_size`` consecutive elements of the last dim    tensors saved for backward
 ==========  =====================================================  ==============================
 
-Optimizer moments are not of this type: their decoding is not linear (see ``reference/moments.py``). Here are only the
-names of their formats, from which the configuration, the optimizer and their error messages take what they accept; what
-a name means is a class in ``reference/moment_formats.py``.
-
-Codes are decoded in ``reference/quantize.py`` (tensors) and ``reference/moments.py`` (moments).
+Optimizer moments are not of this type: their decoding is not linear (``reference/moments.py``). Here are only the names
+of their formats; what a name means is a class in ``reference/moment_formats.py``.
 """
 
 from __future__ import annotations
@@ -24,19 +21,8 @@ from typing import Literal
 
 import torch
 
-__all__ = [
-    "ALWAYS_EXPANDED",
-    "E3M4",
-    "E4M3",
-    "E5M2",
-    "INT8",
-    "FP8Format",
-    "FirstMomentFormat",
-    "QuantizedTensor",
-    "SecondMomentFormat",
-    "format_of",
-    "fp8_format",
-]
+__all__ = ["ALWAYS_EXPANDED", "E3M4", "E4M3", "E5M2", "INT8", "FP8Format", "FirstMomentFormat", "QuantizedTensor"]
+__all__ += ["SecondMomentFormat", "format_of", "fp8_format"]
 
 FirstMomentFormat = Literal["e4m3", "e5m2", "int8"]
 SecondMomentFormat = Literal["e4m3", "e5m2", "log8"]
@@ -46,17 +32,13 @@ ALWAYS_EXPANDED = ("log8",)
 
 @dataclass(frozen=True)
 class FP8Format:
-    """One 8-bit floating-point format.
-
-    ``dtype`` is the one of its codes; ``max`` the largest finite value F; ``mantissa_bits`` the explicit mantissa bits;
-    ``smallest`` the smallest positive (subnormal) value. Source: OCP 8-bit Floating Point Specification 1.0.
-    """
+    """One 8-bit format. Source: OCP 8-bit Floating Point Specification 1.0."""
 
     name: str
-    dtype: torch.dtype
-    max: float
-    mantissa_bits: int
-    smallest: float
+    dtype: torch.dtype  # of its codes
+    max: float  # the largest finite value F
+    mantissa_bits: int  # explicit ones
+    smallest: float  # the smallest positive (subnormal) value
 
 
 E4M3 = FP8Format("e4m3", torch.float8_e4m3fn, 448.0, 3, 2.0**-9)
@@ -75,17 +57,8 @@ _BY_DTYPE = {f.dtype: f for f in _FORMATS.values()}
 
 
 def fp8_format(name: str | FP8Format) -> FP8Format:
-    """The format called ``name`` ("e4m3", "e5m2", "e3m4" or "int8"); a format is returned as it is.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
-    if isinstance(name, FP8Format):
-        return name
-    try:
-        return _FORMATS[name]
-    except KeyError:
-        raise ValueError(f"FP8 format: got {name!r}, accepted: {', '.join(map(repr, _FORMATS))}") from None
+    """The format called ``name`` ("e4m3", "e5m2", "e3m4" or "int8"); a format is returned as it is."""
+    return name if isinstance(name, FP8Format) else _FORMATS[name]
 
 
 def format_of(dtype: torch.dtype) -> FP8Format:

@@ -11,11 +11,13 @@ import random
 import socket
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["Place", "by_node", "free_port", "host", "meet", "my_place", "on_host", "say_host", "several_nodes"]
+__all__ = ["Place", "by_node", "free_port", "host", "host_of", "meet", "my_place", "on_host", "say_host"]
+__all__ += ["several_nodes"]
 
 _NODE = ("GROUP_RANK", "CROSS_RANK", "SLURM_NODEID")
 """The number of this node: of torchrun, DeepSpeed and SLURM."""
@@ -27,13 +29,11 @@ _met: tuple[Any, list[Place]] | None = None
 
 
 class Place(NamedTuple):
-    """Of one rank."""
+    """Where one rank is."""
 
     host: str
-    node: str | None
-    """The launcher's number of the node, if it says one."""
-    local: int
-    """The rank's number on its node."""
+    node: str | None  # the launcher's number of the node, if it says one
+    local: int  # the rank's number on its node
 
 
 def host() -> str:
@@ -42,16 +42,13 @@ def host() -> str:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody uses, for ranks that are about to start.
+    """An unused TCP port of this host, for ranks that are about to start.
 
     The system's own choice (port 0) may be given to some connection again before rank 0, still importing, listens.
     """
     for port in random.SystemRandom().sample(_PORTS, 200):  # the program's own random numbers stay as they were
-        with socket.socket() as one:
-            try:
-                one.bind(("", port))
-            except OSError:
-                continue
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))
             return port
     raise OSError(f"no free port: tried 200 of {_PORTS.start} to {_PORTS.stop - 1}")
 
@@ -64,14 +61,9 @@ def several_nodes() -> bool:
 
 
 def my_place(local: int | None = None) -> Place:
-    """Where this rank is.
-
-    Args:
-        local: its number on its node; None = what the launcher says.
-    """
-    text = os.environ.get("LOCAL_RANK", "0")
+    """Where the launcher has started this rank, whose number there is ``local`` (None = what the launcher says)."""
     node = next((os.environ[name] for name in _NODE if name in os.environ), None)
-    return Place(host(), node, (int(text) if text.isdigit() else 0) if local is None else local)
+    return Place(host(), node, int(os.environ.get("LOCAL_RANK", "0")) if local is None else local)
 
 
 def by_node(places: Sequence[Place]) -> list[list[int]]:
@@ -94,19 +86,18 @@ def meet(places: list[Place]) -> None:
     _met = None if group is None else (weakref.ref(group), places)
 
 
+def host_of(rank: int) -> str | None:
+    """The host of a rank; None where all ranks are on one node, or have not met."""
+    if _met is None or not dist.is_initialized() or _met[0]() is not dist.group.WORLD:
+        return None
+    return _met[1][rank].host if rank < len(_met[1]) and len(by_node(_met[1])) > 1 else None
+
+
 def say_host(rank: int) -> str:
-    """`` (host b)``, to be put behind a rank's number; nothing where all ranks are on one node, or have not met."""
-    places = _places()
-    return f" (host {places[rank].host})" if rank < len(places) and len(by_node(places)) > 1 else ""
+    """`` (host b)``, to be put behind a rank's number; nothing where :func:`host_of` is None."""
+    return f" (host {where})" if (where := host_of(rank)) else ""
 
 
 def on_host(text: str, rank: int) -> str:
     """``text`` of a rank, with its host where there are several nodes."""
-    where = say_host(rank).strip(" ()")
-    return f"{where}: {text}" if where else text
-
-
-def _places() -> list[Place]:
-    if _met is None or not dist.is_initialized() or _met[0]() is not dist.group.WORLD:
-        return []
-    return _met[1]
+    return f"host {where}: {text}" if (where := host_of(rank)) else text

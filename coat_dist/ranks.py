@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,24 +16,11 @@ import torch.distributed as dist
 from . import nodes
 from .config import CoatConfigError
 
-__all__ = [
-    "alone",
-    "attempt",
-    "before_others",
-    "check_same_on_all_ranks",
-    "gather",
-    "of_another_rank",
-    "on_first_ranks",
-    "on_rank_0",
-    "raise_everywhere",
-    "rank_and_world",
-    "say_ranks",
-    "tell_torchrun",
-]
+__all__ = ["alone", "attempt", "before_others", "check_same_on_all_ranks", "gather", "of_another_rank"]
+__all__ += ["on_first_ranks", "on_rank_0", "raise_everywhere", "rank_and_world", "say_ranks", "tell_torchrun"]
+__all__ += ["wait_for"]
 
 T = TypeVar("T")
-
-
 _alone = False
 
 
@@ -70,83 +57,66 @@ def on_rank_0(function: Callable[[], T], patient: bool = False) -> T:
     see what another has written since.
 
     Args:
-        patient: it may take longer than the timeout of collectives (10 minutes under NCCL): the others begin to wait in
-            one when it is done. Should rank 0 be killed, it is the launcher that ends them.
+        patient: as in :func:`on_first_ranks`.
     """
-    rank, world = rank_and_world()
-    answer: list[Any] = [None, None]
-    done = _done_key(rank) if patient and world > 1 else None
-    if rank == 0:
-        try:
-            answer[0] = function()
-        except Exception as problem:
-            answer[1] = problem
-        if done is not None:
-            _store().set(done, "1")
-    elif done is not None:
-        _wait_for([done])
-    if world > 1:
-        dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+    return on_first_ranks([range(rank_and_world()[1])], function, patient)
 
 
-def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T]) -> T:
-    """Call ``function`` on the first rank of each team; every rank gets its team's result, or raises what one raised.
-
-    For what nodes keep on disks of their own. It may take longer than the timeout of collectives.
+def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T], patient: bool = True) -> T:
+    """Call ``function`` on the first rank of each team (nodes with disks of their own); every rank gets its team's
+    result, or raises what one raised.
 
     Args:
         teams: ranks, each in one of them; the same on all ranks.
+        patient: it may take longer than the timeout of collectives: the others begin to wait in one when it is done.
+            Should a first rank be killed, it is the launcher that ends them.
     """
-    if len(teams) == 1:
-        return on_rank_0(function, patient=True)
-    rank = rank_and_world()[0]
+    rank, world = rank_and_world()
+    firsts = [team[0] for team in teams]
+    patient, done = patient and world > 1, ""
+    if patient:  # the same key on all ranks: each counts for itself, in the store, which is new with every group
+        done = f"coat_dist/first_ranks/{_store().add(f'coat_dist/first_ranks/calls/{rank}', 1)}"
     answer: tuple[Any, Exception | None] = None, None
-    done, firsts = _done_key(rank), [team[0] for team in teams]
     if rank in firsts:
         try:
             answer = function(), None
         except Exception as problem:
             answer = None, problem
-        _store().set(f"{done}/{rank}", "1")
-    _wait_for([f"{done}/{first}" for first in firsts])
+        if patient:
+            _store().set(f"{done}/{rank}", "1")
+    if patient:
+        wait_for([f"{done}/{first}" for first in firsts])
     answers = gather(answer)
     for first in firsts:
         if (error := answers[first][1]) is not None:
-            where = nodes.say_host(first).strip(" ()")
-            raise type(error)(f"{where}: {error}") if where and isinstance(error, ValueError) else error
+            several = len(firsts) > 1 and isinstance(error, ValueError)
+            raise type(error)(nodes.on_host(str(error), first)) if several else error
     return answers[next(team[0] for team in teams if rank in team)][0]
 
 
 def before_others(name: str, first: bool, function: Callable[[], None]) -> None:
-    """Call ``function`` on one rank, while those that call this with the same name wait; no other ranks take part.
-
-    Args:
-        name: of this work; it is done once for all calls of a process group.
-        first: whether this is the one rank.
-
-    Raises:
-        RuntimeError: on the others, where ``function`` raised.
-    """
+    """Call ``function`` on the ``first`` rank, while those that call this with the same ``name`` wait; no other ranks
+    take part. It is done once for all calls of a process group; where it raises, the others raise a RuntimeError."""
     key = f"coat_dist/before_others/{name}"
     if not first:
-        _wait_for([key])
-        if _store().get(key) != b"done":
-            raise RuntimeError(_store().get(key).decode())
+        wait_for([key])
+        if (ended := _store().get(key)) != b"done":
+            raise RuntimeError(ended.decode())
         return
+    ended = "done"
     try:
         function()
     except BaseException as problem:
-        _store().set(key, f"{type(problem).__name__} on rank {rank_and_world()[0]}: {problem}")
+        ended = f"{type(problem).__name__} on rank {rank_and_world()[0]}: {problem}"
         raise
-    _store().set(key, "done")
+    finally:
+        _store().set(key, ended)
 
 
-def _wait_for(keys: list[str]) -> None:
-    pause = 0.01
-    while not _store().check(keys):
+def wait_for(keys: list[str], seconds: float = math.inf) -> None:
+    """Wait until all keys are in the store, or for that long."""
+    pause, end = 0.01, time.monotonic() + seconds
+    while not _store().check(keys) and time.monotonic() < end:
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
 
@@ -156,20 +126,12 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _done_key(rank: int) -> str:
-    """The same on all ranks: each counts for itself, in the store, which is new with every process group."""
-    return f"coat_dist/on_rank_0/{_store().add(f'coat_dist/on_rank_0/calls/{rank}', 1)}/done"
-
-
 def attempt(work: Callable[[], T]) -> tuple[list[T | None], dict[int, str]]:
-    """Do this rank's part, whatever it raises: the other ranks wait here, and learn of it.
-
-    Args:
-        work: must not use collectives.
+    """Do this rank's part, whatever it raises; ``work`` must not use collectives.
 
     Returns:
         What each rank's part returned, in rank order (None where it raised), and the text of each error by rank: a
-        ``ValueError`` says what is wrong by itself, any other error is told with its type.
+        ``ValueError`` names what is wrong itself, any other error stands with its type.
     """
     result, text = None, None
     try:
@@ -187,11 +149,8 @@ def raise_everywhere(
 
     Args:
         check: returns one line for each problem, or raises. Must not use collectives.
-        accepted: last line of the error.
+        accepted: last line of the error, behind at most four different lines.
         error: makes it.
-
-    Raises:
-        ValueError, or what ``error`` makes: at most four different lines, and ``accepted``.
     """
     found, errors = attempt(check)
     lines = [line for rank, mine in enumerate(found) for line in ([errors[rank]] if mine is None else mine)]
@@ -203,39 +162,30 @@ def raise_everywhere(
 def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     """Compare what each rank believes to run; ranks that differ would train on silently or hang.
 
-    A collective: under NCCL each rank's device must be the current one. Ranks exchange one digest; only where digests
-    differ those of single keys, and then the values of those keys.
-
-    Args:
-        values: plain values by what they are; the names are the first parts of dotted keys.
+    A collective: under NCCL each rank's device must be the current one. Ranks exchange one digest, and values only
+    where digests differ. ``values`` are plain ones; their names are the first parts of dotted keys.
 
     Raises:
         CoatConfigError: on every rank; names the dotted keys that differ, with the values and the ranks that have them.
             Of a list of lists, such as all parameters, the first entry that differs.
     """
-    text = json.dumps(values, sort_keys=True, default=str)
-    digests, places = zip(*gather((_digest(text), nodes.my_place())), strict=True)
+    text = json.dumps(values, sort_keys=True, default=lambda v: getattr(v, "tolist", v.__str__)())
+    digests, places = zip(*gather((hashlib.sha256(text.encode()).hexdigest(), nodes.my_place())), strict=True)
     nodes.meet(list(places))
     if len(set(digests)) == 1:
         return
-    mine = dict(_leaves("", json.loads(text)))
-    of_keys = gather({key: _digest(value) for key, value in mine.items()})
-    differing = [key for key in dict.fromkeys(k for d in of_keys for k in d) if len({d.get(key) for d in of_keys}) > 1]
-    chosen = list({key.partition("[")[0]: key for key in reversed(differing)}.values())[::-1]
-    shown = chosen[:_SHOWN_KEYS]
-    held = gather({key: mine[key] for key in shown if key in mine})
-    lines = [f"{key}: {_who_has_what([one.get(key) for one in held])}" for key in shown]
-    if len(chosen) > len(shown):
-        lines.append(f"and {len(chosen) - len(shown)} more keys")
+    held = gather(dict(_leaves("", json.loads(text))))
+    differing: dict[str, str] = {}  # the first key of each list
+    for key in dict.fromkeys(key for one in held for key in one):
+        if len({one.get(key) for one in held}) > 1:
+            differing.setdefault(key.partition("[")[0], key)
+    lines = [f"{key}: {_who_has_what([one.get(key) for one in held])}" for key in differing.values()]
+    lines = _some(lines, _SHOWN_KEYS, f"and {len(lines) - _SHOWN_KEYS} more keys")
     raise CoatConfigError("ranks were started differently: " + "; ".join(lines))
 
 
-_SHOWN_KEYS, _SHOWN_CHARACTERS = 8, 120
-"""Of an error: keys that are named, and characters of each value."""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+_SHOWN_KEYS, _SHOWN_CHARACTERS, _SHOWN_VALUES = 8, 120, 4
+"""Of an error: keys that are named, characters of each value, and values of each key."""
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -245,25 +195,25 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}" if key else name, inner)
     elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
-        for i, inner in enumerate(value):
-            yield f"{key}[{i}]", json.dumps(inner)
+        yield from ((f"{key}[{i}]", json.dumps(inner)) for i, inner in enumerate(value))
     else:
         yield key, json.dumps(value)
 
 
 def _who_has_what(texts: list[str | None]) -> str:
     """``1.0 on rank 0, 0.5 on ranks 1-3``, the value of most ranks first."""
-    ranks: dict[str | None, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    parts = []
-    for text, having in sorted(ranks.items(), key=lambda item: -len(item[1])):
-        value = "absent" if text is None else text
-        if len(value) > _SHOWN_CHARACTERS:
-            value = value[: _SHOWN_CHARACTERS - 3] + "..."
-        parts.append(f"{value} on {say_ranks(having)}")
-    more = [f"{len(parts) - 4} more values"] if len(parts) > 4 else []
-    return ", ".join(parts[:4] + more)
+        ranks.setdefault("absent" if text is None else text, []).append(rank)
+    parts = [
+        f"{text if len(text) <= _SHOWN_CHARACTERS else f'{text[:_SHOWN_CHARACTERS]}...'} on {say_ranks(having)}"
+        for text, having in sorted(ranks.items(), key=lambda item: -len(item[1]))
+    ]
+    return ", ".join(_some(parts, _SHOWN_VALUES, f"{len(parts) - _SHOWN_VALUES} more values"))
+
+
+def _some(texts: Sequence[str], most: int, rest: str = "...") -> list[str]:
+    return [*texts[:most], *([rest] if len(texts) > most else [])]
 
 
 def of_another_rank(problem: BaseException) -> bool:
@@ -280,14 +230,10 @@ def say_ranks(numbers: list[int]) -> str:
             runs[-1] = [runs[-1][0], n]
         else:
             runs.append([n])
-    texts = ["-".join(map(str, run)) for run in runs]
-    hosts = list(dict.fromkeys(nodes.say_host(n).strip(" ()").removeprefix("host ") for n in numbers))
-    where = ", ".join(hosts[:4] + (["..."] if len(hosts) > 4 else []))
-    return (
-        f"rank{'s' if len(numbers) > 1 else ''} "
-        + ", ".join(texts[:6] + (["..."] if len(texts) > 6 else []))
-        + (f" (host{'s' if len(hosts) > 1 else ''} {where})" if where else "")
-    )
+    texts = _some(["-".join(map(str, run)) for run in runs], 6)
+    hosts = [*dict.fromkeys(where for n in numbers if (where := nodes.host_of(n)))]
+    where = f" (host{'s' if len(hosts) > 1 else ''} {', '.join(_some(hosts, 4))})" if hosts else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts)}{where}"
 
 
 def tell_torchrun(line: str) -> None:
@@ -295,8 +241,5 @@ def tell_torchrun(line: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": line, "extraInfo": extra}}, file)
-        except OSError as problem:
-            print(f"note: {path}: {problem}", file=sys.stderr, flush=True)
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": line, "extraInfo": extra}}, file)

@@ -6,14 +6,12 @@ Exit status 0, 1 where a problem (not a mere warning) was found, or 2 for an arg
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
@@ -39,44 +37,28 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def is_nvidia_apex() -> bool | None:
-    """Whether the importable ``apex`` is NVIDIA's; None where there is none. Looks at files only: importing a foreign
-    package of that name would run its code."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return None
-    folders = [Path(p) for p in spec.submodule_search_locations or []]
-    return any((f / "optimizers" / "fused_adam.py").exists() for f in folders)
-
-
 def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str, str]]:
     """Yield ``("problem" | "warning", text)`` for whatever will fail, or fall back to something slower."""
     installed = versions() if installed is None else installed
+    without = {
+        "triton": "the plain torch definitions are used",
+        "megatron-core": "only the optimizer and coat_dist.flow are usable",
+    }
     for name, accepted in SUPPORTED.items():
         got = installed.get(name)
         if got is None:
-            level = "warning" if name in ("triton", "megatron-core") else "problem"
-            lost = {
-                "triton": "; the plain torch definitions are used",
-                "megatron-core": "; only the optimizer and coat_dist.flow are usable",
-            }.get(name, "")
+            level, lost = ("warning", f"; {without[name]}") if name in without else ("problem", "")
             yield level, f"{name}: not installed, accepted: {accepted}{lost}"
         elif not SpecifierSet(accepted).contains(got.split("+")[0], prereleases=True):
             yield "problem", f"{name}: got {got}, accepted: {accepted}"
-    if is_nvidia_apex() is False:
-        yield (
-            "problem",
-            (
-                "apex: the installed package is not NVIDIA Apex (the index's `apex` is an unrelated project): "
-                "`pip uninstall apex`, and build NVIDIA's from source if you want it"
-            ),
-        )
     if not any(shutil.which(c) for c in (os.environ.get("CC") or "cc", "gcc", "clang")):
         yield "warning", "C compiler: none of cc, gcc, clang found; Triton cannot build its launchers on a GPU machine"
-    if os.environ.get("COAT_REFERENCE") == "1":
-        yield "warning", "COAT_REFERENCE=1: the plain torch definitions are used everywhere, kernels are off"
-    if os.environ.get("COAT_FP8_ARITHMETIC") == "1":
-        yield "warning", "COAT_FP8_ARITHMETIC=1: FP8 instructions are not used, conversion is arithmetic, products BF16"
+    for name, effect in (
+        ("COAT_REFERENCE", "the plain torch definitions are used everywhere, kernels are off"),
+        ("COAT_FP8_ARITHMETIC", "FP8 instructions are not used, conversion is arithmetic, products BF16"),
+    ):
+        if os.environ.get(name) == "1":
+            yield "warning", f"{name}=1: {effect}"
 
 
 def paths() -> dict[str, str]:
@@ -87,7 +69,7 @@ def paths() -> dict[str, str]:
     from coat_dist.ops.dispatch import use_kernels
 
     if not torch.cuda.is_available():
-        return {part: "definition in plain torch (no GPU)" for part in PARTS}
+        return dict.fromkeys(PARTS, "definition in plain torch (no GPU)")
     first = torch.empty(0, device="cuda")
     return paths_with(use_kernels(first), has_fp8(first))
 
@@ -98,11 +80,13 @@ PARTS = ("optimizer step", "quantization", "FP8 GEMM")
 def paths_with(kernels: bool, fp8: bool) -> dict[str, str]:
     """:func:`paths` on a GPU that runs kernels, and has FP8 instructions, or not."""
     if not kernels:
-        return dict(zip(PARTS, ("definition in plain torch",) * 2 + ("definition: fp64 sums",), strict=True))
-    if not fp8:
-        slower = "Triton kernel, FP8 conversion by integer arithmetic"
-        return dict(zip(PARTS, (slower, slower, "BF16 products of the codes: no FP8 tensor cores"), strict=True))
-    return dict(zip(PARTS, ("Triton kernel", "Triton kernels", "torch._scaled_mm"), strict=True))
+        step, gemm = "definition in plain torch", "definition: fp64 sums"
+    elif fp8:
+        step, gemm = "Triton kernel", "torch._scaled_mm"
+    else:
+        step = "Triton kernel, FP8 conversion by integer arithmetic"
+        gemm = "BF16 products of the codes: no FP8 tensor cores"
+    return dict(zip(PARTS, (step, step, gemm), strict=True))
 
 
 def lines() -> Iterator[str]:
@@ -125,17 +109,12 @@ def lines() -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; the exit status."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m coat_dist.report", description=__doc__, formatter_class=raw)
-    if unknown := parser.parse_known_args(argv)[1]:
-        parser.exit(2, f"error: arguments: got {' '.join(unknown)}, accepted: none\n")
+    argparse.ArgumentParser(prog="python -m coat_dist.report", description=__doc__, formatter_class=raw).parse_args(
+        argv
+    )
     findings = list(check())
-    try:
-        for line in (*lines(), *(f"{level.upper()}: {text}" for level, text in findings)):
-            print(line)
-        if sys.stdout is not None:  # closed
-            sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; Python's own flush at the end goes nowhere then
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for line in (*lines(), *(f"{level.upper()}: {text}" for level, text in findings)):
+        print(line)
     return 1 if any(level == "problem" for level, _ in findings) else 0
 
 

@@ -45,7 +45,7 @@ import coat_dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.write.durable import make_folder
-from coat_dist.deepspeed.build.slurm import in_a_step, take_ranks
+from coat_dist.deepspeed.without_launcher import in_a_step, take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing
 from launch.evaluation import arguments, model, report, scoring

@@ -39,9 +39,8 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
-from coat_dist.deepspeed.build.slurm import take_ranks
-from coat_dist.deepspeed.config.agreement import make_folders
-from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
+from coat_dist.deepspeed.without_launcher import take_ranks
+from coat_dist.ranks import check_same_on_all_ranks, of_another_rank
 from launch import failing
 from launch.model.gpt import flops_per_token
 from launch.plan.arguments import silence_deepspeed
@@ -111,7 +110,6 @@ def start(
     )
     with ExitStack() as stack:
         folders = open_on_nodes(a, p.settings, stack)
-        on_rank_0(lambda: make_folders(p.settings))
         p = auto.settle(p, device, folders.source, say)
         return _train(p, device, folders, open_data, stop, interfere, stack)
 

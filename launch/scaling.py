@@ -29,7 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import make_folder, sync_folder, write_text
-from coat_dist.deepspeed.build.slurm import take_ranks
+from coat_dist.deepspeed.without_launcher import take_ranks
 from launch import failing
 from launch.log_level import say, set_log_level
 from launch.plan.arguments import silence_deepspeed

@@ -18,20 +18,12 @@ from ..checkpoint.read.native_check import check_native_loads, refuse_compressed
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
-from ..config import CoatConfig, CoatConfigError
+from ..config import CoatConfig, CoatConfigError, Problem
+from ..flow.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
 from . import expert_parallel, heartbeat
 from .build import pipeline, pipeline_module, round_robin
-from .step import (
-    cached_weights,
-    coat_accessors,
-    deepspeed_accessors,
-    fp8_gather,
-    master_weights,
-    step,
-    step_gradients,
-    step_weights,
-)
+from .step import accessors, fp8_gather, master_weights, step, step_gradients
 
 __all__ = ["ATTACHMENTS", "FOR_NEW_ENGINES", "Attachment", "Built", "attach"]
 
@@ -44,11 +36,9 @@ class Built(NamedTuple):
     """What ``deepspeed.initialize`` has built."""
 
     engine: Any
-    zero: Any
-    """``engine.optimizer``: one of DeepSpeed's ZeRO optimizers or something else, such as None."""
+    zero: Any  # engine.optimizer: one of DeepSpeed's ZeRO optimizers or something else, such as None
     coat: CoatConfig | None
-    evaluates: bool = False
-    """Built without the CoatAdamW that the configuration names (stage 0)."""
+    evaluates: bool = False  # built without the CoatAdamW that the configuration names (stage 0)
 
     @property
     def ours(self) -> bool:
@@ -68,10 +58,8 @@ class Built(NamedTuple):
     @property
     def universal(self) -> bool:
         """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW where asked for."""
-        if self.ours:
-            return True
         torchs = is_zero(self.zero) and isinstance(self.zero.optimizer, torch.optim.Adam)  # AdamW is an Adam
-        return torchs and bool(self.engine.load_universal_checkpoint())
+        return self.ours or (torchs and bool(self.engine.load_universal_checkpoint()))
 
 
 class Attachment(NamedTuple):
@@ -80,12 +68,30 @@ class Attachment(NamedTuple):
     name: str
     applies: Callable[[Built], bool]
     attach: Callable[[Built], object]
-    replaces: tuple[str, ...]
-    """Methods: "engine.", "zero." (``engine.optimizer``) or "param." (every parameter) and the name."""
-    why_here: str
-    """The reason of its place in the order."""
-    every_engine: bool = False
-    """Also for an engine of ``deepspeed.initialize`` in whose call there was nothing of this project."""
+    replaces: tuple[str, ...]  # methods: "engine.", "zero." (engine.optimizer) or "param." (every parameter), the name
+    why_here: str  # the reason of its place in the order
+    every_engine: bool = False  # also for a call of deepspeed.initialize that has nothing of this project
+
+
+def drop_when_weights_change(engine: Any) -> None:
+    """Drop cached FP8 weights now, since DeepSpeed has just broadcast the weights, and after each call that writes any.
+
+    DeepSpeed writes weights through flat buffers, which leaves no trace in the parameters: a cache that looks at them
+    alone would keep old codes (``flow/weights.py``).
+    """
+    invalidate_weights()
+    invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
+    invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
+
+
+def refuse_training(engine: Any) -> None:
+    """Let an engine that has no optimizer say why."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        given = "got 0, at which an engine with CoatAdamW only evaluates"
+        raise CoatConfigError(Problem("zero_optimization.stage", given, "1, 2 or 3 to train"))
+
+    engine.backward = engine.step = refuse
 
 
 ATTACHMENTS = (
@@ -99,7 +105,7 @@ ATTACHMENTS = (
     Attachment(
         "safe_get_full_moment and its companions",
         lambda b: is_zero(b.zero),
-        lambda b: coat_accessors.register(b.zero),
+        lambda b: accessors.register(b.zero),
         (),
         "before DeepSpeed's accessors, which are answered by ours; of another optimizer it forgets the parameters",
     ),
@@ -120,14 +126,14 @@ ATTACHMENTS = (
     Attachment(
         "DeepSpeed's accessors, stages 1 and 2",
         lambda b: b.ours and not b.stage3,
-        lambda b: deepspeed_accessors.answer_on_parameters(b.zero),
+        lambda b: accessors.answer_on_parameters(b.zero),
         ("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
         "after the places: whenever ZeRO links parameters, places are corrected first and accessors put on them next",
     ),
     Attachment(
         "DeepSpeed's accessors, stage 3",
         lambda b: b.ours and b.stage3,
-        lambda b: deepspeed_accessors.answer_on_optimizer(b.zero),
+        lambda b: accessors.answer_on_optimizer(b.zero),
         ("zero.get_full_hp_param", "zero.set_full_hp_param", "zero.get_local_fp32_param", "zero.set_local_hp_param"),
         "as at stages 1 and 2; nothing is linked here",
     ),
@@ -235,8 +241,8 @@ ATTACHMENTS = (
     ),
     Attachment(
         "step: CoatAdamW writes the 16-bit weights",
-        lambda b: step_weights.has_16_bit_copy(b.zero),
-        lambda b: step_weights.write_16_bit_weights_in_the_step(b.zero),
+        lambda b: step.has_16_bit_copy(b.zero),
+        lambda b: step.write_16_bit_weights_in_the_step(b.zero),
         ("zero._optimizer_step", "zero.step"),
         "before the last, which wraps `step`: it would be lost here",
     ),
@@ -313,7 +319,7 @@ ATTACHMENTS = (
     Attachment(
         "cached FP8 weights are dropped",
         lambda b: b.coat is not None and b.coat.activation.enabled and b.coat.activation.weights == "cached",
-        lambda b: cached_weights.drop_when_weights_change(b.engine),
+        lambda b: drop_when_weights_change(b.engine),
         (
             *("engine.load_checkpoint", "engine.load_module_state_dict"),
             *("zero.step", "zero.load_state_dict", "zero.update_lp_params"),
@@ -323,32 +329,15 @@ ATTACHMENTS = (
 )
 
 
-def refuse_training(engine: Any) -> None:
-    """Let an engine that has no optimizer say why."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise CoatConfigError(
-            "zero_optimization.stage: got 0, at which an engine with CoatAdamW only evaluates, accepted: 1, 2 or 3 to "
-            "train"
-        )
-
-    engine.backward = engine.step = refuse
-
-
 def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True, evaluates: bool = False) -> tuple[str, ...]:
-    """Attach to a new engine what applies to it; a second time nothing is changed.
+    """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second time nothing is
+    changed.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
         ours: False for an engine of a call in which there was nothing of this project.
         evaluates: as in :class:`Built`.
-
-    Returns:
-        The names of what is attached, which are also ``engine.coat_attached``.
-
-    Raises:
-        ValueError: the optimizer's options do not fit what ZeRO hands it.
     """
     if "coat_attached" not in vars(engine):
         built, names = Built(engine, engine.optimizer, coat, evaluates), []

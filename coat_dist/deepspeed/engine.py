@@ -1,9 +1,8 @@
 """``coat_dist.initialize``, and ``deepspeed.initialize`` after ``import coat_dist``: the ``"coat"`` block applied.
 
-Three steps, none of which goes back: ``validate`` (``config/validate.py``) checks the call on this rank, ``agree``
-(``config/agreement.py``) raises on every rank what any has found, and :func:`build` makes DeepSpeed's public call with
-a copy of the configuration without the block. On the engine that it returns, some methods are then replaced:
-``attach.py`` lists them. Without a block and without a CoatAdamW, DeepSpeed builds what it would build.
+Three steps: ``validate`` (``config/validate.py``) checks the call on this rank, ``agree`` (``config/agreement.py``)
+raises on every rank what any has found, and :func:`build` makes DeepSpeed's public call with a copy of the
+configuration without the block. ``attach.py`` lists the methods that are then replaced on the engine.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.zero_partitions import base_optimizer, partitions
+from ..checkpoint.zero_partitions import base_optimizer
 from ..optim import CoatAdamW
-from ..optim.state import has_remainder
 from ..ranks import rank_and_world
 from .attach import attach
 from .config.agreement import agree
-from .config.validate import ARGUMENTS, Request, configurations, validate
+from .config.validate import Request, configurations, validate
 from .expert_parallel import announced_experts
-from .without_launcher import leave_out_compiled_operation
 
 __all__ = ["called_as_deepspeed", "configurations", "initialize"]
 
@@ -48,12 +45,9 @@ def initialize(
     """Build a DeepSpeed engine; same arguments and the same four return values as ``deepspeed.initialize``.
 
     With ``"optimizer": {"type": "CoatAdamW"}`` and no ``optimizer`` argument, a :class:`CoatAdamW` is built with the
-    block's settings. Its parameter groups are those of ``model_parameters`` where that is a list of dicts, of which one
-    that does not say ``"moments"`` is split where it holds vectors among others (:func:`coat_dist.optim.split_groups`);
-    otherwise :func:`coat_dist.optim.param_groups` of the model (restricted to ``model_parameters`` where given).
-
-    After ``import coat_dist``, ``deepspeed.initialize`` does the same for configurations with a block or a CoatAdamW.
-    A model whose layers should run the FP8 flow is patched before this call: this package does not know model classes.
+    block's settings. Its parameter groups are those of ``model_parameters`` where that is a list of dicts
+    (:func:`coat_dist.optim.split_groups`); otherwise :func:`coat_dist.optim.param_groups` of the model, restricted to
+    ``model_parameters`` where given. A model whose layers should run the FP8 flow is patched before this call;
     ``megatron_patches.initialize`` does that, and all else that a Megatron model needs, and then calls this.
 
     Raises:
@@ -61,13 +55,8 @@ def initialize(
             started with different configurations or models; a tensor-parallel model without ``mpu``, or one whose
             replicated gradients nobody sums (``replicated_grads.py``).
     """
-    given = {
-        **{"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters},
-        **{"training_data": training_data, "lr_scheduler": lr_scheduler, "distributed_port": distributed_port},
-        **{"mpu": mpu, "dist_init_required": dist_init_required, "collate_fn": collate_fn, "config": config},
-        **{"mesh_param": mesh_param, "config_params": config_params, **kwargs},
-    }
-    return _run(given, explicit=True)
+    given = {name: value for name, value in locals().items() if name != "kwargs"}
+    return _run({**given, **kwargs}, explicit=True)
 
 
 def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -76,12 +65,7 @@ def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its engine is left as it
     is but for one thing: it refuses to load CoatAdamW's states (``checkpoint/read/native_check.py``).
     """
-    start = original()
-    try:
-        bound = inspect.signature(start).bind(*args, **kwargs).arguments
-    except TypeError:
-        return start(*args, **kwargs)  # for DeepSpeed to refuse
-    return _run(bound, explicit=False)
+    return _run(inspect.signature(original()).bind(*args, **kwargs).arguments, explicit=False)
 
 
 def _run(given: Mapping[str, Any], explicit: bool) -> tuple[Any, Any, Any, Any]:
@@ -91,7 +75,7 @@ def _run(given: Mapping[str, Any], explicit: bool) -> tuple[Any, Any, Any, Any]:
 
 
 def original() -> Callable[..., Any]:
-    """DeepSpeed's own ``initialize``, which knows nothing of the block (``hook.py`` keeps it)."""
+    """DeepSpeed's own ``initialize`` (``hook.py`` keeps it)."""
     import deepspeed
 
     return deepspeed.initialize_without_coat
@@ -121,46 +105,23 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     elif request.make is not None:
         given["optimizer"], given["model_parameters"] = request.make, request.groups
     given.pop("config_params", None)
-    if (args := given.get("args")) is not None:
-        given["args"] = _without_configuration(args)
-    leave_out_compiled_operation()
-    with announced_experts(given["model"], given.get("mpu"), facts.ep) as built:
+    if hasattr(args := given.get("args"), "deepspeed_config"):  # DeepSpeed refuses a configuration that is given twice
+        given["args"] = copy.copy(args)  # the caller's stays as it is
+        given["args"].deepspeed_config = None
+    with announced_experts(given["model"], given.get("mpu"), facts.ep):
         engine, *others = original()(**{**given, "config": settings})
-        built.append(engine)
+    if facts.ep > 1:  # else it would save and load experts by names of DeepSpeed's own layers
+        engine.has_moe_layers, engine.num_experts = False, []
     attach(engine, request.coat, evaluates=facts.only_evaluates)
-    _print_start_line(engine)
+    if rank_and_world()[0] == 0:
+        print(f"coat_dist: {_describe(engine)}", file=sys.stderr, flush=True)
     return engine, *others
 
 
-def _without_configuration(args: Any) -> Any:
-    """The caller's ``args`` stays as it is; DeepSpeed refuses a configuration that is given twice."""
-    names = [name for name in ARGUMENTS if getattr(args, name, None) is not None]
-    if names:
-        args = copy.copy(args)
-        for name in names:
-            setattr(args, name, None)
-    return args
-
-
-def _print_start_line(engine: Any) -> None:
-    """Print on rank 0, to stderr, what a new engine runs."""
-    if rank_and_world()[0] == 0:
-        print(f"coat_dist: {_describe_optimizer(engine)}; {_describe_flow(engine.module)}", file=sys.stderr, flush=True)
-
-
-def _describe_optimizer(engine: Any) -> str:
-    if base_optimizer(engine.optimizer) is None:
-        basic = getattr(engine, "basic_optimizer", None)
-        return "no optimizer, this engine evaluates" if basic is None else f"optimizer {type(basic).__name__}"
-    elements, size = 0, 0.0
-    for part in partitions(engine.optimizer):
-        each = 8.0 if part.group["moments"] == "fp32" else 2 * (1 + 3 / part.group["group_size"])
-        elements += part.flat.numel()
-        size += part.flat.numel() * (each + 2 * has_remainder(part.group))
-    return f"CoatAdamW, {size / max(1, elements):.2f} bytes a parameter of states (AdamW: 8)"
-
-
-def _describe_flow(model: Any) -> str:
-    reports = [vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)]
+def _describe(engine: Any) -> str:
+    """What a new engine runs."""
+    optimizer = base_optimizer(engine.optimizer) or getattr(engine, "basic_optimizer", None)
+    reports = [vars(m)["coat_patch_report"] for m in engine.module.modules() if "coat_patch_report" in vars(m)]
     patched, left = (sum(len(getattr(report, name)) for report in reports) for name in ("patched", "left"))
-    return f"FP8 flow in {patched} of {patched + left} blocks" if patched else "no layers in the FP8 flow"
+    flow = f"FP8 flow in {patched} of {patched + left} blocks" if patched else "no layers in the FP8 flow"
+    return f"{'no optimizer, this engine evaluates' if optimizer is None else type(optimizer).__name__}; {flow}"

@@ -1,50 +1,34 @@
 """Experts that ranks divide (Megatron's expert parallelism) under ZeRO-1 and 2, by DeepSpeed's own support for them.
 
-DeepSpeed knows experts by ``param.allreduce = False`` (Megatron sets it) and ``param.group_name``, finds the ranks that
-hold the same ones in dicts of ``deepspeed.utils.groups``, and turns its support on where the model holds a
-``deepspeed.moe.layer.MoE``. While the engine is built a module of that class, without parameters, stands in the model;
-Megatron's groups are entered under one name. ZeRO then reduces and divides experts over the ranks that hold the same
-ones, and everything else over all data-parallel ranks. Gradients of both are divided by the number of all
-data-parallel ranks: an expert has met the tokens of all ranks that share it out.
+DeepSpeed knows experts by ``param.allreduce = False`` and ``param.group_name``, finds the ranks that hold the same ones
+in dicts of ``deepspeed.utils.groups``, and turns its support on where the model holds a ``deepspeed.moe.layer.MoE``.
+While the engine is built a module of that class, without parameters, stands in the model. ZeRO then reduces and divides
+experts over the ranks that hold the same ones, and everything else over all data-parallel ranks. Gradients of both are
+divided by the number of all data-parallel ranks: an expert has met the tokens of all ranks that share it out.
 
-Afterwards the engine is told that it has no such layers. Otherwise it would save and load experts by names of
-DeepSpeed's own layers; ZeRO's shards hold them whole. With BF16_Optimizer it is the engine that reduces gradients, and
-it would leave out experts then: :func:`reduce_experts` adds them.
+Afterwards the engine is told that it has no such layers: it would save and load experts by names of DeepSpeed's own
+layers. With BF16_Optimizer the engine reduces gradients, and would leave out experts then: :func:`reduce_experts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..config import CoatConfigError
+from ..config import CoatConfigError, Problem
 from .build.pipeline import is_stage
 
-__all__ = [
-    "announced_experts",
-    "left_unreduced",
-    "mark_experts",
-    "of_one_kind",
-    "reduce_experts",
-    "refuse_single_files",
-]
+__all__ = ["announced_experts", "left_unreduced", "mark_experts", "reduce_experts", "refuse_single_files"]
 
 _MARKER = "coat_experts"
 
 
 def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
-    """Name, on each parameter of an expert, the group of ranks that hold it; to be called before the optimizer is made.
-
-    Args:
-        model: whose experts have ``allreduce = False``, as Megatron's have with ``expert_model_parallel_size`` > 1.
-        size: ranks that divide the experts.
-
-    Returns:
-        Parameters of experts.
-    """
+    """Name, on each parameter of an expert (``allreduce = False``, as Megatron sets it), the group of ``size`` ranks
+    that divide the experts, before the optimizer is made; these parameters."""
     from deepspeed.moe.utils import is_moe_param
 
     found = [p for p in model.parameters() if is_moe_param(p)]
@@ -55,8 +39,8 @@ def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
 
 def left_unreduced(engine: Any) -> bool:
     """Whether the engine reduces gradients (BF16_Optimizer), and would leave out those of experts."""
-    told = getattr(engine.optimizer, "expert_gradients", None)
-    return bool(told) and hasattr(engine.optimizer, "get_grads_for_reduction") and not engine.has_moe_layers
+    experts = getattr(engine.optimizer, "expert_gradients", None)
+    return bool(experts) and hasattr(engine.optimizer, "get_grads_for_reduction") and not engine.has_moe_layers
 
 
 def reduce_experts(engine: Any) -> None:
@@ -73,50 +57,29 @@ def reduce_experts(engine: Any) -> None:
 
 def refuse_single_files(engine: Any) -> None:
     """Let methods of the engine that write one rank's weights as those of the model raise a ``ValueError``."""
-
     divided = "layers are divided over pipeline stages" if is_stage(engine) else "experts are divided over ranks"
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError(
-            f"save_16bit_model: got a model whose {divided}, of which this would save one rank's; "
-            "accepted: save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
-        )
+        accepted = "save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
+        raise ValueError(f"save_16bit_model: got a model whose {divided}, accepted: {accepted}")
 
     engine.save_16bit_model = engine.save_fp16_model = refuse
 
 
-def of_one_kind(group: Mapping[str, Any]) -> bool:
-    """Whether a group holds nothing but experts, and says so, or none."""
-    experts = [not getattr(p, "allreduce", True) for p in group["params"]]
-    return all(expert == bool(group.get("moe")) for expert in experts)
-
-
 @contextmanager
-def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[list[Any]]:
-    """Let ``deepspeed.initialize``, called inside, know the experts of a model.
-
-    Args:
-        model: see :func:`mark_experts`.
-        mpu: has ``get_expert_model_parallel_group`` and ``get_expert_data_parallel_group``.
-        size: ranks that divide the experts; 1 = nothing is done.
-
-    Yields:
-        A list, to which the caller adds the engine.
+def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[None]:
+    """Let ``deepspeed.initialize``, called inside, know the experts of a model that ``size`` ranks divide.
 
     Raises:
         CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the optimizer's files none.
     """
-    built: list[Any] = []
-    experts = mark_experts(model, size) if size > 1 else []
-    for name, p in model.named_parameters() if experts else ():
-        if not p.requires_grad and not getattr(p, "allreduce", True):
-            raise CoatConfigError(
-                f"{name}: got requires_grad False, accepted: True with expert parallelism (no checkpoint would hold "
-                "the frozen experts of all ranks)"
-            )
-    if not experts:
-        yield built
+    if size == 1 or not mark_experts(model, size):
+        yield
         return
+    for name, p in model.named_parameters():
+        if not p.requires_grad and not getattr(p, "allreduce", True):
+            accepted = "True with expert parallelism (no checkpoint would hold the frozen experts of all ranks)"
+            raise CoatConfigError(Problem(name, "got requires_grad False", accepted))
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
@@ -133,8 +96,6 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[l
     groups._EXPERT_DATA_PARALLEL_GROUP[name] = mpu.get_expert_data_parallel_group()
     model.add_module(_MARKER, Marker())
     try:
-        yield built
+        yield
     finally:
         delattr(model, _MARKER)
-        for engine in built:
-            engine.has_moe_layers, engine.num_experts = False, []

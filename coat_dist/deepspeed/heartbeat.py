@@ -1,14 +1,13 @@
 """Heartbeats between ranks: a rank that hangs or has ended is named, and does not keep the others waiting.
 
-torch.distributed says which collective timed out, not which rank was absent; only gloo has ``monitored_barrier``, which
-tells rank 0 alone, and after the timeout. Here a thread of each rank sends the others a UDP datagram every few seconds.
-A rank that is silent for :data:`SHARE` of the collectives' timeout is named on every rank, and the processes exit with
-status :data:`STATUS`. :func:`who` asks at once, where a collective has failed first.
+torch.distributed reports which collective timed out, not which rank was absent; ``monitored_barrier`` exists under gloo
+only. Here a thread of each rank sends the others a UDP datagram every few seconds. A rank that is silent for
+:data:`SHARE` of the collectives' timeout is named on every rank, and the processes exit with status :data:`STATUS`.
+:func:`who` asks at once, where a collective has failed first.
 
-Datagrams and not torch.distributed's store: the process that holds the store may be the one that hangs, and its clients
-print warnings when it has exited normally. A rank counts from its first datagram on, so a network without UDP ends
-nothing. Long evaluations and saves are not silent: the thread sends while Python runs or waits. Silence is counted in
-the thread's own ticks, so ranks that were suspended together continue together.
+Not torch.distributed's store: the process that holds it may be the one that hangs. A rank counts from its first
+datagram on, so a network without UDP ends nothing. The thread sends while Python runs or waits, as in long evaluations.
+Silence is counted in the thread's own ticks, so ranks that were suspended together continue together.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import secrets
 import socket
 import sys
@@ -36,21 +34,14 @@ from ..ranks import gather, of_another_rank, rank_and_world, tell_torchrun
 
 __all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start", "who"]
 
-SHARE = 0.8
-"""Silence after which a rank counts as hung, as a share of the collectives' timeout."""
-STATUS = 4
-"""Exit status of the other ranks."""
-SHORTEST = 5.0
-"""Seconds of silence that end nothing, however short the timeout is."""
-PATIENCE = 1.0
-"""Seconds in which a rank that is alive answers :func:`who`."""
-NEIGHBOURS = 64
-"""Maximum number of ranks that a rank sends heartbeats to."""
-_LIBRARIES = tuple(
-    f"{folder}{os.sep}"
-    for folder in (Path(threading.__file__).parent, Path(dist.__file__).parents[2], Path(__file__).parents[1])
-)
-"""Folders whose frames are not the program's: Python's library, site-packages and coat_dist."""
+SHARE = 0.8  # silence after which a rank counts as hung, as a share of the collectives' timeout
+STATUS = 4  # exit status of the other ranks
+SHORTEST = 5.0  # seconds of silence that end nothing, however short the timeout is
+PATIENCE = 1.0  # seconds in which a rank that is alive answers `who`
+NEIGHBOURS = 64  # maximum number of ranks that a rank sends heartbeats to
+# Folders whose frames are not the program's: Python's library, site-packages and coat_dist.
+_FOLDERS = Path(threading.__file__).parent, Path(dist.__file__).parents[2], Path(__file__).parents[1]
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 _COLLECTIVES = f"{Path(dist.__file__).parent}{os.sep}"
 
 _running: Heartbeat | None = None
@@ -68,14 +59,12 @@ def start(engine: Any = None) -> None:
     rank, world = rank_and_world()
     if world == 1 or os.environ.get("COAT_HEARTBEAT") == "0":
         return
-    if _running is None or not _running.is_alive() or _running.group() is not dist.group.WORLD:
-        if _running is not None:
-            _running.stop()
+    if _running is None or not _running.is_alive():
         _running = Heartbeat(rank, world, group_timeout())
+        atexit.register(_running.stop)
     if engine is not None:
         _running.engines.add(engine)
     if not _running.is_alive():
-        atexit.register(_running.stop)
         _running.start()
     if sys.excepthook is not _name_after_traceback:
         _hook, sys.excepthook = sys.excepthook, _name_after_traceback
@@ -91,17 +80,18 @@ def who() -> tuple[str, bool] | None:
         return None
     silent, others = beats.ask(PATIENCE)
     first = all(rank > beats.rank for rank in others.keys() - silent)
-    if silent:
-        return ", ".join(f"rank {rank} ({beats.hosts[rank]}) has ended or does not answer" for rank in silent), first
-    late = [f"{beats.describe(rank, state)} did not come" for rank, state in others.items() if not state["waits"]]
-    return (", ".join(late), first) if late else None
+    found = [f"rank {rank} ({beats.hosts[rank]}) has ended or does not answer" for rank in silent] or [
+        f"{beats.describe(rank, state)} did not come" for rank, state in others.items() if not state["waits"]
+    ]
+    return (", ".join(found), first) if found else None
 
 
 def _name_after_traceback(kind: type[BaseException], problem: BaseException, trace: Any) -> None:
     assert _hook is not None
     _hook(kind, problem, trace)
     if isinstance(problem, Exception) and of_another_rank(problem) and (found := who()) is not None:
-        _report(f"error: a collective failed, because {found[0]}")
+        _write(f"error: a collective failed, because {found[0]}")
+        tell_torchrun(f"error: a collective failed, because {found[0]}")
 
 
 class Heartbeat(threading.Thread):
@@ -109,43 +99,44 @@ class Heartbeat(threading.Thread):
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
         super().__init__(name="coat_dist heartbeat", daemon=True)
-        self.rank, self.timeout, self.group = rank, timeout, weakref.ref(dist.group.WORLD)  # type: ignore[type-var]
+        self.rank, self.timeout = rank, timeout
         self.limit = max(SHARE * timeout, SHORTEST)
         self.interval = min(10.0, self.limit / 16)
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._socket, self.hosts, self._addresses, self._token = _meet()
         self._others = [(rank - d) % world for d in range(1, world)]
         self._stopped, self._asked = threading.Event(), False
-        self._heard: dict[int, dict[str, Any]] = {}
-        self._silent: dict[int, float] = {}
+        self._heard: dict[int, dict[str, Any]] = {}  # state of each rank that has not left
+        self._silent: dict[int, float] = {}  # seconds
         self._answered: set[int] = set()
         self._left: set[int] = set()
-        self._step, self._standing, self._noted = -1, 0.0, False
+        self._step, self._standing = -1, 0.0
 
     def run(self) -> None:
         """Send, listen and judge until :meth:`stop` or the end of the process group."""
         tick = time.monotonic()
         try:
             while not self._stopped.is_set() and dist.is_initialized():
-                self._tell(self._others[:NEIGHBOURS], **self._state())
+                self._send(self._others[:NEIGHBOURS], **self._state())
                 self._listen(tick + self.interval)
                 now = time.monotonic()
                 passed, tick = min(now - tick, 2 * self.interval), now
                 self._judge(passed)
         finally:  # an error of this thread must not look like a hang of the rank
-            self._leave()
+            self.stop()
 
     def stop(self) -> None:
-        """Tell the other ranks that this one leaves."""
+        """Announce to the other ranks that this one leaves."""
         self._stopped.set()
-        self._leave()
+        for _ in range(3):  # a datagram may get lost
+            self._send(self._others)
 
     def ask(self, seconds: float) -> tuple[list[int], dict[int, dict[str, Any]]]:
         """Ask the others where they are: the ranks that do not answer within ``seconds``, and the state of all."""
         self._asked, end = True, time.monotonic() + seconds
         self._answered.clear()
         while (silent := sorted(self._heard.keys() - self._answered)) and time.monotonic() < end:
-            self._tell(silent, ask=True, **self._state())
+            self._send(silent, ask=True, **self._state())
             time.sleep(min(0.25, seconds))
         return silent, dict(sorted(self._heard.items()))
 
@@ -158,11 +149,7 @@ class Heartbeat(threading.Thread):
         place, waits = _place()
         return {"step": step, "place": place, "waits": waits or self._asked}
 
-    def _leave(self) -> None:
-        for _ in range(3):  # a datagram may get lost
-            self._tell(self._others)
-
-    def _tell(self, ranks: Iterable[int], **message: Any) -> None:
+    def _send(self, ranks: Iterable[int], **message: Any) -> None:
         data = self._token + json.dumps({"rank": self.rank, **message}).encode()
         for rank in ranks:
             with suppress(OSError):  # the silence of a host that has gone is judged
@@ -186,35 +173,29 @@ class Heartbeat(threading.Thread):
             self._heard[rank], self._silent[rank] = state, 0.0
             self._answered.add(rank)
             if ask:
-                self._tell([rank], **self._state())
+                self._send([rank], **self._state())
 
     def _judge(self, passed: float) -> None:
-        mine = self._state()
         for rank in self._heard:
             self._silent[rank] += passed
         if hung := sorted(rank for rank in self._heard if self._silent[rank] > self.limit):
             names = ", ".join(self.describe(rank, self._heard[rank]) for rank in hung)
-            self._tell(self._others, hung=names)  # also those that are not its neighbours
-            self._finish(names)
-        self._standing = self._standing + passed if mine["step"] == self._step else 0.0
-        self._noted = self._noted and self._standing > 0
-        self._step = mine["step"]
-        if self._standing > self.limit and not self._noted and self.rank < min(self._heard, default=-1):
-            self._note({self.rank: mine, **self._heard})
-
-    def _note(self, states: dict[int, dict[str, Any]]) -> None:
-        """Print once where the ranks are, if all are alive, none makes a step, and they are at different places."""
-        self._noted = True
-        if len({(s["step"], *re.split(r":\d+ ", s["place"])) for s in states.values()}) > 1:  # whatever the line
+            self._send(self._others, hung=names)  # also those that are not its neighbours
+            return self._finish(names)
+        states = {self.rank: self._state(), **self._heard}
+        before = self._standing if states[self.rank]["step"] == self._step else 0.0
+        self._step, self._standing = states[self.rank]["step"], before + passed
+        places = {(state["step"], state["place"]) for state in states.values()}
+        if before <= self.limit < self._standing and len(places) > 1 and self.rank == min(states):
             where = ", ".join(self.describe(rank, state) for rank, state in sorted(states.items())[:16])
             _write(f"note: all ranks answer, but there was no step for {self._standing:.0f} s: {where}")
 
     def _finish(self, names: str) -> None:
         mine = self._state()
-        _report(
-            f"error: {names} has not answered for {self.limit:.0f} s of the {self.timeout:.0f} s that collectives "
-            f"wait; rank {self.rank} ends after step {mine['step']} at {mine['place']}"
-        )
+        line = f"error: {names} has not answered for {self.limit:.0f} s of the {self.timeout:.0f} s that collectives "
+        line += f"wait; rank {self.rank} ends after step {mine['step']} at {mine['place']}"
+        _write(line)
+        tell_torchrun(line)
         time.sleep(0.2)  # until the others have read it: this exit closes their connections
         os._exit(STATUS)
 
@@ -253,11 +234,6 @@ def _write(line: str) -> None:
     os.write(2, f"{line}\n".encode())
 
 
-def _report(line: str) -> None:
-    _write(line)
-    tell_torchrun(line)
-
-
 def group_timeout(group: Any = None) -> float:
     """Seconds after which collectives of a group (None: the default one) fail."""
     group = group or dist.distributed_c10d._get_default_group()
@@ -269,13 +245,10 @@ def group_timeout(group: Any = None) -> float:
 
 
 def _follow_default_group() -> None:
-    """Give groups with a default timeout that of the default group; any other was chosen, and stays.
-
-    Groups that DeepSpeed and Megatron make have torch's default or half an hour, whatever the program gave to
-    ``init_process_group``: a rank that does not come would keep the others that long.
-    """
+    """Give groups of DeepSpeed and Megatron that have a default timeout that of the default group: a rank that does not
+    come would keep the others that long. Any other timeout was chosen, and stays."""
     c10d: Any = dist.distributed_c10d
-    if not dist.is_initialized() or not hasattr(c10d, "_set_pg_timeout"):
+    if not dist.is_initialized():
         return
     wanted = group_timeout()
     defaults = {c10d.default_pg_timeout.total_seconds(), 600.0, 1800.0}  # torch's, of NCCL, and Megatron's

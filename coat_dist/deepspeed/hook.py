@@ -1,9 +1,8 @@
 """After ``import coat_dist``, ``deepspeed.initialize`` honours the ``"coat"`` block, whoever calls it.
 
-DeepSpeed's function object is kept and given other code, so that names bound to it earlier (``from deepspeed import
-initialize``) go the same way. A copy with DeepSpeed's code is its ``__wrapped__``, as after :func:`functools.wraps`;
-signature and docstring stay DeepSpeed's. Does not import DeepSpeed: the function is changed when that is imported, or
-at once where it has been. One function more is led this way: the one by which DeepSpeed asks mpi4py for ranks.
+DeepSpeed's function object is kept and given other code, so that names bound to it earlier go the same way. A copy with
+DeepSpeed's code is its ``__wrapped__``; signature and docstring stay DeepSpeed's. The function is changed when
+DeepSpeed is imported, or at once where it has been.
 """
 
 from __future__ import annotations
@@ -12,23 +11,24 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
 
-from .without_launcher import become_only_rank, leave_out_compiled_operation
+from ..optim import CoatAdamW
+from .without_launcher import leave_out_compiled_operation
 
-__all__ = ["KEPT", "honour", "install", "register_optimizer"]
+__all__ = ["KEPT", "honour", "install"]
 
 KEPT = "initialize_without_coat"
-"""The attribute of the module ``deepspeed`` that is its own function. ``deepspeed.initialize`` may be replaced by
-anybody at any time, by a function that calls what stood there before."""
+"""The attribute of the module ``deepspeed`` that is its own function: other libraries may replace ``initialize``."""
 
 
 def install() -> None:
     """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time nothing is changed."""
+    torch.optim.CoatAdamW = CoatAdamW  # type: ignore[attr-defined]  # where DeepSpeed looks a type up
     if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())  # also where it is loaded: it may be reloaded
     if (module := sys.modules.get("deepspeed")) is not None:
@@ -36,22 +36,20 @@ def install() -> None:
 
 
 def honour(deepspeed: types.ModuleType) -> None:
-    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed.
-
-    Without a GPU an operation of DeepSpeed is left out from here on: whoever calls ``init_distributed`` before
-    ``initialize``, as Accelerate does, would wait for its compiler.
-    """
+    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed."""
     given: Any = getattr(deepspeed, "initialize", None)
     if not callable(given) or hasattr(deepspeed, KEPT):  # a folder of that name that is no DeepSpeed; a second time
         return
-    if hasattr(deepspeed, "ops"):
+    if hasattr(deepspeed, "ops"):  # now: programs such as Accelerate call init_distributed before initialize
         leave_out_compiled_operation()
-    if (comm := sys.modules.get("deepspeed.comm.comm")) is not None:
-        _start_without_launcher(comm)
+    # Programs that name CoatAdamW in their JSON, or make it themselves, need no "zero_allow_untested_optimizer".
+    tested = getattr(sys.modules.get("deepspeed.runtime.zero.utils"), "ZERO_SUPPORTED_OPTIMIZERS", None)
+    if isinstance(tested, list) and CoatAdamW not in tested:
+        tested.append(CoatAdamW)
     function = inspect.unwrap(given)
     if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
-        deepspeed.initialize = _around(given)  # type: ignore[attr-defined]
-        setattr(deepspeed, KEPT, given)
+        wrapper = functools.wraps(given)(lambda *args, **kwargs: _called(*args, **kwargs))
+        vars(deepspeed).update({"initialize": wrapper, KEPT: given})
         return
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -63,30 +61,11 @@ def honour(deepspeed: types.ModuleType) -> None:
     setattr(deepspeed, KEPT, copy)
 
 
-def _start_without_launcher(comm: Any) -> None:
-    """Let ``deepspeed.init_distributed`` work in a process that no launcher has started, where it asks mpi4py."""
-    ask_mpi = comm.mpi_discovery
-
-    @functools.wraps(ask_mpi)
-    def mpi_discovery(*args: Any, **kwargs: Any) -> Any:
-        return None if become_only_rank() else ask_mpi(*args, **kwargs)
-
-    comm.mpi_discovery = mpi_discovery
-
-
 def _called(*args: Any, **kwargs: Any) -> Any:
     # The code of `deepspeed.initialize`, which runs among the names of that module: it has to import its own.
     from coat_dist.deepspeed.engine import called_as_deepspeed
 
     return called_as_deepspeed(args, kwargs)
-
-
-def _around(given: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(given)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        return _called(*args, **kwargs)
-
-    return initialize
 
 
 class _AfterImport:
@@ -109,21 +88,3 @@ class _AfterImport:
 
             spec.loader.exec_module = execute_and_honour  # type: ignore[method-assign]
         return spec
-
-
-def register_optimizer(cls: Any) -> None:
-    """Make ``"optimizer": {"type": cls.__name__}`` work in a DeepSpeed configuration.
-
-    DeepSpeed looks up in ``torch.optim`` a type that it does not know.
-    """
-    setattr(torch.optim, cls.__name__, cls)
-    cls.when_built = _declare_to_zero
-
-
-def _declare_to_zero(cls: type) -> None:
-    """Put an optimizer class on DeepSpeed's list of those that ZeRO may drive: programs that name it in their JSON then
-    need no ``zero_allow_untested_optimizer``. Called by every new CoatAdamW, because DeepSpeed may be loaded late."""
-    zero = sys.modules.get("deepspeed.runtime.zero.utils")
-    tested = getattr(zero, "ZERO_SUPPORTED_OPTIMIZERS", None)
-    if isinstance(tested, list) and cls not in tested:
-        tested.append(cls)

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..config import CoatConfig, Problem
+from ..config import CoatConfig, CoatConfigError, Problem
 from ..config_errors import got
 from ..optim import CoatAdamW, param_groups, split_groups
-from ..optim.group_keys import check_keys
 from ..optim.state import check_group
-from .config.schema import OF_ADAM, defaults_of_coat_adamw
+from .config.keys import OF_ADAM, defaults_of_coat_adamw
 
 __all__ = ["build_coat_adamw", "experts_apart", "list_parameters", "parameter_of", "wrong_params"]
 
 
 def wrong_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[Problem]:
-    """What is wrong with the values in ``optimizer.params``."""
+    """What is wrong with the values in ``optimizer.params``: options in two places, or else the first wrong value."""
     own = coat.optimizer.model_dump() if coat is not None and "optimizer" in coat.model_fields_set else {}
     params = {name: value for name, value in params.items() if name not in OF_ADAM}
-    given, accepted = {f"optimizer.params.{name}": value for name, value in {**own, **params}.items()}, "one of the two"
-    twice = (f"optimizer.params.{name}" for name in params if name in own)
-    problems = {key: Problem(key, "given beside coat.optimizer", accepted) for key in twice}
-    for options in (*({name: value} for name, value in params.items()), {**own, **params}):
-        try:
-            check_group({**defaults_of_coat_adamw(), **options, "moments": "fp8", "params": []}, "optimizer.params.")
-        except ValueError as error:
-            problem: Problem = error.args[0]
-            problems.setdefault(problem.key, problem._replace(got=got(given.get(problem.key))))
-    return [*problems.values()]
+    key, accepted = "optimizer.params.", "one of the two"
+    if twice := [Problem(f"{key}{name}", "given beside coat.optimizer", accepted) for name in params if name in own]:
+        return twice
+    try:
+        check_group({**defaults_of_coat_adamw(), **own, **params, "moments": "fp8", "params": []}, key)
+    except ValueError as error:
+        problem: Problem = error.args[0]
+        return [problem._replace(got=got(params.get(problem.key.removeprefix(key))))]
+    return []
 
 
 def build_coat_adamw(
@@ -38,15 +36,11 @@ def build_coat_adamw(
 ) -> tuple[Callable[[list[dict[str, Any]]], CoatAdamW], list[dict[str, Any]]]:
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with.
 
-    Args:
-        settings: DeepSpeed's configuration, whose ``optimizer.params`` are options of CoatAdamW.
-        coat: the block; its ``optimizer`` holds the others.
-        model: its parameters are grouped by :func:`coat_dist.optim.param_groups`,
-        parameters: or only these of them, with or without names; or a list of groups, for
-            :func:`coat_dist.optim.split_groups`.
+    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for these ``parameters`` of it, with or
+    without names; of a list of groups those of :func:`coat_dist.optim.split_groups`.
 
     Raises:
-        ValueError: some of ``parameters`` are not the model's, or twice in groups; a group's option is not accepted.
+        CoatConfigError: some of ``parameters`` are not the model's, and would silently not be trained.
     """
     params = settings["optimizer"].get("params") or {}
     options = {**coat.optimizer.model_dump(), **{name: v for name, v in params.items() if name not in OF_ADAM}}
@@ -58,19 +52,12 @@ def build_coat_adamw(
 
     listed = None if parameters is None else list_parameters(parameters)
     if listed and isinstance(listed[0], Mapping):
-        _check_groups(listed, options)
-        known = {id(p) for p in model.parameters()}
-        ids = [id(parameter_of(p)) for group in listed for p in group["params"]]
-        _check_members(ids, known)
-        if twice := len(ids) - len(set(ids)):
-            raise ValueError(f"model_parameters: got {len(ids)} of which {twice} are there before, accepted: each once")
-        _check_trained([parameter_of(p) for group in listed for p in group["params"]], "model_parameters")
         return make, _with_work(split_groups(listed), listed)
     chosen = None if listed is None else {id(parameter_of(p)) for p in listed}  # a tied weight may be listed twice
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
-    if chosen is not None:
-        _check_members(chosen, {id(p) for _, p in named})
-    _check_trained([p for _, p in named], "model" if chosen is None else "model_parameters")
+    if strange := len((chosen or set()) - {id(p) for _, p in named}):
+        given, accepted = f"got {strange} that are not parameters of the model", "its parameters, or groups of them"
+        raise CoatConfigError(Problem("model_parameters", given, accepted))
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place
@@ -80,24 +67,6 @@ def build_coat_adamw(
 def parameter_of(p: Any) -> Any:
     """A parameter of a group or list, which may stand there with its name."""
     return p[1] if isinstance(p, tuple) and len(p) == 2 else p
-
-
-def _check_trained(parameters: list[Any], where: str) -> None:
-    if not any(p.requires_grad for p in parameters):
-        raise ValueError(
-            f"{where}: got {len(parameters)} parameters of which none requires a gradient, so nothing would be "
-            "trained; accepted: at least one that does. An engine that only evaluates has no "
-            '"optimizer" in its configuration, and zero_optimization.stage 0 or 3'
-        )
-
-
-def _check_members(ids: Collection[int], known: Collection[int]) -> None:
-    """Refuse parameters that ZeRO would look for in the model and not find."""
-    if strange := sum(one not in known for one in ids):
-        raise ValueError(
-            f"model_parameters: got {len(ids)} of which {strange} are not parameters of the model, "
-            "accepted: parameters of it, its named_parameters(), or a list of parameter groups"
-        )
 
 
 def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, Any]]:
@@ -111,18 +80,6 @@ def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, 
     return [group for group in split if works(group) or not any(id(parameter_of(p)) in halved for p in group["params"])]
 
 
-def _check_groups(groups: list[Any], options: Mapping[str, Any]) -> None:
-    """Say what CoatAdamW would say of the groups, before DeepSpeed builds anything, and of which group."""
-    defaults = defaults_of_coat_adamw()
-    for i, group in enumerate(groups):
-        what = f"model_parameters.{i}"
-        if not isinstance(group, Mapping):
-            raise ValueError(f"{what}: got {type(group).__name__} beside a group, accepted: another group")
-        check_keys(group, [*defaults, "moments"], what + ",")
-        # without parameters: DeepSpeed may convert them before the optimizer is built
-        check_group({**defaults, "moments": "fp8", **options, **group, "params": []}, f"{what}, ")
-
-
 def list_parameters(parameters: Iterable[Any]) -> list[Any]:
     """Parameters, or groups of them, which may be iterators, as lists that can be read again."""
 
@@ -133,11 +90,8 @@ def list_parameters(parameters: Iterable[Any]) -> list[Any]:
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters of experts that ranks divide (DeepSpeed's ``deepspeed.moe``, or Megatron's after
-    :func:`~coat_dist.deepspeed.mark_experts`) in groups of their own: they are sharded over other ranks.
-
-    DeepSpeed makes these groups for the optimizers that it builds from JSON, and not for callables like ours.
-    """
+    """Put parameters of experts that ranks divide in groups of their own: they are sharded over other ranks. DeepSpeed
+    does so for the optimizers that it builds from JSON, and not for callables like ours."""
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
     groups = list_parameters(groups)

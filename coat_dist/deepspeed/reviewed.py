@@ -1,8 +1,7 @@
 """Supported DeepSpeed builds, by file hash.
 
-What is left out of a ZeRO step, or made one memory, is right only as long as the rest of DeepSpeed's step does what it
-did when it was read. A version number does not say that: builds are patched, and a release changes a line far from the
-method that is overridden. So files are compared, and everything is left to DeepSpeed where they differ.
+What is left out of a ZeRO step is right only as long as the rest of DeepSpeed's step does what it did when it was read.
+A version number does not show that: builds are patched. Where the files differ, everything is left to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,17 +25,12 @@ VERIFIED = {"0.19.8": "bd01c9d9d4a1d1cfc9b19c2c4e5489b6ffc3f2002ca61158e164c0abd
 
 
 def build_hash() -> str:
-    """Hash of the installed DeepSpeed's ``_FILES``; "" where it has no source files."""
+    """Hash of the installed DeepSpeed's ``_FILES``."""
     import deepspeed
 
     folder = Path(deepspeed.__file__).parent
-    together = hashlib.sha256()
-    for name in _FILES:
-        try:
-            together.update(hashlib.sha256((folder / name).read_bytes()).digest())
-        except OSError:
-            return ""
-    return together.hexdigest()
+    digests = (hashlib.sha256((folder / name).read_bytes()).digest() for name in _FILES)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 @functools.cache

@@ -1,9 +1,14 @@
-"""What DeepSpeed needs where a program was started as ``python program.py``, on a machine without a GPU, or again by
-torchrun after a rank had died."""
+"""Starting ranks: as tasks of ``srun``, without any launcher, without a GPU, and again after a restart by torchrun.
+
+``srun python program.py`` starts one task a rank and sets none of the variables that launchers set. A launcher below
+``srun`` (``srun torchrun ...``) sets them, and counts. Meanings of SLURM's variables:
+https://slurm.schedmd.com/srun.html (Output environment variables).
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -11,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..config import CoatConfigError, Problem
 from ..nodes import free_port
-from .build.slurm import take_ranks
 
-__all__ = ["become_only_rank", "leave_out_compiled_operation", "prepare", "store_of_restart"]
+__all__ = ["in_a_step", "leave_out_compiled_operation", "prepare", "store_of_restart", "take_ranks"]
 
+_FIRST_PORT, _PORTS = 20_000, 12_000
+"""Ports below those that systems give to outgoing connections (32768 and above on Linux)."""
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
 """Variables from which DeepSpeed, or what it asks, learns of several ranks."""
@@ -30,9 +37,6 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
     Args:
         slurm: whether to look at SLURM's variables. A batch script has them, too, and is one process.
         alone: whether a process without any launcher becomes the only rank.
-
-    Raises:
-        CoatConfigError: SLURM's variables lack something, or contradict each other.
     """
     leave_out_compiled_operation()
     if store := store_of_restart():
@@ -41,33 +45,24 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
 
         dist.init_process_group(get_accelerator().communication_backend_name(), timeout=default_pg_timeout, **store)
         return
-    if slurm and take_ranks():
+    if not (slurm and take_ranks()) and alone:
+        _become_only_rank()
+
+
+def _become_only_rank() -> None:
+    if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
         return
-    if alone:
-        become_only_rank()
-
-
-def become_only_rank() -> bool:
-    """Make this process the only rank, where no launcher has started it and DeepSpeed would fail to ask mpi4py."""
-    launched = any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS))
-    if launched or find_spec("mpi4py") is not None:
-        return False
     values = "0", "1", "0", "127.0.0.1", str(free_port())
     os.environ.update(dict(zip(_OF_LAUNCHERS, values, strict=True)))
-    print(
-        "note: started without a launcher, so this process is the only rank; `deepspeed PROGRAM` starts several",
-        file=sys.stderr,
-        flush=True,
-    )
-    return True
+    note = "note: started without a launcher, so this process is the only rank; `deepspeed PROGRAM` starts several"
+    print(note, file=sys.stderr, flush=True)
 
 
 def store_of_restart() -> dict[str, Any]:
     """Arguments of ``torch.distributed.init_process_group`` for a rank that torchrun has started again; else none.
 
-    Without ``--standalone`` and ``--rdzv-backend``, torchrun's ranks meet in one store for all restarts, and a restart
-    finds there what the ranks before have left: addresses where nobody listens any more (torch 2.13). On one node all
-    ranks know the number of the restart, and so have names of their own in it.
+    Without ``--standalone`` and ``--rdzv-backend``, torchrun's ranks meet in one store for all restarts, in which the
+    addresses of ended ranks stay (torch 2.13). On one node the number of the restart gives ranks names of their own.
     """
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -79,12 +74,63 @@ def store_of_restart() -> dict[str, Any]:
 
 
 def leave_out_compiled_operation() -> None:
-    """Before DeepSpeed makes its backend, which it also does where torch.distributed is initialized already.
-
-    Without a GPU it then compiles an operation, half a minute of work for faster sums between processes of one host,
-    and waits for ever if an earlier compilation was killed. It is left out, and gloo sums.
-    """
+    """Leave out, without a GPU, the operation that DeepSpeed's backend would compile for half a minute, and hang if an
+    earlier compilation was killed; gloo sums instead."""
     import deepspeed
 
     if deepspeed.accelerator.get_accelerator().device_name() == "cpu" and not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def in_a_step() -> bool:
+    """Whether ``srun`` has started this process. A batch script has numbers of tasks, too, and is only one process."""
+    return not {"SLURM_STEP_ID", "SLURM_STEPID"}.isdisjoint(os.environ)
+
+
+def take_ranks() -> bool:
+    """Set the variables that launchers set from those that ``srun`` sets; whether the ranks are SLURM's.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` that are set stay. Else they are the first host of the job step, and a port that
+    follows from the numbers of job and step.
+
+    Raises:
+        CoatConfigError: a variable is missing; or this is a batch script's own process, which would wait for others.
+    """
+    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return False
+    world = _number("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS")
+    rank, local = (_number(name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    if world > 1 and not in_a_step():
+        accepted = f"a program that `srun` has started (srun python), for {world} tasks"
+        raise CoatConfigError(Problem("SLURM_STEP_ID", "not set", accepted))
+    ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local}
+    counts = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2),3
+    here = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    if sum(here) == world and "SLURM_NODEID" in os.environ:
+        ranks["LOCAL_WORLD_SIZE"] = ranks["LOCAL_SIZE"] = here[_number("SLURM_NODEID")]
+    if "MASTER_ADDR" not in os.environ:  # else SLURM's list of hosts may be missing, or of any form
+        os.environ["MASTER_ADDR"] = _first_host() if world > 1 else "127.0.0.1"
+    job, step = (os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = _FIRST_PORT + (int(job) + int(step) if job.isdigit() and step.isdigit() else 0) % _PORTS
+    os.environ.setdefault("MASTER_PORT", str(port))
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    return True
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name)
+    if text is None or not text.isdigit():
+        accepted = "the number that `srun` sets (srun python)"
+        raise CoatConfigError(Problem(name, "not set" if text is None else f"got {text!r}", accepted))
+    return int(text)
+
+
+def _first_host() -> str:
+    """The first of a list such as ``node[01-03,07],login``."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    text = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    first = re.match(r"((?:[^,\[\]\s]|\[[0-9,-]+\])+)(?:,|$)", text)
+    if first is None:
+        given = f"not set, and the list of hosts is {text!r}"
+        raise CoatConfigError(Problem("MASTER_ADDR", given, "the host of rank 0 (export MASTER_ADDR=...)"))
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[1])

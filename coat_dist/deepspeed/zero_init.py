@@ -1,9 +1,8 @@
 """Build a model in shards: with ZeRO-3 no rank ever holds more than one module's own parameters whole.
 
-``deepspeed.zero.Init`` divides the parameters of each module as soon as that module is built. Two things that it does
-would change a model's numbers, and :func:`zero_init` leaves them out: it creates every floating-point tensor in the
-model's dtype, also those that are to be more exact (tables of rotary embeddings), and it divides parameters in the
-dtype in which a module made them, which a later ``model.to(dtype)`` does not reach.
+``deepspeed.zero.Init`` would change a model's numbers in two ways, which :func:`zero_init` leaves out: it creates every
+floating-point tensor in the model's dtype, also tables of rotary embeddings, and it divides parameters in the dtype in
+which a module made them, which a later ``model.to(dtype)`` does not reach.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_partitions import copy_into
-from ..config import CoatConfig, load_json, look_up, without_comments
+from ..config import load_json, look_up, without_comments
 from .config.validate import check_deepspeed
 
 __all__ = ["copy_into", "zero_init"]
@@ -23,25 +22,20 @@ __all__ = ["copy_into", "zero_init"]
 
 @contextlib.contextmanager
 def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bfloat16) -> Iterator[bool]:
-    """Modules that are built inside have their parameters divided over data-parallel ranks, if ``config`` asks for it.
+    """Divide the parameters of modules that are built inside over data-parallel ranks, at ZeRO stage 3; yields whether.
 
     Random numbers are drawn as without it, so weights are those that any other stage starts with, to the bit. Call it
     on every rank, after the process groups exist, and hand the same configuration to ``initialize``.
 
     Args:
-        config: what ``initialize`` takes: a dict, the path of a JSON file, or base64 of JSON. Below
-            ``zero_optimization.stage`` 3 nothing is done.
+        config: what ``initialize`` takes: a dict, the path of a JSON file, or base64 of JSON.
         mpu: whose data-parallel group divides the parameters; None = all ranks do.
         dtype: of floating-point parameters, as ``model.to(dtype)`` would leave them; None = as they are built.
-
-    Yields:
-        Whether parameters are divided.
 
     Raises:
         CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.
     """
     settings = without_comments(config if isinstance(config, dict) else load_json(config))
-    CoatConfig.from_deepspeed(settings)
     if look_up(settings, "zero_optimization.stage") != 3:
         yield False
         return
@@ -62,11 +56,6 @@ def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bf
     group = None if mpu is None else mpu.get_data_parallel_group()
     # Two engines may be built in one process: DeepSpeed makes hpZ's groups once.
     second = groups._get_zero_param_intra_parallel_group()
-    options = {
-        "zero_param_parallel_group": second,
-        "config_dict_or_path": settings,
-        "mpu": mpu,
-        "data_parallel_group": group,
-    }
-    with InitAs(tensor_overrides=[], **options):
+    divided = {"mpu": mpu, "data_parallel_group": group, "zero_param_parallel_group": second}
+    with InitAs(tensor_overrides=[], config_dict_or_path=settings, **divided):
         yield True

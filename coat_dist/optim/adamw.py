@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -109,11 +109,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 capturable=capturable,
             ),
         )
-        if (declare := type(self).when_built) is not None:
-            declare(type(self))
 
-    when_built: ClassVar[Callable[[type], None] | None] = None
-    """Called with the class by every new optimizer; ``coat_dist`` sets it, so that DeepSpeed knows the class."""
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
     For whoever unscales and clips: a gradient norm gives the factor, and nobody has to write gradients back."""

@@ -1,4 +1,3 @@
-import random
 import socket
 
 import pytest
@@ -17,11 +16,3 @@ def test_a_free_port_is_none_that_is_used_and_none_that_systems_give_away(monkey
         with pytest.raises(OSError, match="no free port: tried"):
             nodes.free_port()
     assert nodes.free_port() == port
-
-
-def test_a_free_port_takes_none_of_the_programs_random_numbers():
-    random.seed(1)
-    first = random.random()
-    random.seed(1)
-    nodes.free_port()
-    assert random.random() == first

@@ -25,9 +25,7 @@ def test_supported_versions_raise_nothing():
         ("megatron_core", "0.13.1", "problem"),
         ("megatron_core", None, "warning"),
         ("deepspeed", "0.14.0", "problem"),
-        ("deepspeed", None, "problem"),
         ("torch", "2.4.0+cu121", "problem"),
-        ("triton", None, "warning"),
     ],
 )
 def test_versions_out_of_range(name, version, level):
@@ -36,45 +34,11 @@ def test_versions_out_of_range(name, version, level):
     assert "accepted" in found[0][1] and (version is None or version in found[0][1])
 
 
-def test_impostor_apex_is_named_without_importing_it(tmp_path, monkeypatch):
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert report.is_nvidia_apex() is False
-    assert any(level == "problem" and "not NVIDIA Apex" in text for level, text in report.check(GOOD))
-    (tmp_path / "apex" / "optimizers").mkdir()
-    (tmp_path / "apex" / "optimizers" / "fused_adam.py").write_text("")
-    assert report.is_nvidia_apex() is True
-
-
-def test_missing_compiler_warns(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    assert any("C compiler" in text for _, text in report.check(GOOD))
-
-
 def test_report_program():
     done = subprocess.run([sys.executable, "-m", "coat_dist.report"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("python", "torch", "deepspeed", "megatron-core", "GPU", "optimizer step", "FP8 GEMM"):
         assert word in done.stdout
-
-
-def test_it_takes_no_arguments(capsys):
-    for argv, status, words in (["--help"], 0, "what is wrong with the installation"), (["foo", "--x"], 2, "foo --x"):
-        with pytest.raises(SystemExit) as ended:
-            report.main(argv)
-        said = capsys.readouterr()
-        assert ended.value.code == status and words in said.out + said.err and "torch  " not in said.out
-    assert said == ("", "error: arguments: got foo --x, accepted: none\n")
-
-
-def test_a_reader_that_leaves_is_no_error():
-    started = subprocess.Popen(
-        [sys.executable, "-m", "coat_dist.report"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    started.stdout.close()  # as `| head -0` does
-    assert "BrokenPipe" not in started.stderr.read() and started.wait() == 0
 
 
 def test_paths_of_each_kind_of_gpu():

@@ -238,20 +238,6 @@ def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
     assert "--split: valid gets 0 of " in end and end.endswith(" works), or give --eval-interval 0"), end
 
 
-def builds_nothing(rank, world, argv):
-    from launch.train import build
-
-    build.build_engine = None  # calling it would be another error
-    return rank_main(rank, world, argv)
-
-
-def test_a_monitor_that_cannot_write_is_refused_before_a_model_is_built(work, tmp_path):
-    (tmp_path / "file").write_text("")
-    watched = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2, **watched))
-    assert run_ranks(1, builds_nothing, argv)[0].startswith("CoatConfigError: csv_monitor.output_path: cannot write")
-
-
 def test_deepspeeds_monitors_watch_a_run(work, tmp_path):
     watched = {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "watched"), "job_name": "csv"},
@@ -264,6 +250,3 @@ def test_deepspeeds_monitors_watch_a_run(work, tmp_path):
     assert (tmp_path / "watched" / "csv" / "Train_Samples_lr.csv").exists()
     assert list(tmp_path.glob("watched/board/events.out.tfevents.*"))
     assert "Profile Summary" in (tmp_path / "flops.txt").read_text()
-    argv = command(work, tmp_path / "other", configuration(tmp_path, 2, comet={"enabled": True}))
-    for end in run_ranks(2, rank_main, argv):
-        assert end.startswith("CoatConfigError: comet.enabled: got true, accepted: false, or first: pip")

@@ -1,15 +1,13 @@
 """An engine whose model is one stage of a pipeline: what it refuses, and what it does over all stages.
 
-Somebody else runs the micro-batches of a step through the stages (``megatron_patches.train_batch``: Megatron's
-schedules) and lets gradients accumulate in the parameters. Then :func:`reduce_gradients` hands them to ZeRO-1, and
-``engine.step()`` does the rest. A stage's own ``forward`` and ``backward`` would compute a part of a model, so calling
-them is an error. DeepSpeed's ``PipelineModule`` has an engine of its own and does not come here.
+``megatron_patches.train_batch`` runs the micro-batches of a step by Megatron's schedules, which accumulate gradients in
+the parameters; :func:`reduce_gradients` hands them to ZeRO-1, and ``engine.step()`` does the rest. A stage's own
+``forward`` and ``backward`` would compute a part of a model, so calling them is an error.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import types
 from typing import Any, NoReturn
 
@@ -17,24 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
-from ...config import CoatConfigError
-from ...ranks import gather
+from ...config import CoatConfigError, Problem
 from ..step.step import by_what_the_norm_counts
 
-__all__ = [
-    "check_noise_of_tied",
-    "TIED",
-    "accumulate",
-    "accumulated",
-    "attach_stage",
-    "check_one_model_a_stage",
-    "has_groups_of_norms",
-    "is_stage",
-    "norm_over_stages",
-    "reduce_gradients",
-    "refuse_unreduced_steps",
-    "stages",
-]
+__all__ = ["TIED", "accumulate", "accumulated", "attach_stage", "check_noise_of_tied", "has_groups_of_norms"]
+__all__ += ["is_stage", "norm_over_stages", "reduce_gradients", "refuse_unreduced_steps", "stages"]
 
 TIED = "/tied"
 """End of the name of the parameter group of a weight that two stages hold (``coat_dist.optim.param_groups``)."""
@@ -52,46 +37,43 @@ def is_stage(engine: Any) -> bool:
     return stages(getattr(engine, "mpu", None)) > 1
 
 
-def check_one_model_a_stage(model: torch.nn.Module, mpu: Any) -> None:
-    """Refuse ranks of one stage that hold different models; collective over all ranks of several stages.
-
-    Raises:
-        CoatConfigError: on every rank; names the stage.
-    """
-    if stages(mpu) == 1:
-        return
-    here = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
-    found: dict[int, list[Any]] = {}
-    for stage, parameters in gather((mpu.get_pipeline_model_parallel_rank(), json.dumps(here))):
-        found.setdefault(stage, []).append(parameters)
-    different = [stage for stage, one in sorted(found.items()) if len(set(one)) > 1]
-    if different:
-        raise CoatConfigError(
-            f"model: got different parameters on ranks of pipeline stage {different[0]}, accepted: the same on all "
-            "ranks of a stage"
-        )
-
-
 def attach_stage(engine: Any) -> None:
-    """Make an engine one of a stage.
-
-    Raises:
-        ValueError: a weight that two stages hold shares its groups of FP8 moments with others, so that its copies would
-            drift apart.
-    """
+    """Make an engine one of a stage; CoatConfigError where its FP8 moments would let a tied weight's copies drift
+    apart."""
     zero = engine.optimizer
     _check_tied(zero)
     for hook in getattr(zero, "_grad_acc_hooks", []):  # they reduce within `engine.backward`, and cost time in each
         hook.remove()
     if not has_groups_of_norms(zero):
         _accumulate_in_fp32(zero)
-    engine.forward = types.MethodType(_refuse("forward"), engine)
-    engine.backward = types.MethodType(_refuse("backward"), engine)
+    engine.forward, engine.backward = (functools.partial(_refuse, name, engine) for name in ("forward", "backward"))
 
 
 def has_groups_of_norms(zero: Any) -> bool:
     """Whether ZeRO makes a norm of each of its groups. BF16_Optimizer sums all gradients of a rank at once."""
     return hasattr(zero, "scaled_global_norm")
+
+
+def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
+    where = f"stage {engine.mpu.get_pipeline_model_parallel_rank()} of {stages(engine.mpu)} pipeline stages"
+    accepted = "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch for an evaluation"
+    return RuntimeError(f"engine.{name}: called on {where}, {what}; accepted: {accepted}")
+
+
+def _refuse(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _refusal(engine, name, "which is a part of a model")
+
+
+def _check_tied(zero: Any) -> None:
+    for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
+        tied = any(getattr(p, "shared_embedding", False) for p in params)
+        if tied and len(params) > 1 and options.get("moments") == "fp8":
+            given = (
+                "got a group with FP8 moments that holds the tied embedding among other weights, whose copies on two "
+            )
+            given += "pipeline stages would drift apart"
+            accepted = '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)'
+            raise CoatConfigError(Problem("model_parameters", given, accepted))
 
 
 def norm_over_stages(engine: Any) -> None:
@@ -100,35 +82,6 @@ def norm_over_stages(engine: Any) -> None:
     ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums
     over stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
     """
-    engine.optimizer.scaled_global_norm = types.MethodType(_norm_over_stages(engine), engine.optimizer)
-
-
-def _refuse(name: str) -> Any:
-    def refuse(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"engine.{name}: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
-            f"{stages(engine.mpu)} pipeline stages, which is a part of a model; accepted: "
-            "megatron_patches.train_batch(engine, data_iterator, forward_step) for a whole step and "
-            "megatron_patches.eval_batch for an evaluation"
-        )
-
-    return refuse
-
-
-def _check_tied(zero: Any) -> None:
-    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
-    for params, options in zip(groups, zero.optimizer.param_groups, strict=True):
-        tied = any(getattr(p, "shared_embedding", False) for p in params)
-        if tied and len(params) > 1 and options.get("moments") == "fp8":
-            raise ValueError(
-                "model_parameters: got a group with FP8 moments that holds the tied embedding among other weights, "
-                'whose copies on the first and the last pipeline stage would drift apart; accepted: "moments": "fp32", '
-                "or a group of its own (coat_dist.param_groups makes one)"
-            )
-
-
-def _norm_over_stages(engine: Any) -> Any:
-    """``scaled_global_norm`` by the groups of the whole model."""
     from deepspeed.runtime.utils import combine_grad_norm_groups, mask_nan_or_inf_with_val_inplace
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
@@ -157,7 +110,7 @@ def _norm_over_stages(engine: Any) -> Any:
         mask_nan_or_inf_with_val_inplace(norms, device=norms.device)
         return combine_grad_norm_groups(list(norms.unbind()), norm_type=norm_type)
 
-    return scaled_global_norm
+    engine.optimizer.scaled_global_norm = types.MethodType(scaled_global_norm, engine.optimizer)
 
 
 def _accumulate_in_fp32(zero: Any) -> None:
@@ -215,12 +168,7 @@ def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:
         if not reduced[0]:
-            raise RuntimeError(
-                f"engine.step: called on stage {engine.mpu.get_pipeline_model_parallel_rank()} of "
-                f"{stages(engine.mpu)} pipeline stages, whose gradients nothing has reduced; accepted: "
-                "megatron_patches.train_batch(engine, data_iterator, forward_step), which runs the schedule, reduces "
-                "and steps"
-            )
+            raise _refusal(engine, "step", "whose gradients nothing has reduced")
         reduced[0] = False
         return step(*args, **kwargs)
 
@@ -233,9 +181,6 @@ def check_noise_of_tied(engine: Any) -> None:
 
     A shard draws by the number of shards with FP8 moments before it. A last stage without a layer of its own, or with
     frozen ones, has none before its copy, where the first stage has one.
-
-    Raises:
-        ValueError: on every stage.
     """
     zero = engine.optimizer
     drawing = [
@@ -247,9 +192,7 @@ def check_noise_of_tied(engine: Any) -> None:
     places: list[Any] = [None] * stage_group.size()
     dist.all_gather_object(places, drawing.index(True) if True in drawing else None, group=stage_group)
     if len(places_of_copies := {place for place in places if place is not None}) > 1:
-        raise ValueError(
-            "model_parameters: got a tied embedding behind another number of groups with FP8 moments on the first "
-            f"pipeline stage than on the last ({', '.join(map(str, sorted(places_of_copies)))}), so that its copies "
-            'would draw other noise and drift apart; accepted: layers to train on both stages, "moments": "fp32" for '
-            'the embedding, or "stochastic_rounding": false'
-        )
+        given = "got a tied embedding behind another number of groups with FP8 moments on the first stage than on the "
+        given += f"last {sorted(places_of_copies)}, so that its copies would draw other noise and drift apart"
+        accepted = 'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": false'
+        raise CoatConfigError(Problem("model_parameters", given, accepted))

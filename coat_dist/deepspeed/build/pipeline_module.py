@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...config import CoatConfigError, Problem
 from ..optimizer_from_json import parameter_of
 from .pipeline import TIED, has_groups_of_norms
 
@@ -47,23 +48,17 @@ def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[
 
 
 def check_tied(groups: Iterable[Mapping[str, Any]], tied: Collection[int], what: str) -> None:
-    """Refuse ``tied`` weights in groups that say that their moments are in FP8.
-
-    Raises:
-        ValueError: says which group, ``what.i``.
-    """
+    """Refuse ``tied`` weights in groups (``what.i``) that ask for FP8 moments."""
     for i, group in enumerate(groups):
         if group.get("moments") == "fp8" and any(id(parameter_of(p)) in tied for p in group["params"]):
-            raise ValueError(
-                f'{what}.{i}, moments: got "fp8" for a weight that several stages of a PipelineModule hold, whose '
-                'copies would drift apart; accepted: "fp32"'
-            )
+            given = 'got "fp8" for a weight that several stages of a PipelineModule hold: copies would drift apart'
+            raise CoatConfigError(Problem(f"{what}.{i}.moments", given, '"fp32"'))
 
 
 def groups_differ(engine: Any) -> bool:
     """Whether ZeRO has another number of groups on another stage, as where one has no biases; collective over stages.
 
-    ZeRO then sums norms over all stages group by group, and waits for ever for the one that has no further group.
+    ZeRO then sums norms over all stages group by group, and hangs waiting for the one that has no further group.
     """
     zero = engine.optimizer
     if getattr(engine, "grid", None) is None or not has_groups_of_norms(zero) or zero.cpu_offload:

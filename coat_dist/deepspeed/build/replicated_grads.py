@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...config import CoatConfigError
+from ...config import CoatConfigError, Problem
 
 __all__ = ["SUMMED", "check_replicated_grads", "is_head_norm", "partial_over_tp"]
 
@@ -21,12 +21,7 @@ SUMMED = "coat_replicated_grad"
 
 
 def partial_over_tp(name: str, parameter: torch.Tensor) -> Literal["sum", "average"] | None:
-    """How TP ranks have to put the gradient of a parameter together, or None where each rank's is whole.
-
-    Args:
-        name: its name in the model: norms on queries and keys have no other mark.
-        parameter: with the attributes that Megatron gives it.
-    """
+    """How TP ranks have to put the gradient of a parameter together, or None where each rank's is whole."""
     if getattr(parameter, "tensor_model_parallel", False):
         return None
     if getattr(parameter, "average_gradients_across_tp_domain", False):
@@ -40,12 +35,7 @@ def is_head_norm(name: str) -> bool:
 
 
 def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
-    """Refuse a model over several TP ranks whose replicated gradients nobody sums.
-
-    Args:
-        model: what DeepSpeed is going to get.
-        mpu: what DeepSpeed is going to get beside it, or None.
-        tp: the tensor-parallel size that ``mpu`` tells; 1 without one.
+    """Refuse a model over ``tp`` TP ranks whose replicated gradients nobody sums.
 
     Raises:
         CoatConfigError: no ``mpu`` for a model that is divided over TP ranks, whose gradients DeepSpeed would average
@@ -54,26 +44,23 @@ def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
     if mpu is None:
         tp = max((_configured_tp(module) for module in model.modules()), default=1)
         if tp > 1:
-            raise CoatConfigError(
-                f"mpu: got none for a model with tensor_model_parallel_size {tp}, whose gradients DeepSpeed would "
-                "average over tensor-parallel ranks; accepted: megatron_patches.MPUAdapter(), or "
-                "megatron_patches.initialize, which makes one"
+            given = (
+                f"got none for a model with tensor_model_parallel_size {tp}, whose gradients DeepSpeed would average"
             )
-    if tp == 1:
-        return
+            accepted = "megatron_patches.MPUAdapter(), or megatron_patches.initialize, which makes one"
+            raise CoatConfigError(Problem("mpu", f"{given} over tensor-parallel ranks", accepted))
     missing = [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and partial_over_tp(name, parameter) and not getattr(parameter, SUMMED, False)
     ]
-    if missing:
-        raise CoatConfigError(
-            f"model: got {len(missing)} parameters ({missing[0]}{', ...' if len(missing) > 1 else ''}) that the {tp} "
-            "tensor-parallel ranks each hold and whose gradients nobody sums over these ranks, so that their copies "
-            "would drift apart; accepted: call megatron_patches.install_replicated_grad_hooks(model) before "
-            "initialize, or megatron_patches.initialize, which does; or, if this program sums them itself, set "
-            f"parameter.{SUMMED} = True on each"
-        )
+    if tp > 1 and missing:
+        first = f"{missing[0]}{', ...' if len(missing) > 1 else ''}"
+        given = f"got {len(missing)} parameters ({first}) that the {tp} tensor-parallel ranks each hold and whose"
+        given += " gradients nobody sums over these ranks, so that their copies would drift apart"
+        accepted = "megatron_patches.install_replicated_grad_hooks(model) before initialize, or "
+        accepted += f"megatron_patches.initialize; or, where this program sums them, parameter.{SUMMED} = True on each"
+        raise CoatConfigError(Problem("model", given, accepted))
 
 
 def _configured_tp(module: torch.nn.Module) -> int:

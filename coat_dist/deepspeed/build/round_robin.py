@@ -1,21 +1,37 @@
-"""Where parameters lie under ``"round_robin_gradients": true``, which DeepSpeed 0.19 gets wrong.
+"""Links from parameters to their shards of the master weights, and their repair under ``round_robin_gradients``.
 
-The option deals the parameters of a group out to the ranks in turn before they are flattened. DeepSpeed's links from
-parameters to their fp32 shard, its accessors (``safe_get_full_fp32_param`` and the like) and the
-``param_slice_mappings`` that it saves nevertheless count in the order of the group, so all of them silently name
-elements of other parameters. Training itself is right. :func:`relink` makes the links anew, in the order of the flat
-tensor.
+ZeRO-1, 2 and BF16_Optimizer call ``_link_all_hp_params`` when they are built and after loading; :func:`after_linking`
+adds what has to follow. ``"round_robin_gradients": true`` deals the parameters of a group out to the ranks in turn, but
+DeepSpeed's links, accessors and ``param_slice_mappings`` count in the order of the group, so they silently name
+elements of other parameters. :func:`relink` links them in the order of the flat tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from ..step.links import after_linking
+__all__ = ["after_linking", "deals_out", "relink"]
 
-__all__ = ["deals_out", "relink"]
+
+def after_linking(zero: Any, action: Callable[[Any], None]) -> None:
+    """Call ``action(zero)`` now and after each time that a ZeRO-1, 2 or BF16_Optimizer links parameters, after the
+    actions that came before; its parameters are linked again now."""
+    actions: list[Callable[[Any], None]] | None = getattr(zero, "coat_after_linking", None)
+    if actions is None:
+        actions = zero.coat_after_linking = []
+        link = zero._link_all_hp_params
+
+        def link_all() -> None:
+            link()
+            for action in actions:
+                action(zero)
+
+        zero._link_all_hp_params = link_all
+    actions.append(action)
+    zero._link_all_hp_params()
 
 
 def deals_out(zero: Any) -> bool:
@@ -24,22 +40,7 @@ def deals_out(zero: Any) -> bool:
 
 
 def relink(zero: Any) -> None:
-    """Correct the links of an optimizer that :func:`deals_out`, now and whenever it makes them again.
-
-    Args:
-        zero: ``engine.optimizer``.
-
-    Raises:
-        ValueError: this DeepSpeed does not say where it put the parameters.
-    """
-    needed = ("round_robin_bit16_offsets", "_link_all_hp_params", "_create_param_mapping", "_param_slice_mappings")
-    if not all(hasattr(zero, name) for name in needed):
-        import deepspeed
-
-        raise ValueError(
-            f"zero_optimization.round_robin_gradients: got true, accepted: false with DeepSpeed {deepspeed.__version__}"
-            ", whose links from parameters to their shards would name elements of other parameters"
-        )
+    """Correct the links of an optimizer that :func:`deals_out`, now and whenever it links parameters again."""
     after_linking(zero, _link_all)
     zero._param_slice_mappings = zero._create_param_mapping()
 

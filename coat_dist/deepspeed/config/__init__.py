@@ -1,8 +1,1 @@
-"""From the arguments of ``deepspeed.initialize`` to a request on which all ranks agree.
-
-- ``validate.py`` reads the configuration and checks it beside the model and the optimizer: ``validate(given)``.
-- ``table.py`` is the table of refused settings, each with its reason and what is accepted.
-- ``schema.py`` asks DeepSpeed which keys it reads, and of which type they are.
-- ``misspellings.py`` finds names that are nearly right.
-- ``agreement.py`` gives every rank the errors of all: ``agree(request)``.
-"""
+"""From the arguments of ``deepspeed.initialize`` to a request on which all ranks agree."""

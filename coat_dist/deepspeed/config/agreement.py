@@ -1,9 +1,9 @@
 """Agreement of all ranks on a request: every rank raises the errors of any, and settings that differ are named.
 
 A rank with a ``"coat"`` block compares its settings with all others' in a collective. One without would go straight on
-into DeepSpeed's collectives, the two would not fit, and the ranks would wait for each other until a timeout that names
-none of them. So each call of ``deepspeed.initialize`` first leaves its errors, and whether it has a block, in
-torch.distributed's store, and waits for all others'. DeepSpeed's first collective would wait for them as well.
+into DeepSpeed's collectives, and the ranks would hang until a timeout that names none of them. So each call of
+``deepspeed.initialize`` first leaves its error, and whether it has a block, in torch.distributed's store, and waits for
+all others', as DeepSpeed's first collective would.
 """
 
 from __future__ import annotations
@@ -13,31 +13,24 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ... import nodes
-from ...config import CoatConfigError, Problem, look_up
-from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks
-from ..build.pipeline import check_one_model_a_stage, stages
-from ..build.slurm import in_a_step
+from ...config import CoatConfigError
+from ...ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
+from ..build.pipeline import stages
 from ..heartbeat import group_timeout
-from ..without_launcher import prepare
-from .batch_sizes import batch_sizes, data_parallel_ranks
-from .table import as_read
+from ..optimizer_from_json import parameter_of
+from ..without_launcher import in_a_step, prepare
 from .validate import Request
 
-__all__ = ["agree", "make_folders"]
+__all__ = ["agree"]
 
+# Seconds that a rank without a block waits for the others: without one, ranks may build unequal numbers of engines.
 PATIENCE = 20.0
-"""Seconds that a rank without a block waits for the others: in a program of DeepSpeed's alone, ranks may build unequal
-numbers of engines."""
-HEARD = 5.0
-"""Seconds that a rank with an error waits for the others to read it, before it raises."""
-_WRITE_FILES = ("tensorboard", "csv_monitor")
+HEARD = 5.0  # seconds that a rank with an error waits for the others to read it, before it raises
 
 _calls = 0  # of this process: all ranks of a program build their engines in the same order
 
@@ -52,8 +45,6 @@ def agree(request: Request) -> None:
     """
     try:
         _start(request)
-        if request.ours and request.error is None:
-            _check_on_this_rank(request)
     except Exception as error:
         request.error = request.error or error
     with suppress(Exception) if request.error else nullcontext():  # the error that is on its way says more
@@ -62,8 +53,6 @@ def agree(request: Request) -> None:
         raise request.error
     if request.ours:
         _compare(request)
-    if not request.passed_on:
-        check_one_model_a_stage(request.given["model"], request.given.get("mpu"))
 
 
 def _start(request: Request) -> None:
@@ -79,34 +68,6 @@ def _start(request: Request) -> None:
             deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
 
 
-def _check_on_this_rank(request: Request) -> None:
-    """What needs to know how many ranks there are, or which this is."""
-    if (ranks := data_parallel_ranks(request.given, request.settings)) is not None:
-        batch_sizes(as_read(request.settings), ranks)
-    if rank_and_world()[0] == 0:
-        make_folders(request.settings)
-
-
-def make_folders(config: Mapping[str, Any]) -> None:
-    """Make the folders that DeepSpeed's monitors write to, as they would on rank 0 while the other ranks go on.
-
-    Raises:
-        CoatConfigError: one cannot be written; names the key and the folder.
-    """
-    for key in _WRITE_FILES:
-        if look_up(config, f"{key}.enabled") is not True:
-            continue
-        folder = Path(str(config[key].get("output_path", "")), str(config[key].get("job_name", "DeepSpeedJobName")))
-        why = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            why = str(problem.strerror)
-        if why or not os.access(folder, os.W_OK):
-            said = f"cannot write {folder} ({why or 'no permission'})"
-            raise CoatConfigError(Problem(f"{key}.output_path", said, "a folder that can be written from rank 0"))
-
-
 def _exchange(request: Request) -> None:
     """Leave this rank's error, or whether it has a block, in the store; raise what the other ranks have left."""
     global _calls
@@ -114,45 +75,31 @@ def _exchange(request: Request) -> None:
     rank, world = rank_and_world()
     if world == 1:
         return
-    store = dist.distributed_c10d._get_default_store()
-    key, error = f"coat_dist/initialize/{call}", request.error
+    store, error = dist.distributed_c10d._get_default_store(), request.error
+    keys = [f"coat_dist/initialize/{call}/{one}" for one in range(world)]
     kind = "refused" if error else "with" if request.ours else "without"
-    store.set(f"{key}/{rank}", json.dumps([kind, nodes.host(), str(error)]))
-    kinds = ("with", "without", "refused")
-    end = time.monotonic() + (HEARD if error else group_timeout() if request.ours else PATIENCE)
-    with_, without, refused = (store.add(f"{key}/{one}", int(one == kind)) for one in kinds)
-    while with_ + without + refused < world and time.monotonic() < end:
-        if not error and (refused or (with_ and without)):
-            break
-        time.sleep(0.02)
-        with_, without, refused = (store.add(f"{key}/{one}", 0) for one in kinds)
-    if not (refused or (with_ and without)):
-        return
-    left = {r: json.loads(store.get(f"{key}/{r}")) for r in range(world) if store.check([f"{key}/{r}"])}
-    store.add(f"{key}/read", 1)
-    end = time.monotonic() + 2.0
-    while store.add(f"{key}/read", 0) < len(left) and time.monotonic() < end:
-        time.sleep(0.02)  # the store ends with the process of rank 0
-    if not error:
-        _raise(left)
+    store.set(keys[rank], json.dumps([kind, str(error)]))
+    wait_for(keys, HEARD if error else group_timeout() if request.ours else PATIENCE)
+    ranks = [one for one in range(world) if store.check([keys[one]])]
+    left = dict(zip(ranks, map(json.loads, store.multi_get([keys[one] for one in ranks])), strict=True))
+    if error or len({kind for kind, _ in left.values()}) > 1:
+        time.sleep(1.0)  # until all have read: the store ends with the process of rank 0
+        if not error:
+            _raise(left)
 
 
-def _raise(left: Mapping[int, tuple[str, str, str]]) -> None:
-    """Raise what ranks have left in the store: their kinds, hosts and errors."""
+def _raise(left: Mapping[int, tuple[str, str]]) -> None:
+    """Raise what ranks have left in the store: their kinds and errors."""
     errors: dict[str, list[int]] = {}
-    for rank, (kind, _, text) in left.items():
+    for rank, (kind, text) in left.items():
         if kind == "refused":
             errors.setdefault(text, []).append(rank)
     if errors:
         lines = (f"{line} (on {say_ranks(ranks)})" for text, ranks in errors.items() for line in text.splitlines())
         raise CoatConfigError(*lines)
-    several, told = len({host for _, host, _ in left.values()}) > 1, []
-    for kind, what in (("with", 'a "coat" block or a CoatAdamW'), ("without", "neither")):
-        ranks = [rank for rank, one in left.items() if one[0] == kind]
-        where = f" ({', '.join(dict.fromkeys(left[rank][1] for rank in ranks))})" if several else ""
-        told.append(f"{what} on {say_ranks(ranks)}{where}")
-    text = f"ranks were started differently: {', '.join(told)}; accepted: the same configuration on all ranks"
-    raise CoatConfigError(text)
+    with_, without = (say_ranks([rank for rank, one in left.items() if one[0] == kind]) for kind in ("with", "without"))
+    text = f'ranks were started differently: a "coat" block or a CoatAdamW on {with_}, neither on {without}; accepted: '
+    raise CoatConfigError(f"{text}the same configuration on all ranks")
 
 
 def _compare(request: Request) -> None:
@@ -165,7 +112,11 @@ def _compare(request: Request) -> None:
     _take_device(given.get("args"))
     compared: dict[str, Any] = {**request.settings, "coat": request.coat and request.coat.model_dump()}
     if not isinstance(model, PipelineModule) and stages(given.get("mpu")) == 1:
-        compared["model.parameters"] = _parameters(model)
+        compared["model.parameters"] = [  # ZeRO-3 keeps full shapes in ds_shape
+            [name, list(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad, type(module).__name__]
+            for name, module in model.named_modules()
+            for p in module.parameters(recurse=False)
+        ]
         names = {id(p): name for name, p in model.named_parameters()}
         groups = getattr(request.facts.optimizer, "param_groups", None)
         compared["model_parameters"] = _groups(given.get("model_parameters"), names)
@@ -174,11 +125,8 @@ def _compare(request: Request) -> None:
 
 
 def _take_device(args: Any) -> None:
-    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a collective needs one.
-
-    NCCL would otherwise run it on the first GPU for every rank. Without a local rank nothing is chosen: DeepSpeed's
-    engine then refuses to start.
-    """
+    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a collective needs one:
+    NCCL would run it on the first GPU for every rank."""
     from deepspeed.accelerator import get_accelerator
 
     local = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
@@ -187,33 +135,14 @@ def _take_device(args: Any) -> None:
         get_accelerator().set_device(rank)
 
 
-def _parameters(model: torch.nn.Module) -> list[list[Any]]:
-    """Names, full shapes (ZeRO-3 keeps them in ``ds_shape``), dtypes and trainability of all parameters."""
-    return [
-        [n, list(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad, type(m).__name__]
-        for n, m in model.named_modules()
-        for p in m.parameters(recurse=False)
-    ]
-
-
 def _groups(listed: Iterable[Any] | None, names: Mapping[int, str]) -> dict[str, Any]:
-    """Options of parameter groups, or of a list of parameters as one group, and the names of what is in each."""
+    """Plain options of parameter groups, or of a list of parameters as one group, and the names of what is in each."""
     groups = list(listed or [])
     if groups and not isinstance(groups[0], Mapping):
         groups = [{"params": groups}]
-    return {
-        str(i): {
-            **{str(key): _plain(value) for key, value in group.items() if key != "params"},
-            "params": [names.get(id(p[1] if isinstance(p, tuple) else p), "unknown") for p in group["params"]],
-        }
-        for i, group in enumerate(groups)
-    }
-
-
-def _plain(value: Any) -> Any:
-    """What is the same on every rank where ranks agree: no device, no address in memory."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+    plain = bool | int | float | str | list | tuple | torch.Tensor
+    found = {}
+    for i, group in enumerate(groups):
+        params = [names.get(id(parameter_of(p)), "unknown") for p in group["params"]]
+        found[str(i)] = {str(k): v for k, v in group.items() if isinstance(v, plain)} | {"params": params}
+    return found

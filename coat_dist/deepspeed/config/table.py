@@ -1,14 +1,12 @@
 """The table of DeepSpeed settings that are refused, each with its reason and what is accepted.
 
-A reason that helps the user is part of the message; others stand beside the row. Types of further keys are asked of
-DeepSpeed (``schema.py``).
+A row stands here where without it a run would train wrongly in silence, lose data or hang; what DeepSpeed refuses
+itself is left to it. A reason that helps the user is part of the message; others stand beside the row.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,13 +16,11 @@ import torch
 from ...config import CoatConfig, Problem, look_up, without_comments
 from ...config_errors import got
 from ...optim import CoatAdamW
-from ...ranks import rank_and_world
-from .schema import is_number, schedule_class
 
 __all__ = ["EXPERTS", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused"]
 
 _SIZES = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
-_UNSET = ("bf16", "bfloat16", "aio", *_SIZES)
+_UNSET = ("bf16", "bfloat16", "aio")
 """Keys that may be null, which means to DeepSpeed that they are not given."""
 _MODELS = ("zero_optimization", "fp16", "bf16", "tensor_parallel", "compile")
 """Blocks in which DeepSpeed drops what is "auto"."""
@@ -32,7 +28,7 @@ _MODELS = ("zero_optimization", "fp16", "bf16", "tensor_parallel", "compile")
 
 def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without comments and what DeepSpeed reads as not given: null of some keys, and "auto", which
-    programs on top of it fill in. The block "bfloat16", which DeepSpeed passes over beside "bf16", is "bf16"."""
+    programs on top of it fill in. The block "bfloat16", which DeepSpeed ignores beside "bf16", is "bf16"."""
 
     def without_auto(value: Any) -> Any:
         return {k: without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, Mapping) else value
@@ -48,19 +44,13 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
 class Facts:
     """What a row of the table looks at."""
 
-    config: Mapping[str, Any]
-    """DeepSpeed's configuration, of :func:`as_read`."""
+    config: Mapping[str, Any]  # DeepSpeed's configuration, of `as_read`
     coat: CoatConfig | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    """An object that is given beside the configuration."""
+    optimizer: torch.optim.Optimizer | None = None  # an object that is given beside the configuration
     tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    """Ranks that divide the experts."""
-    pipeline: bool = False
-    """The model is a ``PipelineModule``."""
-    frozen: bool = False
-    """No parameter of the model requires a gradient."""
+    ep: int = 1  # ranks that divide the experts
+    pipeline: bool = False  # the model is a PipelineModule
+    frozen: bool = False  # no parameter of the model requires a gradient
 
     @property
     def ours(self) -> CoatAdamW | None:
@@ -86,8 +76,6 @@ class Facts:
     def stage(self) -> int:
         return self["zero_optimization.stage"] or 0
 
-    world = property(lambda self: rank_and_world()[1])
-
     @property
     def half(self) -> str | None:
         """The block that turns 16-bit training on."""
@@ -107,11 +95,6 @@ class Facts:
         named = self["optimizer.params.master_weights"] or (self.coat and self.coat.optimizer.master_weights)
         return self.compressed and named == "bf16_remainder"
 
-    @property
-    def option(self) -> str:
-        """What the user calls it."""
-        return f'{"CoatAdamW " if self.ours is not None else "coat.optimizer."}master_weights "bf16_remainder"'
-
     def __getitem__(self, key: str) -> Any:
         """The configuration's value at a key of the table."""
         return look_up(self.config, key)
@@ -121,10 +104,8 @@ class Key(NamedTuple):
     """One row."""
 
     name: str
-    accepted: str
-    """What to write instead, and why where that is not plain; facts in braces."""
-    refused: Callable[[Any, Facts], object]
-    """Called with the value, which is None where there is none."""
+    accepted: str  # what to write instead, and why where that is not plain; facts in braces
+    refused: Callable[[Any, Facts], object]  # of the value, which is None where there is none
 
 
 def refused(rows: Iterable[Key], facts: Facts) -> Iterator[Problem]:
@@ -138,15 +119,11 @@ def _if(fact: str, test: Callable[[Any], object] = bool) -> Callable[[Any, Facts
     return lambda v, f: getattr(f, fact) and test(v)
 
 
-def _on(value: Any, facts: Facts) -> bool:
+def _on(value: Any, facts: Any = None) -> bool:
     return bool(value)
 
 
-def _several(value: Any) -> bool:
-    return (value or 1) > 1
-
-
-def _off_gpu(value: Any) -> bool:
+def _off_gpu(value: Any, facts: Any = None) -> bool:
     return value not in (None, "none")
 
 
@@ -154,86 +131,44 @@ def _given(value: Any, facts: Any = None) -> bool:
     return value is not None
 
 
-def _no_integer(least: int) -> Callable[[Any, Facts], object]:
-    return lambda v, f: v is not None and (type(v) is not int or v < least)
-
-
-def _no_object(value: Any, facts: Facts) -> bool:
-    return value is not None and not isinstance(value, Mapping)
-
-
-def _without(module: str) -> Callable[[Any, Facts], object]:
-    """Turned on without this module. A folder of that name without code, such as runs leave, is none."""
-
-    def is_missing(value: Any, facts: Facts) -> bool:
-        loaded = sys.modules.get(module)
-        spec = importlib.util.find_spec(module) if loaded is None else loaded.__spec__
-        return value is True and (loaded is None if spec is None else spec.origin is None)
-
-    return is_missing
-
-
 _ZERO = "zero_optimization"
 _ON_DISK = "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns"
-_OBJECTS = ("optimizer.params", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param")
-_DTYPES = ("fp16", "float16", "half", "bf16", "bfloat16", "fp32", "float32", "float")
-_MONITORS = (
-    ("tensorboard", "tensorboard", "tensorboard"),
-    ("wandb", "wandb", "wandb"),
-    ("comet", "comet_ml", "'comet_ml>=3.41.0'"),
-)
-"""DeepSpeed's monitors, the modules that it imports on rank 0 while the other ranks wait, and what pip calls them."""
+_REMAINDER = 'master_weights "bf16_remainder"'
 
 # fmt: off
 TYPES = (
-    *(Key(name, "an object with its settings", _no_object) for name in _OBJECTS),
-    Key(f"{_ZERO}.stage", "0, 1, 2 or 3", lambda v, f: isinstance(v, bool) or v not in (None, 0, 1, 2, 3)),
-    *(Key(name, "an integer >= 1", _no_integer(1)) for name in _SIZES),
-    Key("tensor_parallel.autotp_size", "an integer >= 0", _no_integer(0)),
+    # DeepSpeed takes "3" for 3; other rows compare.
+    Key(f"{_ZERO}.stage", "0, 1, 2 or 3", lambda v, f: isinstance(v, str | bool)),
+    *(Key(name, "an integer >= 1", lambda v, f: v is not None and (type(v) is not int or v < 1)) for name in _SIZES),
+    # DeepSpeed does not clip by what is negative or no number.
     Key("gradient_clipping", "a number >= 0",
-        lambda v, f: "gradient_clipping" in f.config and not (is_number(v) and v >= 0)),
-    # Infinity, as Accelerate has it, is never.
-    Key("steps_per_print", "a number but 0, or null", lambda v, f: v is not None and not (is_number(v) and v != 0)),
-    Key("wall_clock_breakdown", "true or false", lambda v, f: v is None and "wall_clock_breakdown" in f.config),
-    Key("data_types.grad_accum_dtype", '"fp32", "fp16" or "bf16"',
-        lambda v, f: v is not None and str(v).removeprefix("torch.") not in _DTYPES),
+        lambda v, f: "gradient_clipping" in f.config and not (type(v) in (int, float) and v >= 0)),
     # DeepSpeed reads nothing of a block without a name.
-    Key("scheduler.type",
-        "one of DeepSpeed's schedules, or without ZeRO one of torch's; others as the argument lr_scheduler",
-        lambda v, f: f["scheduler"] and (schedule_class(v, f.stage) is None if v else "type" not in f["scheduler"])),
-    Key("scheduler.params", "an object with the schedule's parameters, or {{}} for its defaults",
-        lambda v, f: schedule_class(f["scheduler.type"], f.stage) and not isinstance(v, Mapping)),
-    Key("datastates_ckpt", _ON_DISK, lambda v, f: v not in (None, False)),
+    Key("scheduler.type", "the name of a schedule", lambda v, f: f["scheduler.params"] and v is None),
 )
-"""Types and ranges, looked at first: the other rows rely on them."""
+"""Types and ranges, which are looked at first."""
 
 RULES = (
     Key("optimizer.type", '"CoatAdamW" when the block has "coat.optimizer" (remove one of the two)',
         lambda v, f: f.block and v not in (None, "CoatAdamW") and f.ours is None),
     Key("optimizer.params.adam_w_mode", "true; drop it: CoatAdamW's weight decay is always decoupled",
         lambda v, f: f.compressed and f.optimizer is None and v not in (None, True)),
-    # Both would split the same weights.
-    Key("tensor_parallel.autotp_size", "0 or 1 with Megatron tensor parallelism {f.tp}",
-        lambda v, f: f.tp > 1 and _several(v)),
     # CoatAdamW has a loader of its own.
     Key("checkpoint.load_universal",
         f"false with {_ZERO}.stage 3 and tensor parallelism {{f.tp}}: DeepSpeed does not slice universal checkpoints "
         "over TP there; use stage 1 or 2, or CoatAdamW",
         lambda v, f: v and f.stage == 3 and f.tp > 1 and not f.compressed),
-    *(Key(f"{name}.enabled", f"false, or first: pip install {pip}", _without(module))
-      for name, module, pip in _MONITORS),
     # Files that are written behind a save's back may be incomplete when it returns.
     Key("checkpoint.writer", _ON_DISK, _given),
+    Key("datastates_ckpt", _ON_DISK, lambda v, f: v not in (None, False)),
     Key("checkpoint.use_node_local_storage",
         "false with tensor parallelism {f.tp}: DeepSpeed then writes the model states of each node's first rank alone",
         lambda v, f: f.tp > 1 and v),
-    # ZeRO++, by kernels compiled on first use.
     *(Key(f"{_ZERO}.zero_quantized_{what}", "false: it would round to INT8 or INT4 what is rounded here already", _on)
       for what in ("weights", "nontrainable_weights", "gradients")),
-    # DeepSpeed's groups are consecutive ranks, whatever these hold, and it ignores the key at other stages.
-    Key(f"{_ZERO}.zero_hpz_partition_size",
-        f"1, or with {_ZERO}.stage 3 and without tensor parallelism a divisor of the number of ranks ({{f.world}})",
-        lambda v, f: _several(v) and (f.stage != 3 or f.tp > 1 or f.world % min(v, f.world) != 0)),
+    # DeepSpeed's groups are consecutive ranks, whatever these hold.
+    Key(f"{_ZERO}.zero_hpz_partition_size", "1 with tensor parallelism {f.tp}",
+        lambda v, f: f.tp > 1 and (v or 1) > 1),
     Key(f"{_ZERO}.elastic_checkpoint", "false with CoatAdamW: it merges raw optimizer state across ranks",
         _if("compressed")),
     # These keep the optimizer's states on the CPU.
@@ -245,22 +180,16 @@ RULES = (
         "1, 2 or 3 with {f.half}.enabled: stage 0 steps on zero gradients while the engine is built, and with fp16 "
         "hands out states and weights that nothing here was written for",
         lambda v, f: f.compressed and (f.ours is not None or f.pipeline) and f.stage == 0 and f.half is not None),
-    Key(f"{_ZERO}.stage", "1 with a PipelineModule (gradients stay on a stage until its last micro-batch)",
-        lambda v, f: f.pipeline and f.stage > 1),
     # master_weights and DeepSpeed's keys have to say the same: each alone would lose the lower 16 bits.
     Key("bf16.bf16_master_weights_and_grads",
-        "false with CoatAdamW, or true with {f.option}: bfloat16 alone loses small updates",
+        f"false with CoatAdamW, or true with {_REMAINDER}: bfloat16 alone loses small updates",
         lambda v, f: v and f.compressed and not f.remainder),
-    *(Key(f"bf16.{name}", "true with {f.option}", _if("remainder", operator.not_))
+    *(Key(f"bf16.{name}", f"true with {_REMAINDER}", _if("remainder", operator.not_))
       for name in ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")),
-    Key("data_types.grad_accum_dtype",
-        f'"bf16" with {{f.option}} at {_ZERO}.stage 1, where fp32 sums mean fp32 weights; or stage 2 or 3',
-        lambda v, f: f.remainder and f.stage == 1 and v in ("fp32", "float32", "float", "torch.float32")),
     # Weights and remainders are one master weight, on one device.
-    Key(f"{_ZERO}.offload_param.device", '"none" with {f.option}', _if("remainder", _off_gpu)),
-    Key(f"{_ZERO}.cpu_offload_param", "false with {f.option}", _if("remainder")),
-    Key(f"{_ZERO}.cpu_offload_params", "false with {f.option}", _if("remainder")),
-    Key("fp16.enabled", "false beside bf16.enabled true", lambda v, f: v and f["bf16.enabled"] and not f.flow),
+    Key(f"{_ZERO}.offload_param.device", f'"none" with {_REMAINDER}', _if("remainder", _off_gpu)),
+    *(Key(f"{_ZERO}.{name}", f"false with {_REMAINDER}", _if("remainder"))
+      for name in ("cpu_offload_param", "cpu_offload_params")),
     Key("fp16.enabled", "false with coat.activation.enabled: the flow runs in bf16", _if("flow")),
     Key("coat.activation.weights", f'"on_use" with {_ZERO}.stage 3: a cache would hold whole weights on every rank',
         lambda v, f: f.flow and v == "cached" and f.stage == 3),
@@ -276,26 +205,17 @@ _LATE = "(gradients stay on a stage until the last micro-batch, and are reduced 
 STAGES = (
     Key(f"{_ZERO}.stage", f"1 with pipeline stages {_LATE}", lambda v, f: v != 1),
     Key(f"{_ZERO}.overlap_comm", f"false with pipeline stages {_LATE}", _on),
-    Key(f"{_ZERO}.cpu_offload", "false with pipeline stages", _on),
-    Key(f"{_ZERO}.offload_optimizer.device", '"none" with pipeline stages', lambda v, f: _off_gpu(v)),
-    Key(f"{_ZERO}.zenflow", "absent with pipeline stages", _given),
+    Key(f"{_ZERO}.offload_optimizer.device", '"none" with pipeline stages', _off_gpu),
     Key("fp16.enabled", "false with pipeline stages (bf16 needs no loss scaling)", _on),
-    Key("managed_gradient_accumulation",
-        "true (its default) with pipeline stages: a step is gradient_accumulation_steps micro-batches",
-        lambda v, f: v is False),
-    Key("torch_autocast.enabled", "false with pipeline stages", _on),
     Key("checkpoint.use_node_local_storage",
         "false with pipeline stages (DeepSpeed would write the model states of each node's first rank alone)", _on),
-    Key("flops_profiler.enabled", "false with pipeline stages (the engine's forward does not run)", _on),
 )
 """Settings that Megatron's pipeline stages cannot honour."""
 
 EXPERTS = (
     Key(f"{_ZERO}.stage", "1 or 2 with expert parallelism", lambda v, f: v not in (1, 2)),
-    Key(f"{_ZERO}.reduce_scatter", "true with expert parallelism", lambda v, f: v not in (None, True)),
-    Key(f"{_ZERO}.contiguous_gradients", "true with expert parallelism", lambda v, f: v not in (None, True)),
-    Key(f"{_ZERO}.offload_optimizer.device", '"none" with expert parallelism', lambda v, f: _off_gpu(v)),
-    Key(f"{_ZERO}.offload_param.device", '"none" with expert parallelism', lambda v, f: _off_gpu(v)),
+    *(Key(f"{_ZERO}.offload_{what}.device", '"none" with expert parallelism', _off_gpu)
+      for what in ("optimizer", "param")),
     Key(f"{_ZERO}.round_robin_gradients", "false with expert parallelism", _on),
 )
 """Settings that experts divided over ranks cannot honour."""

@@ -16,38 +16,26 @@ from ...optim import CoatAdamW
 from ..build.pipeline import stages
 from ..build.pipeline_module import check_tied, tied_apart, tied_weights
 from ..build.replicated_grads import check_replicated_grads
-from ..expert_parallel import of_one_kind
 from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_params
-from .misspellings import misspellings
-from .schema import check_blocks, check_keys
+from .keys import misspelt, unknown
 from .table import EXPERTS, RULES, STAGES, TYPES, Facts, as_read, refused
 
-__all__ = ["ARGUMENTS", "Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
-
-ARGUMENTS = ("deepspeed_config", "deepscale_config")
-"""Names of the configuration in ``args``; the second is DeepSpeed's old one."""
+__all__ = ["Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
 
 
 @dataclass
 class Request:
     """What a call asks for."""
 
-    given: dict[str, Any]
-    """The arguments by name; those that are None are left out."""
-    passed_on: bool = False
-    """Nothing in it is ours: it is DeepSpeed's call as it is."""
-    source: Any = None
-    """The configuration as the caller gave it."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """DeepSpeed's configuration without comments and without the block."""
+    given: dict[str, Any]  # the arguments by name; those that are None are left out
+    passed_on: bool = False  # nothing in it is ours: it is DeepSpeed's call as it is
+    source: Any = None  # the configuration as the caller gave it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's, without comments and the block
     facts: Facts = Facts({})
-    tied: set[int] = field(default_factory=set)
-    """Weights that several stages of a PipelineModule hold."""
-    make: Callable | None = None
-    """Makes the CoatAdamW that the configuration names, of ``groups``."""
+    tied: set[int] = field(default_factory=set)  # weights that several stages of a PipelineModule hold
+    make: Callable | None = None  # makes the CoatAdamW that the configuration names, of `groups`
     groups: list[dict[str, Any]] = field(default_factory=list)
-    error: Exception | None = None
-    """Why it is refused."""
+    error: Exception | None = None  # why it is refused
 
     @property
     def coat(self) -> CoatConfig | None:
@@ -76,10 +64,10 @@ class Request:
 
         @functools.wraps(make, updated=())
         def make_and_check(parameters: Any) -> Any:
-            optimizer, facts = make(parameters), self.facts
+            optimizer = make(parameters)
             self.check_optimizer(optimizer)
             block = {} if self.coat is None else {"coat": self.coat}
-            check_deepspeed({**self.settings, **block}, tp=facts.tp, cp=facts.cp, optimizer=optimizer)
+            check_deepspeed({**self.settings, **block}, tp=self.facts.tp, optimizer=optimizer)
             return optimizer
 
         return make_and_check
@@ -88,11 +76,9 @@ class Request:
 def validate(given: Mapping[str, Any], explicit: bool = False) -> Request:
     """Check a call without other ranks; what is wrong becomes the request's ``error``, for :func:`.agree` to raise.
 
-    Args:
-        given: the arguments of ``deepspeed.initialize`` by name, without those that are None.
-        explicit: ``coat_dist.initialize`` is called. DeepSpeed's own call is passed on as it is where nothing of this
-            project is among its arguments: a block, CoatAdamW's name, a CoatAdamW, a patched model, or the mpu of
-            ``megatron_patches``, beside which gradients need more sums.
+    DeepSpeed's own call (not ``explicit``) is passed on as it is where nothing of this project is among its arguments:
+    a block, CoatAdamW's name, a CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients
+    need more sums.
     """
     request = Request(dict(given))
     try:
@@ -124,23 +110,29 @@ def _validate(request: Request, explicit: bool) -> None:
     settings = without_comments(load_json(read[0]))  # DeepSpeed would take some comments for settings
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-    cp = _size(mpu, "get_context_parallel_world_size")
     ep = _size(mpu, "get_expert_model_parallel_world_size")
     pipeline = isinstance(model, deepspeed.PipelineModule)
+    cp = _size(mpu, "get_context_parallel_world_size")
     coat = check_deepspeed(settings, tp=tp, cp=cp, pipeline=pipeline, optimizer=object_given)
-    check_parallel(settings, stages=stages(mpu), ep=ep, optimizer=object_given)
+    check_parallel(settings, stages=stages(mpu), ep=ep)
     settings.pop("coat", None)
     if not pipeline:
         check_replicated_grads(model, mpu, tp)
     if coat is not None:
         _check_patched(model, coat)
     frozen = not any(p.requires_grad for p in model.parameters())
-    facts = request.facts = Facts(as_read(settings), coat, object_given, tp, cp, ep, frozen=frozen)
+    facts = request.facts = Facts(as_read(settings), coat, object_given, tp, ep, frozen=frozen)
     request.source, request.settings = sources[0], settings
     if object_given is not None:
         request.check_optimizer(object_given)
     elif optimizer is None and coat is not None:
-        _check_named(facts["optimizer.type"], facts, "optimizer" not in settings and "model_parameters" not in given)
+        # The Trainer of transformers evaluates with ZeRO-3 by leaving the block and taking "optimizer" out.
+        evaluates = facts.stage == 3 and "optimizer" not in settings and "model_parameters" not in given
+        name = facts["optimizer.type"]
+        if name is None and (facts.stage in (1, 2) or (facts.block and not evaluates)):
+            raise CoatConfigError(Problem("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument'))
+        if name not in (None, "CoatAdamW"):
+            _check_effect(coat, name)
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = listed = list_parameters(parameters)
         if facts.compressed:
@@ -151,13 +143,8 @@ def _validate(request: Request, explicit: bool) -> None:
 
 
 def configurations(given: Mapping[str, Any]) -> list[Any]:
-    """What is given as configuration, a dict or a path, in each of the ways that ``deepspeed.initialize`` knows.
-
-    Args:
-        given: its arguments by name.
-    """
-    args = given.get("args")
-    ways = (given.get("config"), given.get("config_params"), *(getattr(args, name, None) for name in ARGUMENTS))
+    """What is given as configuration, in each of the ways that ``deepspeed.initialize`` knows."""
+    ways = given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None)
     return [way for way in ways if way is not None]
 
 
@@ -169,30 +156,24 @@ def check_deepspeed(
     pipeline: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> CoatConfig | None:
-    """Refuse DeepSpeed settings that CoatAdamW or the flow cannot honour.
+    """Refuse DeepSpeed settings that CoatAdamW or the flow cannot honour; returns the block.
 
     Args:
-        config: the whole DeepSpeed configuration; nothing is checked beyond names that are nearly ours where it has
-            neither a ``"coat"`` block nor ``"optimizer": {"type": "CoatAdamW"}``, and ``optimizer`` is no CoatAdamW.
+        config: the whole DeepSpeed configuration; without a block and CoatAdamW only misspelt names are looked for.
         tp, cp: Megatron tensor- and context-parallel sizes.
         pipeline: the model is a ``deepspeed.pipe.PipelineModule``.
         optimizer: handed to DeepSpeed, or what a callable that was handed to it made.
-
-    Returns:
-        The block.
 
     Raises:
         CoatConfigError: names each offending key, its value and what is accepted.
     """
     coat = read_block(config, optimizer)
     block = {} if coat is None else {"coat": coat.model_dump()}
-    facts = Facts(as_read({**config, **block}), coat, optimizer, tp, cp, pipeline=pipeline)
+    facts = Facts(as_read({**config, **block}), coat, optimizer, tp, pipeline=pipeline)
     if coat is None and not facts.compressed:
         return None
-    problems = [*refused(RULES, facts)]
-    if facts.ours is not None:
-        problems += _against(facts)
-    elif facts.compressed and optimizer is None:
+    problems = [*refused(RULES, facts), *_against(facts)]
+    if facts.compressed and optimizer is None:
         problems += wrong_params(facts["optimizer.params"] or {}, coat)
     if facts.stage and cp > 1:
         accepted = "1 with ZeRO (gradients are not reduced over CP ranks)"
@@ -202,47 +183,32 @@ def check_deepspeed(
 
 
 def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> CoatConfig | None:
-    """The ``"coat"`` block, as ``CoatConfig.from_deepspeed`` reads it.
-
-    Args:
-        config: the whole DeepSpeed configuration.
-        optimizer: as in :func:`check_deepspeed`.
+    """The ``"coat"`` block of a whole DeepSpeed configuration.
 
     Raises:
-        CoatConfigError: the block is wrong, and with it names that are nearly right, unknown keys and values of a wrong
-            type in the whole configuration, so that nobody corrects a file line by line.
+        CoatConfigError: the block is wrong; and with it misspelt keys and values of a wrong type in the whole
+            configuration, so that a file is not corrected line by line.
     """
     coat, found = None, []
     try:
         coat = CoatConfig.from_deepspeed(config)
     except CoatConfigError as error:
-        found = list(error.problems)
+        found = [*error.problems]
     facts = Facts(as_read(config), coat, optimizer)
-    of_key = {one.key: one for one in found if isinstance(one, Problem)}
-    texts = [one for one in found if not isinstance(one, Problem)]
-    more = [*misspellings(config, optimizer)]
-    if found or coat is not None or facts.compressed:
-        more += check_blocks(facts.config)
-        objects = {key: v for key, v in facts.config.items() if key not in {one.key for one in more}}
-        facts = Facts(objects, coat, optimizer)
-        more += refused(TYPES, facts)
-        more += check_keys(objects, facts.compressed and facts.ours is None, facts.stage)
-    for one in more:
-        of_key.setdefault(one.key, one)
-    _raise([*texts, *of_key.values()])
+    other = not found and coat is None and not facts.compressed
+    found += misspelt(config)
+    if not other:
+        found += refused(TYPES, facts)
+        found += unknown(facts.config, facts.compressed and facts.ours is None)
+    first: dict[str, Problem | str] = {}
+    for one in found:
+        first.setdefault(getattr(one, "key", str(one)), one)
+    _raise(first.values())
     return coat
 
 
-def check_parallel(
-    settings: Mapping[str, Any], stages: int = 1, ep: int = 1, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Refuse what Megatron's pipeline stages, or experts that ranks divide, cannot be trained with.
-
-    Args:
-        settings: DeepSpeed's configuration.
-        stages: pipeline stages.
-        ep: ranks that divide the experts.
-        optimizer: handed to DeepSpeed, if it is one.
+def check_parallel(settings: Mapping[str, Any], stages: int = 1, ep: int = 1) -> None:
+    """Refuse what Megatron's pipeline stages, or experts that ``ep`` ranks divide, cannot be trained with.
 
     Raises:
         CoatConfigError: names each key, what was given and what is accepted.
@@ -251,10 +217,6 @@ def check_parallel(
     problems = [*(refused(STAGES, facts) if stages > 1 else ()), *(refused(EXPERTS, facts) if ep > 1 else ())]
     if stages > 1 and ep > 1:
         problems.append(Problem("mpu", f"got {stages} pipeline stages", "1 with expert parallelism"))
-    if ep > 1 and optimizer is not None and not all(map(of_one_kind, optimizer.param_groups)):
-        accepted = "groups of their own, as coat_dist.deepspeed.optimizer_from_json.experts_apart makes them, or an "
-        accepted += "optimizer that is named in the configuration"
-        problems.append(Problem("optimizer", "got experts in groups with other parameters", accepted))
     _raise(problems)
 
 
@@ -264,32 +226,13 @@ def _raise(problems: Iterable[Problem | str]) -> None:
 
 
 def _against(facts: Facts) -> Iterable[Problem]:
-    """The block's options, where it has some, that the given optimizer does not have."""
+    """The block's options, where it has some, that the given CoatAdamW does not have."""
     if facts.coat is None or facts.ours is None or not facts.block:
         return
     for name, value in facts.coat.optimizer.model_dump(exclude_unset=True).items():
         if others := [group[name] for group in facts.ours.param_groups if group[name] != value]:
             given = f"{got(value)} beside a CoatAdamW that has {json.dumps(others[0])}"
             yield Problem(f"coat.optimizer.{name}", given, "its options, or none")
-
-
-def _check_named(name: Any, facts: Facts, nothing: bool) -> None:
-    """Refuse an optimizer's name beside which the block has no effect, or that is none.
-
-    Args:
-        nothing: there is neither an optimizer nor parameters, as where the Trainer of transformers evaluates with
-            ZeRO-3: it takes "optimizer" out of the configuration and leaves the block.
-    """
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as NAMES
-
-    if name is None and (facts.stage in (1, 2) or (facts.block and not (nothing and facts.stage == 3))):
-        raise CoatConfigError(Problem("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument'))
-    if name is None or name == "CoatAdamW":
-        return
-    if not isinstance(name, str) or not (name.lower() in NAMES or hasattr(torch.optim, name)):
-        accepted = f'"CoatAdamW", a class of torch.optim by its name, or of DeepSpeed\'s: {", ".join(NAMES)}'
-        raise CoatConfigError(Problem("optimizer.type", got(name), accepted))
-    _check_effect(facts.coat, name)
 
 
 def _check_effect(coat: CoatConfig | None, optimizer: str) -> None:

@@ -1,25 +1,21 @@
 """ZeRO-3 gathers the weights of patched layers as FP8 codes (``coat.activation.fp8_weight_gather``).
 
-DeepSpeed fetches parameters, in advance where it knows the order, through one method that it hangs on each of them:
-``all_gather_coalesced``. Here it leaves the weights that only the flow reads to ``gathered.py``; biases, norms,
-embeddings, routers and all others go DeepSpeed's own way. While such a weight is "available", its codes are in its
-attribute ``coat_gathered`` and its data are NaN, of the right shape and no memory. Whoever gathers it by name
-(``GatheredParameters``, exports) calls ``all_gather``, which brings the values; and ``partition`` lets go of either.
+DeepSpeed fetches parameters by a method of each, ``all_gather_coalesced``. Here it leaves the weights that only the
+flow reads (``coat_flow_weights`` of a module) to ``gathered.py``; all others go DeepSpeed's own way. While such a
+weight is "available", its codes are in its attribute ``coat_gathered`` and its data are NaN, of the right shape and no
+memory. ``GatheredParameters`` and exports call ``all_gather``, which brings the values; ``partition`` drops either.
 
-A module says which weights only the flow reads, by a method ``coat_flow_weights``, and in which settings, by its
-attribute ``coat``. A weight that any other module holds is not among them.
-
-A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more often. What a fetch
-brings is what was used of the fetch of the same number in the pass before: codes for forward, for dgrad, or both. What
-is missing, as in a first pass, is gathered when it is asked for. Ranks run the same modules in the same order, which
-ZeRO-3 itself relies on, so they agree.
+A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more often. A fetch brings
+what was used of the fetch of the same number in the pass before; what is missing is gathered when it is asked for.
+Ranks run the same modules in the same order, which ZeRO-3 itself relies on, so they agree.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,12 +44,8 @@ def gather_codes(module: nn.Module) -> None:
     module.register_forward_pre_hook(passes.begin, prepend=True)
     for parameter in module.parameters():
         parameter.coat_gathered = None  # type: ignore[attr-defined]
-        for name, replacement in (
-            ("all_gather_coalesced", _all_gather_coalesced),
-            ("all_gather", _all_gather),
-            ("partition", _partition),
-        ):
-            original = getattr(parameter, name)
+        for replacement in (_all_gather_coalesced, _all_gather, _partition):
+            original = getattr(parameter, name := replacement.__name__[1:])
             replaced = functools.partial(replacement, parameter, original)
             setattr(parameter, name, functools.wraps(original)(replaced))
 
@@ -74,12 +66,12 @@ def let_go(parameter: Any) -> None:
     parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
+@dataclass
 class _Passes:
     """Counts passes over the model."""
 
-    def __init__(self) -> None:
-        self.number = 0
-        self.weights: list[Any] = []
+    number: int = 0
+    weights: list[Any] = field(default_factory=list)
 
     def begin(self, *_: Any) -> None:
         self.number += 1
@@ -132,13 +124,9 @@ class _Fetch:
         values = tensor.data[: max(0, min(room, p.ds_numel - first))]
         return [Shard(values, first, room, p.ds_shape, layout) for layout in layouts]
 
-    @property
-    def group(self) -> Any:
-        return _shard_of(self._parameter())[1]
-
     def bring(self, layout: str) -> QuantizedTensor:
         """Gather at once what the fetch has not brought."""
-        return gather(self.shards([layout]), self.format, self.group).wait()[0]
+        return gather(self.shards([layout]), self.format, _shard_of(self._parameter())[1]).wait()[0]
 
 
 def _shard_of(p: Any) -> tuple[Any, Any, int]:
@@ -192,7 +180,7 @@ def _all_gather_coalesced(
         if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
             raise RuntimeError(p.ds_summary())
         p.ds_status = ZeroParamStatus.INFLIGHT
-        groups.setdefault((p.coat_fetch.group, p.coat_fetch.format.name), []).append(p)
+        groups.setdefault((_shard_of(p)[1], p.coat_fetch.format.name), []).append(p)
     for (group, name), together in groups.items():
         layouts = [wanted[p] for p in together]
         shards = [s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)]
@@ -246,17 +234,15 @@ def _flow_weights(model: nn.Module) -> dict[Any, tuple[nn.Module, ActivationConf
     }
 
 
-def _readers(model: nn.Module) -> Any:
+def _readers(model: nn.Module) -> Callable[[Any], Iterator[nn.Module]]:
     """By parameter: the modules that may read it. Of a holder that does not say so itself, those that hold it do."""
     holders: dict[Any, list[nn.Module]] = {}
     parents: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
-        for child in module._modules.values():
-            if child is not None:
-                parents.setdefault(child, []).append(module)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append(module)
+        for child in module.children():
+            parents.setdefault(child, []).append(module)
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, []).append(module)
 
     def of(parameter: Any) -> Iterator[nn.Module]:
         for holder in holders.get(parameter, []):

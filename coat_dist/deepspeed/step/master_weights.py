@@ -1,10 +1,9 @@
 """Master weights as bfloat16 weights and remainders under ZeRO: one copy of the weights.
 
 With ``bf16_master_weights_and_grads`` ZeRO hands the optimizer a bfloat16 copy of its bfloat16 partition.
-:func:`share_memory` makes the two the same memory, so that master weight and weight take 4 bytes; what DeepSpeed then
-copies from one to the other is a tensor onto itself, which torch skips. DeepSpeed takes the bfloat16 partition for the
-master weight, so its accessors of master weights are answered in ``deepspeed_accessors.py``, and loading of weights
-without optimizer states is replaced here.
+:func:`share_memory` makes the two the same memory, so that master weight and weight take 4 bytes; DeepSpeed then copies
+a tensor onto itself, which torch skips. DeepSpeed takes the bfloat16 partition for the master weight, so
+``accessors.py`` answers for master weights, and loading of weights without optimizer states is replaced here.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.zero_partitions import partitions
+from ...config import CoatConfigError, Problem
 from ...optim.state import has_remainder
 from ..reviewed import is_verified_build
 
@@ -22,19 +22,15 @@ __all__ = ["check_master_weights", "keeps_remainders", "share_memory"]
 
 
 def check_master_weights(zero: Any) -> None:
-    """Compare the options of a CoatAdamW with the weights that a ZeRO optimizer hands it.
-
-    Raises:
-        ValueError: names the parameter group, what its weights are and what its option says.
-    """
+    """Refuse (ValueError) options of a CoatAdamW that do not fit the weights that a ZeRO optimizer hands it."""
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
-            raise ValueError(
-                f"CoatAdamW master_weights: got {part.group['master_weights']!r} in group "
-                f"{part.group.get('name', '')!r}, and {part.flat.dtype} from {type(zero).__name__}, accepted: "
-                "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, or "
-                "'parameter' without them"
+            given = (
+                f"got {part.group['master_weights']!r} in group {part.group.get('name', '')!r}, and {part.flat.dtype}"
             )
+            accepted = "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, "
+            accepted += "or 'parameter' without them"
+            raise CoatConfigError(Problem("CoatAdamW master_weights", f"{given} from {type(zero).__name__}", accepted))
 
 
 def keeps_remainders(zero: Any) -> bool:
@@ -48,10 +44,8 @@ def keeps_remainders(zero: Any) -> bool:
 
 
 def share_memory(zero: Any) -> None:
-    """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was built.
-
-    With a DeepSpeed that was not read (``reviewed.py``) they stay two copies; all else is the same.
-    """
+    """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was built. With an
+    unverified DeepSpeed (``reviewed.py``) they stay two copies."""
     if is_verified_build():
         if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
             pairs = list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))

@@ -8,10 +8,11 @@ is not needed, because the step reads every gradient anyway.
 
 ZeRO also has the host wait for the GPU: at the end of backward (``step_gradients.py``, which has all that happens to
 gradients before), and in each norm. The GPU then idles until the host has started what comes next. One wait is left,
-for the norm: the host has to know whether the step is skipped. What follows the update is in ``step_weights.py``.
+for the norm: the host has to know whether the step is skipped. After the update ZeRO copies its fp32 partition to the
+16-bit one; the step writes both.
 
-All of this is left out by the entries of ``attach.py`` whose names begin with "step", and only with a DeepSpeed that
-was read (``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU, whose fp64 sums have
+The entries of ``attach.py`` whose names begin with "step" leave this out, only with a verified DeepSpeed
+(``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU, whose fp64 sums have
 another order; and clipping with ``bf16_remainder``, where DeepSpeed rounds the clipped gradients to bf16 and the step,
 which clips in fp32, does not.
 """
@@ -26,23 +27,14 @@ import torch
 from ...checkpoint.zero_partitions import base_optimizer
 from ..reviewed import is_verified_build
 
-__all__ = [
-    "by_what_the_norm_counts",
-    "check_what_the_norm_leaves_out",
-    "leave_all_to_the_norm",
-    "may_leave_out_passes",
-    "norm_finds_all",
-    "norm_is_ours",
-    "norm_known",
-    "norm_leaves_out",
-    "read_gradients_once",
-    "unscale_and_clip_in_the_step",
-]
+__all__ = ["by_what_the_norm_counts", "check_what_the_norm_leaves_out", "has_16_bit_copy", "leave_all_to_the_norm"]
+__all__ += ["may_leave_out_passes", "norm_finds_all", "norm_is_ours", "norm_known", "norm_leaves_out"]
+__all__ += ["read_gradients_once", "unscale_and_clip_in_the_step", "write_16_bit_weights_in_the_step"]
 
 
 def may_leave_out_passes(zero: Any) -> bool:
-    """Whether passes of ``engine.optimizer`` may be left out: not those of ZeRO-3, of BF16_Optimizer, of a DeepSpeed
-    that was not read, without a CoatAdamW, or under settings with which ZeRO does not look at the norm."""
+    """Whether passes of ``engine.optimizer`` may be left out: not those of ZeRO-3, of BF16_Optimizer, of an unverified
+    DeepSpeed, without a CoatAdamW, or under settings with which ZeRO does not look at the norm."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if type(zero) is not DeepSpeedZeroOptimizer or base_optimizer(zero) is None or not is_verified_build():
@@ -55,10 +47,8 @@ def may_leave_out_passes(zero: Any) -> bool:
 
 
 def norm_finds_all(zero: Any, stage: bool) -> bool:
-    """Whether a gradient that is not finite always makes the norm so: the check can be left out.
-
-    ``stage``: of a pipeline, whose norm is another one (``pipeline.py``).
-    """
+    """Whether a gradient that is not finite always makes the norm so: the check can be left out. A pipeline's ``stage``
+    has another norm (``pipeline.py``)."""
     return _in_bf16(zero) and not (stage and _some_are_not_counted(zero))
 
 
@@ -185,3 +175,40 @@ def norm_known(engine: Any) -> torch.cuda.Event | None:
     computed before the step. The optimizer's work comes later. None after any other call, and where nothing is known
     before the end of it: on a CPU, under ZeRO-3, with fp16, in a pipeline, without CoatAdamW."""
     return getattr(engine.optimizer, "coat_norm_known", None) if engine.was_step_applied() else None
+
+
+# Weights. ZeRO-1 and 2 read their fp32 partition once more to write the 16-bit one; CoatAdamW writes both, same bits.
+
+
+def has_16_bit_copy(zero: Any) -> bool:
+    """Whether ZeRO copies its fp32 partition to a 16-bit one after the step, so that CoatAdamW can write both."""
+    half = may_leave_out_passes(zero) and zero.dtype in (torch.bfloat16, torch.float16)
+    return bool(half and not zero.low_precision_master_weights_and_grads)
+
+
+def write_16_bit_weights_in_the_step(zero: Any) -> None:
+    """Let CoatAdamW write the 16-bit partition in the pass that writes the fp32 one."""
+    zero._optimizer_step = types.MethodType(_step_with_copy, zero)
+    zero.step = types.MethodType(_step_and_restore, zero)
+
+
+def _step_with_copy(zero: Any, group_no: int) -> None:
+    """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass."""
+    # What ZeRO copies next is `single_partition_of_fp32_groups[group_no]`. Until the end of ZeRO's step the 16-bit
+    # partition itself stands there, and torch does not copy a tensor onto itself.
+    masters, weights = zero.single_partition_of_fp32_groups, zero.get_bit16_param_group(group_no)[0]
+    zero.optimizer.copies = {masters[group_no]: weights}
+    try:
+        type(zero)._optimizer_step(zero, group_no)
+    finally:
+        del zero.optimizer.copies
+    masters[group_no].grad = None  # ZeRO would clear that of the tensor which it finds
+    masters[group_no] = weights
+
+
+def _step_and_restore(zero: Any, closure: Any = None) -> None:
+    masters = list(zero.single_partition_of_fp32_groups)
+    try:
+        type(zero).step(zero, closure)
+    finally:
+        zero.single_partition_of_fp32_groups[:] = masters

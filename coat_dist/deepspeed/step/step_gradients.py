@@ -1,11 +1,9 @@
 """Gradients on their way to ZeRO's fp32 partition, with fewer passes and waits: methods overridden on one instance.
 
 A gradient of ZeRO-1 or 2 is copied to a bucket. DeepSpeed divides the full bucket by the number of ranks, copies it to
-another one of the same layout, reduces that, copies what this rank keeps back, and adds it to the fp32 partition, to
-zeros at first, by way of a copy in fp32. None of these copies is needed, and only what this rank keeps has to be
-divided, while it is added. Then DeepSpeed has the host wait at the end of backward; here the GPU's stream waits.
-
-``step.py`` says when all of this is done, and in what results are the same.
+another one, reduces that, copies what this rank keeps back, and adds it to the fp32 partition by way of a copy in fp32.
+None of these copies is needed, and only what this rank keeps has to be divided, while it is added. Then DeepSpeed has
+the host wait at the end of backward; here the GPU's stream waits. ``step.py`` says when results are the same.
 """
 
 from __future__ import annotations
@@ -63,10 +61,8 @@ def _reduce(
     output_bucket: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
     """In place of ``allreduce_and_copy_with_multiple_ranks``: the same values, where slices of a bucket lie in a row.
-
-    Of slices that other ranks keep, the bucket has the sum afterwards, and not this rank's gradient. Nobody reads them,
-    but where ZeRO-1 accumulates in an attribute of its own, which is left to DeepSpeed.
-    """
+    Slices that other ranks keep hold the sum afterwards; those are read only where ZeRO-1 accumulates in an
+    attribute of its own, which is left to DeepSpeed."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
@@ -111,12 +107,10 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 class _Zeros(NamedTuple):
     """A group's part of the fp32 partition, which DeepSpeed has made of zeros."""
 
-    begin: int
+    begin: int  # address
     end: int
-    """Addresses."""
     micro_step: int
-    written: set[int]
-    """Addresses of the parameters' slices to which a gradient was added since."""
+    written: set[int]  # addresses of the parameters' slices to which a gradient was added since
 
 
 def add_without_a_copy(zero: Any) -> None:
@@ -137,11 +131,9 @@ def _build(zero: Any, group_idx: int) -> Any:
 
 
 def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor, factor: float = 1.0) -> None:
-    """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits.
-
-    The first gradient of a parameter is not added to zeros but written over them, which is the same but for -0. Only in
-    the micro-batch in which they were made: between two, programs may write gradients.
-    """
+    """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to the same bits. The
+    first gradient of a parameter is written over the zeros, which is the same but for -0; only in the micro-batch in
+    which they were made: between two, programs may write gradients."""
     if output is None:
         return
     at = output.data_ptr()
@@ -160,11 +152,9 @@ def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor, factor: f
 
 
 def has_reduction_stream(zero: Any) -> bool:
-    """Whether gradients are reduced on a stream of their own, for which the host waits at the end of backward.
-
-    Only with contiguous buckets: ``average_tensor``, which reduces these, first has that stream wait for the one that
-    computes. What reduces without them has the host wait instead, and that wait has to stay.
-    """
+    """Whether gradients are reduced on a stream of their own, for which the host waits at the end of backward. Only
+    with contiguous buckets, whose reduction first waits for the stream that computes; without them the host has to
+    wait."""
     if not step.may_leave_out_passes(zero) or zero.reduction_stream is None:
         return False
     return bool(zero.overlap_comm and zero.contiguous_gradients)
@@ -178,10 +168,8 @@ def wait_on_the_gpu(zero: Any) -> None:
 def _epilogue(zero: Any) -> None:
     """In place of ``independent_gradient_partition_epilogue``, whose one wait is for the reductions that were started.
 
-    What is freed after it belongs to the stream that computes, or to the one that reduces; the first has waited for the
-    second, and the second waits for the first before each reduction. After a micro-batch that is not a step's last the
-    host waits as before: it waits nowhere else then, and would run ahead and take new buckets while those of the
-    micro-batch before are in use.
+    What is freed after it belongs to one of the two streams, which wait for each other. After a micro-batch that is not
+    a step's last the host waits as before: it would run ahead and take new buckets while those before are in use.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -6,16 +6,9 @@ import pytest
 import torch
 
 from tests.coat_dist.checkpoint.universal_runs import build
-from tests.coat_dist.deepspeed.moments import check_states, copied_states, moments_of_one_step
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.support import run_ranks
-
-
-@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
-def test_moments_are_those_of_adamw(case):
-    assert run_ranks(2, moments_of_one_step, CASES[case]) == [[], []]
-
 
 CODED = 0.0455
 """log2 of a ratio: half an E4M3 step in a group of eight octaves or less, whose exponent is 33/16 or more."""
@@ -26,39 +19,29 @@ def set_and_get(rank, world, settings):
 
     engine = build(settings)
     run(engine, rank, 0, 2)
-    params, problems, earlier = dict(engine.module.named_parameters()), [], None
+    params, problems = dict(engine.module.named_parameters()), []
     torch.manual_seed(5)
-    for name, which, size in (
-        ("up.weight", "first", "any"),  # ratios to the roots of trained second moments: the largest hides small ones
-        ("up.weight", "second", "any"),
-        ("up.weight", "first", "root"),  # as training has it: nothing hides anything
-        ("norm.weight", "second", "any"),
-        ("scale", "first", "any"),
+    for name, which in (
+        ("up.weight", "second"),
+        ("up.weight", "first"),  # as training has it, near the root of the second: nothing hides anything
+        ("norm.weight", "second"),
+        ("scale", "first"),
     ):
-        param, before = params[name], copied_states(engine)
+        param, others = params[name], [p for n, p in params.items() if n != name and p.requires_grad]
+        before = [coat_dist.safe_get_full_moment(p, which) for p in others]
         second = coat_dist.safe_get_full_moment(param, "second")
-        value = (torch.rand(second.shape) + 0.5) * (second.sqrt() if size == "root" else 1.0)
+        value = (torch.rand(second.shape) + 0.5) * (second.sqrt() if name == "up.weight" and which == "first" else 1.0)
         if which == "first":
             value[torch.rand(value.shape) < 0.5] *= -1.0
         coat_dist.safe_set_full_moment(param, value, which)
-        written = earlier if (name, which) == ("up.weight", "second") else None
-        mine, count = check_states(engine, before, param, which, value, written)
-        earlier = value
-        got, counts = coat_dist.safe_get_full_moment(param, which), torch.tensor(count)
-        torch.distributed.all_reduce(counts)
-        torch.distributed.all_reduce(mine)
-        # Decoding some groups of a tensor may round its logarithms otherwise than decoding all.
-        if got.shape != value.shape or counts != got.numel() or not torch.allclose(got.flatten(), mine, 1e-5, 0.0):
-            problems.append(f"{name} {which}: what is read is not what {counts} elements of states mean")
-        error = (got / value).log2().abs()
-        if value.ndim < 2:
-            bound, error = 0.0, error.max()
-        elif size == "root":
-            bound, error = CODED, error.max()
-        else:  # at least half of the elements share their groups with none of a neighbour's
-            bound, error = CODED, error.median()
+        error = (coat_dist.safe_get_full_moment(param, which) / value).log2().abs()
+        bound, error = (0.0, error.max()) if value.ndim < 2 else (CODED, error.median())
         if not error <= bound:  # nor where a sign is wrong, which has no logarithm
-            problems.append(f"{name} {which} {size}: off by {error} in log2")
+            problems.append(f"{name} {which}: off by {error} in log2")
+        for p, moment in zip(others, before, strict=True):  # all but what shares a group of 128 elements
+            changed = (coat_dist.safe_get_full_moment(p, which) != moment).sum()
+            if changed > (256 if value.ndim > 1 else 0):
+                problems.append(f"{name} {which}: {changed} elements of {list(p.shape)} changed")
     return problems + [f"loss {x}" for x in run(engine, rank, 2, 3) if not 0 < x < 10]
 
 
@@ -80,6 +63,10 @@ def frozen(rank, world, settings):
     if hasattr(p, "ds_id"):
         found += [utils.safe_get_local_optimizer_state(p, "exp_avg"), utils.safe_get_local_fp32_param(p)]
         utils.safe_set_local_optimizer_state(p, ones, "exp_avg")
+        p.requires_grad_(True)  # too late
+        with pytest.raises(ValueError, match="no CoatAdamW under ZeRO trains"):
+            utils.safe_get_local_optimizer_state(p, "exp_avg")
+        p.requires_grad_(False)
     return found, changes(before, snapshot(engine))
 
 
@@ -144,21 +131,12 @@ def deepspeeds_own(rank, world, settings):
                 got = utils.safe_get_full_optimizer_state(p, key)
                 if not torch.equal(got, coat_dist.safe_get_full_moment(p, which)) or got.any() != (when == "stepped"):
                     wrong.append(f"get {when} {name} {key}: {got.dtype} {list(got.shape)}")
-                torch.manual_seed(5)
-                value = torch.rand(shape) + 0.5
-                utils.safe_set_full_optimizer_state(p, value, key)
-                if (utils.safe_get_full_optimizer_state(p, key) / value).log2().abs().median() > 0.03:
-                    wrong.append(f"set {when} {name} {key}")
                 if stage3:
                     local = utils.safe_get_local_optimizer_state(p, key)
                     part = local.numel()
                     mine = coat_dist.safe_get_full_moment(p, which).flatten()[rank * part :][:part]
                     if not torch.equal(local[: mine.numel()], mine) or local[mine.numel() :].any():
                         wrong.append(f"get local {when} {name} {key}")
-                    utils.safe_set_local_optimizer_state(p, torch.full((part,), 2.0 + rank), key)
-                    local = utils.safe_get_local_optimizer_state(p, key)[: mine.numel()]
-                    if (local / (2.0 + rank)).log2().abs().median() > 0.03:
-                        wrong.append(f"set local {when} {name} {key}")
             before = snapshot(engine)
             for key in OTHER_KEYS:
                 ones = torch.ones(shape)
@@ -195,103 +173,51 @@ def refusals(rank, world):
     engine = build(CASES["zero-2"])
     run(engine, rank, 0, 1)
     p, frozen = engine.module.up.weight, engine.module.frozen.weight
-    messages = []
-    for call in (
-        lambda: coat_dist.safe_get_full_moment(p, "exp_avg"),
-        lambda: coat_dist.safe_get_full_moment(frozen, "first"),
-        lambda: coat_dist.safe_get_full_moment(torch.nn.Parameter(torch.ones(3)), "first"),
-        lambda: coat_dist.safe_set_full_moment(p, torch.ones(3), "first"),
-        lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape, dtype=torch.int32), "first"),
-        lambda: coat_dist.safe_set_full_moment(p, -torch.ones(p.shape), "second"),
-        lambda: coat_dist.safe_set_full_moment(p, torch.full(p.shape, torch.nan), "first"),
+    for words, call in (
+        ("which: got 'exp_avg'", lambda: coat_dist.safe_get_full_moment(p, "exp_avg")),
+        ("param: got a Parameter of shape ", lambda: coat_dist.safe_get_full_moment(frozen, "first")),
+        ("value: got torch.float32 ", lambda: coat_dist.safe_set_full_moment(p, torch.ones(3), "first")),
+        ("value: got torch.int32 ", lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape).int(), "first")),
+        ("value: got elements", lambda: coat_dist.safe_set_full_moment(p, -torch.ones(p.shape), "second")),
+        ("value: got elements", lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape) / 0, "first")),
     ):
-        try:
+        with pytest.raises(ValueError, match=f"^{words}"):
             call()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
 
 
 def test_bad_arguments_are_named():
-    which, frozen, foreign, shape, kind, negative, nan = run_ranks(1, refusals)[0]
-    assert which == "which: got 'exp_avg', accepted: 'first' or 'second'"
-    assert frozen.startswith("param: got a Parameter of shape [47, 47] that no CoatAdamW under ZeRO trains")
-    assert foreign.startswith("param: got a Parameter of shape [3] that no CoatAdamW under ZeRO trains")
-    assert shape.startswith("value: got torch.float32 [3], accepted: floating point [129, 47]")
-    assert kind.startswith("value: got torch.int32 [129, 47], accepted: floating point")
-    assert negative == nan and "not finite or, of the second moment, negative" in nan
-
-
-def unfrozen(rank, world):
-    """What DeepSpeed's accessors say of a parameter that was frozen when the engine was made."""
-    from deepspeed import utils
-
-    engine = build(CASES["zero-3"])
-    run(engine, rank, 0, 1)
-    p = engine.module.frozen.weight
-    p.requires_grad_(True)
-    ones = torch.ones(p.ds_tensor.ds_numel)
-    messages = []
-    for call in (
-        lambda: utils.safe_get_full_optimizer_state(p, "exp_avg"),
-        lambda: utils.safe_get_local_optimizer_state(p, "exp_avg"),
-        lambda: utils.safe_set_local_optimizer_state(p, ones, "exp_avg"),
-    ):
-        with pytest.raises(ValueError, match="no CoatAdamW under ZeRO trains") as problem:
-            call()
-        messages.append(str(problem.value))
-    return messages
-
-
-def test_a_parameter_that_is_trained_too_late_is_named():
-    assert len(set(run_ranks(1, unfrozen)[0])) == 1
+    run_ranks(1, refusals)
 
 
 def two_engines(rank, world, stages):
-    """Trials of two engines on one model: what the accessors gave of which, by trial."""
-    import gc
-
+    """What the accessors gave that is not of the latest of several engines on one model."""
     import deepspeed
 
     import coat_dist
     from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 
     quiet_deepspeed()
-    wrong = []
-    for trial in range(8):
-        net = model()
-        first, second = (
-            coat_dist.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": s}})[0] for s in stages
-        )
-        train(second, rank, 2)
-        p = net[0].weight
-        found = [s["step"] for s in second.optimizer.optimizer.state.values()]
-        got = coat_dist.safe_get_full_moment(p, "first")
-        own = deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg")
-        if not got.any() or not torch.equal(got, own) or set(found) != {2}:
-            wrong.append(f"trial {trial}: not the latest")
-        half = 0.5 * coat_dist.safe_get_full_moment(p, "second").sqrt()
-        coat_dist.safe_set_full_moment(p, half, "first")
-        if ((coat_dist.safe_get_full_moment(p, "first") - half).abs() > 0.02 * half).any() or not half.any():
-            wrong.append(f"trial {trial}: not set")
-        if trial % 2:
-            del first  # frees ids that later objects get
-        else:
-            second.destroy()
-            del second
-            third = coat_dist.initialize(model=net, config=CONFIG)[0]
-            if coat_dist.safe_get_full_moment(p, "first").any():
-                wrong.append(f"trial {trial}: of an engine of before")
-            train(third, rank, 1)
-            if not coat_dist.safe_get_full_moment(p, "first").any():
-                wrong.append(f"trial {trial}: not of the third")
-        gc.collect()
+    wrong, net = [], model()
+    first, second = (
+        coat_dist.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": s}})[0] for s in stages
+    )
+    train(second, rank, 2)
+    p = net[0].weight
+    got, own = coat_dist.safe_get_full_moment(p, "first"), deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg")
+    if not got.any() or not torch.equal(got, own) or first.global_steps:
+        wrong.append("not the latest")
+    second.destroy()
+    del second
+    third = coat_dist.initialize(model=net, config=CONFIG)[0]
+    if coat_dist.safe_get_full_moment(p, "first").any():
+        wrong.append("of an engine of before")
+    train(third, rank, 1)
+    if not coat_dist.safe_get_full_moment(p, "first").any():
+        wrong.append("not of the third")
     config = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
     coat_dist.initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))
-    try:
-        wrong.append(f"no error: {coat_dist.safe_get_full_moment(p, 'first')}")
-    except ValueError as error:
-        wrong += [] if "that no CoatAdamW under ZeRO trains" in str(error) else [str(error)]
+    with pytest.raises(ValueError, match="that no CoatAdamW under ZeRO trains"):
+        coat_dist.safe_get_full_moment(p, "first")
     return wrong
 
 

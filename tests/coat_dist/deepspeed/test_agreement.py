@@ -44,7 +44,6 @@ def called(rank, world, configs, late, folder):
         *(([CONFIG, PLAIN], late, 'a "coat" block or a CoatAdamW on rank 0, neither on rank 1') for late in (0, 1)),
         *(([other, CUT], None, "ds.json is not JSON") for other in (CONFIG, PLAIN)),
         ([CONFIG, {**CONFIG, "gradient_clipping": "1"}], None, 'gradient_clipping: got "1", accepted: a number >= 0'),
-        ([CONFIG, {**CONFIG, "train_batch_size": 3}], None, "train_batch_size: got 3, accepted: train_micro_batch"),
     ],
 )
 def test_every_rank_raises_what_one_has_found(configs, late, words, tmp_path):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import os
-import tempfile
-from unittest import mock
 
 import pytest
 import torch
 
-from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 7, 2
@@ -40,7 +35,7 @@ def _evaluate(engine, losses):
     engine.train()
 
 
-def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
+def _train(rank, world, stage, grad_accum, weights, tp, folder, changes):
     """Losses of two training micro-batches a step, evaluation before and after steps, a checkpoint loaded between."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -56,13 +51,7 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
     model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **SMALL | changes)
     patch_model(model, settings)
     install_replicated_grad_hooks(model)
-    if ours:
-        engine, *_ = coat_dist.initialize(model=model, config=config, mpu=MPUAdapter())
-    else:
-        del config["coat"], config["optimizer"]
-        config["zero_allow_untested_optimizer"] = True
-        adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=MPUAdapter(), optimizer=adamw)
+    engine, *_ = coat_dist.initialize(model=model, config=config, mpu=MPUAdapter())
     losses = []
     for step in range(STEPS):
         for micro in range(ACCUMULATION):
@@ -81,18 +70,17 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, ours, changes):
             _evaluate(engine, losses)
             engine.load_checkpoint(folder, tag="here")
             _evaluate(engine, losses)  # the first forward after a load
-    if ours:  # master weights edited by hand
-        zero = engine.optimizer
-        for flat in getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition:
-            flat.data.mul_(1.25)
-        _evaluate(engine, losses)
-        zero.update_lp_params()
-        _evaluate(engine, losses)
+    zero = engine.optimizer  # master weights edited by hand
+    for flat in getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition:
+        flat.data.mul_(1.25)
+    _evaluate(engine, losses)
+    zero.update_lp_params()
+    _evaluate(engine, losses)
     return losses
 
 
-def _modes(rank, world, stage, grad_accum, tp, ours, changes, folder, modes):
-    """{mode: (losses, weights quantized)}. "blind" is "cached" where nobody says that weights have changed."""
+def _modes(rank, world, stage, grad_accum, tp, changes, folder):
+    """{mode: (losses, weights quantized)}."""
     from coat_dist.flow import weights
     from megatron_patches import initialize_model_parallel
 
@@ -100,100 +88,33 @@ def _modes(rank, world, stage, grad_accum, tp, ours, changes, folder, modes):
     quantized, original = [], weights.quantize_input
     weights.quantize_input = lambda w, *rest: (quantized.append(w), original(w, *rest))[1]
     runs = {}
-    for mode in modes:
-        kind, place = "cached" if mode == "blind" else mode, f"{folder}/{mode}"
-        unknown = mock.patch.object(weights, "invalidate_weights", lambda: None)
-        with unknown if mode == "blind" else contextlib.nullcontext():
-            runs[mode] = _train(rank, world, stage, grad_accum, kind, tp, place, ours, changes), len(quantized)
+    for mode in ("on_use", "cached"):
+        runs[mode] = _train(rank, world, stage, grad_accum, mode, tp, f"{folder}/{mode}", changes), len(quantized)
         quantized.clear()
     return runs
 
 
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = {
-    "ZeRO-1": (1, "bf16", 1, True, {}),
-    "BF16_Optimizer": (1, "fp32", 1, True, {}),
-    "ZeRO-2": (2, "fp32", 1, True, {}),
-    "ZeRO-2, DeepSpeed alone": (2, "fp32", 1, False, {}),
-    "ZeRO-2, TP 2 and SP, recompute": (
-        2,
-        "fp32",
-        2,
-        True,
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
+    "ZeRO-1": (1, "bf16", 1, {}),
+    "BF16_Optimizer": (1, "fp32", 1, {}),
+    "ZeRO-2": (2, "fp32", 1, {}),
+    "ZeRO-2, TP 2 and SP, recompute": (2, "fp32", 2, RECOMPUTE),
 }
-
-
-def _runs(case, *modes):
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(2, _modes, *CASES[case], folder, modes)
-
-
-@pytest.fixture(scope="module")
-def zero_2():
-    return _runs("ZeRO-2", "on_use", "cached", "blind")
 
 
 # DeepSpeed's BF16_Optimizer calls what ZeRO-1 calls.
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c == "BF16_Optimizer" else c for c in CASES]
 )
-def test_cached_losses_are_the_same_to_the_bit(case, request):
-    _, _, _, ours, _ = CASES[case]
-    ranks = request.getfixturevalue("zero_2") if case == "ZeRO-2" else _runs(case, "on_use", "cached")
-    for runs in ranks:
+def test_cached_losses_are_the_same_to_the_bit(case, tmp_path):
+    for runs in run_ranks(2, _modes, *CASES[case], str(tmp_path)):
         (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
         assert cached == plain
         assert len(set(plain)) > STEPS * ACCUMULATION  # weights did move
         # Two layers of four weights: at the start, after all steps but the last, and after the load. By hand: two.
-        assert made == 2 * 4 * (STEPS + 1 + 2 * ours)
+        assert made == 2 * 4 * (STEPS + 3)
         assert uncached > 2 * made
-
-
-def test_flat_buffers_leave_no_trace_in_the_parameters(zero_2):
-    """Without the hooks the version counter alone would keep stale codes: this is what the hooks are for."""
-    for runs in zero_2:
-        assert runs["blind"][0][0] == runs["on_use"][0][0]
-        assert runs["blind"][0] != runs["on_use"][0]
-        assert runs["blind"][1] < 2 * 4 * STEPS
-
-
-def _invariant(rank, world, scales):
-    """tp_invariant reduces the scale of every weight: with the cache once a step."""
-    import torch.distributed as dist
-
-    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
-
-    initialize_model_parallel(2)
-    reduced, original = [], dist.all_reduce
-    runs = []
-    for mode in ("on_use", "cached"):
-        reduced.clear()
-        model = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=True, **SMALL)
-        patch_model(model, ActivationConfig(tp_invariant=True, forward_scales=scales, weights=mode))
-        install_replicated_grad_hooks(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        dist.all_reduce = lambda t, op=dist.ReduceOp.SUM, **rest: (reduced.append(op), original(t, op, **rest))[1]
-        losses = []
-        for step, micro in itertools.product(range(3), range(4)):
-            loss = tiny_loss(model, tiny_batch(10 * step + micro))
-            loss.backward()
-            losses.append(loss.item())
-            if micro == 3:
-                optimizer.step()
-        dist.all_reduce = original
-        runs.append((losses, sum(op == dist.ReduceOp.MAX for op in reduced)))
-    return runs
-
-
-@pytest.mark.parametrize(("scales", "reductions"), [("tensor", 4), ("row", 6)])
-def test_scales_of_weights_are_reduced_once_a_step(scales, reductions):
-    """One of each of a layer's weights; with row scales one more of those whose rows are split, proj's and fc2's."""
-    for (plain, many), (cached, few) in run_ranks(2, _invariant, scales):
-        assert cached == plain
-        layers, steps, micro = 2, 3, 4
-        assert many - few == layers * reductions * steps * (micro - 1)
 
 
 def _replaced(rank, world, weights):

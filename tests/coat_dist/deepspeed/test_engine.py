@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import json
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -12,46 +11,8 @@ import pytest
 import torch
 
 from coat_dist import CoatConfigError
-from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed
 from tests.support import run_ranks
-
-
-def state_keys(engine):
-    return {key for state in engine.optimizer.optimizer.state.values() for key in state}
-
-
-def initialized(rank, world, source):
-    quiet_deepspeed()
-    import coat_dist
-
-    before = copy.deepcopy(source) if isinstance(source, dict) else None
-    if source == "args":
-        arguments = SimpleNamespace(deepspeed_config=CONFIG, local_rank=rank)
-        engine, optimizer, loader, scheduler = coat_dist.initialize(args=arguments, model=model())
-        assert arguments.deepspeed_config is CONFIG
-    else:
-        engine, optimizer, loader, scheduler = coat_dist.initialize(model=model(), config=source)
-    assert before is None or source == before, "the caller's configuration was changed"
-    assert loader is None and scheduler is None and optimizer is engine.optimizer
-    inner = engine.optimizer.optimizer
-    groups = [
-        (g["name"], g["moments"], g["weight_decay"], g["second_moment"], tuple(g["betas"])) for g in inner.param_groups
-    ]
-    return train(engine, rank), groups, type(inner).__name__, state_keys(engine)
-
-
-def test_block_by_dict_path_and_arguments(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(CONFIG))
-    first = run_ranks(2, initialized, CONFIG)
-    assert first == run_ranks(2, initialized, str(path)) == run_ranks(2, initialized, "args")
-    losses, groups, name, keys = first[0]
-    assert name == "CoatAdamW" and losses[-1] < losses[0]
-    assert groups == [
-        ("decay/fp8", "fp8", 0.1, "e5m2", (0.9, 0.95)),
-        ("no_decay/fp32", "fp32", 0.0, "e5m2", (0.9, 0.95)),
-    ]
-    assert {"coat_m_q", "coat_v_q", "exp_avg", "step"} <= keys
 
 
 def order(rank, world):
@@ -77,36 +38,6 @@ def test_each_rank_takes_deepspeeds_device_before_ranks_are_compared():
         assert found == [([n], {n}) for n in (rank, rank, 5)], "DeepSpeed then chooses the same"
 
 
-def by_type_only(rank, world):
-    deepspeed = quiet_deepspeed()
-    import coat_dist  # noqa: F401
-
-    config = {k: v for k, v in CONFIG.items() if k != "coat"}
-    net = model()
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-    return train(engine, rank), type(engine.optimizer.optimizer).__name__, state_keys(engine)
-
-
-def test_type_in_a_plain_deepspeed_program():
-    losses, name, keys = run_ranks(2, by_type_only)[0]
-    assert name == "CoatAdamW" and losses[-1] < losses[0] and "coat_m_q" in keys
-
-
-def without_block(rank, world, ours):
-    deepspeed = quiet_deepspeed()
-    import coat_dist
-
-    config = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
-    net = model()
-    call = coat_dist.initialize if ours else deepspeed.initialize
-    engine, *_ = call(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2), config=config)
-    return train(engine, rank)
-
-
-def test_no_block_is_plain_deepspeed():
-    assert run_ranks(2, without_block, True) == run_ranks(2, without_block, False)
-
-
 def failing(rank, world, changes):
     quiet_deepspeed()
     import coat_dist
@@ -121,51 +52,28 @@ def failing(rank, world, changes):
     return "no error"
 
 
+OFF = {"enabled": False}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"gradient_clipping": [1.0, 0.5]}, "gradient_clipping: 1.0 on rank 0, 0.5 on rank 1"),
         (
-            {"gradient_clipping": [1.0, 0.5]},
-            ["ranks were started differently: gradient_clipping: 1.0 on rank 0, 0.5 on rank 1"],
+            {"coat": [{"activation": OFF}, {"optimizer": {"expand": False}, "activation": OFF}]},
+            "ranks were started differently: coat.optimizer.expand: true on rank 0, false on rank 1",
         ),
+        ({"coat": {}}, "coat.activation.enabled: got true"),
+        ({"coat": {"optimizer": {"group_size": 3}}}, "coat.optimizer.group_size: got 3"),
         (
-            {
-                "coat": [
-                    {"activation": {"enabled": False}},
-                    {"optimizer": {"expand": False}, "activation": {"enabled": False}},
-                ]
-            },
-            ["ranks were started differently: coat.optimizer.expand: true on rank 0, false on rank 1"],
-        ),
-        ({"coat": {}}, ["coat.activation.enabled: got true", "patch_model"]),
-        ({"coat": {"optimizer": {"group_size": 3}}}, ["coat.optimizer.group_size: got 3"]),
-        (
-            {"optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3, "beta1": 0.9}}},
-            ["optimizer.params.beta1: unknown key"],
-        ),
-        (
-            {"optimizer": {"type": "CoatAdamW", "params": {"expand": False}}},
-            ["optimizer.params.expand", "coat.optimizer"],
-        ),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, ['optimizer.type: got "AdamW"']),
-        (
-            {"optimizer": {"type": "AdamW8bit"}, "coat": {"activation": {"enabled": False}}},
-            ['optimizer.type: got "AdamW8bit", accepted: "CoatAdamW", a class of torch.optim'],
-        ),
-        (
-            {"fp16": {"enabled": True}, "coat": {"activation": {"enabled": False}}},
-            ["fp16.enabled: got true, accepted: false beside bf16.enabled true"],
-        ),
-        (
-            {"train_batch_size": 3},
-            ["train_batch_size: got 3, accepted: train_micro_batch_size_per_gpu (", "data-parallel ranks (2) = "],
+            {"optimizer": {"type": "AdamW8bit"}, "coat": {"activation": OFF}},
+            "coat: got a block that compresses nothing",
         ),
     ],
 )
 def test_errors_reach_every_rank(changes, words):
     for message in run_ranks(2, failing, changes):
-        for word in words:
-            assert word in message
+        assert words in message
 
 
 def other_groups(rank, world):
@@ -221,12 +129,10 @@ def made_by_callables(rank, world):
     block = {"coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}}}
     for make, config in (
         (ours, {**plain, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}),
-        (ours, {**plain, "zero_optimization": {"stage": 0}}),
         (torch.optim.AdamW, {**plain, "coat": {"activation": {"enabled": False}}}),
         (ours, {**plain, **block}),
         (torch.optim.AdamW, {**plain, **block}),
         (None, {**plain, **block}),
-        (None, {**plain, "coat": {"activation": {"enabled": False}}}),
     ):
         try:
             coat_dist.initialize(model=model(), optimizer=make, config=config)
@@ -237,34 +143,22 @@ def made_by_callables(rank, world):
 
 def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
     for messages, calls in run_ranks(2, made_by_callables):
-        elastic, stage, effect, expand, foreign, nothing, none = messages
+        elastic, effect, expand, foreign, nothing = messages
         assert effect.startswith("coat: got a block that compresses nothing") and '"AdamW"' in effect
-        assert calls == 3 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
-        assert stage.startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3 with bf16.enabled")
+        assert calls == 2 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
         assert expand.startswith("coat.optimizer.expand: got false beside a CoatAdamW that has true")
         assert foreign.startswith("coat.optimizer: got a block beside optimizer=AdamW")
-        assert nothing == none and none.startswith("optimizer.type: got null, accepted: ")
+        assert nothing.startswith("optimizer.type: got null, accepted: ")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b'{"coat": {', "ds.json is not JSON: "),
-        (b"", "ds.json holds nothing, accepted: a JSON object"),
-        (b"\xff\xfe\x00", "ds.json is not JSON: 'utf-8' codec"),
-        (b"[]", "ds.json holds list, accepted: a JSON object"),
-        (None, "cannot read .*ds.json' .Is a directory., accepted: "),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named_whoever_is_called(text, message, tmp_path):
+def test_a_file_that_cannot_be_read_is_named_by_either_call(tmp_path):
     deepspeed = quiet_deepspeed()
     import coat_dist
 
-    path = tmp_path / "ds.json"
-    path.mkdir() if text is None else path.write_bytes(text)
+    (tmp_path / "ds.json").write_text('{"coat": {')
     for call in (deepspeed.initialize, coat_dist.initialize):
-        with pytest.raises(coat_dist.CoatConfigError, match=f"^config: .*{message}"):
-            call(model=torch.nn.Linear(3, 3), config=str(path))
+        with pytest.raises(coat_dist.CoatConfigError, match="^config: .*ds.json is not JSON: "):
+            call(model=torch.nn.Linear(3, 3), config=str(tmp_path / "ds.json"))
 
 
 def test_exactly_one_configuration():
@@ -299,44 +193,17 @@ def built(net, config=ALONE, **given):
     return engine, [line for line in said.getvalue().splitlines() if line.startswith("coat_dist: ")]
 
 
-def blocks_without_effect(rank, world):
-    found = []
-    for make in (None, torch.optim.AdamW, lambda params: torch.optim.AdamW(params)):
-        net = torch.nn.Linear(64, 64)
-        config = {key: value for key, value in ALONE.items() if key != "optimizer"}
-        if make is None:
-            config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
-        given = make(net.parameters()) if make is torch.optim.AdamW else make
-        found.append(built(net, config, optimizer=given)[0])
-    return found
-
-
-def test_a_block_that_compresses_nothing_is_refused():
-    """By name, as an object, from a callable."""
-    for message in run_ranks(1, blocks_without_effect)[0]:
-        assert message.startswith("coat: got a block that compresses nothing") and 'optimizer is "AdamW"' in message
-        assert 'accepted: "optimizer": {"type": "CoatAdamW"}' in message
-
-
 def start_line(rank, world):
-    net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.LayerNorm(128))
-    given = copy.deepcopy(ALONE)
-    engine, lines = built(net, given)
-    engine.backward(engine(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum())
-    engine.step()
-    states = [t for s in engine.optimizer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    given, lightning = copy.deepcopy(ALONE), copy.deepcopy(ALONE)
+    lines = built(torch.nn.Linear(128, 128), given)[1]
     with mock.patch.dict(sys.modules, {"lightning": object()}):
-        lightning = copy.deepcopy(ALONE)
         built(torch.nn.Linear(64, 64), lightning)
-    return lines, sum(t.numel() * t.element_size() for t in states), given, lightning
+    return lines, given, lightning
 
 
 def test_one_line_says_what_runs():
-    ((line,), held, given, lightning) = run_ranks(1, start_line)[0]
-    matrix, small = 128 * 128, 3 * 128  # a bias and a norm have fp32 moments
-    each = (2 * (1 + 3 / 128) * matrix + 8 * small) / (matrix + small)
-    assert line == f"coat_dist: CoatAdamW, {each:.2f} bytes a parameter of states (AdamW: 8); no layers in the FP8 flow"
-    assert abs(held / (matrix + small) - each) < 0.01
+    lines, given, lightning = run_ranks(1, start_line)[0]
+    assert lines == ["coat_dist: CoatAdamW; no layers in the FP8 flow"]
     assert given == ALONE, "the caller's configuration was changed"
     assert lightning == ALONE | {"zero_allow_untested_optimizer": True}, "where trainer.test looks that key up"
 
@@ -365,26 +232,3 @@ def test_a_reference_engine_at_stage_0_is_built_and_not_trained(frozen, bf16):
     assert same and lines == ["coat_dist: no optimizer, this engine evaluates; no layers in the FP8 flow"]
     assert len(messages) == 2
     assert all(text.startswith("zero_optimization.stage: got 0") and "1, 2 or 3 to train" in text for text in messages)
-
-
-def frozen_and_adams_keys(rank, world):
-    def frozen():
-        return torch.nn.Linear(64, 64).requires_grad_(False)
-
-    net, found = frozen(), []
-    found += [built(net)[0], built(net, model_parameters=net.parameters())[0]]
-    found += [built(net, model_parameters=[{"params": list(net.parameters())}])[0]]
-    for coupled in (True, False):
-        params = {"lr": 1e-3, "torch_adam": True, "adam_w_mode": coupled}
-        made, _ = built(torch.nn.Linear(64, 64), ALONE | {"optimizer": {"type": "CoatAdamW", "params": params}})
-        found.append(made if isinstance(made, str) else type(made.optimizer.optimizer).__name__)
-    return found
-
-
-def test_a_frozen_model_and_keys_that_choose_among_adams():
-    model_, parameters, groups, decoupled, coupled = run_ranks(1, frozen_and_adams_keys)[0]
-    assert model_.startswith("model: got 2 parameters of which none requires a gradient")
-    assert parameters.startswith("model_parameters: got 2 parameters of which none requires a gradient")
-    assert groups == parameters and 'only evaluates has no "optimizer"' in model_
-    assert decoupled == "CoatAdamW"
-    assert coupled.startswith("optimizer.params.adam_w_mode: got false, accepted: true; drop it: CoatAdamW's weight")

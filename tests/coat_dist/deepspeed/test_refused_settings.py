@@ -8,7 +8,7 @@ import torch
 
 from coat_dist import CoatAdamW
 from coat_dist.config import CoatConfig, CoatConfigError, Problem
-from coat_dist.deepspeed.config.schema import _asked
+from coat_dist.deepspeed.config.keys import known_keys
 from coat_dist.deepspeed.config.validate import check_deepspeed, check_parallel
 from tests.coat_dist.configurations import config
 
@@ -16,12 +16,12 @@ PLAIN = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 
 ZERO = "zero_optimization"
 UNKNOWN = "unknown key"
 OBJECTS = ("bf16", "fp16", "scheduler", "compile", "data_types", "tensor_parallel", ZERO, "optimizer", "checkpoint")
-WARMUP = {"type": "WarmupLR", "params": {}}
 
 
 def problems(settings, check=check_deepspeed, **context):
     with pytest.raises(CoatConfigError) as error:
         check(settings, **context)
+    assert all(isinstance(one, Problem) for one in error.value.problems)
     assert str(error.value) == "\n".join(map(str, error.value.problems))
     return {one.key: one.got for one in error.value.problems}
 
@@ -33,40 +33,28 @@ def expected(key, value):
 TYPES = [
     *((key, True) for key in OBJECTS),
     *((key, None) for key in (ZERO, "optimizer", "checkpoint")),
-    *((f"{ZERO}.stage", value) for value in ("2", 4, True, None, 2.5)),
+    *((f"{ZERO}.stage", value) for value in ("2", True)),
     *(("optimizer.params.betas", value) for value in (0.9, [0.9], ["a", 1], [0.9, 1.0])),
     *(("optimizer.params.lr", value) for value in ("1e-3", "auto", -1, [1e-3], None)),
     *(("optimizer.params.eps", value) for value in ("1e-8", True)),
     *(("gradient_clipping", value) for value in ("1.0", True, None, -1, float("nan"))),
-    *(("steps_per_print", value) for value in ("10", 0, True)),
     *((key, value) for key in ("wall_clock_breakdown", "flops_profiler.enabled", "bf16.enabled", "fp16.enabled")
       for value in ("true", 2, [])),
-    *((key, None) for key in ("wall_clock_breakdown", "bf16.enabled")),
-    *((f"{ZERO}.offload_{key}", value) for key in ("param", "optimizer") for value in (True, "cpu")),
     (ZERO, 2), ("optimizer", "CoatAdamW"), ("optimizer.params", [1]), ("optimizer.params.maximize", "no"),
-    ("train_micro_batch_size_per_gpu", "2"), ("train_micro_batch_size_per_gpu", True),
-    ("gradient_accumulation_steps", 0), ("tensor_parallel.autotp_size", "2"), (f"{ZERO}.overlap_comm", "false"),
-    (f"{ZERO}.reduce_bucket_size", "5e8"), (f"{ZERO}.reduce_bucket_size", 0), ("data_types.grad_accum_dtype", "f32"),
-    ("checkpoint.use_node_local_storage", "x"), ("optimizer.params.first_moment", "int4"),
+    ("train_micro_batch_size_per_gpu", "2"), ("gradient_accumulation_steps", 0),
+    (f"{ZERO}.overlap_comm", "false"), ("checkpoint.use_node_local_storage", "x"),
+    ("optimizer.params.first_moment", "int4"),
 ]  # fmt: skip
-SCHEDULES = [
-    ({"params": {"warmup_num_steps": 10}}, "type", None),
-    *(({**WARMUP, "type": name}, "type", name) for name in ("WarmupLRR", "math", ["WarmupLR"], "StepLR")),
-    ({"type": "WarmupLR"}, "params", None),
-    ({"type": "WarmupLR", "params": {"warmup_max_lrr": 1}}, "params.warmup_max_lrr", f"{UNKNOWN} (did you mean "),
-    ({"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}, "params.warmup_num_steps", "10"),
-]
 TP, STAGE_3 = {"tp": 2}, {f"{ZERO}__stage": 3}
 FEATURES = [
     *((f"{ZERO}.{key}", value, {}) for key, value in (
         ("elastic_checkpoint", True), ("offload_optimizer", {"device": "cpu"}), ("cpu_offload", True), ("zenflow", {}),
         ("offload_optimizer", {"device": "nvme"}), ("offload_optimizer", {"super_offload": True}),
         ("zero_quantized_weights", True), ("zero_quantized_nontrainable_weights", True),
-        ("zero_quantized_gradients", True), ("zero_hpz_partition_size", 2))),
-    ("tensor_parallel.autotp_size", 2, TP), ("checkpoint.writer", {"type": "fast"}, {}),
-    ("checkpoint.use_node_local_storage", True, TP), ("datastates_ckpt", {}, {}), ("datastates_ckpt", True, {}),
-    ("optimizer.params.adam_w_mode", False, {}), ("coat.activation.wgrad", "main_grad", {}),
-    *((f"{key}.enabled", True, {}) for key in ("fp16", "comet")),
+        ("zero_quantized_gradients", True))),
+    ("checkpoint.writer", {"type": "fast"}, {}), ("checkpoint.use_node_local_storage", True, TP),
+    ("datastates_ckpt", {}, {}), ("datastates_ckpt", True, {}), ("optimizer.params.adam_w_mode", False, {}),
+    ("coat.activation.wgrad", "main_grad", {}), ("fp16.enabled", True, {}),
 ]  # fmt: skip
 
 
@@ -78,10 +66,8 @@ def test_wrong_types(key, value):
     assert problems(config(**changes)) == {key: expected(key, value)}
 
 
-@pytest.mark.parametrize(("scheduler", "key", "value"), SCHEDULES)
-def test_wrong_schedules(scheduler, key, value):
-    found = problems(config(scheduler=scheduler))
-    assert list(found) == [f"scheduler.{key}"] and found[f"scheduler.{key}"].startswith(expected(key, value))
+def test_a_schedule_without_a_name():
+    assert problems(config(scheduler={"params": {"warmup_num_steps": 10}})) == {"scheduler.type": "got null"}
 
 
 @pytest.mark.parametrize(("key", "value", "context"), FEATURES)
@@ -104,18 +90,13 @@ def test_features_that_cannot_be_honoured(key, value, context):
             True,
         ),
         ({"optimizer__type": "AdamW"}, {}, "optimizer.type", "AdamW"),
-        ({"fp16__enabled": True, "coat__activation": {"enabled": False}}, {}, "fp16.enabled", True),
         ({}, {"cp": 2}, "context_parallel_size", 2),
-        ({}, {"pipeline": True}, f"{ZERO}.stage", 2),
+        ({"optimizer__params__expand": True}, {}, "optimizer.params.expand", ...),
     ],
 )
 def test_combinations_that_cannot_be_honoured(changes, context, key, value):
-    assert problems(config(**changes), **context) == {key: expected(key, value)}
-
-
-def test_options_in_two_places():
-    found = problems(config(optimizer__params__expand=True))
-    assert found == {"optimizer.params.expand": "given beside coat.optimizer"}
+    given = "given beside coat.optimizer" if value is ... else expected(key, value)
+    assert problems(config(**changes), **context) == {key: given}
 
 
 MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -133,7 +114,6 @@ FP32 = {"data_types__grad_accum_dtype": "fp32"}
         ({}, {MASTER: None, STATES: None}),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {STATES: None}),
         ({"bf16": {"enabled": False, **MASTERS}}, {"bf16.enabled": False}),
-        ({**ON, f"{ZERO}__stage": 1, **FP32}, {"data_types.grad_accum_dtype": "fp32"}),
         (
             {**ON, **STAGE_3, f"{ZERO}__offload_param": {"device": "cpu"}},
             {f"{ZERO}.offload_param.device": "cpu"},
@@ -166,7 +146,11 @@ def test_bf16_masters_without_remainders(block):
     [
         ({"stages": 2}, {ZERO: {"stage": 2, "overlap_comm": True}}, [f"{ZERO}.stage", f"{ZERO}.overlap_comm"]),
         ({"stages": 2}, {ZERO: {"stage": 1}, "fp16": {"enabled": True}}, ["fp16.enabled"]),
-        ({"ep": 2}, {ZERO: {"stage": 3, "reduce_scatter": False}}, [f"{ZERO}.stage", f"{ZERO}.reduce_scatter"]),
+        (
+            {"ep": 2},
+            {ZERO: {"stage": 3, "round_robin_gradients": True}},
+            [f"{ZERO}.stage", f"{ZERO}.round_robin_gradients"],
+        ),
         ({"ep": 2}, {ZERO: {"stage": 1, "offload_param": {"device": "cpu"}}}, [f"{ZERO}.offload_param.device"]),
         ({"ep": 2, "stages": 2}, {ZERO: {"stage": 1}}, ["mpu"]),
     ],
@@ -189,15 +173,11 @@ def test_stages_and_experts(context, settings, keys):
         {"fp16__enabled": "auto", "tensor_parallel__autotp_size": "auto"},
         {"bf16__enabled": 1, "wall_clock_breakdown": 0, "dump_state": None, f"{ZERO}__stage": 2.0},
         {"flops_profiler": {"enabled": None}, "steps_per_print": -1, f"{ZERO}__overlap_comm": 1},
-        {"steps_per_print": float("inf"), f"{ZERO}__overlap_comm": None, "wall_clock_breakdown": True},
+        {"steps_per_print": float("inf"), f"{ZERO}__overlap_comm": None, "wall_clock_breakdown": None},
         {"checkpoint__tag_validation": "WARN", "communication_data_type": "BF16", "steps_per_print": None},
         {"data_types__grad_accum_dtype": "bf16", "wandb": {"enabled": False}, "tensorboard": {}},
-        *({"scheduler": {"type": name, "params": params}} for name, params in (
-            (None, {}), ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 10}),
-            ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 0.1, "cycle_momentum": False}),
-            ("WarmupDecayLR", {"total_num_steps": "auto", "warmup_max_lr": "auto"}))),
-        {"scheduler": {}},
-        {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}, f"{ZERO}__stage": 0},
+        {"scheduler": {}}, {"scheduler": {"type": None, "params": {}}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_max_lr": 0.1}}},
     ],
 )  # fmt: skip
 def test_accepted_settings(changes):
@@ -206,7 +186,7 @@ def test_accepted_settings(changes):
 
 def test_a_wrong_block_and_what_is_wrong_elsewhere_are_one_error():
     settings = config(coat__optimizer__expend=True, gradient_clipping="1.0", zero_optimisation={}, group_size=64)
-    assert list(problems(settings)) == ["coat.optimizer.expend", "group_size", "gradient_clipping", "zero_optimisation"]
+    assert {*problems(settings)} == {"coat.optimizer.expend", "group_size", "gradient_clipping", "zero_optimisation"}
 
 
 @pytest.mark.parametrize(
@@ -233,17 +213,14 @@ def test_a_given_optimizer_is_checked_like_one_by_name(changes, key):
     check_deepspeed({k: v for k, v in config().items() if k not in ("coat", "optimizer")}, optimizer=given)
 
 
-@pytest.mark.parametrize("name", ["Coat", "COAT", "caot", "coat ", "cot", "coats", "coat_dist", "coatconfig", "coaat"])
+@pytest.mark.parametrize("name", ["Coat", "caot", "coat ", "cot", "coats", "coat_dist", "coaat"])
 def test_names_that_are_nearly_coat(name):
     found = {name: f'{UNKNOWN} (did you mean "coat"?)'}
     assert problems({**PLAIN, name: {"activation": {}}}) == problems({**config(), name: {}}) == found
     assert problems({name: {}}, CoatConfig.from_deepspeed) == found
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["CoatAdam", "coatadamw", "Coat AdamW", "COATADAMW", "CoatAdamw", "CaotAdamW", "Coat", "coat_adamw", "CoAdamW"],
-)
+@pytest.mark.parametrize("name", ["CoatAdam", "coatadamw", "Coat AdamW", "CaotAdamW", "Coat", "coat_adamw", "CoAdamW"])
 def test_names_that_are_nearly_coat_adamw(name):
     found = {"optimizer.type": f'got "{name}" (did you mean "CoatAdamW"?)'}
     assert problems({**PLAIN, "optimizer": {"type": name}}) == problems(config(optimizer__type=name)) == found
@@ -253,23 +230,18 @@ def test_names_that_are_nearly_coat_adamw(name):
     ("changes", "key", "meant"),
     [
         ({"first_moment": "int8"}, "first_moment", "coat.optimizer.first_moment"),
-        ({"bf16_layers": [0]}, "bf16_layers", "coat.activation.bf16_layers"),
-        ({"activation": {"enabled": True, "forwrd": 1}}, "activation", "coat.activation"),
+        ({"activation": {"forward_scales": "row"}}, "activation.forward_scales", "coat.activation.forward_scales"),
         ({"optimizer": {"type": "AdamW", "second_moment": "log8"}}, "optimizer.second_moment", "coat.optimizer.s"),
         ({"optimizer": {"type": "AdamW", "coat": {}}}, "optimizer.coat", "coat"),
-        ({"scheduler": {"type": "WarmupLR", "coat": {}}}, "scheduler.coat", "coat"),
         ({ZERO: {"offload_param": {"Coat": {}}}}, f"{ZERO}.offload_param.Coat", "coat"),
         ({"First-Momment": "int8"}, "First-Momment", "coat.optimizer.first_moment"),
-        ({"group_size": 64}, "group_size", "coat.optimizer.group_size"),
-        ({"forward": "quantized"}, "forward", "coat.activation.forward"),
         (
-            {"optimizer": {"type": "Muon", "params": {"first_moment": "int8"}}},
-            "optimizer.params.first_moment",
-            "coat.optimizer.first_moment",
+            {"optimizer": {"type": "Muon", "params": {"fp8_gather": 1}}},
+            "optimizer.params.fp8_gather",
+            "coat.activation.f",
         ),
         ({"optimizer": "CoatAdamW"}, "optimizer", None),
         ({"optimizer": {"name": "CoatAdamW"}}, "optimizer.name", None),
-        ({"optimizer": {"type": ["CoatAdamW"]}}, "optimizer.type", None),
         ({"optimiser": {"type": "CoatAdamW"}}, "optimiser.type", None),
     ],
 )
@@ -293,21 +265,15 @@ def test_configurations_of_others_are_left_alone(name):
     [
         ("gradient_cliping", 1.0, "gradient_clipping"),
         ("zero_optimisation", {}, ZERO),
-        ("Gradient-Clipping", 1, "gradient_clipping"),
         ("stage", 2, f"{ZERO}.stage"),
         ("lr", 2, "optimizer.params.lr"),
-        (f"{ZERO}.first_moment", "e4m3", "coat.optimizer.first_moment"),
-        ("bf16.group_size", 128, "coat.optimizer.group_size"),
+        (f"{ZERO}.normalize", True, "coat.optimizer.normalize"),
         (f"{ZERO}.overlap_com", True, f"{ZERO}.overlap_comm"),
         (f"{ZERO}.mics_shard_size", 2, None),
-        ("my_own_key", 2, None),
         ("optimizer.parms", {}, "optimizer.params"),
         ("data_types.grad_acum_dtype", 1, "data_types.grad_accum_dtype"),
-        ("checkpoint.load_univrsal", 1, "checkpoint.load_universal"),
         ("flops_profiler.profile_steps", 2, "flops_profiler.profile_step"),
-        ("optimizer.params.activation", {}, "coat.activation"),
         ("optimizer.params.frist_moment", "int8", "optimizer.params.first_moment"),
-        ("optimizer.params.beta2", 0.9, "optimizer.params.betas"),
         ("optimizer.params.learning_rate", 1, None),
     ],
 )
@@ -332,13 +298,7 @@ def test_comments_and_what_deepspeed_reads_are_accepted():
         block |= comments
     check_deepspeed({**settings, "scheduler": {"type": "WarmupLR", "params": comments}})
     read = {"train_batch_size", "wandb", "csv_monitor", ZERO, "hybrid_engine", "timers", "pipeline"}
-    known = _asked()[0]
+    known = known_keys()
     assert read <= {*known[""]} and {*known["optimizer"]} == {"type", "params", "legacy_fusion"}
     for path in sorted((Path(__file__).parents[3] / "configs" / "deepspeed").glob("*.json")):
         check_deepspeed(json.loads(path.read_text()))
-
-
-def test_errors_are_objects():
-    with pytest.raises(CoatConfigError) as error:
-        check_deepspeed(config(gradient_clipping="1.0"))
-    assert error.value.problems == (Problem("gradient_clipping", 'got "1.0"', "a number >= 0"),)

@@ -1,14 +1,10 @@
 """``python program.py``: this process is the only rank; and what launchers set is left alone."""
 
 import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
 
-from coat_dist import CoatAdamW, CoatConfigError
 from coat_dist.deepspeed import engine, without_launcher
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *without_launcher._OF_OTHERS)
@@ -35,12 +31,6 @@ def test_what_a_launcher_says_is_left_alone(name, monkeypatch, capsys):
     assert {n: os.environ[n] for n in NAMES if n in os.environ} == {name: "4"} and not capsys.readouterr().err
 
 
-def test_mpi_is_asked_where_there_is_some(monkeypatch):
-    monkeypatch.setattr(without_launcher, "find_spec", lambda name: object())
-    without_launcher.prepare()
-    assert "RANK" not in os.environ
-
-
 def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
     """A BF16 baseline is started as the run that it is compared with."""
     deepspeed = pytest.importorskip("deepspeed")
@@ -57,13 +47,6 @@ def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
     assert [*seen.values()] == ["0", "1", "0", "127.0.0.1"]
 
 
-def test_a_call_that_is_refused_leaves_the_process_as_it_is(capsys):
-    """It has no other ranks to tell, and what it starts next is not to be this rank."""
-    with pytest.raises(CoatConfigError, match="got 0 of"):
-        engine.initialize(model=torch.nn.Linear(4, 4))
-    assert not any(name in os.environ for name in NAMES) and not capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_no_operation_is_compiled_without_a_gpu():
     import deepspeed
@@ -71,40 +54,3 @@ def test_no_operation_is_compiled_without_a_gpu():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
     without_launcher.prepare()
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.skipif(find_spec("mpi4py") is not None, reason="DeepSpeed asks mpi4py for the ranks where it is installed")
-@pytest.mark.parametrize("order", [("deepspeed", "coat_dist"), ("coat_dist", "deepspeed")])
-def test_nor_in_a_program_that_starts_ranks_itself(order):
-    """As Accelerate does: ``init_distributed`` comes before ``initialize``."""
-    first, second = order
-    code = f"import {first}, {second}, deepspeed; print(deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
-    # Nor is mpi4py asked, which is not installed: without a launcher this process is the only rank.
-    code += "; deepspeed.init_distributed('gloo'); print(deepspeed.comm.get_world_size())"
-    alone = {name: value for name, value in os.environ.items() if name not in NAMES}
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=alone)
-    assert told.stdout.splitlines()[-2:] == ["False", "1"], told.stderr
-    assert "note: started without a launcher" in told.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_nor_where_the_program_has_initialized_torch_distributed(monkeypatch):
-    import deepspeed
-
-    class Started(Exception):
-        pass
-
-    def start(**given):
-        raise Started(deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"])
-
-    monkeypatch.setattr(engine, "original", lambda: start)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
-    model = torch.nn.Linear(4, 4)
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    with pytest.raises(Started) as started:
-        engine.initialize(model=model, optimizer=CoatAdamW(model.parameters()), config=config)
-    assert started.value.args == (False,)

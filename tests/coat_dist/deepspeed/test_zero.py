@@ -7,7 +7,7 @@ from tests.coat_dist.deepspeed.zero_runs import CASES, build, differences, run, 
 from tests.support import run_ranks
 
 
-def straight_and_resumed(rank, world, settings, folder, options):
+def straight_and_resumed(rank, world, settings, folder, options, build=build):
     torch.use_deterministic_algorithms(True)
     engine = build(settings, **options)
     losses = run(engine, rank, 0, 5)
@@ -42,23 +42,6 @@ def test_ten_steps_are_five_a_restart_and_five(case, tmp_path):
         assert r["loaded"] == [] and r["end"] == [], rank
         assert r["kinds"] == ["fp32", "fp8"] and r["steps"] == [5]
         assert r["losses"][-1] < 0.8 * r["losses"][0]
-
-
-def bytes_per_parameter(rank, world, settings):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(640, 640, bias=False), torch.nn.Linear(640, 1, bias=False)).bfloat16()
-    model.forward = lambda x: torch.nn.Sequential.forward(model, x).float().square().mean()
-    engine = build(settings, model)
-    engine.backward(engine(torch.randn(2, 640, dtype=torch.bfloat16)))
-    engine.step()
-    states = engine.optimizer.optimizer.state.values()
-    return sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
-
-
-@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
-def test_moments_take_two_bytes_a_parameter_over_all_ranks(case):
-    held = run_ranks(2, bytes_per_parameter, CASES[case])
-    assert sum(held) / (640 * 640 + 640) <= 2.06
 
 
 def refused(rank, world, folder):

@@ -1,10 +1,8 @@
 """ZeRO's options with CoatAdamW: what only moves data changes no bit; all else leaves every moment where it belongs."""
 
 import pytest
-import torch
 
-from coat_dist.reference.master import split
-from tests.coat_dist.checkpoint.universal_runs import WithBuffer, build, contents, load_and_compare, train_and_save
+from tests.coat_dist.checkpoint.universal_runs import build, load_and_compare, train_and_save
 from tests.coat_dist.deepspeed.moments import moments_of_one_step
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.coat_dist.deepspeed.zero_runs import run, snapshot
@@ -64,23 +62,6 @@ def test_every_moment_is_where_it_belongs():
     """By name: (1 - beta) times the accumulated gradient, and of its square. Two ranks with different micro-batches."""
     for found in run_ranks(2, one_step_each, PLACES):
         assert found == dict.fromkeys(PLACES, [])
-
-
-def weights_and_masters(rank, world, cases):
-    """Names whose master weights, as DeepSpeed's accessor finds them, are not what the model's weights come from."""
-    found = {}
-    for name, settings in cases.items():
-        engine = build(settings)
-        run(engine, rank, 0, 2)
-        held = contents(engine)
-        found[name] = [n for n, v in held["fp32"].items() if not torch.equal(v.bfloat16(), held["weights"][n])]
-    return found
-
-
-def test_master_weights_are_found_by_name():
-    cases = {name: PLACES[name] for name in ("1, round robin", "2, round robin", "3, sub-groups")}
-    for found in run_ranks(2, weights_and_masters, cases):
-        assert found == dict.fromkeys(cases, [])
 
 
 def load_natively(rank, world, folder, cases):
@@ -144,150 +125,3 @@ def test_checkpoints_of_other_sub_groups_are_refused(tmp_path):
         assert count == 5  # three matrices, the vectors, and one element
         assert "zero_optimization.sub_group_size, " in message and "elements of sub-groups: checkpoint has [" in message
         assert not message.startswith("changed") and "to_universal" in message
-
-
-def save_16bit(rank, world, folder):
-    """``save_16bit_model`` of each stage, beside the master weights."""
-    found = {}
-    for stage in (1, 2, 3):
-        gather = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
-        engine = build(zero(stage, **gather))
-        run(engine, rank, 0, 3)
-        held = contents(engine)
-        assert engine.save_16bit_model(f"{folder}/{stage}", "weights.bin")
-        found[stage] = held
-    return found
-
-
-def test_save_16bit_model_is_the_cast_of_the_master_weights(tmp_path):
-    for stage, held in run_ranks(2, save_16bit, str(tmp_path))[0].items():
-        saved = torch.load(tmp_path / str(stage) / "weights.bin", weights_only=True)
-        assert saved.keys() == held["weights"].keys() and saved["frozen.weight"].dtype == torch.bfloat16
-        assert torch.equal(saved["seen"], torch.zeros(3, dtype=torch.int64))
-        for name, master in held["fp32"].items():
-            assert torch.equal(saved[name], master.bfloat16()) and not torch.equal(saved[name].float(), master), name
-
-
-def handed_over(rank, world, settings, kind, twice):
-    """An engine whose CoatAdamW comes as an object or from a callable."""
-    import deepspeed
-
-    import coat_dist
-    from coat_dist.deepspeed.attach import attach
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.manual_seed(0)
-    net = WithBuffer()
-    remainder = "bf16_master_weights_and_grads" in settings["bf16"]
-    net = net.bfloat16() if remainder else net
-    options = {"lr": 0.01, "master_weights": "bf16_remainder" if remainder else "parameter"}
-
-    def make(params):
-        return coat_dist.CoatAdamW(params, **options)
-
-    trained = [p for p in net.parameters() if p.requires_grad]
-    config = {"train_micro_batch_size_per_gpu": 2, **settings}
-    optimizer = make(trained) if kind == "object" else make
-    engine = coat_dist.initialize(model=net, model_parameters=trained, optimizer=optimizer, config=config)[0]
-    if twice:
-        attach(engine)
-    return engine
-
-
-def links(rank, world):
-    """Masters and moments by name, of optimizers that come in other ways than by name in JSON."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    import coat_dist
-    from tests.coat_dist.deepspeed.remainders import BF16
-
-    wrong = []
-    for bf16 in ({"enabled": True}, BF16):
-        for kind in ("object", "callable"):
-            for twice in (False, True):
-                engine = handed_over(rank, world, {**PLACES["2, round robin"], "bf16": bf16}, kind, twice)
-                run(engine, rank, 0, 2)
-                engine.optimizer._link_all_hp_params()  # as loading and reloading states do
-                case = f"{'remainder' if len(bf16) > 1 else 'fp32'}, {kind}, attached {1 + twice} times: "
-                for name, p in engine.module.named_parameters():
-                    if not p.requires_grad:
-                        continue
-                    master = safe_get_full_fp32_param(p)
-                    low = split(master)[0] if len(bf16) > 1 else master.bfloat16()
-                    wrong += [] if torch.equal(low, p.detach()) else [f"{case}{name}: master"]
-                    moment = coat_dist.safe_get_full_moment(p, "first")
-                    own = safe_get_full_optimizer_state(p, "exp_avg")
-                    wrong += [] if moment.any() and torch.equal(own, moment) else [f"{case}{name}: moment"]
-                engine.destroy()
-    return wrong
-
-
-def test_links_are_right_wherever_the_optimizer_comes_from():
-    assert run_ranks(2, links) == [[], []]
-
-
-def with_adamw(rank, world, folder):
-    """torch's AdamW under round robin: places that convert, and a universal checkpoint that loads."""
-    import deepspeed
-
-    import coat_dist
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    found = []
-    for universal in (False, True):
-        torch.manual_seed(universal)
-        net = WithBuffer()
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "bf16": {"enabled": True},
-            "checkpoint": {"load_universal": universal},
-            **PLACES["2, round robin"],
-        }
-        trained = [p for p in net.parameters() if p.requires_grad]
-        engine = coat_dist.initialize(model=net, optimizer=torch.optim.AdamW(trained, lr=0.01), config=config)[0]
-        if universal:
-            engine.load_checkpoint(folder, tag="universal")
-        else:
-            run(engine, rank, 0, 2)
-            engine.save_checkpoint(folder, tag="plain")
-            if rank == 0:
-                coat_dist.convert_to_universal(f"{folder}/plain", f"{folder}/universal")
-            torch.distributed.barrier()
-        found.append([p.detach().clone() for p in net.parameters()])
-    return [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
-
-
-def test_torchs_adamw_has_right_places_too(tmp_path):
-    assert run_ranks(2, with_adamw, str(tmp_path)) == [[], []]
-
-
-def ties(rank, world, folder):
-    """Every master weight lies half-way between two bfloat16 numbers, where remainders and torch's cast round apart."""
-    from deepspeed.utils import safe_set_full_fp32_param
-
-    from tests.coat_dist.deepspeed.remainders import BF16
-    from tests.coat_dist.deepspeed.remainders import build as remainders
-
-    engine = remainders({"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": BF16})
-    run(engine, rank, 0, 1)
-    masters = {}
-    for name, p in engine.module.named_parameters():
-        if p.requires_grad:
-            upper = torch.randint(0x3F00, 0x3F80, p.shape, generator=torch.Generator().manual_seed(1))
-            masters[name] = ((upper << 16) + 0x8000).to(torch.int32).view(torch.float32)
-            safe_set_full_fp32_param(p, masters[name])
-    engine.save_checkpoint(folder, tag="plain")
-    return masters
-
-
-def test_half_way_masters_are_no_wrong_places(tmp_path):
-    from coat_dist import convert_to_universal
-
-    masters = run_ranks(2, ties, str(tmp_path))[0]
-    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
-    apart = 0
-    for name, master in masters.items():
-        saved = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt")["param"]
-        assert torch.equal(saved.view(torch.int32), master.view(torch.int32)), name
-        apart += int((split(master)[0] != master.bfloat16()).sum())
-    assert apart > 1000
