@@ -6,7 +6,6 @@ them, the workaround goes. How the fields of ``TransformerConfig`` are treated i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -23,21 +22,8 @@ from packaging.version import Version
 from .cpu import answer_for_cuda, dispatch_tokens, gather_unevenly
 
 __all__ = [
-    "SUPPORTED",
-    "check_version",
-    "define_te_general_gemm",
-    "define_te_names_of_recompute",
-    "fc1_params",
-    "field_or",
-    "known_fields",
-    "loss_scalers",
-    "older_than",
-    "other_quick_gelus",
-    "prepare_cpu",
-    "quiet_imports",
-    "reset_counts",
-    "rope_mscale",
-    "set_rope_mscale",
+    *("SUPPORTED", "check_version", "define_missing_names", "fc1_params", "loss_scalers", "older_than"),
+    *("other_quick_gelus", "prepare_cpu", "quiet_imports", "reset_counts", "rope_mscale", "set_rope_mscale"),
 ]
 
 SUPPORTED = ("0.14", "0.17")
@@ -102,24 +88,16 @@ def loss_scalers() -> tuple[Any, ...]:
     return tuple(found)
 
 
-def define_te_general_gemm() -> None:
-    """Define the name that Megatron's router compares with None, and that only Transformer Engine makes it define.
+def define_missing_names() -> None:
+    """Define names that megatron-core 0.16 uses on every machine, and that only Transformer Engine makes it define.
 
-    Needed by 0.16, where routing to experts fails without it; 0.14 and 0.15 define the name themselves.
+    Its router compares one with None, and selective recompute of ``layernorm`` asks whether FP8 is on.
     """
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-
-
-def define_te_names_of_recompute() -> None:
-    """Define the names with which selective recompute of ``layernorm`` asks whether Transformer Engine's FP8 is on.
-
-    Needed by 0.16, which asks on every machine. Without Transformer Engine the answer is no.
-    """
-    from megatron.core.tensor_parallel import random
-
     if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = _NoTransformerEngine
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
@@ -129,23 +107,6 @@ class _NoTransformerEngine:
     @staticmethod
     def is_fp8_enabled() -> bool:
         return False
-
-
-def known_fields(*names: str) -> tuple[str, ...]:
-    """Those ``names`` that are fields of the installed ``TransformerConfig``."""
-    from megatron.core.transformer import TransformerConfig
-
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return tuple(name for name in names if name in fields)
-
-
-def field_or(config: Any, name: str, default: Any) -> Any:
-    """``config.<name>``, or ``default`` where this megatron-core has no such field yet.
-
-    Asked for: ``activation_func_clamp_value``, ``glu_linear_offset``, ``use_te_activation_func`` (from 0.15 on),
-    ``qk_l2_norm`` (from 0.16 on) and ``use_mup`` (after 0.16).
-    """
-    return getattr(config, name, default)
 
 
 def other_quick_gelus() -> tuple[Callable[..., Any], ...]:

@@ -97,13 +97,7 @@ class SDPA(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, QuantizedTensor]:
-        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8.
-
-        Raises:
-            ValueError: as :meth:`forward`, and dropout that was switched on after patching.
-        """
-        if self.dropout and self.training:
-            raise ValueError(f'attention dropout: got {self.dropout}, accepted: 0 with activation.attention "fp8"')
+        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8."""
         causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias)
         documents = _documents(packed_seq_params, query)
         return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale, documents=documents)
@@ -117,19 +111,13 @@ class SDPA(MegatronModule):
         attention_bias: torch.Tensor | None,
     ) -> bool:
         """Whether attention is causal; raises ValueError as :meth:`forward` says."""
-        if attention_mask is not None:
-            raise ValueError(
-                f"attention_mask: got a tensor of shape {list(attention_mask.shape)}, accepted: None "
-                "(SDPA core attention is causal by itself)"
-            )
-        if attention_bias is not None:
-            given = type(attention_bias).__name__
-            raise ValueError(f"attention_bias: got {given}, accepted: None with SDPA core attention")
+        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
+            if given is not None:
+                raise ValueError(f"{name}: got a tensor {list(given.shape)}, accepted: None with SDPA core attention")
         causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         if causal and query.shape[0] != key.shape[0]:
-            raise ValueError(
-                f"causal attention: got {query.shape[0]} queries for {key.shape[0]} keys, accepted: equal lengths"
-            )
+            lengths = f"{query.shape[0]} queries for {key.shape[0]} keys"
+            raise ValueError(f"causal attention: got {lengths}, accepted: equal lengths")
         return causal
 
     @contextmanager

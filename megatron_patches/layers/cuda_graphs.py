@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from coat_dist.flow.graphs.graph_pool import run_without_graphs
 
-from ..patch.attached import Patch
 from ..patch.blocks import Block
 from ..patch.hooks import CALL
+from .attached import Patch
 from .post_norm import PostNormTransformerLayer
 
 __all__ = ["GRAPHED", "layers_to_graph", "why_no_graphs"]

@@ -16,10 +16,9 @@ from megatron.core.transformer.moe.experts import GroupedMLP
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from ..patch.attached import Patch
-from ..patch.compiled import eager_under_zero3
 from ..patch.hooks import why_own_forward
 from .activations import activation_name
+from .attached import Patch, eager_under_zero3
 from .mlp import checked_activation
 
 __all__ = [

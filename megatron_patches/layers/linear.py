@@ -11,10 +11,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from coat_dist import flow
 from coat_dist.formats import QuantizedTensor
 
-from ..patch.attached import Patch
-from ..patch.compiled import eager_under_zero3
 from ..patch.hooks import why_own_forward
-from ..patch.uncalled import check_whole
+from .attached import Patch, check_uncalled, eager_under_zero3
 from .norm import describe
 from .residual import Residual
 
@@ -59,7 +57,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
             raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
         norm, tp, settings = None, self.coat.tp_now(self), self.coat.settings
         if self.coat.norm is not None:
-            check_whole("input_layernorm", self.coat.norm)
+            check_uncalled("input_layernorm", self.coat.norm)
             norm = describe(self.coat.norm)
         if heads is not None:
             alias = residual is not None and residual.x is input_

@@ -18,11 +18,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from coat_dist import flow
 from coat_dist.flow.function import outside_of_graphs
 
-from ..compat import field_or
 from ..parallel.groups import tensor_parallel
-from ..patch.attached import Patch
 from ..patch.config_check import why_bf16_config
 from ..patch.hooks import why_own_forward
+from .attached import Patch
 from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 
 __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]
@@ -129,7 +128,7 @@ def why_plain_loss(model: Any) -> str | None:
         return "multi-token prediction computes several losses"
     if model.fp16_lm_cross_entropy:
         return "fp16_lm_cross_entropy"
-    if field_or(model.config, "use_mup", False):
+    if getattr(model.config, "use_mup", False):
         return "config.use_mup scales logits"
     if model.config.config_logger_dir:
         return "config.config_logger_dir asks for logits"

@@ -12,11 +12,9 @@ from megatron.core.transformer.mlp import MLP
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from ..patch.attached import Patch
-from ..patch.compiled import eager_under_zero3
 from ..patch.hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
-from ..patch.uncalled import check_whole, wait_for_parameters
 from .activations import activation_name
+from .attached import Patch, check_uncalled, eager_under_zero3, wait_for_parameters
 from .linear import whole_shape, why_bf16_linear, why_not_invariant_bias
 from .norm import describe, why_bf16_norm
 from .residual import Residual
@@ -91,7 +89,7 @@ class NormMLP(MLP):
         activation, settings = checked_activation(self, self.activation_func), self.coat.settings
         if self.coat.norm is None:
             return flow.mlp(hidden_states, fc1, fc2, activation, tp, settings, bias), None
-        check_whole("pre_mlp_layernorm", self.coat.norm)
+        check_uncalled("pre_mlp_layernorm", self.coat.norm)
         norm = describe(self.coat.norm)
         y, alias = flow.norm_mlp(hidden_states, norm, fc1, fc2, activation, tp, settings, bias, residual=True)
         return y, alias if self.coat.residual else None

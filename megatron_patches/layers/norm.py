@@ -35,9 +35,6 @@ class Norm(nn.Module):
     Args:
         affine: False for a norm without parameters (OLMo).
         normalization: "RMSNorm" or "LayerNorm", where it is not ``config.normalization``.
-
-    Raises:
-        ValueError: a normalization that is not supported, by its configuration key.
     """
 
     reduce_grad_over_tp = False
@@ -61,15 +58,12 @@ class Norm(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        normalization = config.normalization if normalization is None else normalization
-        if normalization not in _KINDS:
-            raise ValueError(f"normalization: got {normalization!r}, accepted: {', '.join(map(repr, _KINDS))}")
         if config.layernorm_zero_centered_gamma:
             raise ValueError("layernorm_zero_centered_gamma: got True, accepted: False")
         self.config = config
         self.hidden_size = hidden_size
         self.eps = eps
-        self.kind = _KINDS[normalization]
+        self.kind = _KINDS[normalization or config.normalization]
         self.weight = self.bias = None
         if affine:
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -96,20 +90,10 @@ class AllHeadsNorm(Norm):
     Args:
         hidden_size: channels of a head, as Megatron's attention hands it to norms on queries and keys.
         heads: of the whole model.
-
-    Raises:
-        ValueError: heads that ranks cannot divide, or another normalization than RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any) -> None:
-        ranks = tensor_parallel(self).size
-        if config.normalization != "RMSNorm":
-            raise ValueError(f"normalization: got {config.normalization!r}, accepted: 'RMSNorm' over all heads")
-        if heads % ranks:
-            raise ValueError(
-                f"heads: got {heads}, accepted with a norm over all heads: a multiple of {ranks}, TP ranks"
-            )
-        super().__init__(config, heads * hidden_size // ranks, eps)
+        super().__init__(config, heads * hidden_size // tensor_parallel(self).size, eps)
         assert self.weight is not None
         del self.weight.sequence_parallel  # type: ignore[attr-defined]
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from ..compat import check_version, fc1_params, field_or
+from ..compat import check_version, fc1_params
 from ..patch.config_check import why_not_built
 from .attention import CompactSelfAttention
 from .core_attention import SDPA
@@ -68,12 +68,9 @@ def gpt_layer_spec(
             ``TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=...))`` is its layers and final norm.
 
     Raises:
-        ValueError: a field of ``config`` that would be ignored, by its key; another ``norm_placement`` or
-            ``attn_mask_type``.
+        ValueError: a field of ``config`` that would be ignored, by its key; another ``norm_placement``.
     """
     check_version()
-    if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-        raise ValueError(f"attn_mask_type: got {attn_mask_type.name}, accepted: causal, no_mask")
     if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
     if norm_placement not in ("pre", "post"):
@@ -140,14 +137,13 @@ def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool
 
 def _attention(config: TransformerConfig, mask: AttnMaskType, norm_all_heads: bool, output_bias: bool) -> ModuleSpec:
     """Self-attention with SDPA, and the norms on queries and keys that are asked for."""
-    l2 = field_or(config, "qk_l2_norm", False)
+    l2 = getattr(config, "qk_l2_norm", False)
     head_norms: list[Any] = [Norm if config.qk_layernorm else IdentityOp] * 2
     if l2:  # Llama 4's: RMSNorm without a weight; it wins over qk_layernorm
         head_norms = [ModuleSpec(module=Norm, params={"affine": False, "normalization": "RMSNorm"})] * 2
     if norm_all_heads:
-        for key in ("qk_layernorm", "qk_l2_norm"):
-            if field_or(config, key, False):
-                raise ValueError(f"{key}: got True, accepted: False with norm_all_heads")
+        if config.qk_layernorm or l2:
+            raise ValueError("qk_layernorm, qk_l2_norm: got True, accepted: False with norm_all_heads")
         counts = config.num_attention_heads, config.num_query_groups
         head_norms = [ModuleSpec(module=AllHeadsNorm, params={"heads": count}) for count in counts]
     return ModuleSpec(

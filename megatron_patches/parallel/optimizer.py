@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
@@ -27,8 +28,7 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
 
-from ..patch.call_checks import check_tied
-from ..patch.report import check_patched, is_patched
+from ..patch.report import check_settings, is_patched
 from ..patch.settings import Config, coat_block
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
@@ -61,28 +61,16 @@ def get_megatron_optimizer(
 
     Raises:
         CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``, or
-            one whose ``"activation"`` is not what the chunks were patched with; chunks of which some are not patched,
-            or a part is no more; chunks that Megatron has not wrapped.
+            one whose ``"activation"`` is not what all chunks were patched with.
     """
-    _check_chunks(model_chunks)
     _check_config(config, model_chunks)
     moments = _moments(coat, model_chunks)
-    check_tied(model_chunks, moments)
+    _check_tied(model_chunks, moments)
     built = megatron_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
     for index, optimizer in enumerate(getattr(built, "chained_optimizers", [built])):
         if not optimizer.is_stub_optimizer:
             _convert(optimizer, moments, index)
     return built
-
-
-def _check_chunks(model_chunks: Any) -> None:
-    accepted = "accepted: a list of models in Megatron's DistributedDataParallel"
-    if not isinstance(model_chunks, Sequence | nn.ModuleList) or not model_chunks:
-        given = "an empty list" if isinstance(model_chunks, Sequence) else type(model_chunks).__name__
-        raise CoatConfigError(f"model_chunks: got {given}, {accepted}")
-    for chunk in model_chunks:
-        if not hasattr(chunk, "ddp_config"):  # Megatron-FSDP has one, too, and is refused by its own name
-            raise CoatConfigError(f"model_chunks: got a list with {type(chunk).__name__}, {accepted}")
 
 
 def _check_config(config: Any, model_chunks: Sequence[nn.Module]) -> None:
@@ -111,8 +99,8 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
         moments = coat
     else:
         block = coat_block(coat, "coat")
-        chunks = nn.ModuleList(model_chunks)
-        patched = is_patched(chunks, "model_chunks")
+        found = [is_patched(chunk) for chunk in model_chunks]
+        patched = all(found) if block.activation.enabled else any(found)
         if block.activation.enabled != patched:
             raise CoatConfigError(
                 f"coat.activation.enabled: got {str(block.activation.enabled).lower()} for a model that is "
@@ -120,7 +108,8 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
                 f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
             )
         if patched:
-            check_patched(chunks, block.activation, "model_chunks")
+            for chunk in model_chunks:
+                check_settings(chunk, block.activation)
         moments = block.optimizer
     if moments.master_weights != "parameter":
         raise CoatConfigError(
@@ -128,6 +117,24 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
             "distributed optimizer, whose shards are fp32"
         )
     return moments
+
+
+def _check_tied(model_chunks: Sequence[nn.Module], moments: MomentsConfig) -> None:
+    """Refuse FP8 moments where copies of a tied embedding on the first and the last stage would drift apart.
+
+    Their gradients are the same. But they draw other noise, and lie elsewhere in their stage's buffer, so that shards
+    of data-parallel ranks cut them into other groups of moments. One rank's groups are the same.
+    """
+    shares, stages = "share_embeddings_and_output_weights", parallel_state.get_pipeline_model_parallel_world_size()
+    if stages == 1 or not any(getattr(m, shares, False) for chunk in model_chunks for m in chunk.modules()):
+        return
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if moments.stochastic_rounding is not False or ranks > 1:
+        raise CoatConfigError(
+            f"{shares}: got True with pipeline stages and FP8 moments on {ranks} data-parallel ranks, where copies of "
+            'the embedding would drift apart; accepted: False; or one data-parallel rank with "stochastic_rounding": '
+            "false; or megatron_patches.initialize and train_batch (DeepSpeed's ZeRO-1), which keep them equal"
+        )
 
 
 def _convert(optimizer: Any, moments: MomentsConfig, index: int) -> None:
@@ -230,11 +237,8 @@ class CoatDistributedOptimizer(DistributedOptimizer):
                 state[_CODES] = everyone
         return state
 
-    def load_parameter_state_from_dp_zero(self, state_dict: Any, *, update_legacy_format: bool = False) -> None:
-        """As Megatron's; ``update_legacy_format``, for checkpoints from before 2024, is refused."""
-        if update_legacy_format:
-            raise CoatConfigError("update_legacy_format: got True, accepted with CoatAdamW: False")
-        super().load_parameter_state_from_dp_zero(state_dict)
+    def load_parameter_state_from_dp_zero(self, state_dict: Any, **options: Any) -> None:
+        super().load_parameter_state_from_dp_zero(state_dict, **options)
         group = self.data_parallel_group_gloo
         everyone = (state_dict or {}).get(_CODES) or []
         saved = len(everyone) or group.size()
