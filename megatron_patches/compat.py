@@ -151,12 +151,10 @@ def set_rope_mscale(config: Any, factor: float) -> None:
 def prepare_cpu() -> bool:
     """Let megatron-core build and train models on the CPU (gloo), with any tensor-parallel size.
 
-    Every supported version assumes CUDA in a handful of places: it allocates on ``torch.cuda.current_device()`` and
-    keeps the random states of its tensor-parallel regions in the CUDA generator. This replaces
-    ``torch.cuda.current_device``, ``torch.cuda.manual_seed``, ``torch.cuda.synchronize`` and the CUDA random-state
-    accessors that megatron-core uses by their CPU counterparts, and has those functions of Megatron's own training loop
-    that ask for CUDA by name find the CPU (``cpu.py``). Safe to call more than once. Models need
-    ``TransformerConfig(use_cpu_initialization=True)``.
+    Every supported version allocates on ``torch.cuda.current_device()`` and keeps the random states of its
+    tensor-parallel regions in the CUDA generator. This replaces the functions of ``torch.cuda`` that it uses by their
+    CPU counterparts, and has those of Megatron's own loop that ask for CUDA by name find the CPU (``cpu.py``). Safe to
+    call more than once. Models need ``TransformerConfig(use_cpu_initialization=True)``.
 
     Returns:
         Whether the CPU stands in for the GPU; False, with nothing touched, where there is a GPU.

@@ -84,8 +84,8 @@ def check_uncalled(name: str, module: nn.Module) -> None:
     """
     if "forward" in vars(module) or type(module).forward not in _FORWARDS:
         raise ValueError(
-            f"{name}: got a {type(module).__name__} with another forward, accepted: what was there when the model was "
-            "patched (a patched block uses its parameters without calling it); unpatch_model first"
+            f"{name}: got class {type(module).__name__} with another forward, accepted: what was there when the model "
+            "was patched (a patched block uses its parameters without calling it); unpatch_model first"
         )
     if isinstance(module.weight, DTensor):
         raise ValueError(f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole layer")

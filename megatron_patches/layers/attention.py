@@ -243,11 +243,8 @@ def why_megatron_splits_qkv(attention: Any) -> str | None:
 
 
 def _own_forward(config: TransformerConfig) -> str | None:
-    """The field of ``config`` that only Megatron's own forward honours, or None."""
-    for key in _OWN_FORWARD:
-        if getattr(config, key, False):  # older versions lack the gate
-            return f"config.{key}=True"
-    return None
+    """The field of ``config`` that only Megatron's own forward honours, or None. Older versions lack the gate."""
+    return next((f"config.{key}=True" for key in _OWN_FORWARD if getattr(config, key, False)), None)
 
 
 def _normed(attention: Any) -> bool:

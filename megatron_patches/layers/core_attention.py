@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,13 +34,9 @@ class SDPA(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -82,8 +77,10 @@ class SDPA(MegatronModule):
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias)
         documents, scale = _documents(packed_seq_params, query), self.softmax_scale
-        with self._random():
-            dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout if self.training else 0.0
+        # Tensor-parallel ranks drop other heads; under sequence parallelism the whole layer runs in that state.
+        apart = dropout and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if apart else nullcontext():
             return flow.sdpa(query, key, value, causal=causal, scale=scale, dropout=dropout, documents=documents)
 
     def compressed(
@@ -119,15 +116,6 @@ class SDPA(MegatronModule):
             lengths = f"{query.shape[0]} queries for {key.shape[0]} keys"
             raise ValueError(f"causal attention: got {lengths}, accepted: equal lengths")
         return causal
-
-    @contextmanager
-    def _random(self) -> Iterator[None]:
-        """Tensor-parallel ranks drop other heads; under sequence parallelism the whole layer runs in that state."""
-        if self.dropout and self.training and not self.config.sequence_parallel:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                yield
-        else:
-            yield
 
 
 def _documents(given: Any, query: torch.Tensor) -> flow.Documents | None:

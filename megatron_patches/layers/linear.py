@@ -97,10 +97,7 @@ def whole_shape(weight: Any) -> torch.Size:
 def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
     """Why a linear of Megatron cannot be replaced, or its weight not be used by a patched MLP.
 
-    Args:
-        name: its name in the reason.
-        kind: the only class that is accepted; a subclass may compute something else.
-        expert: whether the linear is an expert's, whose communication is the token dispatcher's and not its own.
+    A subclass of ``kind`` may compute something else. An ``expert`` leaves communication to the token dispatcher.
     """
     if type(linear) is not kind:
         return f"{name} class {type(linear).__name__}"

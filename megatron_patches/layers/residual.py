@@ -65,11 +65,7 @@ class AliasedAdd:
 
 
 def why_residual_unfused(layer: Any, name: str, norm: str) -> str | None:
-    """Why autograd adds the residual's gradient of a patched block, or None where the norm's backward does.
-
-    Args:
-        name, norm: the addition behind the block and the norm before it, as attributes of ``layer``.
-    """
+    """Why autograd adds the residual's gradient of a patched block, between ``norm`` and the addition ``name``."""
     if isinstance(getattr(layer, norm), IdentityOp):
         return "no norm before the block"
     add = getattr(layer, name)

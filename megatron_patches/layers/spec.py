@@ -93,29 +93,20 @@ def _experts(config: TransformerConfig) -> ModuleSpec:
     if config.moe_grouped_gemm:
         spec.submodules.experts = ModuleSpec(module=GroupedExperts)
     if config.expert_model_parallel_size > 1 and config.use_cpu_initialization:
-        spec.submodules.experts.module = _OfAllGroupedExperts if config.moe_grouped_gemm else _OfAllExperts
+        spec.submodules.experts.module = _OfAllExperts
     return spec
 
 
 class _OfAllExperts:
-    """Builds a :class:`SequentialMLP` of all experts and keeps those of this rank: on the CPU models of all
-    expert-parallel sizes start equal."""
+    """Builds all experts and keeps those of this rank: on the CPU models of all expert-parallel sizes start equal."""
 
     def __new__(cls, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
-        built = SequentialMLP(config.num_moe_experts, config, *args, **kwargs)
-        first = get_expert_model_parallel_rank() * num_local_experts
-        built.local_experts = built.local_experts[first : first + num_local_experts]
-        built.num_local_experts = num_local_experts
-        return built
-
-
-class _OfAllGroupedExperts:
-    """:class:`_OfAllExperts` for :class:`GroupedExperts`."""
-
-    def __new__(cls, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
-        built = GroupedExperts(config.num_moe_experts, config, *args, **kwargs)
+        kind = GroupedExperts if config.moe_grouped_gemm else SequentialMLP
+        built = kind(config.num_moe_experts, config, *args, **kwargs)
         rank, ranks = get_expert_model_parallel_rank(), config.num_moe_experts // num_local_experts
-        for weight, dim in ((built.weight1, 1), (built.weight2, 0)):
+        if not config.moe_grouped_gemm:
+            built.local_experts = built.local_experts[rank * num_local_experts :][:num_local_experts]
+        for weight, dim in ((built.weight1, 1), (built.weight2, 0)) if config.moe_grouped_gemm else ():
             shape = list(weight.shape)
             shape[dim] //= ranks
             weight.data = weight.data.reshape(-1).chunk(ranks)[rank].clone().view(shape)

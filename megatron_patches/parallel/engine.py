@@ -49,22 +49,21 @@ def initialize(
     Call it after :func:`~megatron_patches.initialize_model_parallel`, on the built model. It
 
     1. patches the layers (:func:`~megatron_patches.patch_model`), if there is a ``"coat"`` block whose
-       ``activation.enabled`` is true; a model that is patched already must be patched with the same settings, all
-       chunks of it;
-    2. installs the hooks that sum replicated gradients (:func:`~megatron_patches.install_replicated_grad_hooks`),
-       unless they are installed;
-    3. makes the ``mpu`` (:class:`~megatron_patches.MPUAdapter`), unless one is given;
-    4. sets ``model.universal_checkpoint_info``, unless it is set;
+       ``activation.enabled`` is true; what is patched already must have the same settings;
+    2. installs the hooks that sum replicated gradients (:func:`~megatron_patches.install_replicated_grad_hooks`);
+    3. makes the ``mpu`` (:class:`~megatron_patches.MPUAdapter`);
+    4. sets ``model.universal_checkpoint_info``;
     5. calls :func:`coat_dist.initialize`.
 
-    ``engine.coat_patch_report`` is the :class:`~megatron_patches.PatchReport`, or None where nothing is patched. If
-    this raises, layers that it has patched are as before; hooks stay, and the next call finds them.
+    What is there already (hooks, mpu, info) stays. ``engine.coat_patch_report`` is the
+    :class:`~megatron_patches.PatchReport`, or None where nothing is patched. If this raises, layers that it has patched
+    are as before; hooks stay, and the next call finds them.
 
     Args:
         model: a Megatron-core model, one in Megatron's ``Float16Module``, or a module that holds one; or the list with
-            one model that Megatron's programs keep. With interleaved pipeline stages, the list of this rank's model
-            chunks, of which the engine's ``module`` is then a ``ModuleList``. Both ``DistributedDataParallel``,
-            Megatron's and torch's, are refused, whose work DeepSpeed does.
+            one model that Megatron's programs keep, or with this rank's interleaved pipeline stages, of which the
+            engine's ``module`` is then a ``ModuleList``. Megatron's and torch's ``DistributedDataParallel`` are
+            refused: DeepSpeed does their work.
 
     Raises:
         CoatConfigError: the model or its settings cannot be used; and whatever :func:`coat_dist.initialize` refuses.

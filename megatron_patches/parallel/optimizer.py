@@ -1,10 +1,9 @@
 """CoatAdamW inside Megatron's distributed optimizer: FP8 moments, sharded over data-parallel ranks, in its checkpoints.
 
-Megatron builds its optimizer as ever, with torch's (or Apex's, or Transformer Engine's) AdamW over the fp32 shards that
-this rank owns. :func:`get_megatron_optimizer` then puts a CoatAdamW over the same shards in its place, before there are
-moments. To Megatron's checkpoints moments stay what they were, ``exp_avg`` and ``exp_avg_sq`` in fp32, which AdamW and
-other numbers of ranks can load. Rounding them again would not give the same codes; so codes are saved beside, and a run
-that has the same shards takes them over.
+Megatron builds its optimizer with AdamW over the fp32 shards that this rank owns. :func:`get_megatron_optimizer` puts a
+CoatAdamW over the same shards in its place, before there are moments. To Megatron's checkpoints moments stay
+``exp_avg`` and ``exp_avg_sq`` in fp32, which AdamW and other numbers of ranks can load. Rounding them again would not
+give the same codes; so codes are saved beside, and a run that has the same shards takes them over.
 """
 
 from __future__ import annotations

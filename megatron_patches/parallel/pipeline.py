@@ -48,12 +48,11 @@ def train_batch(
         engine: of :func:`megatron_patches.initialize`.
         data_iterator: gives micro-batches to ``forward_step_func``; None on stages that need none. With interleaved
             stages one for each model chunk, or a single one, whose micro-batches every chunk then gets.
-        forward_step_func: Megatron's: ``(data_iterator, model) -> (output, loss_func)``, where ``loss_func(output)`` is
-            the mean loss of a micro-batch, or a tuple of it and what is not used here; or Megatron's tuple of three,
-            of which the first two are the sum of the losses and the number of tokens. The mean is divided by the number
-            of micro-batches here.
+        forward_step_func: Megatron's: ``(data_iterator, model) -> (output, loss_func)``. ``loss_func(output)`` is the
+            mean loss of a micro-batch, a tuple that begins with it, or three values that begin with the sum of losses
+            and the number of tokens. The mean is divided by the number of micro-batches here.
         seq_length, micro_batch_size: of the hidden states that stages send one another (default: the model's
-            ``max_sequence_length``, and the engine's ``train_micro_batch_size_per_gpu``). All micro-batches have them.
+            ``max_sequence_length``, and the engine's ``train_micro_batch_size_per_gpu``).
         before_step: called when all gradients are there and ``engine.step()`` is about to be called.
 
     Returns:

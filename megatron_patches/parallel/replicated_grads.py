@@ -9,7 +9,6 @@ replicas are still equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -89,26 +88,20 @@ def _check_installable(model: nn.Module) -> None:
             raise RuntimeError(f"replicated-gradient hooks are installed already (seen on {name})")
         if zero3 or hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(f"DeepSpeed already holds {name}; install replicated-gradient hooks before initialize")
-    for name, parameter in _sharded_parameters(model):
-        if not getattr(parameter, "tensor_model_parallel", False):
-            raise ValueError(
-                f"{name}: not marked tensor_model_parallel (as with perform_initialization=False), accepted: marked "
-                "parameters; DeepSpeed's gradient norm would count it wrongly too"
-            )
-
-
-def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     kinds = (megatron_tp.ColumnParallelLinear, megatron_tp.RowParallelLinear, megatron_tp.VocabParallelEmbedding)
     for name, module in model.named_modules():
-        if isinstance(module, kinds) and getattr(module, "weight", None) is not None:
-            yield f"{name}.weight", module.weight
+        weight = getattr(module, "weight", None) if isinstance(module, kinds) else None
+        if weight is not None and not getattr(weight, "tensor_model_parallel", False):
+            raise ValueError(
+                f"{name}.weight: got no mark tensor_model_parallel (as with perform_initialization=False), accepted: "
+                "marked parameters; DeepSpeed's gradient norm would count it wrongly too"
+            )
 
 
 def _configs(model: nn.Module) -> dict[int, Any]:
     """By the id of a parameter: the configuration in which Megatron switches its sequence parallelism on and off.
 
-    A model may hold several, of which not all are sequence parallel: a vision tower beside a GPT. Modules inside a
-    block may have copies, which Megatron does not switch.
+    A vision tower and the GPT beside it have two. Modules inside a block may have copies, which are not switched.
     """
     found: dict[int, Any] = {}
     for kinds in ((MegatronModule,), (LanguageModule, TransformerBlock)):

@@ -1,8 +1,7 @@
-"""Why blocks of a layer stay BF16: start here. A reason is a sentence for the report, None means "none".
+"""Why blocks of a layer stay BF16: what concerns a layer as a whole, and modules that stand in several places.
 
-The reasons of one kind of block stand beside the classes that would replace it: ``attention.py``, ``mlp.py`` and
-``experts.py``, which ask ``linear.py``, ``norm.py`` and ``hooks.py``; those of the loss are in ``loss.py``, those of
-Megatron's settings in ``fields.py``. Here are what concerns a layer as a whole, and blocks that share modules.
+A reason is a sentence for the report, None means "none". Those of one kind of block stand beside the classes that would
+replace it, those of the loss in ``loss.py``, those of Megatron's settings in ``fields.py``.
 """
 
 from __future__ import annotations
