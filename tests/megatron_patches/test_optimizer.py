@@ -10,6 +10,7 @@ import torch
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as Moments
 from megatron_patches.compat import older_than
+from megatron_patches.parallel.optimizer import _check_tied
 from tests.support import run_ranks, saves_by_dist_checkpointing
 
 STEPS, SAVED_AFTER = 6, 3
@@ -218,14 +219,9 @@ def test_moments_are_fp8_and_sharded(runs):
     assert mine == whole // 2 and 2.0 < held / mine < 2.1
 
 
-@pytest.mark.parametrize("kind", ["torch", DIST])
-def test_a_run_resumes_to_the_bit(runs, kind):
+def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
     for run in runs:
-        assert run["resumed"][kind] == (True, True, True)
-
-
-def test_moments_without_their_codes_carry_on(runs):
-    for run in runs:
+        assert run["resumed"] == dict.fromkeys(["torch", DIST], (True, True, True))
         for losses in run["carried"]:
             assert losses != run["losses"][SAVED_AFTER:]
             assert losses == pytest.approx(run["losses"][SAVED_AFTER:], rel=0.02)
@@ -271,7 +267,7 @@ def test_other_models_resume_to_the_bit(tmp_path, tp, model):
             "coat.activation: got a model that is patched already with forward_scales 'row' where the block says "
             "'tensor', bf16_layers () where the block says (0,); accepted: the same settings, or an unpatched model",
         ),
-        ({"optimizer": {}}, {}, 'coat: got a dict without a "coat" block'),
+        ({"optimizer": {}}, {}, 'coat: got one without a "coat" block'),
         (Moments(master_weights="bf16_remainder"), {}, "coat.optimizer.master_weights"),
     ],
 )
@@ -279,25 +275,6 @@ def test_what_is_refused(coat, options, said):
     with pytest.raises(CoatConfigError) as caught:
         Run(coat, **options)
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "said"),
-    [
-        (lambda ddp: ddp, "got DistributedDataParallel"),
-        (lambda ddp: [ddp, ddp.module], "got a list with ChunkedLossGPTModel"),
-    ],
-)
-def test_chunks_that_megatron_has_not_wrapped_are_refused(chunks, said):
-    from megatron.core.optimizer import OptimizerConfig
-
-    from megatron_patches import get_megatron_optimizer
-
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
-    with pytest.raises(CoatConfigError) as caught:
-        get_megatron_optimizer(config, chunks(Run(COAT).model), coat=COAT)
-    accepted = "accepted: a list of models in Megatron's DistributedDataParallel"
-    assert str(caught.value) == f"model_chunks: {said}, {accepted}"
 
 
 def test_gradients_that_would_be_summed_twice_are_refused():
@@ -310,3 +287,20 @@ def test_gradients_that_would_be_summed_twice_are_refused():
     config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
     with pytest.raises(CoatConfigError, match="model_chunks: got replicated-gradient hooks"):
         get_megatron_optimizer(config, [run.model], coat=COAT)
+
+
+def test_a_tied_embedding_over_stages_needs_one_rank_and_rounding_to_nearest(monkeypatch):
+    from megatron.core import parallel_state
+
+    from .tiny import tiny_gpt
+
+    tied, untied = (tiny_gpt(gpt={"share_embeddings_and_output_weights": tied}) for tied in (True, False))
+    _check_tied([tied], Moments())
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    _check_tied([untied], Moments())
+    _check_tied([tied], Moments(stochastic_rounding=False))
+    with pytest.raises(CoatConfigError, match="^share_embeddings_and_output_weights: got True with pipeline stages"):
+        _check_tied([tied], Moments())
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 2)
+    with pytest.raises(CoatConfigError, match="on 2 data-parallel ranks"):
+        _check_tied([tied], Moments(stochastic_rounding=False))
