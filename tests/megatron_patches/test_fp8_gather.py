@@ -7,7 +7,7 @@ import torch
 
 from tests.support import run_ranks
 
-from .tiny import NARROW
+from .tiny import FULL, NARROW, tiny_batch, tiny_gpt, tiny_loss
 
 
 def _config(gather, zero=None, **activation):
@@ -24,14 +24,11 @@ def _config(gather, zero=None, **activation):
 
 def _engine(config, **changes):
     import megatron_patches
-    from tests.megatron_patches.tiny import tiny_gpt
 
     return megatron_patches.initialize(model=tiny_gpt(**NARROW | changes), config=config)[0]
 
 
 def _run(engine, world, rank, steps=3):
-    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
-
     losses = []
     for step in range(2 * steps):
         batch = tiny_batch(world * step + rank)
@@ -108,13 +105,12 @@ def _compared(rank, world, cases):
 KEPT = {"stage3_max_reuse_distance": 10**9}
 LET_GO = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 AHEAD = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 40_000}
-MORE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = {
     "rows": ({}, LET_GO, {}),
     "rows, kept from forward to backward": ({}, KEPT, {}),
     "in advance": ({}, AHEAD, {}),
     "tensors": ({}, LET_GO, {"forward_scales": "tensor", "forward": "quantized"}),
-    "recomputed": (MORE, LET_GO, {}),
+    "recomputed": (FULL, LET_GO, {}),
     "invariant": ({}, KEPT, {"tp_invariant": True}),
     "experts": (
         dict(num_moe_experts=2, moe_token_dispatcher_type="allgather", moe_router_topk=1, moe_router_pre_softmax=True),
@@ -124,11 +120,14 @@ CASES = {
     "hpZ": ({}, LET_GO | {"zero_hpz_partition_size": 2}, {}),
     "a layer in BF16": ({}, LET_GO, {"bf16_layers": [0], "attention": "fp8"}),
 }
-WHOLE = ("rows, kept from forward to backward",)
+KEPT_FOR_BOTH = "rows, kept from forward to backward"
 SHORT = ("rows", "in advance")
 
 
-def _check(names):
+@pytest.mark.parametrize(
+    "names", [SHORT, pytest.param([n for n in CASES if n not in (*SHORT, "hpZ")], marks=pytest.mark.slow)]
+)
+def test_training_is_the_same_to_the_bit(names):
     for results in run_ranks(2, _compared, [CASES[name] for name in names]):
         for name, (same, different, (plain, none), (others, codes)) in zip(names, results, strict=True):
             assert same and not different, name
@@ -137,19 +136,10 @@ def _check(names):
                 assert (others, codes) == (plain, 0)
             elif name == "in advance":
                 assert 0 < codes <= plain - others, name
-            elif name in WHOLE:  # what forward and backward multiply, gathered once for both
+            elif name == KEPT_FOR_BOTH:  # what forward and backward multiply, gathered once for both
                 assert codes == plain - others > 0, name
             else:
                 assert 2 * codes == plain - others > 0, name
-
-
-def test_training_is_the_same_to_the_bit():
-    _check(SHORT)
-
-
-@pytest.mark.slow
-def test_training_is_the_same_to_the_bit_in_every_mode():
-    _check([name for name in CASES if name not in SHORT and name != "hpZ"])
 
 
 @pytest.mark.slow
@@ -167,42 +157,42 @@ def _asked_for_values(rank, world, folder):
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
     import megatron_patches
-    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
 
     megatron_patches.initialize_model_parallel(1)
     found = []
     for gather in (False, True):
-        engine = _engine(_config(gather, KEPT))
-        path, told = f"{folder}/{gather}", []
-        batch = tiny_batch(rank)
+        engine, told = _engine(_config(gather, KEPT)), []
 
-        def evaluate(engine=engine, told=told, batch=batch):
+        def evaluate(engine=engine, told=told):
             with torch.no_grad():
-                told.append(tiny_loss(engine, batch).item())
+                told.append(tiny_loss(engine, tiny_batch(rank)).item())
 
         told += _run(engine, world, rank, steps=1)
-        engine.save_checkpoint(path)
+        engine.save_checkpoint(f"{folder}/{gather}")
         after = _run(engine, world, rank, steps=1)
         evaluate()
         layer = engine.module.decoder.layers[0]
-        weight = layer.self_attention.linear_qkv.weight
+        weight, fc1, fc2 = (
+            layer.self_attention.linear_qkv.weight,
+            layer.mlp.linear_fc1.weight,
+            layer.mlp.linear_fc2.weight,
+        )
         codes = [p for p in engine.module.parameters() if getattr(p, "coat_gathered", None) is not None]
         assert bool(codes) == gather and all(p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in codes)
         with deepspeed.zero.GatheredParameters([weight]):
             told.append(weight.float().sum().item())
         evaluate()
-        with deepspeed.zero.GatheredParameters([weight, layer.mlp.linear_fc2.weight], modifier_rank=0):
+        with deepspeed.zero.GatheredParameters([weight, fc2], modifier_rank=0):
             if rank == 0:
                 weight.data.mul_(2)
-                layer.mlp.linear_fc2.weight.data.add_(0.125)
+                fc2.data.add_(0.125)
         evaluate()
-        value = safe_get_full_fp32_param(layer.mlp.linear_fc1.weight)
-        safe_set_full_fp32_param(layer.mlp.linear_fc1.weight, value * 0.5)
+        safe_set_full_fp32_param(fc1, safe_get_full_fp32_param(fc1) * 0.5)
         evaluate()
-        assert len(set(told[-4:-1])) == 3
+        assert len(set(told[-3:])) == 3
         state = engine._zero3_consolidated_16bit_state_dict()
         told += [{n: t.double().sum().item() for n, t in state.items()}] if rank == 0 else []
-        engine.load_checkpoint(path)
+        engine.load_checkpoint(f"{folder}/{gather}")
         told += _run(engine, world, rank, steps=1)
         assert told[-2:] == after
         evaluate()

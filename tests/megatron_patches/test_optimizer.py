@@ -13,6 +13,8 @@ from megatron_patches.compat import older_than
 from megatron_patches.parallel.optimizer import _check_tied
 from tests.support import run_ranks, saves_by_dist_checkpointing
 
+from .tiny import NARROW, labelled_loss, tiny_batch, tiny_gpt
+
 STEPS, SAVED_AFTER = 6, 3
 OLD = older_than("0.15")
 DIST = "dp_zero_gather_scatter" if OLD else "fully_reshardable"
@@ -29,7 +31,6 @@ class Run:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         import megatron_patches as mp
-        from tests.megatron_patches.tiny import NARROW, tiny_gpt
 
         model = tiny_gpt(**NARROW | (model or {}))
         mp.patch_model(model, {"coat": {}})
@@ -47,14 +48,11 @@ class Run:
         import torch.distributed as dist
         from megatron.core.distributed import finalize_model_grads
 
-        from tests.megatron_patches.tiny import tiny_batch
-
         losses = []
         for step in steps:
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            tokens, labels, positions = tiny_batch(2 * step + dist.get_rank())
-            loss = self.model(tokens, positions, None, labels=labels).mean()
+            loss = labelled_loss(self.model, tiny_batch(2 * step + dist.get_rank()))
             loss.backward()
             finalize_model_grads([self.model])
             assert self.optimizer.step()[0]
@@ -173,20 +171,15 @@ def _all(rank, world, folder):
     return dict(adamw=adamw, losses=losses, resumed=resumed, carried=carried, said=said, groups=groups, counts=counts)
 
 
-def _more_formats(rank, world, folder):
+def _more(rank, world, folder, tp, kinds, model):
     """Also what Megatron's own AdamW makes of such a checkpoint, where it can load any without Transformer Engine."""
-    losses, resumed, _ = _train_and_resume(rank, world, folder, OTHERS)
-    carried = []
-    if not older_than("0.16"):
-        plain = Run()
-        plain.train(range(1))  # AdamW's places in a checkpoint exist after a step
-        plain.load(folder / "dp_reshardable", "dp_reshardable")
-        carried = plain.train(range(SAVED_AFTER, STEPS))
-    return losses, resumed, carried
-
-
-def _other_models(rank, world, folder, tp, model):
-    return _train_and_resume(rank, world, folder, ["torch", DIST], tp, **model)[:2]
+    losses, resumed, _ = _train_and_resume(rank, world, folder, kinds, tp, **model)
+    if model or older_than("0.16"):
+        return resumed, losses, losses[SAVED_AFTER:]
+    plain = Run()
+    plain.train(range(1))  # AdamW's places in a checkpoint exist after a step
+    plain.load(folder / "dp_reshardable", "dp_reshardable")
+    return resumed, losses, plain.train(range(SAVED_AFTER, STEPS))
 
 
 def _alone(rank, world, folder):
@@ -235,25 +228,19 @@ def test_another_number_of_ranks(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(OLD, reason="needs numpy 1")
-def test_other_formats_and_megatrons_adamw(tmp_path):
-    for losses, resumed, carried in run_ranks(2, _more_formats, tmp_path):
-        assert resumed == dict.fromkeys(OTHERS, (True, True, True))
-        assert not carried or carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tp", "model"),
+    ("tp", "kinds", "model"),
     [
-        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        (1, {"num_moe_experts": 2, "moe_ffn_hidden_size": 128}),
+        pytest.param(1, OTHERS, {}, marks=pytest.mark.skipif(OLD, reason="needs numpy 1")),
+        (2, ["torch", DIST], {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (1, ["torch", DIST], {"num_moe_experts": 2, "moe_ffn_hidden_size": 128}),
     ],
-    ids=["TP and SP", "experts"],
+    ids=["formats and AdamW", "TP and SP", "experts"],
 )
-def test_other_models_resume_to_the_bit(tmp_path, tp, model):
-    for _, resumed in run_ranks(2, _other_models, tmp_path, tp, model):
-        assert resumed == dict.fromkeys(["torch", DIST], (True, True, True))
+def test_other_formats_and_models_resume_to_the_bit(tmp_path, tp, kinds, model):
+    for resumed, losses, carried in run_ranks(2, _more, tmp_path, tp, kinds, model):
+        assert resumed == dict.fromkeys(kinds, (True, True, True))
+        assert carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +278,6 @@ def test_gradients_that_would_be_summed_twice_are_refused():
 
 def test_a_tied_embedding_over_stages_needs_one_rank_and_rounding_to_nearest(monkeypatch):
     from megatron.core import parallel_state
-
-    from .tiny import tiny_gpt
 
     tied, untied = (tiny_gpt(gpt={"share_embeddings_and_output_weights": tied}) for tied in (True, False))
     _check_tied([tied], Moments())

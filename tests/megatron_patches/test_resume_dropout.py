@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from tests.support import run_ranks
 
+from .tiny import SMALL, labelled_loss, tiny_batch, tiny_gpt
+
 STEPS, SAVED_AFTER = 4, 2
 
 
 def _start(stage):
     import megatron_patches as mp
-
-    from .tiny import SMALL, tiny_gpt
 
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -31,12 +31,9 @@ def _start(stage):
 
 
 def _train(engine, steps):
-    from .tiny import tiny_batch
-
     losses = []
     for step in steps:
-        tokens, labels, positions = tiny_batch(2 * step + dist.get_rank())
-        loss = engine(tokens, positions, None, labels=labels).mean()
+        loss = labelled_loss(engine, tiny_batch(2 * step + dist.get_rank()))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -45,7 +42,6 @@ def _train(engine, steps):
 
 def _resumes(rank, world, folder, stage):
     """The rest of a run whose ranks have random states of their own, and of it when it was resumed in three ways."""
-
     from coat_dist.checkpoint.save import Extras
     from megatron_patches import initialize_model_parallel, rng_state, set_rng_state
 
