@@ -8,18 +8,16 @@ import torch
 from tests.support import run_ranks
 
 from .tiny import FULL, NARROW, tiny_batch, tiny_gpt, tiny_loss
+from .training import drive, engine_config
 
 
 def _config(gather, zero=None, **activation):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 200, **(zero or {})},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {"activation": {"fp8_weight_gather": gather, **activation}},
-    }
+    return engine_config(
+        3,
+        gradient_accumulation_steps=2,
+        zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 200, **(zero or {})},
+        coat={"activation": {"fp8_weight_gather": gather, **activation}},
+    )
 
 
 def _engine(config, **changes):
@@ -32,10 +30,7 @@ def _run(engine, world, rank, steps=3):
     losses = []
     for step in range(2 * steps):
         batch = tiny_batch(world * step + rank)
-        loss = tiny_loss(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses += drive(engine, [batch])
         if step == 3:  # forward without backward: weights stay, until somebody asks for their values
             with torch.no_grad():
                 losses.append(tiny_loss(engine, batch).item())

@@ -14,16 +14,9 @@ from megatron_patches import patch_model, patched
 from tests.support import run_ranks
 
 from .tiny import labelled_loss, tiny_batch, tiny_gpt
+from .training import drive, engine_config
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "coat": {"activation": {"bf16_layers": [0]}},
-}
+CONFIG = engine_config(2, gradient_clipping=1.0, coat={"activation": {"bf16_layers": [0]}})
 OFF = {**CONFIG, "coat": {"activation": {"enabled": False}}}
 
 
@@ -36,13 +29,7 @@ def _refusal(initialize, **arguments):
 
 
 def _train(engine, steps):
-    losses = []
-    for step in range(steps):
-        loss = labelled_loss(engine, tiny_batch(step)).float()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return drive(engine, map(tiny_batch, range(steps)), labelled_loss)
 
 
 def _one_call(rank, world):

@@ -12,22 +12,20 @@ from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
 from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
+from .training import start
 
 STEPS, ACCUMULATION = 3, 2
 
 
 def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.bfloat16, **changes: Any):
     """Losses, main_grads of this rank after the first micro-batch and the first two, weights that were used stale."""
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from coat_dist.flow import weights as flow_weights
-    from megatron_patches import initialize_model_parallel, patch_model
+    from megatron_patches import patch_model
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    initialize_model_parallel(tp)
+    start(tp)
     bf16 = dtype == torch.bfloat16
     sizes = SMALL | {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
     model = tiny_gpt(**sizes, bf16=bf16, params_dtype=dtype, **changes)

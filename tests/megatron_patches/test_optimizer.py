@@ -26,14 +26,15 @@ COAT = {"coat": {"optimizer": {"stochastic_rounding": True}}}
 class Run:
     """A patched GPT in Megatron's own loop; ``coat`` None: Megatron's AdamW."""
 
-    def __init__(self, coat=None, model=None, **options):
+    def __init__(self, coat=None, model=None, patch=True, **options):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         import megatron_patches as mp
 
         model = tiny_gpt(**NARROW | (model or {}))
-        mp.patch_model(model, {"coat": {}})
+        if patch:
+            mp.patch_model(model, {"coat": {}})
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(model.config, ddp, model)
         settings = dict(optimizer="adam", lr=3e-3, min_lr=0.0, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0)
@@ -52,7 +53,8 @@ class Run:
         for step in steps:
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            loss = labelled_loss(self.model, tiny_batch(2 * step + dist.get_rank()))
+            device = next(self.model.parameters()).device
+            loss = labelled_loss(self.model, tiny_batch(2 * step + dist.get_rank(), device))
             loss.backward()
             finalize_model_grads([self.model])
             assert self.optimizer.step()[0]

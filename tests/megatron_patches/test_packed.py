@@ -16,7 +16,7 @@ from megatron_patches.layers.core_attention import SDPA
 from tests.support import run_ranks
 
 from .tiny import FP32, FULL, VOCAB, selective, tiny_gpt
-from .training import INVARIANT
+from .training import INVARIANT, engine_config, start, whole_parameters
 
 LENGTHS = [7, 1, 20, 13, 1, 22]
 T = sum(LENGTHS)
@@ -189,34 +189,24 @@ def test_what_cannot_be_used_is_named(settings):
 
 def _ranks(rank, world):
     """Losses at TP 1, TP 2 and TP 2 with sequence parallelism; of an engine; and of each document alone."""
-    from megatron.core import parallel_state
-
-    import megatron_patches
-    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks
-    from tests.megatron_patches.training import whole_parameters
+    import megatron_patches as mp
 
     seen = []
     for tp, sp in ((1, False), (2, False), (2, True)):
-        initialize_model_parallel(tp)
+        start(tp)
         options = {"tensor_model_parallel_size": tp, "sequence_parallel": sp, "num_query_groups": 2}
         model = built(INVARIANT.model_copy(update={"attention": "fp8", "loss": "chunked"}), **options)
-        install_replicated_grad_hooks(model)
+        mp.install_replicated_grad_hooks(model)
         losses = per_token(model, *text(), params())
         losses.mean().backward()
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(p.grad)
         seen.append((losses.detach(), whole_parameters(model)))
-        parallel_state.destroy_model_parallel()
-    initialize_model_parallel(1)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-        "coat": {},
-    }
-    engine, *_ = megatron_patches.initialize(model=tiny_gpt(**LONG), config=config, dist_init_required=False)
+    start()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = engine_config(3, train_micro_batch_size_per_gpu=1, zero_optimization=zero)
+    engine, *_ = mp.initialize(model=tiny_gpt(**LONG), config=config, dist_init_required=False)
     tokens, labels, positions = text(rank)
     found = engine(tokens, positions, None, labels=labels, packed_seq_params=params())
     engine.backward(found.mean())

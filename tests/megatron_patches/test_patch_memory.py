@@ -6,11 +6,25 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
+from megatron_patches import patch_model
+from tests.coat_dist.flow.saved_bytes import saved
 
-from .saved_bytes import Saved, layer_bytes
 from .tiny import BATCH, FFN, HEADS, HIDDEN, SEQ, tiny_batch, tiny_gpt, tiny_loss
 
 SETTINGS, FP8 = ActivationConfig(), ActivationConfig(attention="fp8")
+
+
+def saved_bytes(model, device="cpu"):
+    return sum(saved(lambda: tiny_loss(model, tiny_batch(0, device)), *model.parameters()).values())
+
+
+def layer_bytes(settings, **options):
+    """Saved bytes of one more layer."""
+    models = [tiny_gpt(num_layers=layers, **options) for layers in (1, 2)]
+    for model in models if settings is not None else ():
+        patch_model(model, settings)
+    one, two = map(saved_bytes, models)
+    return two - one
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="attention kernels of the GPU keep their own statistics")
@@ -39,12 +53,9 @@ def test_values_do_not_keep_queries_and_keys_alive(device):
     """The BF16 model built here saves q, k, v once; Megatron's own self-attention would hold q and k through v."""
     from megatron.core.transformer.attention import SelfAttention
 
-    model, batch = tiny_gpt(), tiny_batch(0, device)
-    with Saved(model) as ours:
-        tiny_loss(model, batch)
+    model = tiny_gpt()
+    ours = saved_bytes(model, device)
     for layer in model.decoder.layers:
         layer.self_attention.__class__ = SelfAttention
-    with Saved(model) as plain:
-        tiny_loss(model, batch)
     layers, tokens = 2, BATCH * SEQ
-    assert plain.bytes - ours.bytes == layers * tokens * 2 * (HIDDEN + HIDDEN)
+    assert saved_bytes(model, device) - ours == layers * tokens * 2 * (HIDDEN + HIDDEN)

@@ -10,6 +10,7 @@ import torch
 from tests.support import run_ranks
 
 from .tiny import SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
+from .training import start
 
 COUNT = 4
 CONFIG: dict[str, Any] = {
@@ -65,27 +66,26 @@ def stage_of(whole, stages, stage, part=None, parts=1, **changes):
     return model
 
 
+def build(rank, stages, parts=None):
+    """The whole model, or this rank's stage of it, or the chunks of that; and Megatron's groups for it."""
+    start(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1)
+    whole = tiny_gpt(num_layers=4)
+    if stages == 1:
+        return whole
+    if parts is None:
+        return stage_of(whole, stages, rank)
+    return [stage_of(whole, stages, rank, part, parts) for part in range(parts)]
+
+
 def programs(rank, world, virtual):
     """Losses of a step, an evaluation and another step, with one stage and with two; what is refused."""
-
-    from megatron.core import parallel_state
 
     import megatron_patches as mp
     from coat_dist.config import CoatConfigError
 
     found = []
     for stages in (1, 2):
-        parts = virtual if stages == 2 else None
-        mp.initialize_model_parallel(
-            1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1
-        )
-        whole = tiny_gpt(num_layers=4)
-        if stages == 1:
-            model = whole
-        elif parts is None:
-            model = stage_of(whole, 2, rank)
-        else:
-            model = [stage_of(whole, 2, rank, part, parts) for part in range(parts)]
+        model = build(rank, stages, virtual if stages == 2 else None)
         # With one stage both ranks see the same batches, so that data parallelism changes nothing.
         engine, *_ = mp.initialize(model=model, config=CONFIG, dist_init_required=False)
         read = batches()
@@ -94,8 +94,6 @@ def programs(rank, world, virtual):
         losses.append(float(mp.train_batch(engine, read, summed if stages == 2 else forward_step)))
         assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (2, 2 * COUNT)
         found.append((losses, float(engine.get_global_grad_norm())))
-        if stages == 1:
-            parallel_state.destroy_model_parallel()
     said = {}
 
     def refused(name, call, *arguments, **options):

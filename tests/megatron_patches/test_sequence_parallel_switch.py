@@ -9,14 +9,14 @@ from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
 from .tiny import SMALL, assert_equal, gradients, tiny_batch, tiny_gpt
+from .training import start
 
 
 def _switched(rank, world, cases):
     """Outputs and gradients by case: sequence parallelism on, switched off, on again, and a model built without."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
-    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from megatron_patches import install_replicated_grad_hooks, patch_model
 
     def results(model):
         tokens, labels, positions = tiny_batch(3)
@@ -28,9 +28,7 @@ def _switched(rank, world, cases):
 
     found, alive = {}, []
     for case, (coat, changes) in cases.items():
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        initialize_model_parallel(2)
+        start(2)
         models = {}
         for sp in (True, False):
             models[sp] = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=sp, **SMALL | changes)

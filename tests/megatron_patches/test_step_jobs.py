@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches import gpt_layer_spec
+import megatron_patches as mp
 from tests.support import run_ranks
 
 from .test_pipeline_engine import stage_of
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_config, tiny_gpt
+from .training import engine_config, start
 
 EXPERTS: dict[str, Any] = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64, **NARROW)
 LOSSES: dict[str, dict[str, Any]] = {
@@ -30,25 +31,9 @@ BIAS: dict[str, Any] = dict(
 BATCH = tiny_batch(0, "cpu")
 
 
-def settings(steps: int, enabled: bool = False, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": steps,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-        "coat": {"activation": {"enabled": enabled}},
-        **more,
-    }
-
-
-def start(stages: int = 1) -> Any:
-    import megatron_patches as mp
-
-    mp.initialize_model_parallel(1, pipeline_model_parallel_size=stages, seed=1)
-    return mp
+def settings(steps: int, enabled: bool = False, stage: int = 2) -> dict[str, Any]:
+    coat = {"activation": {"enabled": enabled}}
+    return engine_config(stage, gradient_accumulation_steps=steps, gradient_clipping=0, coat=coat)
 
 
 def model(**changes: Any) -> Any:
@@ -57,7 +42,7 @@ def model(**changes: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     config = tiny_config(**changes)
-    layer = gpt_layer_spec(config).submodules.layer_specs[-1]
+    layer = mp.gpt_layer_spec(config).submodules.layer_specs[-1]
     spec = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     return tiny_gpt(**changes, gpt={"mtp_block_spec": spec})
 
@@ -76,8 +61,6 @@ def by_loss(engine: Any) -> None:
 
 
 def by_schedule(engine: Any) -> None:
-    import megatron_patches as mp
-
     def forward_step(batches: Any, net: Any) -> Any:
         tokens, labels, positions = next(batches)
         return net(tokens, positions, None, labels=labels), lambda losses: (losses.mean(), {})
@@ -87,7 +70,8 @@ def by_schedule(engine: Any) -> None:
 
 def norms(rank: int, world: int, case: str) -> dict[Any, float]:
     """Gradient norms of equal micro-batches; the order leaves each engine what the one before has left."""
-    mp, found = start(), {}
+    start(seed=1)
+    found = {}
     for steps in (4, 1):
         for drive in (by_hand, by_loss, by_schedule):
             for enabled in (False, True) if drive is by_hand and case != "next tokens" else (False,):
@@ -109,7 +93,8 @@ def interleaved(rank: int, world: int) -> list[float]:
 
     Before all, a model without an engine runs backward: its scale is a tensor of no dimension.
     """
-    mp, found = start(), []
+    start(seed=1)
+    found: list[Any] = []
     labelled_loss(model(**LOSSES["aux"]), BATCH).backward()
     for between in (False, True):
         engine, *_ = mp.initialize(model=model(**LOSSES["aux"]), config=settings(1))
@@ -130,7 +115,8 @@ def test_engines_do_not_share_a_scale():
 
 def balanced(rank: int, world: int) -> list[Any]:
     """Biases and counts after a step of two micro-batches on two data-parallel ranks, by each way of driving."""
-    mp, found = start(), []
+    start(seed=1)
+    found: list[Any] = []
     for drive in (by_hand, by_schedule):
         engine, *_ = mp.initialize(model=model(**BIAS), config=settings(2))
         router = engine.module.decoder.layers[0].mlp.router
@@ -162,7 +148,8 @@ def test_routers_move_their_bias_and_count_anew_with_each_step():
 def refused(rank: int, world: int) -> list[str]:
     import coat_dist
 
-    mp, found = start(), []
+    start(seed=1)
+    found: list[Any] = []
     for change in (dict(calculate_per_token_loss=True), dict(finalize_model_grads_func=print)):
         net = model(**EXPERTS, **change)
         for initialize in (mp.initialize, coat_dist.initialize):
@@ -181,20 +168,16 @@ def test_what_only_a_schedule_can_honour_is_refused():
 
 
 def staged(rank: int, world: int) -> list[float]:
-    from megatron.core import parallel_state
-
     found = []
     for stages in (1, 2):
-        mp = start(stages)
+        start(pipeline_model_parallel_size=stages, seed=1)
         changes = dict(LOSSES["aux"], num_layers=4)
         whole = tiny_gpt(**changes)
         net = whole if stages == 1 else stage_of(whole, 2, rank, **changes)
-        config = settings(4, zero_optimization={"stage": 1}, data_types={})
+        config = settings(4, stage=1) | {"data_types": {}}
         engine, *_ = mp.initialize(model=net, config=config, dist_init_required=False)
         by_schedule(engine)
         found.append(float(engine.get_global_grad_norm()))
-        if stages == 1:
-            parallel_state.destroy_model_parallel()
     return found
 
 

@@ -8,14 +8,9 @@ import torch
 from tests.support import run_ranks
 
 from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
+from .training import drive, engine_config
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-    "coat": {},
-}
+CONFIG = engine_config(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
 
 
 def _model(**changes):
@@ -91,19 +86,15 @@ def _trained(rank, world, kinds, tp):
         "divided": lambda: megatron_patches.zero_init(CONFIG),
         "DeepSpeed's": lambda: deepspeed.zero.Init(config_dict_or_path=plain),
     }
-    runs = []
+    runs, state = [], megatron_patches.rng_state()
     for kind in kinds:
+        megatron_patches.set_rng_state(state)
         with contexts[kind]():
             model = _model(tp=tp)
         engine, *_ = megatron_patches.initialize(model=model, config=CONFIG)
-        losses = []
-        for step in range(3):
-            loss = tiny_loss(engine, tuple(t % 128 for t in tiny_batch(world * step + rank // tp)[:2]) + (None,))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        batches = (tiny_batch(world * step + rank // tp)[:2] for step in range(3))
+        runs.append(drive(engine, ((tokens % 128, labels % 128, None) for tokens, labels in batches)))
         engine.destroy()
-        runs.append(losses)
     return runs
 
 
