@@ -35,11 +35,6 @@ _ASKING = {
         "DistributedOptimizer.__init__",
         "DistributedOptimizer.get_parameter_state_dp_zero",
     ),
-    "megatron.core.optimizer.grad_scaler": (
-        "MegatronGradScaler.__init__",
-        "DynamicGradScaler.__init__",
-        "DynamicGradScaler.load_state_dict",
-    ),
     "megatron.core.pipeline_parallel.schedules": (
         "forward_backward_no_pipelining",
         "forward_backward_pipelining_with_interleaving",

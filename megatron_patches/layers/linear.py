@@ -44,8 +44,6 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(
         self,
         input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
         heads: flow.Heads | None = None,
         table: flow.RopeTable | None = None,
         residual: Residual | None = None,
@@ -53,8 +51,6 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], None]:
         """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or with ``heads`` queries, keys and
         values, rotated by ``table``. ``residual`` gets its alias where ``input_`` is its x."""
-        if weight is not None or runtime_gather_output:
-            raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
         norm, tp, settings = None, self.coat.tp_now(self), self.coat.settings
         if self.coat.norm is not None:
             check_uncalled("input_layernorm", self.coat.norm)

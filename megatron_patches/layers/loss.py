@@ -1,9 +1,9 @@
 """The chunked loss of a patched model: output layer and cross entropy in one, without logits of the whole vocabulary.
 
 ``GPTModel`` calls ``output_layer(hidden)`` and then ``compute_language_model_loss(labels, logits)``. Where labels are
-given, the model hands them to its output layer beforehand, the output layer returns losses instead of logits, and
-``compute_language_model_loss`` passes them on. The loss is computed inside the output layer's call, so that whatever
-surrounds it (ZeRO-3 gathers its weight there) still does. Without labels nothing changes: logits are returned.
+given, the model hands them to its output layer beforehand, which returns losses instead of logits, and
+``compute_language_model_loss`` passes them on. So whatever surrounds the output layer's call (ZeRO-3 gathers its weight
+there) still does. Without labels logits are returned.
 """
 
 from __future__ import annotations

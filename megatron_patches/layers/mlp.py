@@ -45,15 +45,11 @@ class NormMLP(MLP):
         return [self.linear_fc1.weight, self.linear_fc2.weight]
 
     @eager_under_zero3
-    def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h]`` → ``[s, b, h]`` (s/TP on both sides under sequence parallelism), and fc2's bias.
 
         As in Megatron the bias is handed on, to be added with dropout and residual.
         """
-        if per_token_scale is not None:
-            raise ValueError("per_token_scale: got a tensor, accepted: None in a patched layer (it is for experts)")
         if self.coat.recompute:
             y, alias = tensor_parallel.checkpoint(self._norm_mlp, False, hidden_states, self._anchor(hidden_states))
         else:

@@ -1,9 +1,8 @@
 """Several documents in one sequence: Megatron's ``PackedSeqParams`` as self-attention here takes them.
 
-Megatron's own way (``qkv_format="thd"``) drops the batch dimension and rotates queries and keys document by document,
-with lengths that it fetches from the GPU in every layer. Here a sequence stays ``[T, 1, ...]``; angles are gathered by
-the tokens' positions in their documents, once for all layers; and core attention gets a :class:`Packed`, which
-Megatron's ``Attention.forward``, asking for "thd", passes by.
+Megatron's own way (``qkv_format="thd"``) rotates queries and keys document by document, with lengths that it fetches
+from the GPU in every layer. Here a sequence stays ``[T, 1, ...]``; angles are gathered by position once for all layers;
+and core attention gets a :class:`Packed`, which Megatron's ``Attention.forward``, asking for "thd", passes by.
 """
 
 from __future__ import annotations

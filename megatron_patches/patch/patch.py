@@ -19,7 +19,7 @@ from ..compat import check_version
 from .apply import apply_plan
 from .plan import check_model, check_plan, make_plan
 from .report import PatchReport
-from .settings import Config, activation_settings
+from .settings import Config, coat_block
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -49,7 +49,7 @@ def patch_model(model: nn.Module | Sequence[nn.Module], config: Config | Activat
         ImportError: unsupported megatron-core.
     """
     check_version()
-    settings = activation_settings(config)
+    settings = config if isinstance(config, ActivationConfig) else coat_block(config).activation
     model = _one_module(model)
     check_model(model, settings)
     plan = make_plan(model, settings)

@@ -63,15 +63,14 @@ def check_settings(model: nn.Module, block: ActivationConfig) -> None:
     """Raises CoatConfigError where ``model``, or a part of it, was patched with other settings than ``block``."""
     for report in reports_of(model):
         if report.settings != block:
-            raise CoatConfigError(
-                "coat.activation: got a model that is patched already with "
-                f"{_difference(report.settings, block)}; accepted: the same settings, or an unpatched model"
+            pairs = [(key, getattr(report.settings, key), asked) for key, asked in block]
+            different = ", ".join(
+                f"{key} {had!r} where the block says {asked!r}" for key, had, asked in pairs if had != asked
             )
-
-
-def _difference(model: ActivationConfig, block: ActivationConfig) -> str:
-    pairs = [(key, getattr(model, key), value) for key, value in block if getattr(model, key) != value]
-    return ", ".join(f"{key} {given!r} where the block says {asked!r}" for key, given, asked in pairs)
+            raise CoatConfigError(
+                f"coat.activation: got a model that is patched already with {different}; accepted: the same settings, "
+                "or an unpatched model"
+            )
 
 
 def _condensed(names: list[str]) -> list[str]:

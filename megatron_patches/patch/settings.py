@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
+from coat_dist.config import CoatConfig, CoatConfigError
 
-__all__ = ["Config", "activation_settings", "coat_block"]
+__all__ = ["Config", "coat_block"]
 
 Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | CoatConfig
 """What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; or the parsed block."""
@@ -27,8 +27,3 @@ def coat_block(config: Config, name: str = "config") -> CoatConfig:
     if block is None:
         raise CoatConfigError(f'{name}: got one without a "coat" block, accepted: a DeepSpeed configuration with it')
     return block
-
-
-def activation_settings(config: Config | ActivationConfig) -> ActivationConfig:
-    """The block's ``"activation"``; an :class:`ActivationConfig` is returned as it is. Errors as :func:`coat_block`."""
-    return config if isinstance(config, ActivationConfig) else coat_block(config).activation

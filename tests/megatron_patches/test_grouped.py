@@ -49,10 +49,8 @@ def test_built_without_the_package(device):
     one_by_one, grouped = both(**EXPERTS)
     experts = grouped.decoder.layers[0].mlp.experts
     assert type(experts) is GroupedExperts and isinstance(experts, GroupedMLP)
-    assert {n: tuple(p.shape) for n, p in experts.named_parameters()} == {
-        "weight1": (HIDDEN, 3 * 2 * 64),
-        "weight2": (3 * 64, HIDDEN),
-    }
+    shapes = {n: tuple(p.shape) for n, p in experts.named_parameters()}
+    assert shapes == {"weight1": (HIDDEN, 3 * 2 * 64), "weight2": (3 * 64, HIDDEN)}
     batch = tiny_batch(0, device)
     (loss, grads), (wanted, reference) = gradients(grouped, batch), gradients(one_by_one, batch)
     assert loss == pytest.approx(wanted, rel=1e-3)
@@ -64,12 +62,8 @@ def test_built_without_the_package(device):
 
 @pytest.mark.parametrize(
     ("options", "settings"),
-    [
-        (EXPERTS, {}),
-        (EXPERTS | PLAIN, {"forward_scales": "tensor", "weights": "cached"}),
-        (MANY | {"moe_apply_probs_on_input": True}, {}),
-    ],
-    ids=["default", "tensor", "many"],
+    [(EXPERTS | PLAIN, {"forward_scales": "tensor", "weights": "cached"})]
+    + [(EXPERTS, {}), (MANY | {"moe_apply_probs_on_input": True}, {})],
 )
 def test_patched_to_the_bits_of_one_by_one(options, settings, device):
     """Loss and every gradient, some experts without tokens; class, keys and the BF16 loss come back."""

@@ -6,11 +6,12 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as Moments
 from megatron_patches.compat import older_than
-from megatron_patches.parallel.optimizer import _check_tied
+from megatron_patches.parallel.optimizer import _check_config, _check_tied
 from tests.support import run_ranks, saves_by_dist_checkpointing
 
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_gpt
@@ -119,13 +120,8 @@ def _shards(folder):
 
 
 def _same(left, right):
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return left == right
+    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def _train_and_resume(rank, world, folder, kinds, tp=1, **model):
@@ -267,15 +263,10 @@ def test_what_is_refused(coat, options, said):
 
 
 def test_gradients_that_would_be_summed_twice_are_refused():
-    from megatron.core.optimizer import OptimizerConfig
-
-    from megatron_patches import get_megatron_optimizer
-
     run = Run(COAT)
     next(run.model.parameters()).coat_replicated_grad = True  # as install_replicated_grad_hooks leaves it
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
     with pytest.raises(CoatConfigError, match="model_chunks: got replicated-gradient hooks"):
-        get_megatron_optimizer(config, [run.model], coat=COAT)
+        _check_config(run.optimizer.config, [run.model])
 
 
 def test_a_tied_embedding_over_stages_needs_one_rank_and_rounding_to_nearest(monkeypatch):

@@ -34,11 +34,10 @@ from .tiny import (
 
 SETTINGS = ActivationConfig()
 OPTIONS = {
-    **{name: (FAMILIES[name], SETTINGS) for name in ("llama", "gpt2", "experts")},
+    **{name: (FAMILIES[name], SETTINGS) for name in ("gpt2", "experts")},
     "compiled_addition": ({"bias_dropout_fusion": True, "add_bias_linear": True, "hidden_dropout": 0.1}, SETTINGS),
     "qk_norm": ({"qk_layernorm": True, "num_query_groups": 2}, SETTINGS),
     "fp8_attention": ({}, ActivationConfig(attention="fp8")),
-    "tensor_scales": ({}, ActivationConfig(forward_scales="tensor")),
     "first_in_bf16": ({}, ActivationConfig(bf16_layers=(0,))),
     "full": (FULL, SETTINGS),
     "selective": (selective("mlp", "core_attn") | {"hidden_dropout": 0.1}, SETTINGS),
