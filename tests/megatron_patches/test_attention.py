@@ -52,11 +52,9 @@ def test_definition_is_megatrons_function_to_the_bit_in_fp32(percent, interleave
     (wanted,) = torch.autograd.grad(theirs, mixed, douts)
     assert torch.equal(split_rope_backward(*douts, heads, table)[0], wanted)
 
-    # In BF16 ours is that, rounded once; Megatron's own also rounds cosines, products and the sum: 2**-7 of a pair.
-    low = mixed.detach().bfloat16()
-    for got, exact, rough in zip(split_rope(low, heads, table), megatron(low.float()), megatron(low), strict=True):
+    low = mixed.detach().bfloat16()  # ours rounds once; Megatron's own also rounds cosines, products and the sum
+    for got, exact in zip(split_rope(low, heads, table), megatron(low.float()), strict=True):
         assert torch.equal(got, exact.bfloat16())
-        assert (got.float() - exact).norm() <= (rough.float() - exact).norm()
 
 
 ROTARY = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import megatron_patches as mp
 from tests.support import run_ranks
 
 from .tiny import FULL, NARROW, tiny_batch, tiny_gpt, tiny_loss
@@ -21,9 +22,8 @@ def _config(gather, zero=None, **activation):
 
 
 def _engine(config, **changes):
-    import megatron_patches
 
-    return megatron_patches.initialize(model=tiny_gpt(**NARROW | changes), config=config)[0]
+    return mp.initialize(model=tiny_gpt(**NARROW | changes), config=config)[0]
 
 
 def _run(engine, world, rank, steps=3):
@@ -75,9 +75,8 @@ class _Sent:
 
 
 def _compared(rank, world, cases):
-    import megatron_patches
 
-    megatron_patches.initialize_model_parallel(1)
+    mp.initialize_model_parallel(1)
     sent = _Sent()
     found = []
     for changes, zero, activation in cases:
@@ -151,9 +150,7 @@ def _asked_for_values(rank, world, folder):
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-    import megatron_patches
-
-    megatron_patches.initialize_model_parallel(1)
+    mp.initialize_model_parallel(1)
     found = []
     for gather in (False, True):
         engine, told = _engine(_config(gather, KEPT)), []
@@ -191,7 +188,7 @@ def _asked_for_values(rank, world, folder):
         told += _run(engine, world, rank, steps=1)
         assert told[-2:] == after
         evaluate()
-        megatron_patches.unpatch_model(engine.module)  # its layers read values again
+        mp.unpatch_model(engine.module)  # its layers read values again
         evaluate()
         evaluate()
         assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3], told
@@ -206,9 +203,8 @@ def test_whoever_asks_for_values_gets_them(tmp_path):
 
 def _compiled(rank, world):
     """Losses eager, compiled from the first step on, and from the second on."""
-    import megatron_patches
 
-    megatron_patches.initialize_model_parallel(1)
+    mp.initialize_model_parallel(1)
     found = []
     for gather, zero, compiled_at in [(False, LET_GO, None), (False, LET_GO, 0), (True, LET_GO, 0), (True, KEPT, 1)]:
         torch._dynamo.reset()

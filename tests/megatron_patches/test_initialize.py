@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 
+import megatron_patches as mp
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
 from megatron_patches import patch_model, patched
 from tests.support import run_ranks
@@ -37,7 +38,6 @@ def _one_call(rank, world):
     import deepspeed
 
     import coat_dist
-    import megatron_patches as mp
 
     mp.initialize_model_parallel(2)
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -82,41 +82,30 @@ def two_ranks():
 
 
 def test_one_call_is_what_was_done_by_hand(two_ranks):
-    for (by_hand, at_once), *_ in two_ranks:
+    for (by_hand, at_once), refused, unpatched, again in two_ranks:
         assert at_once == by_hand
         assert at_once[1].startswith("FP8 flow: 2 of 4 blocks patched") and at_once[2] == {0.0}
-
-
-def test_a_call_that_fails_leaves_a_model_for_the_next_one(two_ranks):
-    for runs, refused, unpatched, again in two_ranks:
+        # A call that fails leaves a model for the next one.
         assert "zero_optimization.elastic_checkpoint: got true" in refused["settings"]
-        assert unpatched and again == runs[0][0]
+        assert unpatched and again == by_hand[0]
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    {
-        "bare": "decoder.layers.0.input_layernorm.weight, ...",
-        "plain": "decoder.layers.0.input_layernorm.weight, ...",
-        "plain, by DeepSpeed's own call": "decoder.layers.0.input_layernorm.weight, ...",
-        "patched": "decoder.layers.0.input_layernorm.weight, ...",
-        "heads": "decoder.layers.0.self_attention.q_layernorm.weight, ...",
-        "no mpu": "mpu: got none for a model with tensor_model_parallel_size 2",
-    }.items(),
-)
-def test_replicas_that_would_drift_are_refused_on_every_rank(two_ranks, case, said):
+@pytest.mark.parametrize("case", ["bare", "plain", "plain, by DeepSpeed's own call", "patched", "heads", "no mpu"])
+def test_replicas_that_would_drift_are_refused_on_every_rank(two_ranks, case):
     for _, refused, *_ in two_ranks:
-        assert refused[case].startswith("CoatConfigError") and said in refused[case]
-        assert "megatron_patches.initialize" in refused[case]
-        assert case == "no mpu" or "megatron_patches.install_replicated_grad_hooks(model)" in refused[case]
+        assert refused[case].startswith("CoatConfigError") and "megatron_patches.initialize" in refused[case]
+        if case == "no mpu":
+            assert "mpu: got none for a model with tensor_model_parallel_size 2" in refused[case]
+        else:
+            norm = "self_attention.q_layernorm" if case == "heads" else "input_layernorm"
+            assert f"decoder.layers.0.{norm}.weight, ..." in refused[case]
+            assert "megatron_patches.install_replicated_grad_hooks(model)" in refused[case]
 
 
 def _accepted(rank, world, folder):
     """What is taken as a model, a configuration and an mpu, at one rank, each with the first loss; what is refused."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
-
-    import megatron_patches as mp
 
     mp.initialize_model_parallel(1)
     path = f"{folder}/ds.json"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.utils._pytree import tree_leaves
 
+import megatron_patches as mp
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as Moments
 from megatron_patches.compat import older_than
@@ -15,6 +21,7 @@ from megatron_patches.parallel.optimizer import _check_config, _check_tied
 from tests.support import run_ranks, saves_by_dist_checkpointing
 
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_gpt
+from .training import start
 
 STEPS, SAVED_AFTER = 6, 3
 OLD = older_than("0.15")
@@ -28,11 +35,6 @@ class Run:
     """A patched GPT in Megatron's own loop; ``coat`` None: Megatron's AdamW."""
 
     def __init__(self, coat=None, model=None, patch=True, **options):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        import megatron_patches as mp
-
         model = tiny_gpt(**NARROW | (model or {}))
         if patch:
             mp.patch_model(model, {"coat": {}})
@@ -47,9 +49,6 @@ class Run:
             self.optimizer = mp.get_megatron_optimizer(config, [self.model], coat=coat)
 
     def train(self, steps):
-        import torch.distributed as dist
-        from megatron.core.distributed import finalize_model_grads
-
         losses = []
         for step in steps:
             self.model.zero_grad_buffer()
@@ -68,15 +67,10 @@ class Run:
     def bytes(self):
         """Everything that the next steps depend on, on this rank."""
         inner = [one.optimizer for one in self.optimizer.chained_optimizers]
-        states = [one.state[p] for one in inner for group in one.param_groups for p in group["params"]]
-        shards = [p.detach().clone() for one in inner for group in one.param_groups for p in group["params"]]
-        weights = [p.detach().clone() for p in self.model.parameters()]
-        return shards, weights, [{k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()} for s in states]
+        shards = [(p.detach(), one.state[p]) for one in inner for group in one.param_groups for p in group["params"]]
+        return copy.deepcopy((shards, [p.detach() for p in self.model.parameters()]))
 
     def save(self, folder, kind):
-        import torch.distributed as dist
-        from megatron.core import dist_checkpointing
-
         rank = dist.get_rank()
         if rank == 0:
             folder.mkdir(parents=True)
@@ -90,9 +84,6 @@ class Run:
         dist.barrier()
 
     def load(self, folder, kind, **metadata):
-        import torch.distributed as dist
-        from megatron.core import dist_checkpointing
-
         if kind == "torch":
             loaded = torch.load(folder / f"model_{dist.get_rank()}.pt", weights_only=False)
         else:
@@ -114,8 +105,6 @@ class Run:
 
 def _shards(folder):
     """Megatron's file of the shards of one tensor-parallel rank."""
-    from megatron.core import parallel_state
-
     return str(folder / f"distrib_optim_{parallel_state.get_tensor_model_parallel_rank()}.pt")
 
 
@@ -127,12 +116,7 @@ def _same(left, right):
 def _train_and_resume(rank, world, folder, kinds, tp=1, **model):
     """Losses of a whole run and what became of it when it was saved and resumed, by format; and the run."""
     with saves_by_dist_checkpointing():
-        from megatron.core import parallel_state
-
-        from megatron_patches import initialize_model_parallel
-
-        if not parallel_state.model_parallel_is_initialized():
-            initialize_model_parallel(tp)
+        start(tp)
         run = Run(COAT, model)
         losses = run.train(range(SAVED_AFTER))
         saved = run.bytes()
@@ -181,9 +165,7 @@ def _more(rank, world, folder, tp, kinds, model):
 
 
 def _alone(rank, world, folder):
-    from megatron_patches import initialize_model_parallel
-
-    initialize_model_parallel(1)
+    start()
     run = Run(COAT)
     run.load(folder, DIST, coat_codes=False)
     return run.inner().steps(), run.train(range(1))
@@ -270,8 +252,6 @@ def test_gradients_that_would_be_summed_twice_are_refused():
 
 
 def test_a_tied_embedding_over_stages_needs_one_rank_and_rounding_to_nearest(monkeypatch):
-    from megatron.core import parallel_state
-
     tied, untied = (tiny_gpt(gpt={"share_embeddings_and_output_weights": tied}) for tied in (True, False))
     _check_tied([tied], Moments())
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)

@@ -9,6 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 
+import megatron_patches as mp
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
@@ -29,10 +30,8 @@ SETTINGS = {
 }
 MODELS = {
     "llama": {},
-    "layernorm_bias": {"normalization": "LayerNorm", "add_qkv_bias": True},
     "gqa_qk_norm": {"num_query_groups": 2, "qk_layernorm": True},
     "learned_positions": {"gpt": {"max_sequence_length": T, "position_embedding_type": "learned_absolute"}},
-    "no_rope_in_one_layer": {"no_rope_freq": [0, 1]},
 }
 
 
@@ -189,7 +188,6 @@ def test_what_cannot_be_used_is_named(settings):
 
 def _ranks(rank, world):
     """Losses at TP 1, TP 2 and TP 2 with sequence parallelism; of an engine; and of each document alone."""
-    import megatron_patches as mp
 
     seen = []
     for tp, sp in ((1, False), (2, False), (2, True)):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_patches as mp
 from tests.support import run_ranks
 
 from .tiny import SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
@@ -66,21 +67,20 @@ def stage_of(whole, stages, stage, part=None, parts=1, **changes):
     return model
 
 
-def build(rank, stages, parts=None):
+def build(rank, stages, parts=None, **changes):
     """The whole model, or this rank's stage of it, or the chunks of that; and Megatron's groups for it."""
     start(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1)
-    whole = tiny_gpt(num_layers=4)
+    whole = tiny_gpt(num_layers=4, **changes)
     if stages == 1:
         return whole
     if parts is None:
-        return stage_of(whole, stages, rank)
-    return [stage_of(whole, stages, rank, part, parts) for part in range(parts)]
+        return stage_of(whole, stages, rank, **changes)
+    return [stage_of(whole, stages, rank, part, parts, **changes) for part in range(parts)]
 
 
 def programs(rank, world, virtual):
     """Losses of a step, an evaluation and another step, with one stage and with two; what is refused."""
 
-    import megatron_patches as mp
     from coat_dist.config import CoatConfigError
 
     found = []

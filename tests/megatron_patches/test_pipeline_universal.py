@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import megatron_patches as mp
 from megatron_patches.parallel.pipeline import chunks_of, whole_names
 from tests.support import run_ranks
 
@@ -36,7 +37,6 @@ def noted(chunk, sign):
 
 
 def engine_of(rank, stages, parts, sign, load):
-    import megatron_patches as mp
 
     model = build(rank, stages, parts)
     for chunk in chunks_of(model) if parts is None else model:
@@ -67,7 +67,6 @@ def held(engine):
 def programs(rank, world, folder):
     import torch.distributed as dist
 
-    import megatron_patches as mp
     from coat_dist import convert_to_universal
 
     engine = engine_of(rank, 2, 2, 1, False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_patches as mp
 from tests.support import run_ranks
 
 from .tiny import SMALL, labelled_loss, tiny_batch, tiny_gpt
@@ -17,7 +18,6 @@ STEPS, SAVED_AFTER = 4, 2
 
 
 def _start(stage):
-    import megatron_patches as mp
 
     model = tiny_gpt(**SMALL, hidden_dropout=0.1, attention_dropout=0.1)
     return mp.initialize(model=model, config=engine_config(stage))[0]

@@ -45,7 +45,6 @@ def _switched(rank, world, cases):
 
 
 _SWITCHED = {
-    "llama": ({}, {}),
     "qk_norm_bias": ({}, {"qk_layernorm": True, "add_bias_linear": True, "normalization": "LayerNorm"}),
     "bf16_layer": ({"bf16_layers": (0,)}, {"num_query_groups": 2}),
     "fp8_attention": ({"attention": "fp8"}, {}),

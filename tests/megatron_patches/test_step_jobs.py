@@ -10,7 +10,7 @@ import torch
 import megatron_patches as mp
 from tests.support import run_ranks
 
-from .test_pipeline_engine import stage_of
+from .test_pipeline_engine import build
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_config, tiny_gpt
 from .training import engine_config, start
 
@@ -170,11 +170,7 @@ def test_what_only_a_schedule_can_honour_is_refused():
 def staged(rank: int, world: int) -> list[float]:
     found = []
     for stages in (1, 2):
-        start(pipeline_model_parallel_size=stages, seed=1)
-        changes = dict(LOSSES["aux"], num_layers=4)
-        whole = tiny_gpt(**changes)
-        net = whole if stages == 1 else stage_of(whole, 2, rank, **changes)
-        config = settings(4, stage=1) | {"data_types": {}}
+        net, config = build(rank, stages, **LOSSES["aux"]), settings(4, stage=1) | {"data_types": {}}
         engine, *_ = mp.initialize(model=net, config=config, dist_init_required=False)
         by_schedule(engine)
         found.append(float(engine.get_global_grad_norm()))

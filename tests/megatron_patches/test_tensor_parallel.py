@@ -42,8 +42,6 @@ SELDOM: dict[str, dict[str, Any]] = {
         "normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}
     },
     "olmo2_tensor_scales": {**OLMO2, "coat": {**TENSOR_SCALES, "forward": "quantized"}},
-    "fp8_attention_gqa": {"coat": {"attention": "fp8"}, "num_query_groups": 2},
-    "tensor_scales": {"coat": TENSOR_SCALES},
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import megatron_patches as mp
 from tests.support import run_ranks
 
 from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
@@ -37,16 +38,15 @@ def _peak(build):
 
 
 def _built(rank, world, tp):
-    import megatron_patches
 
-    megatron_patches.initialize_model_parallel(tp, seed=3)
-    state = megatron_patches.rng_state()
+    mp.initialize_model_parallel(tp, seed=3)
+    state = mp.rng_state()
     plain, whole = _peak(lambda: _model(tp=tp))
     after = torch.get_rng_state()
 
     def build():
-        megatron_patches.set_rng_state(state)
-        with megatron_patches.zero_init(CONFIG) as divided:
+        mp.set_rng_state(state)
+        with mp.zero_init(CONFIG) as divided:
             assert divided
             return _model(tp=tp)
 
@@ -77,21 +77,19 @@ def test_shards_are_those_of_the_whole_model_which_never_exists(world, tp):
 def _trained(rank, world, kinds, tp):
     import deepspeed
 
-    import megatron_patches
-
-    megatron_patches.initialize_model_parallel(tp, seed=3)
+    mp.initialize_model_parallel(tp, seed=3)
     plain = {key: value for key, value in CONFIG.items() if key != "coat"}
     contexts = {
-        "whole": lambda: megatron_patches.zero_init({}),
-        "divided": lambda: megatron_patches.zero_init(CONFIG),
+        "whole": lambda: mp.zero_init({}),
+        "divided": lambda: mp.zero_init(CONFIG),
         "DeepSpeed's": lambda: deepspeed.zero.Init(config_dict_or_path=plain),
     }
-    runs, state = [], megatron_patches.rng_state()
+    runs, state = [], mp.rng_state()
     for kind in kinds:
-        megatron_patches.set_rng_state(state)
+        mp.set_rng_state(state)
         with contexts[kind]():
             model = _model(tp=tp)
-        engine, *_ = megatron_patches.initialize(model=model, config=CONFIG)
+        engine, *_ = mp.initialize(model=model, config=CONFIG)
         batches = (tiny_batch(world * step + rank // tp)[:2] for step in range(3))
         runs.append(drive(engine, ((tokens % 128, labels % 128, None) for tokens, labels in batches)))
         engine.destroy()
@@ -108,23 +106,22 @@ def test_it_trains_as_one_that_was_whole():
 
 def _second_shards(rank, world, folder):
     """With hpZ, whatever writes weights is seen by the next forward pass, also where they are not trained."""
-    import megatron_patches
     from coat_dist import convert_to_universal
     from coat_dist.deepspeed.zero_init import copy_into
 
-    megatron_patches.initialize_model_parallel(1, seed=3)
+    mp.initialize_model_parallel(1, seed=3)
     zero = CONFIG["zero_optimization"] | {"zero_hpz_partition_size": 2}
     batch = tiny_batch(rank)
 
     def built(seed, universal=False, filled=None):
         config = CONFIG | {"zero_optimization": zero, "checkpoint": {"load_universal": universal}}
-        with megatron_patches.zero_init(config):
+        with mp.zero_init(config):
             model = tiny_gpt(seed=seed, **SMALL)
         for parameter in model.decoder.layers[0].parameters():
             parameter.requires_grad_(False)
         for parameter, whole in zip(model.parameters(), filled.parameters() if filled else (), strict=bool(filled)):
             copy_into(parameter, whole.detach())
-        return megatron_patches.initialize(model=model, config=config)[0]
+        return mp.initialize(model=model, config=config)[0]
 
     def loss(engine):
         with torch.no_grad():
