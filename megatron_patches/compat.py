@@ -33,11 +33,7 @@ _prepared = False
 
 
 def check_version() -> str:
-    """The installed megatron-core version.
-
-    Raises:
-        ImportError: megatron-core is missing or outside :data:`SUPPORTED`; the message names both versions.
-    """
+    """The installed megatron-core version; raises ImportError where it is missing or outside :data:`SUPPORTED`."""
     accepted = f">={SUPPORTED[0]},<{SUPPORTED[1]}"
     try:
         version = metadata.version("megatron-core")
@@ -136,7 +132,7 @@ def rope_mscale(config: Any) -> float:
 def set_rope_mscale(config: Any, factor: float) -> None:
     """Have every self-attention of a model multiply cosines and sines by ``factor``; see :func:`rope_mscale`.
 
-    From 0.15 on Megatron derives the factor of three attributes that are no fields. These give ``factor`` as it is.
+    From 0.15 on Megatron derives the factor from three attributes that are no fields.
 
     Raises:
         ValueError: a factor other than 1 with a Megatron that multiplies by none.

@@ -50,9 +50,9 @@ _OWN_FORWARD = "test_mode", "flash_decode", "attention_output_gate"
 class CompactSelfAttention(SelfAttention):
     """Self-attention that does not keep the whole of linear_qkv's output alive through the values.
 
-    Rotary embedding writes new queries and keys, but values stay a view: saved for backward, that view holds queries
-    and keys a second time, 4 bytes a token and hidden element. With norms on queries and keys, which save their
-    inputs, the whole output is kept in any case and a copy would only add to it; but those over all heads save copies.
+    Values are a view of it: saved for backward, that view holds queries and keys a second time, 4 bytes a token and
+    hidden element. With norms on queries and keys, which save their inputs, the whole output is kept in any case and a
+    copy would only add to it; but those over all heads save copies.
 
     Several documents in a sequence (``packed_seq_params``) are those of ``packed.py`` where core attention is ours.
     """

@@ -24,9 +24,6 @@ __all__ = ["SDPA"]
 class SDPA(MegatronModule):
     """Core attention by ``torch.nn.functional.scaled_dot_product_attention``: causal, with grouped queries.
 
-    Softmax is fp32 inside the kernels. ``apply_query_key_layer_scaling`` changes nothing here: Megatron divides by the
-    layer number before fp16 products and multiplies in the softmax.
-
     Raises:
         ValueError: a configuration that SDPA cannot honour, by its key.
     """
@@ -70,8 +67,8 @@ class SDPA(MegatronModule):
             ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
 
         Raises:
-            ValueError: a mask, bias, packed sequences that are not as ``packed.py`` takes them, or causal attention
-                between different lengths.
+            ValueError: a mask, bias, other packed sequences than ``packed.py`` takes, or causal attention between
+                different lengths.
         """
         if query.dim() == 3 and packed_seq_params is not None:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))

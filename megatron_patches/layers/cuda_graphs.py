@@ -1,8 +1,7 @@
 """Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host starts too slowly.
 
 ``flow/graphs/cuda_graphs.py`` captures and replays. Here is which models and layers may, and which calls: training
-on whole sequences with Megatron's causal mask. Without gradients a layer runs as without the key, and so does, with a
-warning, every other call.
+on whole sequences with Megatron's causal mask. Every other call runs as without the key, with gradients with a warning.
 """
 
 from __future__ import annotations

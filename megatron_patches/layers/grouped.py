@@ -135,11 +135,7 @@ def why_bf16_grouped(experts: Any, settings: ActivationConfig) -> str | None:
 
 
 def grouped_activation(config: Any) -> str:
-    """The flow's name of the activation. ``GroupedMLP`` has no fused form, in which GELU is the tanh approximation.
-
-    Raises:
-        ValueError: an activation that the flow does not have.
-    """
+    """The flow's name of the activation. ``GroupedMLP`` has no fused form, in which GELU is the tanh approximation."""
     if config.activation_func is F.gelu:
         return "geglu" if config.gated_linear_unit else "gelu"
     return activation_name(config)

@@ -64,9 +64,8 @@ class NormMLP(MLP):
     def _anchor(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """An empty input that requires grad, where nothing but parameters inside the checkpoint does; else None.
 
-        A checkpoint's output takes part in backward only if an input of the checkpoint requires grad, and everything
-        below the MLP may be frozen. The parameters could be inputs themselves, but then hooks on them (of ZeRO, of
-        DistributedDataParallel) would run twice.
+        Without one, the checkpoint's output would take no part in backward. If the parameters themselves were inputs,
+        hooks on them (of ZeRO, of DistributedDataParallel) would run twice.
         """
         fc1, norm = self.linear_fc1, self.coat.norm
         of_norm = () if norm is None else norm.parameters(recurse=False)

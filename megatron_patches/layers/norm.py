@@ -38,13 +38,10 @@ class Norm(nn.Module):
     """
 
     reduce_grad_over_tp = False
-    """Sum parameter gradients over tensor-parallel ranks inside backward. See
-    :func:`~megatron_patches.parallel.replicated_grads.install_replicated_grad_hooks`, which sets it."""
-
+    """Sum parameter gradients over tensor-parallel ranks inside backward; set by ``install_replicated_grad_hooks``."""
     partial_by_heads = False
     """Whether each rank applies the norm to its own heads (norms on queries and keys). Then gradients are summed over
     ranks without sequence parallelism too."""
-
     exact = False
     """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
 
@@ -110,12 +107,7 @@ class AllHeadsNorm(Norm):
 
 
 def describe(module: Any) -> flow.Norm:
-    """What the flow needs to know of a norm module of one of the classes in :data:`FOLDED` (or folded).
-
-    Raises:
-        ValueError: the norm computes something else (zero-centered weight, normalization over several dimensions, an
-            epsilon that depends on the dtype).
-    """
+    """What the flow needs to know of a norm of a class in :data:`FOLDED`; ValueError where it computes something else."""
     if getattr(module, "zero_centered_gamma", False):
         raise ValueError("layernorm_zero_centered_gamma")
     if module.eps is None:

@@ -27,9 +27,8 @@ def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -
         seed: of parameter initialization (the same on all ranks) and of dropout (tensor-parallel regions differ by
             rank).
         kwargs: further arguments of ``parallel_state.initialize_model_parallel``, such as
-            ``pipeline_model_parallel_size`` and ``virtual_pipeline_model_parallel_size``. By default Megatron also
-            makes a gloo twin of every data-parallel group, which ``get_megatron_optimizer`` wants; under DeepSpeed
-            nobody uses them, and ``create_gloo_process_groups=False`` leaves them out.
+            ``pipeline_model_parallel_size``. By default Megatron also makes a gloo twin of every data-parallel group,
+            for ``get_megatron_optimizer``; under DeepSpeed ``create_gloo_process_groups=False`` leaves them out.
 
     """
     check_version()

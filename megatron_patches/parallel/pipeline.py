@@ -186,11 +186,10 @@ def _check(config: Any, chunks: int) -> None:
 
 
 class _TiedGradient:
-    """The gradient of an embedding that the first stage reads and the last one multiplies with.
+    """The gradient of an embedding that the first stage reads and the last one multiplies with: a sum over their copies.
 
-    Each of the two has a copy and the gradient of its own use, which are summed over the two after the last
-    micro-batch. In definitions (``COAT_REFERENCE=1``, or no GPU) they are summed micro-batch by micro-batch instead, in
-    the order of one stage: the same bits as with one.
+    It is taken after the last micro-batch; in definitions (``COAT_REFERENCE=1``, or no GPU) after each, in the order of
+    one stage: the same bits as with one.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:

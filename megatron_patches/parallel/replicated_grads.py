@@ -1,10 +1,8 @@
 """Gradients of parameters that every tensor-parallel (TP) rank holds, when DeepSpeed drives training.
 
-DeepSpeed reduces gradients over data-parallel ranks only. Megatron's own training loop also sums, over TP ranks, the
-gradients of parameters that every TP rank holds but that each rank sees only a part of the data for: norms under
-sequence parallelism (SP), norms on queries and keys, biases added after a reduce-scatter. Left out, the replicas drift
-apart without any error. :func:`install_replicated_grad_hooks` adds that sum; :func:`check_replicas` shows whether
-replicas are still equal.
+DeepSpeed reduces gradients over data-parallel ranks only. Megatron's own loop also sums, over TP ranks, those of
+parameters for which each rank sees a part of the data only: norms under sequence parallelism (SP), norms on queries and
+keys, biases added after a reduce-scatter. Left out, the replicas drift apart without any error.
 """
 
 from __future__ import annotations
