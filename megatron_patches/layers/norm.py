@@ -107,7 +107,7 @@ class AllHeadsNorm(Norm):
 
 
 def describe(module: Any) -> flow.Norm:
-    """What the flow needs to know of a norm of a class in :data:`FOLDED`; ValueError where it computes something else."""
+    """The norm module as the flow describes it. Raises ValueError where it computes something else."""
     if getattr(module, "zero_centered_gamma", False):
         raise ValueError("layernorm_zero_centered_gamma")
     if module.eps is None:
