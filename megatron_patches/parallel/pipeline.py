@@ -186,7 +186,7 @@ def _check(config: Any, chunks: int) -> None:
 
 
 class _TiedGradient:
-    """The gradient of an embedding that the first stage reads and the last one multiplies with, summed over their copies.
+    """The gradient of an embedding that the first stage reads and the last multiplies with, summed over both copies.
 
     It is taken after the last micro-batch; in definitions (``COAT_REFERENCE=1``, or no GPU) after each, in the order of
     one stage: the same bits as with one.
