@@ -120,22 +120,23 @@ def _one_module(model: Any) -> nn.Module:
 
 
 def _check_stage(model: nn.Module) -> None:
-    """Refuse a model that was not built for the pipeline whose groups are set up: stages would train on their own.
+    """Raises CoatConfigError, on every rank, where a model was not built for the pipeline whose groups are set up.
 
-    Raises:
-        CoatConfigError: on every rank; names the field of the configuration, or the argument of the model.
+    Its stages would train on their own.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    sizes = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
     stage, chunks, problems = parallel_state.get_pipeline_model_parallel_rank(), chunks_of(model), []
     for i, chunk in enumerate(chunks):
         where = f"stage {stage}" + (f", chunk {i}" if len(chunks) > 1 else "")
-        ends = {
-            "pre_process": stage == 0 and i == 0,
-            "post_process": stage == stages - 1 and i == len(chunks) - 1,
-        }
+        ends = {"pre_process": stage == 0 and i == 0, "post_process": stage == stages - 1 and i == len(chunks) - 1}
         for _, one in language_models(chunk):
-            if (given := one.config.pipeline_model_parallel_size) != stages:
-                problems.append(f"config.pipeline_model_parallel_size: got {given}, accepted: {stages}")
+            problems += [
+                f"config.{key}: got {given}, accepted: {wanted}"
+                for key, wanted in sizes.items()
+                if ((given := getattr(one.config, key)) or 1) != (wanted or 1)
+            ]
             problems += [
                 f"model on pipeline {where}: got {key}={getattr(one, key)}, accepted: {wanted}"
                 for key, wanted in ends.items()

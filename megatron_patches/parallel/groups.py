@@ -29,7 +29,6 @@ def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -
         kwargs: further arguments of ``parallel_state.initialize_model_parallel``, such as
             ``pipeline_model_parallel_size``. By default Megatron also makes a gloo twin of every data-parallel group,
             for ``get_megatron_optimizer``; under DeepSpeed ``create_gloo_process_groups=False`` leaves them out.
-
     """
     check_version()
     prepare_cpu()
