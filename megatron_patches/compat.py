@@ -17,32 +17,39 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .cpu import answer_for_cuda, dispatch_tokens, gather_unevenly
 
 __all__ = [
-    *("SUPPORTED", "check_version", "define_missing_names", "fc1_params", "loss_scalers", "older_than"),
-    *("other_quick_gelus", "prepare_cpu", "quiet_imports", "reset_counts", "rope_mscale", "set_rope_mscale"),
+    "check_version",
+    "define_missing_names",
+    "fc1_params",
+    "loss_scalers",
+    "older_than",
+    "other_quick_gelus",
+    "prepare_cpu",
+    "quiet_imports",
+    "reset_counts",
+    "rope_mscale",
+    "set_rope_mscale",
 ]
 
-SUPPORTED = ("0.14", "0.17")
-"""Supported megatron-core versions: from the first (inclusive) to the second (exclusive)."""
+SUPPORTED = ">=0.14,<0.17"
+"""Versions of megatron-core. Pre-releases count as the version before which they are: NVIDIA's containers ship them."""
 
 _prepared = False
 
 
 def check_version() -> str:
     """The installed megatron-core version; raises ImportError where it is missing or outside :data:`SUPPORTED`."""
-    accepted = f">={SUPPORTED[0]},<{SUPPORTED[1]}"
     try:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
-        raise ImportError(f"megatron-core: not installed, accepted: {accepted}") from None
-    found = Version(version)
-    # Pre-releases of the lower bound count as that version: NVIDIA's containers ship them.
-    if Version(found.base_version) < Version(SUPPORTED[0]) or Version(found.base_version) >= Version(SUPPORTED[1]):
-        raise ImportError(f"megatron-core: got {version}, accepted: {accepted}")
+        raise ImportError(f"megatron-core: not installed, accepted: {SUPPORTED}") from None
+    if Version(version).base_version not in SpecifierSet(SUPPORTED):
+        raise ImportError(f"megatron-core: got {version}, accepted: {SUPPORTED}")
     return version
 
 
@@ -63,10 +70,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def reset_counts(config: Any, model: torch.nn.Module) -> None:
-    """Begin again what routers count for one step, at its end, as ``finalize_model_grads`` does.
-
-    Before 0.16 the update of the routers' bias itself does it, and ``global_aux_loss`` has counts of its own.
-    """
+    """Reset what routers count for one step, as ``finalize_model_grads`` does. Before 0.16 the bias' update does it."""
     module = import_module("megatron.core.distributed.finalize_model_grads")
     if reset := getattr(module, "reset_model_temporary_tensors", None):
         reset(config, [model])

@@ -21,10 +21,7 @@ _HANDLED = ("megatron.core.distributed.", "deepspeed.")
 
 
 def why_bf16_hooks(layer: Any, changed: dict[str, tuple[str, ...]]) -> str | None:
-    """The first hook of a program that a patch would silence or mislead.
-
-    ``changed``: by the path of a module in ``layer``, the tables of hooks that the patch concerns.
-    """
+    """The first hook of a program in the tables that a patch ``changed``, by the path of a module in ``layer``."""
     for path, tables in changed.items():
         module = layer.get_submodule(path)
         if (reason := why_own_forward(path, module)) is not None:
