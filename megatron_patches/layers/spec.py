@@ -61,8 +61,8 @@ def gpt_layer_spec(
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
         norm_placement: "post" for norms after attention and MLP, x + norm(f(x)) (OLMo-2), in place of those before.
-        norm_all_heads: RMSNorm on queries and keys over all heads together (OLMo-2). ``config.qk_layernorm``, of which
-            Megatron concludes that their weights are replicated, stays False.
+        norm_all_heads: RMSNorm on queries and keys over all heads together (OLMo-2). ``config.qk_layernorm``, from
+            which Megatron concludes that their weights are replicated, stays False.
         attention_output_bias: a bias of linear_proj alone; ``config.add_bias_linear`` gives all linears one.
         attn_mask_type: ``AttnMaskType.no_mask`` for attention in both directions, as in a vision transformer:
             ``TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=...))`` is its layers and final norm.

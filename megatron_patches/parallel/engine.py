@@ -61,8 +61,8 @@ def initialize(
 
     Args:
         model: a Megatron-core model, one in Megatron's ``Float16Module``, or a module that holds one; or the list with
-            one model that Megatron's programs keep, or with this rank's interleaved pipeline stages, of which the
-            engine's ``module`` is then a ``ModuleList``. Megatron's and torch's ``DistributedDataParallel`` are
+            one model that Megatron's programs keep, or with this rank's interleaved pipeline stages; the engine's
+            ``module`` is then a ``ModuleList``. Megatron's and torch's ``DistributedDataParallel`` are
             refused: DeepSpeed does their work.
 
     Raises:

@@ -52,7 +52,7 @@ def get_megatron_optimizer(
     Args:
         config: Megatron's ``OptimizerConfig``, with ``use_distributed_optimizer`` and ``optimizer="adam"``.
         model_chunks, args, kwargs: as Megatron takes them; the chunks are patched already where ``coat`` asks for it.
-        coat: what :func:`~megatron_patches.patch_model` takes, of which ``"optimizer"`` is used; or that part alone, as
+        coat: what :func:`~megatron_patches.patch_model` takes; its ``"optimizer"`` is used. Or that part alone, as
             ``coat_dist.config.OptimizerConfig``.
 
     Returns:
@@ -203,7 +203,7 @@ class CoatDistributedOptimizer(DistributedOptimizer):
         """As Megatron's, and ``"coat_codes"``: this rank's codes, which only the same shards can load.
 
         To load a checkpoint of another number of data-parallel ranks, or of another AdamW, pass
-        ``metadata={..., "coat_codes": False}`` here: moments are then rounded anew from fp32.
+        ``metadata={..., "coat_codes": False}`` here: moments are then rounded from fp32.
         """
         self.coat_codes_elsewhere = True
         try:
@@ -245,7 +245,7 @@ class CoatDistributedOptimizer(DistributedOptimizer):
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, everyone, src=dist.get_global_rank(group, 0), group=group)
         if saved != group.size():
-            _rounded_anew(f"{saved} data-parallel ranks, here are {group.size()}")
+            _warn_rounded(f"{saved} data-parallel ranks, here are {group.size()}")
         self._load_codes(mine[0])
 
     def _shard(self, model_param: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -273,7 +273,7 @@ class CoatDistributedOptimizer(DistributedOptimizer):
         if codes is None:
             return
         if codes["layout"] != self._layout():
-            _rounded_anew("other shards or formats")
+            _warn_rounded("other shards or formats")
             return
         for i, (saved, (_, p, group)) in enumerate(zip(codes["states"], self._shards(), strict=True)):
             check_state(saved, p, group, f"{_CODES}: shard {i}")
@@ -282,5 +282,5 @@ class CoatDistributedOptimizer(DistributedOptimizer):
             }
 
 
-def _rounded_anew(why: str) -> None:
-    warnings.warn(f"the checkpoint's codes are of {why}: moments were rounded anew from fp32", stacklevel=3)
+def _warn_rounded(why: str) -> None:
+    warnings.warn(f"the checkpoint's codes are of {why}: moments were rounded again from fp32", stacklevel=3)

@@ -104,7 +104,7 @@ def _scale_before_backward(engine: Any) -> None:
 
 
 def _set_scale(scale: torch.Tensor) -> None:
-    # set_loss_scale copies into the tensor that is there: of no dimension after a backward that nobody set a scale for.
+    # set_loss_scale copies into the tensor that is there: of no dimension after a backward without a scale.
     for scaler in loss_scalers():
         scaler.main_loss_backward_scale = scale.clone()
 

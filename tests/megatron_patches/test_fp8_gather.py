@@ -146,7 +146,7 @@ def test_second_shards_of_a_node_are_gathered_as_codes(world):
 
 
 def _asked_for_values(rank, world, folder):
-    """Whoever asks for values gets them, also of weights that are here as codes; nothing is stale afterwards."""
+    """Values are read and written, also of weights that are held as codes; nothing is stale afterwards."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -197,7 +197,7 @@ def _asked_for_values(rank, world, folder):
     return found[0] == found[1]
 
 
-def test_whoever_asks_for_values_gets_them(tmp_path):
+def test_values_can_be_read_and_written(tmp_path):
     assert run_ranks(2, _asked_for_values, str(tmp_path)) == [True, True]
 
 

@@ -137,14 +137,14 @@ def _all(rank, world, folder):
     losses, resumed, run = _train_and_resume(rank, world, folder, ["torch", DIST])
     adamw = Run().train(range(STEPS))
     # Without codes, and with other formats: moments in fp32 carry on.
-    anew = Run({"coat": {}})
-    anew.load(folder / DIST, DIST, coat_codes=False)
+    rounded = Run({"coat": {}})
+    rounded.load(folder / DIST, DIST, coat_codes=False)
     other = Run({"coat": {"optimizer": {"first_moment": "int8", "second_moment": "log8"}}})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         other.load(folder / DIST, DIST)
-    said = [str(w.message) for w in warned if "rounded anew" in str(w.message)]
-    carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (anew, other)]
+    said = [str(w.message) for w in warned if "rounded again" in str(w.message)]
+    carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (rounded, other)]
     inner = run.inner()
     groups = [(g["wd_mult"], g["moments"], {tuple(inner.state[p]) for p in g["params"]}) for g in inner.param_groups]
     coded = [p for g in inner.param_groups if g["moments"] == "fp8" for p in g["params"]]
@@ -202,7 +202,7 @@ def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
 
 
 def test_another_number_of_ranks(runs):
-    """One rank goes on where two have stopped: it has no codes for its shards, and rounds moments anew."""
+    """One rank goes on where two have stopped: it has no codes for its shards, and rounds moments again."""
     ((steps, losses),) = run_ranks(1, _alone, runs[0]["folder"] / DIST)
     assert steps == SAVED_AFTER and losses[0] < 0.9 * runs[0]["losses"][0]
 

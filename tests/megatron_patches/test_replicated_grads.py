@@ -14,7 +14,7 @@ from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 from .training import train
 
 
-def test_sums_that_nobody_makes_are_refused_with_both_ways_out():
+def test_missing_sums_are_refused_with_both_ways_out():
     model = torch.nn.Linear(4, 4)
     model.bias.sequence_parallel = True
     with pytest.raises(CoatConfigError) as error:
