@@ -2,17 +2,10 @@
 
 from coat_dist.deepspeed.attach import FOR_NEW_ENGINES
 
-from .compat import (
-    check_version,
-    define_te_general_gemm,
-    define_te_names_of_recompute,
-    prepare_cpu,
-    quiet_imports,
-)
+from .compat import check_version, define_missing_names, prepare_cpu, quiet_imports
 
 with quiet_imports():
-    define_te_general_gemm()
-    define_te_names_of_recompute()
+    define_missing_names()
     from .layers.spec import gpt_layer_spec
     from .parallel.engine import initialize
     from .parallel.groups import (

@@ -6,7 +6,6 @@ them, the workaround goes. How the fields of ``TransformerConfig`` are treated i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -18,18 +17,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .cpu import answer_for_cuda, dispatch_tokens, gather_unevenly
 
 __all__ = [
-    "SUPPORTED",
     "check_version",
-    "define_te_general_gemm",
-    "define_te_names_of_recompute",
+    "define_missing_names",
     "fc1_params",
-    "field_or",
-    "known_fields",
     "loss_scalers",
     "older_than",
     "other_quick_gelus",
@@ -40,27 +36,20 @@ __all__ = [
     "set_rope_mscale",
 ]
 
-SUPPORTED = ("0.14", "0.17")
-"""Supported megatron-core versions: from the first (inclusive) to the second (exclusive)."""
+SUPPORTED = ">=0.14,<0.17"
+"""Versions of megatron-core. Pre-releases count as the version before which they are: NVIDIA's containers ship them."""
 
 _prepared = False
 
 
 def check_version() -> str:
-    """The installed megatron-core version.
-
-    Raises:
-        ImportError: megatron-core is missing or outside :data:`SUPPORTED`; the message names both versions.
-    """
-    accepted = f">={SUPPORTED[0]},<{SUPPORTED[1]}"
+    """The installed megatron-core version; raises ImportError where it is missing or outside :data:`SUPPORTED`."""
     try:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
-        raise ImportError(f"megatron-core: not installed, accepted: {accepted}") from None
-    found = Version(version)
-    # Pre-releases of the lower bound count as that version: NVIDIA's containers ship them.
-    if Version(found.base_version) < Version(SUPPORTED[0]) or Version(found.base_version) >= Version(SUPPORTED[1]):
-        raise ImportError(f"megatron-core: got {version}, accepted: {accepted}")
+        raise ImportError(f"megatron-core: not installed, accepted: {SUPPORTED}") from None
+    if Version(version).base_version not in SpecifierSet(SUPPORTED):
+        raise ImportError(f"megatron-core: got {version}, accepted: {SUPPORTED}")
     return version
 
 
@@ -81,10 +70,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def reset_counts(config: Any, model: torch.nn.Module) -> None:
-    """Begin again what routers count for one step, at its end, as ``finalize_model_grads`` does.
-
-    Before 0.16 the update of the routers' bias itself does it, and ``global_aux_loss`` has counts of its own.
-    """
+    """Reset what routers count for one step, as ``finalize_model_grads`` does. Before 0.16 the bias' update does it."""
     module = import_module("megatron.core.distributed.finalize_model_grads")
     if reset := getattr(module, "reset_model_temporary_tensors", None):
         reset(config, [model])
@@ -102,24 +88,16 @@ def loss_scalers() -> tuple[Any, ...]:
     return tuple(found)
 
 
-def define_te_general_gemm() -> None:
-    """Define the name that Megatron's router compares with None, and that only Transformer Engine makes it define.
+def define_missing_names() -> None:
+    """Define names that megatron-core 0.16 uses on every machine, and that only Transformer Engine makes it define.
 
-    Needed by 0.16, where routing to experts fails without it; 0.14 and 0.15 define the name themselves.
+    Its router compares one with None, and selective recompute of ``layernorm`` asks whether FP8 is on.
     """
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-
-
-def define_te_names_of_recompute() -> None:
-    """Define the names with which selective recompute of ``layernorm`` asks whether Transformer Engine's FP8 is on.
-
-    Needed by 0.16, which asks on every machine. Without Transformer Engine the answer is no.
-    """
-    from megatron.core.tensor_parallel import random
-
     if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = _NoTransformerEngine
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
@@ -129,23 +107,6 @@ class _NoTransformerEngine:
     @staticmethod
     def is_fp8_enabled() -> bool:
         return False
-
-
-def known_fields(*names: str) -> tuple[str, ...]:
-    """Those ``names`` that are fields of the installed ``TransformerConfig``."""
-    from megatron.core.transformer import TransformerConfig
-
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return tuple(name for name in names if name in fields)
-
-
-def field_or(config: Any, name: str, default: Any) -> Any:
-    """``config.<name>``, or ``default`` where this megatron-core has no such field yet.
-
-    Asked for: ``activation_func_clamp_value``, ``glu_linear_offset``, ``use_te_activation_func`` (from 0.15 on),
-    ``qk_l2_norm`` (from 0.16 on) and ``use_mup`` (after 0.16).
-    """
-    return getattr(config, name, default)
 
 
 def other_quick_gelus() -> tuple[Callable[..., Any], ...]:
@@ -175,7 +136,7 @@ def rope_mscale(config: Any) -> float:
 def set_rope_mscale(config: Any, factor: float) -> None:
     """Have every self-attention of a model multiply cosines and sines by ``factor``; see :func:`rope_mscale`.
 
-    From 0.15 on Megatron derives the factor of three attributes that are no fields. These give ``factor`` as it is.
+    From 0.15 on Megatron derives the factor from three attributes that are no fields.
 
     Raises:
         ValueError: a factor other than 1 with a Megatron that multiplies by none.
@@ -190,12 +151,10 @@ def set_rope_mscale(config: Any, factor: float) -> None:
 def prepare_cpu() -> bool:
     """Let megatron-core build and train models on the CPU (gloo), with any tensor-parallel size.
 
-    Every supported version assumes CUDA in a handful of places: it allocates on ``torch.cuda.current_device()`` and
-    keeps the random states of its tensor-parallel regions in the CUDA generator. This replaces
-    ``torch.cuda.current_device``, ``torch.cuda.manual_seed``, ``torch.cuda.synchronize`` and the CUDA random-state
-    accessors that megatron-core uses by their CPU counterparts, and has those functions of Megatron's own training loop
-    that ask for CUDA by name find the CPU (``cpu.py``). Safe to call more than once. Models need
-    ``TransformerConfig(use_cpu_initialization=True)``.
+    Every supported version allocates on ``torch.cuda.current_device()`` and keeps the random states of its
+    tensor-parallel regions in the CUDA generator. This replaces the functions of ``torch.cuda`` that it uses by their
+    CPU counterparts, and has those of Megatron's own loop that ask for CUDA by name find the CPU (``cpu.py``). Safe to
+    call more than once. Models need ``TransformerConfig(use_cpu_initialization=True)``.
 
     Returns:
         Whether the CPU stands in for the GPU; False, with nothing touched, where there is a GPU.

@@ -35,11 +35,6 @@ _ASKING = {
         "DistributedOptimizer.__init__",
         "DistributedOptimizer.get_parameter_state_dp_zero",
     ),
-    "megatron.core.optimizer.grad_scaler": (
-        "MegatronGradScaler.__init__",
-        "DynamicGradScaler.__init__",
-        "DynamicGradScaler.load_state_dict",
-    ),
     "megatron.core.pipeline_parallel.schedules": (
         "forward_backward_no_pipelining",
         "forward_backward_pipelining_with_interleaving",
@@ -71,10 +66,9 @@ def answer_for_cuda() -> None:
 
 
 def dispatch_tokens() -> None:
-    """Have Megatron's alltoall dispatcher of tokens run without CUDA's streams. To be called once.
+    """Have Megatron's alltoall dispatcher of tokens run without a CUDA stream for its counts. To be called once.
 
-    It copies the numbers of tokens to the host on a stream of its own. On the CPU they are there already, and gloo
-    wants them as lists.
+    On the CPU the counts are on the host already, and gloo wants them as lists.
     """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
@@ -90,8 +84,7 @@ def dispatch_tokens() -> None:
 
 
 def gather_unevenly() -> None:
-    """Have Megatron gather and scatter rows of which ranks have different numbers over gloo, which cannot. To be called
-    once."""
+    """Have Megatron gather and scatter different numbers of rows over gloo, which cannot. To be called once."""
     from megatron.core.tensor_parallel import mappings
 
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim

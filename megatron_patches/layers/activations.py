@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 
 from coat_dist.reference.activation import ACTIVATIONS
 
-from ..compat import field_or, other_quick_gelus
+from ..compat import other_quick_gelus
 
 __all__ = ["FUNCTIONS", "activation_name", "megatron_activation"]
 
@@ -43,11 +43,11 @@ def activation_name(config: TransformerConfig) -> str:
     Raises:
         ValueError: the flow has no such activation; names the offending key.
     """
-    if field_or(config, "activation_func_clamp_value", None) is not None:
+    if getattr(config, "activation_func_clamp_value", None) is not None:
         raise ValueError("activation_func_clamp_value set")
-    if field_or(config, "glu_linear_offset", 0.0) != 0.0:
+    if getattr(config, "glu_linear_offset", 0.0) != 0.0:
         raise ValueError("glu_linear_offset set")
-    if field_or(config, "use_te_activation_func", False):
+    if getattr(config, "use_te_activation_func", False):
         raise ValueError("use_te_activation_func")
     wanted = _function_name(config), config.gated_linear_unit
     for name, activation in ACTIVATIONS.items():

@@ -16,10 +16,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from ..compat import field_or, known_fields, rope_mscale
+from ..compat import rope_mscale
 from ..parallel.groups import tensor_parallel
-from ..patch.attached import Patch
 from ..patch.hooks import CALL, INPUT, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
+from .attached import Patch
 from .core_attention import SDPA
 from .linear import why_bf16_linear, why_not_invariant_bias
 from .norm import EXACT, AllHeadsNorm, why_bf16_norm
@@ -44,15 +44,15 @@ _HOOKS = {
 """What a patch changes for hooks: the norm hands its input on, linear_qkv applies the norm and returns heads."""
 _FP8_HOOKS = {"self_attention.core_attention": CALL, "self_attention.linear_proj": INPUT}
 """The same with ``attention: "fp8"``: core_attention is not called, linear_proj takes its input in FP8 as well."""
-_OWN_FORWARD = known_fields("test_mode", "flash_decode", "attention_output_gate")
+_OWN_FORWARD = "test_mode", "flash_decode", "attention_output_gate"
 
 
 class CompactSelfAttention(SelfAttention):
     """Self-attention that does not keep the whole of linear_qkv's output alive through the values.
 
-    Rotary embedding writes new queries and keys, but values stay a view: saved for backward, that view holds queries
-    and keys a second time, 4 bytes a token and hidden element. With norms on queries and keys, which save their
-    inputs, the whole output is kept in any case and a copy would only add to it; but those over all heads save copies.
+    Values are a view of it: saved for backward, that view holds queries and keys a second time, 4 bytes a token and
+    hidden element. With norms on queries and keys, which save their inputs, the whole output is kept in any case and a
+    copy would only add to it; but those over all heads save copies.
 
     Several documents in a sequence (``packed_seq_params``) are those of ``packed.py`` where core attention is ours.
     """
@@ -85,7 +85,7 @@ class CompactSelfAttention(SelfAttention):
         tp = tensor_parallel(self.linear_qkv)
         documents = packed(given, hidden_states.shape[0] * (tp.size if tp.sharded else 1), hidden_states.shape[1])
         kwargs["packed_seq_params"] = documents
-        if field_or(self.config, "mrope_section", None):  # made from position ids, for each token
+        if getattr(self.config, "mrope_section", None):  # made from position ids, for each token
             return documents, rotary_pos_emb
         return documents, documents.angles(rotary_pos_emb)
 
@@ -243,11 +243,8 @@ def why_megatron_splits_qkv(attention: Any) -> str | None:
 
 
 def _own_forward(config: TransformerConfig) -> str | None:
-    """The field of ``config`` that only Megatron's own forward honours, or None."""
-    for key in _OWN_FORWARD:
-        if getattr(config, key):
-            return f"config.{key}=True"
-    return None
+    """The field of ``config`` that only Megatron's own forward honours, or None. Older versions lack the gate."""
+    return next((f"config.{key}=True" for key in _OWN_FORWARD if getattr(config, key, False)), None)
 
 
 def _normed(attention: Any) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,9 +24,6 @@ __all__ = ["SDPA"]
 class SDPA(MegatronModule):
     """Core attention by ``torch.nn.functional.scaled_dot_product_attention``: causal, with grouped queries.
 
-    Softmax is fp32 inside the kernels. ``apply_query_key_layer_scaling`` changes nothing here: Megatron divides by the
-    layer number before fp16 products and multiplies in the softmax.
-
     Raises:
         ValueError: a configuration that SDPA cannot honour, by its key.
     """
@@ -35,13 +31,9 @@ class SDPA(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -75,15 +67,17 @@ class SDPA(MegatronModule):
             ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
 
         Raises:
-            ValueError: a mask, bias, packed sequences that are not as ``packed.py`` takes them, or causal attention
-                between different lengths.
+            ValueError: a mask, bias, other packed sequences than ``packed.py`` takes, or causal attention between
+                different lengths.
         """
         if query.dim() == 3 and packed_seq_params is not None:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias)
         documents, scale = _documents(packed_seq_params, query), self.softmax_scale
-        with self._random():
-            dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout if self.training else 0.0
+        # Tensor-parallel ranks drop other heads; under sequence parallelism the whole layer runs in that state.
+        apart = dropout and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if apart else nullcontext():
             return flow.sdpa(query, key, value, causal=causal, scale=scale, dropout=dropout, documents=documents)
 
     def compressed(
@@ -97,13 +91,7 @@ class SDPA(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, QuantizedTensor]:
-        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8.
-
-        Raises:
-            ValueError: as :meth:`forward`, and dropout that was switched on after patching.
-        """
-        if self.dropout and self.training:
-            raise ValueError(f'attention dropout: got {self.dropout}, accepted: 0 with activation.attention "fp8"')
+        """:meth:`forward` by :func:`~coat_dist.flow.attention`, which keeps FP8; the output also as FP8."""
         causal = self._check(query, key, attention_mask, attn_mask_type, attention_bias)
         documents = _documents(packed_seq_params, query)
         return flow.attention(query, key, value, settings, causal=causal, scale=self.softmax_scale, documents=documents)
@@ -117,29 +105,14 @@ class SDPA(MegatronModule):
         attention_bias: torch.Tensor | None,
     ) -> bool:
         """Whether attention is causal; raises ValueError as :meth:`forward` says."""
-        if attention_mask is not None:
-            raise ValueError(
-                f"attention_mask: got a tensor of shape {list(attention_mask.shape)}, accepted: None "
-                "(SDPA core attention is causal by itself)"
-            )
-        if attention_bias is not None:
-            given = type(attention_bias).__name__
-            raise ValueError(f"attention_bias: got {given}, accepted: None with SDPA core attention")
+        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
+            if given is not None:
+                raise ValueError(f"{name}: got a tensor {list(given.shape)}, accepted: None with SDPA core attention")
         causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         if causal and query.shape[0] != key.shape[0]:
-            raise ValueError(
-                f"causal attention: got {query.shape[0]} queries for {key.shape[0]} keys, accepted: equal lengths"
-            )
+            lengths = f"{query.shape[0]} queries for {key.shape[0]} keys"
+            raise ValueError(f"causal attention: got {lengths}, accepted: equal lengths")
         return causal
-
-    @contextmanager
-    def _random(self) -> Iterator[None]:
-        """Tensor-parallel ranks drop other heads; under sequence parallelism the whole layer runs in that state."""
-        if self.dropout and self.training and not self.config.sequence_parallel:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                yield
-        else:
-            yield
 
 
 def _documents(given: Any, query: torch.Tensor) -> flow.Documents | None:

@@ -1,8 +1,7 @@
 """Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host starts too slowly.
 
 ``flow/graphs/cuda_graphs.py`` captures and replays. Here is which models and layers may, and which calls: training
-on whole sequences with Megatron's causal mask. Without gradients a layer runs as without the key, and so does, with a
-warning, every other call.
+on whole sequences with Megatron's causal mask. Every other call runs as without the key, with gradients with a warning.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from coat_dist.flow.graphs.graph_pool import run_without_graphs
 
-from ..patch.attached import Patch
 from ..patch.blocks import Block
 from ..patch.hooks import CALL
+from .attached import Patch
 from .post_norm import PostNormTransformerLayer
 
 __all__ = ["GRAPHED", "layers_to_graph", "why_no_graphs"]
@@ -55,12 +54,12 @@ class _Graphed:
         if torch.compiler.is_compiling():
             _say_that_it_is_compiled()
             return plain(*args, **kwargs)
-        if not torch.is_grad_enabled() or not isinstance(x, torch.Tensor):
+        if not torch.is_grad_enabled() or not isinstance(x, torch.Tensor) or len(args) > len(_ARGUMENTS):
             return plain(*args, **kwargs)
         modules = dict(self.named_modules(prefix="layer"))  # type: ignore[attr-defined]
         named = {f"{path}.{key}": p for path, m in modules.items() for key, p in m._parameters.items() if p is not None}
         own = tuple(named.values())
-        why = _why_as_it_is(x, own, modules, given, len(args))
+        why = _why_as_it_is(x, own, modules, given)
         if why is not None:
             run_without_graphs(why)
             return plain(*args, **kwargs)
@@ -113,13 +112,10 @@ def _why_as_it_is(
     parameters: Sequence[torch.Tensor],
     modules: Mapping[str, nn.Module],
     others: Mapping[str, Any],
-    positions: int,
 ) -> str | None:
     """Why a call does not run as graphs, or None. ``modules``: the layer, first, and those in it."""
     if not x.is_cuda:
         return f"the model is on {x.device.type}"
-    if positions > len(_ARGUMENTS):
-        return f"a layer was called with {positions} positional arguments"
     for name, given in others.items():
         if given is not None:
             return f"a layer was called with {name}"
@@ -130,8 +126,7 @@ def _why_as_it_is(
     if _hooks_of_saved_tensors():
         return "hooks of saved tensors, as for checkpointing or offloading, are on"
     layer, *parts = modules.items()
-    divided = isinstance(layer[1], FSDPModule) or any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in parameters)
-    if divided:
+    if isinstance(layer[1], FSDPModule) or any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in parameters):
         return "parameters are divided between ranks (ZeRO-3, fully_shard)"
     for path, module in parts:
         if any(getattr(module, table) for table in CALL):

@@ -14,10 +14,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from ..patch.attached import Patch
-from ..patch.compiled import eager_under_zero3
 from ..patch.hooks import CALL, why_bf16_hooks
-from ..patch.uncalled import wait_for_parameters
+from .attached import Patch, eager_under_zero3, wait_for_parameters
 from .grouped import GROUPED, why_bf16_grouped
 from .mlp import checked_activation, why_bf16_products
 

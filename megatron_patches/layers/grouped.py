@@ -3,9 +3,8 @@ and its patched form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,9 @@ from megatron.core.transformer.moe.experts import GroupedMLP
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from ..patch.attached import Patch
-from ..patch.compiled import eager_under_zero3
 from ..patch.hooks import why_own_forward
 from .activations import activation_name
+from .attached import Patch, eager_under_zero3
 from .mlp import checked_activation
 
 __all__ = [
@@ -64,7 +62,7 @@ class GroupedExperts(GroupedMLP):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _without_package():
+        with mock.patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"):  # its product is not used here
             super().__init__(*args, **kwargs)
 
     def forward(
@@ -137,11 +135,7 @@ def why_bf16_grouped(experts: Any, settings: ActivationConfig) -> str | None:
 
 
 def grouped_activation(config: Any) -> str:
-    """The flow's name of the activation. ``GroupedMLP`` has no fused form, in which GELU is the tanh approximation.
-
-    Raises:
-        ValueError: an activation that the flow does not have.
-    """
+    """The flow's name of the activation. ``GroupedMLP`` has no fused form, in which GELU is the tanh approximation."""
     if config.activation_func is F.gelu:
         return "geglu" if config.gated_linear_unit else "gelu"
     return activation_name(config)
@@ -151,20 +145,5 @@ def _probs_on_input(config: Any, x: torch.Tensor, probs: torch.Tensor) -> tuple[
     """``config.moe_apply_probs_on_input``: the input times the probabilities, and ones in their place."""
     if not getattr(config, "moe_apply_probs_on_input", False):
         return x, probs
-    if config.moe_router_topk != 1:
-        raise ValueError(
-            f"moe_apply_probs_on_input: got True with moe_router_topk {config.moe_router_topk}, accepted: with 1 only"
-        )
+    assert config.moe_router_topk == 1, "moe_apply_probs_on_input: got True, accepted: with moe_router_topk 1 only"
     return (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
-
-
-@contextmanager
-def _without_package() -> Iterator[None]:
-    """``GroupedMLP``'s constructor asks for the package, of which this module needs nothing."""
-    name = "assert_grouped_gemm_is_available"
-    asked = getattr(grouped_gemm_util, name)
-    setattr(grouped_gemm_util, name, lambda: None)
-    try:
-        yield
-    finally:
-        setattr(grouped_gemm_util, name, asked)

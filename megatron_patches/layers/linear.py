@@ -11,10 +11,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from coat_dist import flow
 from coat_dist.formats import QuantizedTensor
 
-from ..patch.attached import Patch
-from ..patch.compiled import eager_under_zero3
 from ..patch.hooks import why_own_forward
-from ..patch.uncalled import check_whole
+from .attached import Patch, check_uncalled, eager_under_zero3
 from .norm import describe
 from .residual import Residual
 
@@ -46,8 +44,6 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(
         self,
         input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
         heads: flow.Heads | None = None,
         table: flow.RopeTable | None = None,
         residual: Residual | None = None,
@@ -55,11 +51,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], None]:
         """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or with ``heads`` queries, keys and
         values, rotated by ``table``. ``residual`` gets its alias where ``input_`` is its x."""
-        if weight is not None or runtime_gather_output:
-            raise ValueError("linear_qkv: got weight or runtime_gather_output, accepted: neither in a patched layer")
         norm, tp, settings = None, self.coat.tp_now(self), self.coat.settings
         if self.coat.norm is not None:
-            check_whole("input_layernorm", self.coat.norm)
+            check_uncalled("input_layernorm", self.coat.norm)
             norm = describe(self.coat.norm)
         if heads is not None:
             alias = residual is not None and residual.x is input_
@@ -99,10 +93,7 @@ def whole_shape(weight: Any) -> torch.Size:
 def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
     """Why a linear of Megatron cannot be replaced, or its weight not be used by a patched MLP.
 
-    Args:
-        name: its name in the reason.
-        kind: the only class that is accepted; a subclass may compute something else.
-        expert: whether the linear is an expert's, whose communication is the token dispatcher's and not its own.
+    A subclass of ``kind`` may compute something else. An ``expert`` leaves communication to the token dispatcher.
     """
     if type(linear) is not kind:
         return f"{name} class {type(linear).__name__}"

@@ -1,9 +1,9 @@
 """The chunked loss of a patched model: output layer and cross entropy in one, without logits of the whole vocabulary.
 
 ``GPTModel`` calls ``output_layer(hidden)`` and then ``compute_language_model_loss(labels, logits)``. Where labels are
-given, the model hands them to its output layer beforehand, the output layer returns losses instead of logits, and
-``compute_language_model_loss`` passes them on. The loss is computed inside the output layer's call, so that whatever
-surrounds it (ZeRO-3 gathers its weight there) still does. Without labels nothing changes: logits are returned.
+given, the model hands them to its output layer beforehand, which returns losses instead of logits, and
+``compute_language_model_loss`` passes them on. So whatever surrounds the output layer's call (ZeRO-3 gathers its weight
+there) still does. Without labels logits are returned.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from coat_dist import flow
 from coat_dist.flow.function import outside_of_graphs
 
-from ..compat import field_or
 from ..parallel.groups import tensor_parallel
-from ..patch.attached import Patch
 from ..patch.config_check import why_bf16_config
 from ..patch.hooks import why_own_forward
+from .attached import Patch
 from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 
 __all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]
@@ -129,7 +128,7 @@ def why_plain_loss(model: Any) -> str | None:
         return "multi-token prediction computes several losses"
     if model.fp16_lm_cross_entropy:
         return "fp16_lm_cross_entropy"
-    if field_or(model.config, "use_mup", False):
+    if getattr(model.config, "use_mup", False):
         return "config.use_mup scales logits"
     if model.config.config_logger_dir:
         return "config.config_logger_dir asks for logits"

@@ -12,11 +12,9 @@ from megatron.core.transformer.mlp import MLP
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
-from ..patch.attached import Patch
-from ..patch.compiled import eager_under_zero3
 from ..patch.hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
-from ..patch.uncalled import check_whole, wait_for_parameters
 from .activations import activation_name
+from .attached import Patch, check_uncalled, eager_under_zero3, wait_for_parameters
 from .linear import whole_shape, why_bf16_linear, why_not_invariant_bias
 from .norm import describe, why_bf16_norm
 from .residual import Residual
@@ -47,15 +45,11 @@ class NormMLP(MLP):
         return [self.linear_fc1.weight, self.linear_fc2.weight]
 
     @eager_under_zero3
-    def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h]`` → ``[s, b, h]`` (s/TP on both sides under sequence parallelism), and fc2's bias.
 
         As in Megatron the bias is handed on, to be added with dropout and residual.
         """
-        if per_token_scale is not None:
-            raise ValueError("per_token_scale: got a tensor, accepted: None in a patched layer (it is for experts)")
         if self.coat.recompute:
             y, alias = tensor_parallel.checkpoint(self._norm_mlp, False, hidden_states, self._anchor(hidden_states))
         else:
@@ -70,9 +64,8 @@ class NormMLP(MLP):
     def _anchor(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """An empty input that requires grad, where nothing but parameters inside the checkpoint does; else None.
 
-        A checkpoint's output takes part in backward only if an input of the checkpoint requires grad, and everything
-        below the MLP may be frozen. The parameters could be inputs themselves, but then hooks on them (of ZeRO, of
-        DistributedDataParallel) would run twice.
+        Without one, the checkpoint's output would take no part in backward. If the parameters themselves were inputs,
+        hooks on them (of ZeRO, of DistributedDataParallel) would run twice.
         """
         fc1, norm = self.linear_fc1, self.coat.norm
         of_norm = () if norm is None else norm.parameters(recurse=False)
@@ -91,7 +84,7 @@ class NormMLP(MLP):
         activation, settings = checked_activation(self, self.activation_func), self.coat.settings
         if self.coat.norm is None:
             return flow.mlp(hidden_states, fc1, fc2, activation, tp, settings, bias), None
-        check_whole("pre_mlp_layernorm", self.coat.norm)
+        check_uncalled("pre_mlp_layernorm", self.coat.norm)
         norm = describe(self.coat.norm)
         y, alias = flow.norm_mlp(hidden_states, norm, fc1, fc2, activation, tp, settings, bias, residual=True)
         return y, alias if self.coat.residual else None

@@ -35,19 +35,13 @@ class Norm(nn.Module):
     Args:
         affine: False for a norm without parameters (OLMo).
         normalization: "RMSNorm" or "LayerNorm", where it is not ``config.normalization``.
-
-    Raises:
-        ValueError: a normalization that is not supported, by its configuration key.
     """
 
     reduce_grad_over_tp = False
-    """Sum parameter gradients over tensor-parallel ranks inside backward. See
-    :func:`~megatron_patches.parallel.replicated_grads.install_replicated_grad_hooks`, which sets it."""
-
+    """Sum parameter gradients over tensor-parallel ranks inside backward; set by ``install_replicated_grad_hooks``."""
     partial_by_heads = False
     """Whether each rank applies the norm to its own heads (norms on queries and keys). Then gradients are summed over
     ranks without sequence parallelism too."""
-
     exact = False
     """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
 
@@ -61,15 +55,12 @@ class Norm(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        normalization = config.normalization if normalization is None else normalization
-        if normalization not in _KINDS:
-            raise ValueError(f"normalization: got {normalization!r}, accepted: {', '.join(map(repr, _KINDS))}")
         if config.layernorm_zero_centered_gamma:
             raise ValueError("layernorm_zero_centered_gamma: got True, accepted: False")
         self.config = config
         self.hidden_size = hidden_size
         self.eps = eps
-        self.kind = _KINDS[normalization]
+        self.kind = _KINDS[normalization or config.normalization]
         self.weight = self.bias = None
         if affine:
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -96,20 +87,10 @@ class AllHeadsNorm(Norm):
     Args:
         hidden_size: channels of a head, as Megatron's attention hands it to norms on queries and keys.
         heads: of the whole model.
-
-    Raises:
-        ValueError: heads that ranks cannot divide, or another normalization than RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any) -> None:
-        ranks = tensor_parallel(self).size
-        if config.normalization != "RMSNorm":
-            raise ValueError(f"normalization: got {config.normalization!r}, accepted: 'RMSNorm' over all heads")
-        if heads % ranks:
-            raise ValueError(
-                f"heads: got {heads}, accepted with a norm over all heads: a multiple of {ranks}, TP ranks"
-            )
-        super().__init__(config, heads * hidden_size // ranks, eps)
+        super().__init__(config, heads * hidden_size // tensor_parallel(self).size, eps)
         assert self.weight is not None
         del self.weight.sequence_parallel  # type: ignore[attr-defined]
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
@@ -126,12 +107,7 @@ class AllHeadsNorm(Norm):
 
 
 def describe(module: Any) -> flow.Norm:
-    """What the flow needs to know of a norm module of one of the classes in :data:`FOLDED` (or folded).
-
-    Raises:
-        ValueError: the norm computes something else (zero-centered weight, normalization over several dimensions, an
-            epsilon that depends on the dtype).
-    """
+    """The norm module as the flow describes it. Raises ValueError where it computes something else."""
     if getattr(module, "zero_centered_gamma", False):
         raise ValueError("layernorm_zero_centered_gamma")
     if module.eps is None:

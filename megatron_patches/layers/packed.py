@@ -1,9 +1,8 @@
 """Several documents in one sequence: Megatron's ``PackedSeqParams`` as self-attention here takes them.
 
-Megatron's own way (``qkv_format="thd"``) drops the batch dimension and rotates queries and keys document by document,
-with lengths that it fetches from the GPU in every layer. Here a sequence stays ``[T, 1, ...]``; angles are gathered by
-the tokens' positions in their documents, once for all layers; and core attention gets a :class:`Packed`, which
-Megatron's ``Attention.forward``, asking for "thd", passes by.
+Megatron's own way (``qkv_format="thd"``) rotates queries and keys document by document, with lengths that it fetches
+from the GPU in every layer. Here a sequence stays ``[T, 1, ...]``; angles are gathered by position once for all layers;
+and core attention gets a :class:`Packed`, which Megatron's ``Attention.forward``, asking for "thd", passes by.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ class Packed:
     def __init__(self, params: PackedSeqParams, tokens: int) -> None:
         self.tokens = tokens
         self.documents = _documents(params, tokens)
-        self._params, self._versions = _fields(params), _versions(params)
+        self._made_of = _contents(params)
         self._positions: torch.Tensor | None = None
         self._angles: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fits(self, params: PackedSeqParams, tokens: int) -> bool:
         """Whether it was made of these, and they are unchanged."""
-        same = all(a is b for a, b in zip(self._params, _fields(params), strict=True))
-        return same and tokens == self.tokens and self._versions == _versions(params)
+        pairs = zip(self._made_of, _contents(params), strict=False)
+        same = all(a is b if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+        return same and tokens == self.tokens
 
     def angles(self, freqs: Any) -> Any:
         """``[max_seqlen, 1, 1, rot]``, by position in a document, or a pair of these → ``[T, 1, 1, rot]``, by token."""
@@ -71,13 +71,11 @@ def packed(params: PackedSeqParams, tokens: int, batch: int) -> Packed:
     return found
 
 
-def _fields(params: PackedSeqParams) -> tuple[Any, ...]:
-    return params.cu_seqlens_q, params.cu_seqlens_kv, params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format
-
-
-def _versions(params: PackedSeqParams) -> tuple[int, ...]:
-    tensors = params.cu_seqlens_q, params.cu_seqlens_kv
-    return tuple(t._version for t in tensors if isinstance(t, torch.Tensor) and not t.is_inference())
+def _contents(params: PackedSeqParams) -> tuple[Any, ...]:
+    """What documents are made of; a tensor also by its count of changes in place, where it has one."""
+    starts = params.cu_seqlens_q, params.cu_seqlens_kv
+    versions = [None if t.is_inference() else t._version for t in starts if isinstance(t, torch.Tensor)]
+    return *starts, params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format, *versions
 
 
 def _documents(params: PackedSeqParams, tokens: int) -> flow.Documents:
@@ -90,20 +88,10 @@ def _documents(params: PackedSeqParams, tokens: int) -> flow.Documents:
     require("qkv_format", params.qkv_format == "thd", '"thd"')
     for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         require(name, getattr(params, name, None) is None, "None (padding as a document of its own)")
-    for name in ("local_cp_size", "cp_group"):
-        given = getattr(params, name, None)
-        one = given is None or given == 1 or (name == "cp_group" and given.size() == 1)
-        require(name, one, "None: there is no context parallelism here")
     starts, others = params.cu_seqlens_q, params.cu_seqlens_kv
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        require(name, isinstance(getattr(params, name), torch.Tensor), "an int32 tensor [documents + 1]")
     on_host = starts.device.type == others.device.type == "cpu"
     same = starts is others or (starts.shape == others.shape and (not on_host or torch.equal(starts, others)))
     require("cu_seqlens_kv", same, "cu_seqlens_q: self-attention has one set of documents")
-    for name in ("max_seqlen_q", "max_seqlen_kv"):
-        given = getattr(params, name)
-        good = isinstance(given, int) and not isinstance(given, bool) and given > 0
-        require(name, good, "an int, at least the tokens of the longest document")
     documents = flow.Documents(
         starts.clone() if starts.is_inference() and not torch.is_inference_mode_enabled() else starts,
         max(params.max_seqlen_q, params.max_seqlen_kv),

@@ -7,8 +7,7 @@ adds bias, dropout and residual, which Megatron builds by calling ``layer.self_a
 
 * :class:`Residual` travels from one to the other as an attribute of the output tensor, and lives no longer than that.
 * :class:`AliasedAdd` stands in for ``get_bias_dropout_add``. It uses the alias if the residual it is given *is* the
-  tensor that the alias was made of, and otherwise what it is given. A module hook that puts other tensors in the place
-  of inputs or outputs (ZeRO-3's do) thereby ends the fusion, and results are those without it.
+  tensor that the alias was made of. A module hook that replaces inputs or outputs (ZeRO-3's do) ends the fusion.
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ class AliasedAdd:
 
 
 def why_residual_unfused(layer: Any, name: str, norm: str) -> str | None:
-    """Why autograd adds the residual's gradient of a patched block, or None where the norm's backward does.
-
-    Args:
-        name, norm: the addition behind the block and the norm before it, as attributes of ``layer``.
-    """
+    """Why autograd adds the residual's gradient of a patched block, between ``norm`` and the addition ``name``."""
     if isinstance(getattr(layer, norm), IdentityOp):
         return "no norm before the block"
     add = getattr(layer, name)

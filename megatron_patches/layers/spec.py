@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from ..compat import check_version, fc1_params, field_or
+from ..compat import check_version, fc1_params
 from ..patch.config_check import why_not_built
 from .attention import CompactSelfAttention
 from .core_attention import SDPA
@@ -61,19 +61,16 @@ def gpt_layer_spec(
         affine: False for norms without parameters (OLMo). Query and key norms always have them.
         vp_stage: as in Megatron, with interleaved pipeline stages.
         norm_placement: "post" for norms after attention and MLP, x + norm(f(x)) (OLMo-2), in place of those before.
-        norm_all_heads: RMSNorm on queries and keys over all heads together (OLMo-2). ``config.qk_layernorm``, of which
-            Megatron concludes that their weights are replicated, stays False.
+        norm_all_heads: RMSNorm on queries and keys over all heads together (OLMo-2). ``config.qk_layernorm``, from
+            which Megatron concludes that their weights are replicated, stays False.
         attention_output_bias: a bias of linear_proj alone; ``config.add_bias_linear`` gives all linears one.
         attn_mask_type: ``AttnMaskType.no_mask`` for attention in both directions, as in a vision transformer:
             ``TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=...))`` is its layers and final norm.
 
     Raises:
-        ValueError: a field of ``config`` that would be ignored, by its key; another ``norm_placement`` or
-            ``attn_mask_type``.
+        ValueError: a field of ``config`` that would be ignored, by its key; another ``norm_placement``.
     """
     check_version()
-    if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-        raise ValueError(f"attn_mask_type: got {attn_mask_type.name}, accepted: causal, no_mask")
     if (reason := why_not_built(config)) is not None:
         raise ValueError(reason)
     if norm_placement not in ("pre", "post"):
@@ -96,29 +93,20 @@ def _experts(config: TransformerConfig) -> ModuleSpec:
     if config.moe_grouped_gemm:
         spec.submodules.experts = ModuleSpec(module=GroupedExperts)
     if config.expert_model_parallel_size > 1 and config.use_cpu_initialization:
-        spec.submodules.experts.module = _OfAllGroupedExperts if config.moe_grouped_gemm else _OfAllExperts
+        spec.submodules.experts.module = _OfAllExperts
     return spec
 
 
 class _OfAllExperts:
-    """Builds a :class:`SequentialMLP` of all experts and keeps those of this rank: on the CPU models of all
-    expert-parallel sizes start equal."""
+    """Builds all experts and keeps those of this rank: on the CPU models of all expert-parallel sizes start equal."""
 
     def __new__(cls, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
-        built = SequentialMLP(config.num_moe_experts, config, *args, **kwargs)
-        first = get_expert_model_parallel_rank() * num_local_experts
-        built.local_experts = built.local_experts[first : first + num_local_experts]
-        built.num_local_experts = num_local_experts
-        return built
-
-
-class _OfAllGroupedExperts:
-    """:class:`_OfAllExperts` for :class:`GroupedExperts`."""
-
-    def __new__(cls, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> Any:
-        built = GroupedExperts(config.num_moe_experts, config, *args, **kwargs)
+        kind = GroupedExperts if config.moe_grouped_gemm else SequentialMLP
+        built = kind(config.num_moe_experts, config, *args, **kwargs)
         rank, ranks = get_expert_model_parallel_rank(), config.num_moe_experts // num_local_experts
-        for weight, dim in ((built.weight1, 1), (built.weight2, 0)):
+        if not config.moe_grouped_gemm:
+            built.local_experts = built.local_experts[rank * num_local_experts :][:num_local_experts]
+        for weight, dim in ((built.weight1, 1), (built.weight2, 0)) if config.moe_grouped_gemm else ():
             shape = list(weight.shape)
             shape[dim] //= ranks
             weight.data = weight.data.reshape(-1).chunk(ranks)[rank].clone().view(shape)
@@ -140,14 +128,13 @@ def _expert_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool
 
 def _attention(config: TransformerConfig, mask: AttnMaskType, norm_all_heads: bool, output_bias: bool) -> ModuleSpec:
     """Self-attention with SDPA, and the norms on queries and keys that are asked for."""
-    l2 = field_or(config, "qk_l2_norm", False)
+    l2 = getattr(config, "qk_l2_norm", False)
     head_norms: list[Any] = [Norm if config.qk_layernorm else IdentityOp] * 2
     if l2:  # Llama 4's: RMSNorm without a weight; it wins over qk_layernorm
         head_norms = [ModuleSpec(module=Norm, params={"affine": False, "normalization": "RMSNorm"})] * 2
     if norm_all_heads:
-        for key in ("qk_layernorm", "qk_l2_norm"):
-            if field_or(config, key, False):
-                raise ValueError(f"{key}: got True, accepted: False with norm_all_heads")
+        if config.qk_layernorm or l2:
+            raise ValueError("qk_layernorm, qk_l2_norm: got True, accepted: False with norm_all_heads")
         counts = config.num_attention_heads, config.num_query_groups
         head_norms = [ModuleSpec(module=AllHeadsNorm, params={"heads": count}) for count in counts]
     return ModuleSpec(

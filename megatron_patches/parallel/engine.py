@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,20 +11,18 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 import coat_dist
-from coat_dist.checkpoint.zero_partitions import base_optimizer
 from coat_dist.config import CoatConfig, CoatConfigError, load_json
 from coat_dist.deepspeed.build.replicated_grads import SUMMED
 from coat_dist.deepspeed.config.validate import read_block
 from coat_dist.deepspeed.engine import configurations
+from coat_dist.ranks import gather
 
-from ..patch.invariance import what_varies
+from ..patch.blocks import language_models
 from ..patch.patch import patch_model, unpatch_model
-from ..patch.report import PatchReport, check_patched, reports_of
-from ..patch.stage_check import check_stage
+from ..patch.report import PatchReport, check_settings, is_patched, reports_of
 from .groups import MPUAdapter
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
-from .step_jobs import check_config
 from .universal import universal_checkpoint_info
 
 __all__ = ["initialize"]
@@ -52,36 +49,28 @@ def initialize(
     Call it after :func:`~megatron_patches.initialize_model_parallel`, on the built model. It
 
     1. patches the layers (:func:`~megatron_patches.patch_model`), if there is a ``"coat"`` block whose
-       ``activation.enabled`` is true; a model that is patched already must be patched with the same settings, all
-       chunks of it, and no part of it unpatched since;
-    2. installs the hooks that sum replicated gradients (:func:`~megatron_patches.install_replicated_grad_hooks`),
-       unless they are installed;
-    3. makes the ``mpu`` (:class:`~megatron_patches.MPUAdapter`), unless one is given;
-    4. sets ``model.universal_checkpoint_info``, unless it is set;
+       ``activation.enabled`` is true; what is patched already must have the same settings;
+    2. installs the hooks that sum replicated gradients (:func:`~megatron_patches.install_replicated_grad_hooks`);
+    3. makes the ``mpu`` (:class:`~megatron_patches.MPUAdapter`);
+    4. sets ``model.universal_checkpoint_info``;
     5. calls :func:`coat_dist.initialize`.
 
-    ``engine.coat_patch_report`` is the :class:`~megatron_patches.PatchReport`, or None where nothing is patched. If
-    this raises, layers that it has patched are as before; hooks stay, and the next call finds them.
+    What is there already (hooks, mpu, info) stays. ``engine.coat_patch_report`` is the
+    :class:`~megatron_patches.PatchReport`, or None where nothing is patched. If this raises, layers that it has patched
+    are as before; hooks stay, and the next call finds them.
 
     Args:
         model: a Megatron-core model, one in Megatron's ``Float16Module``, or a module that holds one; or the list with
-            one model that Megatron's programs keep. With interleaved pipeline stages, the list of this rank's model
-            chunks, of which the engine's ``module`` is then a ``ModuleList``. Both ``DistributedDataParallel``,
-            Megatron's and torch's, are refused, whose work DeepSpeed does.
+            one model that Megatron's programs keep, or with this rank's interleaved pipeline stages; the engine's
+            ``module`` is then a ``ModuleList``. Megatron's and torch's ``DistributedDataParallel`` are
+            refused: DeepSpeed does their work.
 
     Raises:
         CoatConfigError: the model or its settings cannot be used; and whatever :func:`coat_dist.initialize` refuses.
-        RuntimeError: Megatron's groups do not exist yet.
     """
     model = _one_module(model)
-    check_stage(model)
-    check_config(model)
+    _check_stage(model)
     mark_stage(model)
-    if isinstance(mpu, ModuleType):
-        raise CoatConfigError(
-            f"mpu: got the module {mpu.__name__}, which lacks functions that DeepSpeed calls; accepted: none, "
-            "megatron_patches.MPUAdapter(), or another object with them"
-        )
     mpu = MPUAdapter() if mpu is None else mpu
     sources = configurations({"args": args, "config": config, "config_params": config_params})
     coat = read_block(load_json(sources[0])) if len(sources) == 1 else None  # any other number is refused below
@@ -112,29 +101,15 @@ def initialize(
             unpatch_model(model)
         raise
     engine.coat_patch_report = report
-    inner = base_optimizer(engine.optimizer)
-    if inner is not None and report is not None and report.settings is not None and report.settings.tp_invariant:
-        for note in what_varies(model, inner, parallel_state.get_tensor_model_parallel_world_size()):
-            report.note(note)
     return engine, *others
 
 
 def _one_module(model: Any) -> nn.Module:
-    if not parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("model: Megatron's groups do not exist yet; call initialize_model_parallel first")
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     if isinstance(model, Sequence) and not isinstance(model, nn.Module):
-        if len(model) != chunks or not all(isinstance(one, nn.Module) for one in model):
-            accepted = "one module" if chunks == 1 else f"{chunks} modules, one for each virtual pipeline stage"
-            raise CoatConfigError(f"model: got a list of {len(model)} model chunks, accepted: {accepted}")
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        if len(model) != chunks:
+            raise CoatConfigError(f"model: got a list of {len(model)} model chunks, accepted: {chunks} on this rank")
         model = model[0] if chunks == 1 else nn.ModuleList(model)
-    if not isinstance(model, nn.Module):
-        raise CoatConfigError(f"model: got {type(model).__name__}, accepted: one module, or a list of model chunks")
-    if chunks > 1 and len(chunks_of(model)) != chunks:
-        raise CoatConfigError(
-            f"model: got {type(model).__name__}, accepted: the list of {chunks} model chunks of this rank, with "
-            f"virtual_pipeline_model_parallel_size {chunks}"
-        )
     for module in model.modules():
         if isinstance(module, DistributedDataParallel | nn.parallel.DistributedDataParallel):
             raise CoatConfigError(
@@ -144,16 +119,44 @@ def _one_module(model: Any) -> nn.Module:
     return model
 
 
+def _check_stage(model: nn.Module) -> None:
+    """Raises CoatConfigError, on every rank, where a model was not built for the pipeline whose groups are set up.
+
+    Its stages would train on their own.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    sizes = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
+    stage, chunks, problems = parallel_state.get_pipeline_model_parallel_rank(), chunks_of(model), []
+    for i, chunk in enumerate(chunks):
+        where = f"stage {stage}" + (f", chunk {i}" if len(chunks) > 1 else "")
+        ends = {"pre_process": stage == 0 and i == 0, "post_process": stage == stages - 1 and i == len(chunks) - 1}
+        for _, one in language_models(chunk):
+            problems += [
+                f"config.{key}: got {given}, accepted: {wanted}"
+                for key, wanted in sizes.items()
+                if ((given := getattr(one.config, key)) or 1) != (wanted or 1)
+            ]
+            problems += [
+                f"model on pipeline {where}: got {key}={getattr(one, key)}, accepted: {wanted}"
+                for key, wanted in ends.items()
+                if stages > 1 and getattr(one, key, wanted) != wanted
+            ]
+    found = [line for lines in gather(problems) for line in lines] if stages > 1 else problems
+    if found:
+        raise CoatConfigError("\n".join(dict.fromkeys(found)))
+
+
 def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | None, bool]:
     """The report of the patched model, if it is patched, and whether it was patched just now."""
     before = next(iter(reports_of(model)), None)
     if coat is None or not coat.activation.enabled:
         return before, False
-    if before is None:
-        try:
-            return patch_model(model, coat), True
-        except ValueError as problem:
-            where = "coat." if str(problem).startswith("activation.") else "coat.activation: "
-            raise CoatConfigError(f"{where}{problem}") from problem
-    check_patched(model, coat.activation)
-    return before, False
+    if all(is_patched(chunk) for chunk in chunks_of(model)):
+        check_settings(model, coat.activation)
+        return before, False
+    try:
+        return patch_model(model, coat), True
+    except ValueError as problem:
+        where = "coat." if str(problem).startswith("activation.") else "coat.activation: "
+        raise CoatConfigError(f"{where}{problem}") from problem

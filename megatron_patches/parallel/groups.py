@@ -27,31 +27,10 @@ def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -
         seed: of parameter initialization (the same on all ranks) and of dropout (tensor-parallel regions differ by
             rank).
         kwargs: further arguments of ``parallel_state.initialize_model_parallel``, such as
-            ``pipeline_model_parallel_size`` and ``virtual_pipeline_model_parallel_size``. By default Megatron also
-            makes a gloo twin of every data-parallel group, which ``get_megatron_optimizer`` wants; under DeepSpeed
-            nobody uses them, and ``create_gloo_process_groups=False`` leaves them out.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialized, or the groups exist already.
-        ValueError: ``tp``, or ``tp`` times the pipeline stages, does not divide the world size.
+            ``pipeline_model_parallel_size``. By default Megatron also makes a gloo twin of every data-parallel group,
+            for ``get_megatron_optimizer``; under DeepSpeed ``create_gloo_process_groups=False`` leaves them out.
     """
     check_version()
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed: not initialized, accepted: call init_process_group (or "
-            "deepspeed.init_distributed) first"
-        )
-    if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("model parallel groups exist already; call parallel_state.destroy_model_parallel() first")
-    world = dist.get_world_size()
-    if tp < 1 or world % tp:
-        raise ValueError(f"tp: got {tp}, accepted: a divisor of the number of ranks, {world}")
-    stages = kwargs.get("pipeline_model_parallel_size", 1)
-    if stages < 1 or world // tp % stages:
-        raise ValueError(
-            f"pipeline_model_parallel_size: got {stages}, accepted: a divisor of the number of ranks over tp, "
-            f"{world // tp}"
-        )
     prepare_cpu()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **kwargs)
     torch.manual_seed(seed)
@@ -78,16 +57,9 @@ class MPUAdapter:
     "Model parallel" is tensor times pipeline parallel, so that DeepSpeed's gradient norm is summed over all stages, a
     step that one of them skips is skipped by all, and each has checkpoint files of its own: ``mp_rank_XX``, where XX is
     stage * TP + tensor-parallel rank.
-
-    Raises:
-        RuntimeError: Megatron's groups do not exist yet.
     """
 
     coat_mpu = True  # by this `deepspeed.initialize` knows it, after `import coat_dist`
-
-    def __init__(self) -> None:
-        if not parallel_state.model_parallel_is_initialized():
-            raise RuntimeError("mpu: Megatron's groups do not exist yet; call initialize_model_parallel first")
 
     def get_model_parallel_rank(self) -> int:
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -103,47 +75,20 @@ class MPUAdapter:
             return parallel_state.get_tensor_model_parallel_group()
         return parallel_state.get_model_parallel_group()
 
-    def get_tensor_model_parallel_rank(self) -> int:
-        return parallel_state.get_tensor_model_parallel_rank()
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return parallel_state.get_tensor_model_parallel_world_size()
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group()
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        return parallel_state.get_tensor_model_parallel_src_rank()
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return parallel_state.get_pipeline_model_parallel_rank()
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return parallel_state.get_pipeline_model_parallel_world_size()
-
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_pipeline_model_parallel_group()
-
-    def get_context_parallel_world_size(self) -> int:
-        return parallel_state.get_context_parallel_world_size()
-
-    def get_expert_model_parallel_world_size(self) -> int:
-        return parallel_state.get_expert_model_parallel_world_size()
-
-    def get_expert_model_parallel_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_expert_model_parallel_group()
-
-    def get_expert_data_parallel_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_expert_data_parallel_group()
-
-    def get_data_parallel_rank(self) -> int:
-        return parallel_state.get_data_parallel_rank()
-
-    def get_data_parallel_world_size(self) -> int:
-        return parallel_state.get_data_parallel_world_size()
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_data_parallel_group()
+    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_tensor_model_parallel_src_rank = staticmethod(parallel_state.get_tensor_model_parallel_src_rank)
+    get_pipeline_model_parallel_rank = staticmethod(parallel_state.get_pipeline_model_parallel_rank)
+    get_pipeline_model_parallel_world_size = staticmethod(parallel_state.get_pipeline_model_parallel_world_size)
+    get_pipeline_model_parallel_group = staticmethod(parallel_state.get_pipeline_model_parallel_group)
+    get_context_parallel_world_size = staticmethod(parallel_state.get_context_parallel_world_size)
+    get_expert_model_parallel_world_size = staticmethod(parallel_state.get_expert_model_parallel_world_size)
+    get_expert_model_parallel_group = staticmethod(parallel_state.get_expert_model_parallel_group)
+    get_expert_data_parallel_group = staticmethod(parallel_state.get_expert_data_parallel_group)
+    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
+    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
+    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
@@ -178,6 +123,5 @@ def zero_init(config: Any, dtype: torch.dtype | None = torch.bfloat16) -> Abstra
 
     Raises:
         CoatConfigError: the configuration cannot be read, or its block is wrong.
-        RuntimeError: Megatron's groups do not exist yet.
     """
     return sharded.zero_init(config, MPUAdapter(), dtype)

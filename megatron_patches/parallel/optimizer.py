@@ -1,10 +1,9 @@
 """CoatAdamW inside Megatron's distributed optimizer: FP8 moments, sharded over data-parallel ranks, in its checkpoints.
 
-Megatron builds its optimizer as ever, with torch's (or Apex's, or Transformer Engine's) AdamW over the fp32 shards that
-this rank owns. :func:`get_megatron_optimizer` then puts a CoatAdamW over the same shards in its place, before there are
-moments. To Megatron's checkpoints moments stay what they were, ``exp_avg`` and ``exp_avg_sq`` in fp32, which AdamW and
-other numbers of ranks can load. Rounding them again would not give the same codes; so codes are saved beside, and a run
-that has the same shards takes them over.
+Megatron builds its optimizer with AdamW over the fp32 shards that this rank owns. :func:`get_megatron_optimizer` puts a
+CoatAdamW over the same shards in its place, before there are moments. To Megatron's checkpoints moments stay
+``exp_avg`` and ``exp_avg_sq`` in fp32, which AdamW and other numbers of ranks can load. Rounding them again would not
+give the same codes; so codes are saved beside, and a run that has the same shards takes them over.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
@@ -27,8 +27,7 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
 
-from ..patch.call_checks import check_tied
-from ..patch.report import check_patched, is_patched
+from ..patch.report import check_settings, is_patched
 from ..patch.settings import Config, coat_block
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
@@ -53,7 +52,7 @@ def get_megatron_optimizer(
     Args:
         config: Megatron's ``OptimizerConfig``, with ``use_distributed_optimizer`` and ``optimizer="adam"``.
         model_chunks, args, kwargs: as Megatron takes them; the chunks are patched already where ``coat`` asks for it.
-        coat: what :func:`~megatron_patches.patch_model` takes, of which ``"optimizer"`` is used; or that part alone, as
+        coat: what :func:`~megatron_patches.patch_model` takes; its ``"optimizer"`` is used. Or that part alone, as
             ``coat_dist.config.OptimizerConfig``.
 
     Returns:
@@ -61,28 +60,16 @@ def get_megatron_optimizer(
 
     Raises:
         CoatConfigError: a setting of Megatron's with which moments cannot be in FP8, by its name; a wrong ``coat``, or
-            one whose ``"activation"`` is not what the chunks were patched with; chunks of which some are not patched,
-            or a part is no more; chunks that Megatron has not wrapped.
+            one whose ``"activation"`` is not what all chunks were patched with.
     """
-    _check_chunks(model_chunks)
     _check_config(config, model_chunks)
     moments = _moments(coat, model_chunks)
-    check_tied(model_chunks, moments)
+    _check_tied(model_chunks, moments)
     built = megatron_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
     for index, optimizer in enumerate(getattr(built, "chained_optimizers", [built])):
         if not optimizer.is_stub_optimizer:
             _convert(optimizer, moments, index)
     return built
-
-
-def _check_chunks(model_chunks: Any) -> None:
-    accepted = "accepted: a list of models in Megatron's DistributedDataParallel"
-    if not isinstance(model_chunks, Sequence | nn.ModuleList) or not model_chunks:
-        given = "an empty list" if isinstance(model_chunks, Sequence) else type(model_chunks).__name__
-        raise CoatConfigError(f"model_chunks: got {given}, {accepted}")
-    for chunk in model_chunks:
-        if not hasattr(chunk, "ddp_config"):  # Megatron-FSDP has one, too, and is refused by its own name
-            raise CoatConfigError(f"model_chunks: got a list with {type(chunk).__name__}, {accepted}")
 
 
 def _check_config(config: Any, model_chunks: Sequence[nn.Module]) -> None:
@@ -111,8 +98,8 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
         moments = coat
     else:
         block = coat_block(coat, "coat")
-        chunks = nn.ModuleList(model_chunks)
-        patched = is_patched(chunks, "model_chunks")
+        found = [is_patched(chunk) for chunk in model_chunks]
+        patched = all(found) if block.activation.enabled else any(found)
         if block.activation.enabled != patched:
             raise CoatConfigError(
                 f"coat.activation.enabled: got {str(block.activation.enabled).lower()} for a model that is "
@@ -120,7 +107,8 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
                 f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
             )
         if patched:
-            check_patched(chunks, block.activation, "model_chunks")
+            for chunk in model_chunks:
+                check_settings(chunk, block.activation)
         moments = block.optimizer
     if moments.master_weights != "parameter":
         raise CoatConfigError(
@@ -128,6 +116,24 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
             "distributed optimizer, whose shards are fp32"
         )
     return moments
+
+
+def _check_tied(model_chunks: Sequence[nn.Module], moments: MomentsConfig) -> None:
+    """Refuse FP8 moments where copies of a tied embedding on the first and the last stage would drift apart.
+
+    Their gradients are the same. But they draw other noise, and lie elsewhere in their stage's buffer, so that shards
+    of data-parallel ranks cut them into other groups of moments. One rank's groups are the same.
+    """
+    shares, stages = "share_embeddings_and_output_weights", parallel_state.get_pipeline_model_parallel_world_size()
+    if stages == 1 or not any(getattr(m, shares, False) for chunk in model_chunks for m in chunk.modules()):
+        return
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if moments.stochastic_rounding is not False or ranks > 1:
+        raise CoatConfigError(
+            f"{shares}: got True with pipeline stages and FP8 moments on {ranks} data-parallel ranks, where copies of "
+            'the embedding would drift apart; accepted: False; or one data-parallel rank with "stochastic_rounding": '
+            "false; or megatron_patches.initialize and train_batch (DeepSpeed's ZeRO-1), which keep them equal"
+        )
 
 
 def _convert(optimizer: Any, moments: MomentsConfig, index: int) -> None:
@@ -197,7 +203,7 @@ class CoatDistributedOptimizer(DistributedOptimizer):
         """As Megatron's, and ``"coat_codes"``: this rank's codes, which only the same shards can load.
 
         To load a checkpoint of another number of data-parallel ranks, or of another AdamW, pass
-        ``metadata={..., "coat_codes": False}`` here: moments are then rounded anew from fp32.
+        ``metadata={..., "coat_codes": False}`` here: moments are then rounded from fp32.
         """
         self.coat_codes_elsewhere = True
         try:
@@ -230,11 +236,8 @@ class CoatDistributedOptimizer(DistributedOptimizer):
                 state[_CODES] = everyone
         return state
 
-    def load_parameter_state_from_dp_zero(self, state_dict: Any, *, update_legacy_format: bool = False) -> None:
-        """As Megatron's; ``update_legacy_format``, for checkpoints from before 2024, is refused."""
-        if update_legacy_format:
-            raise CoatConfigError("update_legacy_format: got True, accepted with CoatAdamW: False")
-        super().load_parameter_state_from_dp_zero(state_dict)
+    def load_parameter_state_from_dp_zero(self, state_dict: Any, **options: Any) -> None:
+        super().load_parameter_state_from_dp_zero(state_dict, **options)
         group = self.data_parallel_group_gloo
         everyone = (state_dict or {}).get(_CODES) or []
         saved = len(everyone) or group.size()
@@ -242,7 +245,7 @@ class CoatDistributedOptimizer(DistributedOptimizer):
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, everyone, src=dist.get_global_rank(group, 0), group=group)
         if saved != group.size():
-            _rounded_anew(f"{saved} data-parallel ranks, here are {group.size()}")
+            _warn_rounded(f"{saved} data-parallel ranks, here are {group.size()}")
         self._load_codes(mine[0])
 
     def _shard(self, model_param: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -270,7 +273,7 @@ class CoatDistributedOptimizer(DistributedOptimizer):
         if codes is None:
             return
         if codes["layout"] != self._layout():
-            _rounded_anew("other shards or formats")
+            _warn_rounded("other shards or formats")
             return
         for i, (saved, (_, p, group)) in enumerate(zip(codes["states"], self._shards(), strict=True)):
             check_state(saved, p, group, f"{_CODES}: shard {i}")
@@ -279,5 +282,5 @@ class CoatDistributedOptimizer(DistributedOptimizer):
             }
 
 
-def _rounded_anew(why: str) -> None:
-    warnings.warn(f"the checkpoint's codes are of {why}: moments were rounded anew from fp32", stacklevel=3)
+def _warn_rounded(why: str) -> None:
+    warnings.warn(f"the checkpoint's codes are of {why}: moments were rounded again from fp32", stacklevel=3)

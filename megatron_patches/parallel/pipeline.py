@@ -24,8 +24,6 @@ from coat_dist.deepspeed.build.pipeline import accumulate, accumulated, reduce_g
 from coat_dist.ops.dispatch import use_kernels
 
 from ..patch.blocks import pipelined
-from ..patch.call_checks import check_count
-from .step_jobs import check_config
 
 __all__ = ["Losses", "chunks_of", "eval_batch", "mark_stage", "run_schedule", "train_batch", "whole_names"]
 
@@ -50,23 +48,19 @@ def train_batch(
         engine: of :func:`megatron_patches.initialize`.
         data_iterator: gives micro-batches to ``forward_step_func``; None on stages that need none. With interleaved
             stages one for each model chunk, or a single one, whose micro-batches every chunk then gets.
-        forward_step_func: Megatron's: ``(data_iterator, model) -> (output, loss_func)``, where ``loss_func(output)`` is
-            the mean loss of a micro-batch, or a tuple of it and what is not used here; or Megatron's tuple of three,
-            of which the first two are the sum of the losses and the number of tokens. The mean is divided by the number
-            of micro-batches here.
+        forward_step_func: Megatron's: ``(data_iterator, model) -> (output, loss_func)``. ``loss_func(output)`` is the
+            mean loss of a micro-batch, a tuple that begins with it, or three values that begin with the sum of losses
+            and the number of tokens. The mean is divided by the number of micro-batches here.
         seq_length, micro_batch_size: of the hidden states that stages send one another (default: the model's
-            ``max_sequence_length``, and the engine's ``train_micro_batch_size_per_gpu``). All micro-batches have them.
+            ``max_sequence_length``, and the engine's ``train_micro_batch_size_per_gpu``).
         before_step: called when all gradients are there and ``engine.step()`` is about to be called.
 
     Returns:
         Mean loss over the micro-batches of this rank's pipeline: fp64 scalar, on its device, the same on all stages.
 
     Raises:
-        RuntimeError: under ``torch.no_grad``.
-        CoatConfigError: the schedule cannot run so many micro-batches.
+        CoatConfigError: the schedule would send or drop tensors wrongly; names the field of the model's configuration.
     """
-    if not torch.is_grad_enabled():
-        raise RuntimeError("train_batch: gradients are disabled, accepted: enabled ones, or eval_batch")
     count, chunks = engine.gradient_accumulation_steps(), chunks_of(engine.module)
     run = Losses(forward_step_func, count)
     if not _several_stages():
@@ -106,11 +100,7 @@ def eval_batch(
     Args:
         num_microbatches: from 1; default ``gradient_accumulation_steps``.
         others: as in :func:`train_batch`, which also says what is returned.
-
-    Raises:
-        CoatConfigError: ``num_microbatches`` is no such number; the schedule cannot run so many.
     """
-    check_count("num_microbatches", num_microbatches)
     run = Losses(forward_step_func, num_microbatches or engine.gradient_accumulation_steps())
     if not _several_stages():
         iterator = data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator
@@ -163,9 +153,7 @@ def run_schedule(
 ) -> None:
     """Megatron's schedule alone: gradients are left in the parameters, each stage's own part of them."""
     config = get_model_config(chunks[0])
-    _check(config, len(chunks), run.count)
-    for chunk in chunks:
-        check_config(chunk)
+    _check(config, len(chunks))
     if len(chunks) > 1 and not isinstance(data_iterator, Sequence):
         if data_iterator is None:
             data_iterator = [None] * len(chunks)
@@ -184,14 +172,8 @@ def run_schedule(
     )
 
 
-def _check(config: Any, chunks: int, count: int) -> None:
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if chunks > 1 and count % stages:
-        raise CoatConfigError(
-            f"gradient_accumulation_steps: got {count} micro-batches, accepted: a multiple of the {stages} pipeline "
-            "stages with virtual (interleaved) stages"
-        )
-    if chunks > 1 and stages == 2 and not config.overlap_p2p_comm:
+def _check(config: Any, chunks: int) -> None:
+    if chunks > 1 and parallel_state.get_pipeline_model_parallel_world_size() == 2 and not config.overlap_p2p_comm:
         raise CoatConfigError(
             "config.overlap_p2p_comm: got False with two interleaved stages, accepted: True, with batch_p2p_comm=False "
             "(in one batch, what goes to the next stage and to the one before could not be told apart)"
@@ -204,11 +186,10 @@ def _check(config: Any, chunks: int, count: int) -> None:
 
 
 class _TiedGradient:
-    """The gradient of an embedding that the first stage reads and the last one multiplies with.
+    """The gradient of an embedding that the first stage reads and the last multiplies with, summed over both copies.
 
-    Each of the two has a copy and the gradient of its own use, which are summed over the two after the last
-    micro-batch. In definitions (``COAT_REFERENCE=1``, or no GPU) they are summed micro-batch by micro-batch instead, in
-    the order of one stage: the same bits as with one.
+    It is taken after the last micro-batch; in definitions (``COAT_REFERENCE=1``, or no GPU) after each, in the order of
+    one stage: the same bits as with one.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:

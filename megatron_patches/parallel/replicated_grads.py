@@ -1,15 +1,12 @@
 """Gradients of parameters that every tensor-parallel (TP) rank holds, when DeepSpeed drives training.
 
-DeepSpeed reduces gradients over data-parallel ranks only. Megatron's own training loop also sums, over TP ranks, the
-gradients of parameters that every TP rank holds but that each rank sees only a part of the data for: norms under
-sequence parallelism (SP), norms on queries and keys, biases added after a reduce-scatter. Left out, the replicas drift
-apart without any error. :func:`install_replicated_grad_hooks` adds that sum; :func:`check_replicas` shows whether
-replicas are still equal.
+DeepSpeed reduces gradients over data-parallel ranks only. Megatron's own loop also sums, over TP ranks, those of
+parameters for which each rank sees a part of the data only: norms under sequence parallelism (SP), norms on queries and
+keys, biases added after a reduce-scatter. Left out, the replicas drift apart without any error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -89,26 +86,20 @@ def _check_installable(model: nn.Module) -> None:
             raise RuntimeError(f"replicated-gradient hooks are installed already (seen on {name})")
         if zero3 or hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(f"DeepSpeed already holds {name}; install replicated-gradient hooks before initialize")
-    for name, parameter in _sharded_parameters(model):
-        if not getattr(parameter, "tensor_model_parallel", False):
-            raise ValueError(
-                f"{name}: not marked tensor_model_parallel (as with perform_initialization=False), accepted: marked "
-                "parameters; DeepSpeed's gradient norm would count it wrongly too"
-            )
-
-
-def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     kinds = (megatron_tp.ColumnParallelLinear, megatron_tp.RowParallelLinear, megatron_tp.VocabParallelEmbedding)
     for name, module in model.named_modules():
-        if isinstance(module, kinds) and getattr(module, "weight", None) is not None:
-            yield f"{name}.weight", module.weight
+        weight = getattr(module, "weight", None) if isinstance(module, kinds) else None
+        if weight is not None and not getattr(weight, "tensor_model_parallel", False):
+            raise ValueError(
+                f"{name}.weight: got no mark tensor_model_parallel (as with perform_initialization=False), accepted: "
+                "marked parameters; DeepSpeed's gradient norm would count it wrongly too"
+            )
 
 
 def _configs(model: nn.Module) -> dict[int, Any]:
     """By the id of a parameter: the configuration in which Megatron switches its sequence parallelism on and off.
 
-    A model may hold several, of which not all are sequence parallel: a vision tower beside a GPT. Modules inside a
-    block may have copies, which Megatron does not switch.
+    A vision tower and the GPT beside it have two. Modules inside a block may have copies, which are not switched.
     """
     found: dict[int, Any] = {}
     for kinds in ((MegatronModule,), (LanguageModule, TransformerBlock)):
@@ -143,18 +134,13 @@ def check_replicas(model: nn.Module) -> dict[str, float]:
     """How far each TP-replicated parameter differs between TP ranks; collective over the TP group.
 
     Returns:
-        name → max |difference| over the group, 0.0 where replicas agree.
-
-    Raises:
-        ValueError: parameters are partitioned by ZeRO-3 (gather them first).
+        name → max |difference| over the group, 0.0 where replicas agree. ZeRO-3's have to be gathered first.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     differences = {}
     for name, parameter in model.named_parameters():
         if getattr(parameter, "tensor_model_parallel", False):
             continue
-        if getattr(parameter, "ds_status", None) is not None and parameter.numel() != parameter.ds_numel:  # type: ignore[attr-defined]
-            raise ValueError(f"{name}: partitioned by ZeRO-3, accepted: gathered parameters")
         bounds = torch.stack([parameter.double(), -parameter.double()])
         if group.size() > 1:
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)

@@ -1,7 +1,6 @@
 """What Megatron's schedules and ``finalize_model_grads`` do around a step's micro-batches, under DeepSpeed.
 
-Done here for every way of driving an engine (``engine(...)``, ``backward``, ``step``; ``train_batch`` with one stage or
-several), by Megatron's own functions:
+For every way of driving an engine (``engine(...)``, ``backward``, ``step``; ``train_batch``), by Megatron's functions:
 
 - losses of routers and of multi-token prediction are added inside backward, out of reach of the engine: before each
   backward their scale becomes fp16's loss scale / ``gradient_accumulation_steps`` (``forward_step_calc_loss``). With
@@ -9,8 +8,8 @@ several), by Megatron's own functions:
 - before a step the bias of routers (``moe_router_enable_expert_bias``) moves by the tokens that experts have had, and
   what is counted for a step (those tokens, ``global_aux_loss``) begins again (``finalize_model_grads``).
 
-What else these functions do has its place elsewhere: DeepSpeed reduces gradients, ``replicated_grads.py`` sums them
-over tensor-parallel ranks, and ``pipeline.py`` those of tied embeddings.
+Elsewhere: DeepSpeed reduces gradients, ``replicated_grads.py`` sums them over tensor-parallel ranks, ``pipeline.py``
+those of tied embeddings.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _scale_before_backward(engine: Any) -> None:
 
 
 def _set_scale(scale: torch.Tensor) -> None:
-    # set_loss_scale copies into the tensor that is there: of no dimension after a backward that nobody set a scale for.
+    # set_loss_scale copies into the tensor that is there: of no dimension after a backward without a scale.
     for scaler in loss_scalers():
         scaler.main_loss_backward_scale = scale.clone()
 

@@ -29,7 +29,6 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     * ``partition_dim`` 1 is row parallel.
     * ``weight1`` and ``weight2`` of experts in grouped products are whole.
     * ``linear_fc1`` of a gated MLP holds ``[gate; up]`` of its rank: its halves are joined separately.
-
     * ``expert_parallel`` says what the experts of each rank are called in the whole model, where ranks divide them
       (``coat_dist/checkpoint/names.py``).
 

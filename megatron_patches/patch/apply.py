@@ -1,4 +1,4 @@
-"""Third step of :func:`~megatron_patches.patch_model`: change classes and attributes as planned; and undo it.
+"""Last step of :func:`~megatron_patches.patch_model`: change classes and attributes as planned, all or none.
 
 Layers may share a block, and one layer may stand in several places: what is patched already is passed over.
 """
@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
 from coat_dist.config import ActivationConfig
@@ -18,26 +17,25 @@ from coat_dist.flow import TensorParallel
 from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
 
 from ..layers.activations import activation_name
+from ..layers.attached import Patch
 from ..layers.attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
 from ..layers.cuda_graphs import GRAPHED, layers_to_graph
-from ..layers.dispatch import FP8AlltoAllDispatcher, may_send_fp8
+from ..layers.dispatch import LOCAL, FP8AlltoAllDispatcher, may_send_fp8, may_stay_local
 from ..layers.experts import ExpertMLP, SharedExperts
 from ..layers.grouped import GROUPED, grouped_activation
 from ..layers.linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
-from ..layers.local_dispatch import LOCAL, may_stay_local
 from ..layers.loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
 from ..layers.mlp import NormMLP
 from ..layers.norm import EXACT, FOLDED
 from ..layers.post_norm import post_norms
 from ..layers.residual import AliasedAdd, why_residual_unfused
 from ..parallel.groups import tensor_parallel
-from .attached import Patch
 from .blocks import NORMS, layers_of
 from .plan import Plan
 from .report import PatchReport
 from .swap import Changes, all_or_none
 
-__all__ = ["apply_plan", "restore"]
+__all__ = ["apply_plan"]
 
 # Megatron's flag on a layer that recomputes a norm's output, by the norm.
 _RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
@@ -69,40 +67,9 @@ def apply_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
             changes.swap(module, ChunkedLossGPTModel)
         if settings.cuda_graphs:
             _patch_layers(plan, settings, changes)
-        for whole in _given(model):
+        for whole in list(model) if type(model) is nn.ModuleList else [model]:  # or the chunks of a list
             changes.set(whole, "coat_patch_report", report)
-
-
-def restore(model: nn.Module, classes: list[tuple[nn.Module, type]]) -> None:
-    """Give patched modules their original ``classes`` and attributes back. All or nothing."""
-    with all_or_none() as changes:
-        for layer in (m for m in model.modules() if isinstance(m, BaseTransformerLayer)):
-            for norm, flag in _RECOMPUTE.items():
-                if getattr(getattr(layer, norm, None), "coat_recompute", False):
-                    changes.set(layer, flag, True)
-            if isinstance(getattr(layer, "mlp", None), NormMLP):
-                changes.set(layer, "recompute_mlp", layer.mlp.coat.recompute)
-            dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
-            if isinstance(dispatcher, FP8AlltoAllDispatcher):
-                changes.set(dispatcher, "__class__", FP8AlltoAllDispatcher.__base__)
-                changes.remove(dispatcher, "coat_settings")
-            for original, swapped in LOCAL.items():
-                if type(dispatcher) is swapped:
-                    changes.set(dispatcher, "__class__", original)
-            for add in _ADDITIONS:
-                if isinstance(getattr(layer, add, None), AliasedAdd):
-                    changes.set(layer, add, AliasedAdd.original)
-        for module in model.modules():
-            changes.remove(module, "coat_patch_report")
-        for module, original in classes:
-            changes.remove(module, "coat")
-            changes.remove(module, "coat_recompute")
-            changes.set(module, "__class__", original)
-
-
-def _given(model: nn.Module) -> list[nn.Module]:
-    """The model, or the chunks that the caller has given as a list."""
-    return list(model) if type(model) is nn.ModuleList else [model]
+            changes.set(whole, "coat_changes", changes)
 
 
 def _patch_attention(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
@@ -174,7 +141,6 @@ def _fold_norm(layer: Any, block: str, changes: Changes, report: PatchReport) ->
     if getattr(layer, flag, False):
         # Megatron would free the norm's "output", which now is the layer's input. There is nothing to recompute either.
         changes.set(layer, flag, False)
-        changes.set(norm, "coat_recompute", True)
         report.note("recompute_modules 'layernorm' is off in patched blocks: they never keep a norm's output")
     return norm
 

@@ -13,12 +13,9 @@ __all__ = ["check_field", "why_bf16_config", "why_not_built"]
 
 
 def why_not_built(config: TransformerConfig) -> str | None:
-    """The first field of ``config`` that a model from ``gpt_layer_spec`` would ignore or get wrong, or None.
-
-    Settings of experts are left out in a dense model, where they have no meaning.
-    """
+    """The first field of ``config`` that a model from ``gpt_layer_spec`` would ignore or get wrong, or None."""
     for name, field in FIELDS.items():
-        of_experts = name.startswith("moe_") and config.num_moe_experts is None
+        of_experts = name.startswith("moe_") and config.num_moe_experts is None  # without meaning in a dense model
         if not of_experts and (reason := _refusal(config, name, field.built)) is not None:
             return f"{reason} (use Megatron's own spec)"
     for name, given in _unknown(config).items():

@@ -1,8 +1,7 @@
-"""Hooks that a program has registered on modules whose calls a patch changes, and ``forward`` set on such a module.
+"""Hooks and ``forward`` of a program's own, on modules whose calls a patch changes: they keep a block in BF16.
 
-A hook that would not run, or would see other values, keeps its block in BF16. So does ``module.forward = ...``, as
-activation checkpointing, accelerate's hooks and hand-written adapters set it: it holds the method of the class that the
-module had before, and would run in place of the patched one, or not at all.
+Such a hook would not run, or see other values. ``module.forward = ...``, as activation checkpointing, accelerate and
+adapters set it, holds the method of the class before, and would run in place of the patched one, or not at all.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ _HANDLED = ("megatron.core.distributed.", "deepspeed.")
 
 
 def why_bf16_hooks(layer: Any, changed: dict[str, tuple[str, ...]]) -> str | None:
-    """The first hook of a program that a patch would silence or mislead.
-
-    Args:
-        layer: a ``TransformerLayer``.
-        changed: by the path of a module in ``layer``, the tables of hooks that the patch concerns.
-    """
+    """The first hook of a program in the tables that a patch ``changed``, by the path of a module in ``layer``."""
     for path, tables in changed.items():
         module = layer.get_submodule(path)
         if (reason := why_own_forward(path, module)) is not None:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from torch import nn
 
 from coat_dist.config import ActivationConfig
 
 from ..compat import check_version
-from .apply import apply_plan, restore
-from .blocks import pipelined
-from .check import check_model, check_plan
-from .plan import make_plan
+from .apply import apply_plan
+from .plan import check_model, check_plan, make_plan
 from .report import PatchReport
-from .settings import Config, activation_settings
-from .swap import original_classes
+from .settings import Config, coat_block
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -53,30 +49,28 @@ def patch_model(model: nn.Module | Sequence[nn.Module], config: Config | Activat
         ImportError: unsupported megatron-core.
     """
     check_version()
-    settings = activation_settings(config)
+    settings = config if isinstance(config, ActivationConfig) else coat_block(config).activation
     model = _one_module(model)
     check_model(model, settings)
     plan = make_plan(model, settings)
     check_plan(plan, model, settings)
     apply_plan(plan, model, settings)
-    _name_modules(model, plan.report)
     return plan.report
 
 
 def unpatch_model(model: nn.Module | Sequence[nn.Module]) -> None:
-    """Undo :func:`patch_model`: every class is what it was, and so are outputs, to the bit.
+    """Undo :func:`patch_model` on the model that it was given: every class is what it was, and outputs to the bit.
 
-    Modules may have been wrapped by ``fully_shard``, or parametrized, since. Nothing changes unless this returns.
+    Modules may have been wrapped by ``fully_shard``, or parametrized, since.
 
     Raises:
-        ValueError: the model is not patched (no error in a pipeline stage, where there may have been nothing to patch),
-            or a class was derived from a patched one; names the module.
+        ValueError: the model is not patched.
     """
-    model = _one_module(model)
-    found = original_classes(model)
-    if not found and not pipelined(model):
-        raise ValueError("model: not patched")
-    restore(model, found)
+    made = [changes for m in _one_module(model).modules() if (changes := vars(m).get("coat_changes")) is not None]
+    if not made:
+        raise ValueError("model: got one that is not patched, accepted: what patch_model has patched")
+    for changes in made:  # chunks share theirs, and the second time there is nothing to undo
+        changes.undo()
 
 
 @contextmanager
@@ -89,18 +83,5 @@ def patched(model: nn.Module | Sequence[nn.Module], config: Config | ActivationC
         unpatch_model(model)
 
 
-def _name_modules(model: nn.Module, report: PatchReport) -> None:
-    """Name in the report of ``model``, or of each of its chunks, what is patched there. Earlier reports go."""
-    for module in model.modules():
-        if vars(module).pop("coat_patch_report", None) is report:
-            own = report if module is model else replace(report)
-            own.modules = [n for n, m in module.named_modules() if getattr(type(m), "coat_patched", False)]
-            module.coat_patch_report = own  # type: ignore[assignment]
-
-
 def _one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    if not isinstance(model, Sequence) or not model or not all(isinstance(chunk, nn.Module) for chunk in model):
-        raise ValueError(f"model: got {type(model).__name__}, accepted: a module, or a list of model chunks")
-    return nn.ModuleList(model)
+    return model if isinstance(model, nn.Module) else nn.ModuleList(model)

@@ -1,4 +1,8 @@
-"""First step of :func:`~megatron_patches.patch_model`: decide what to patch. Nothing is changed, little is refused."""
+"""First steps of :func:`~megatron_patches.patch_model`: decide what to patch, and refuse what the settings rule out.
+
+Nothing is changed here. Under pipeline parallelism every rank sees its own stage only. What class and configuration of
+the model rule out is refused in every stage, so that no rank waits for one that has raised.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 
+from ..layers.attention import why_no_fp8_attention
+from ..layers.cuda_graphs import layers_to_graph, why_no_graphs
 from ..layers.experts import has_experts
 from ..layers.linear import why_bf16_output_layer
 from ..layers.loss import why_plain_loss
@@ -19,24 +25,34 @@ from .config_check import why_bf16_config
 from .report import PatchReport
 from .why_bf16 import WHY_BF16, why_bf16_layer, why_bf16_sharing
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "check_model", "check_plan", "make_plan"]
 
 
 @dataclass
 class Plan:
     """What to patch in a model, and what not and why (``report``)."""
 
-    report: PatchReport = field(default_factory=PatchReport)
+    report: PatchReport
     blocks: list[Block] = field(default_factory=list)
     """To be patched."""
     invariant_outputs: dict[str, Any] = field(default_factory=dict)
     """Output layers that ``tp_invariant`` replaces, by name."""
     chunked: list[Any] = field(default_factory=list)
     """Language models whose loss is to be chunked."""
-    nothing: bool = False
-    """Whether there is nothing to patch, which is no error in a pipeline stage while others may have something."""
     why_nothing: str | None = None
     """What keeps the layers of all pipeline stages from being patched, or None."""
+
+
+def check_model(model: nn.Module, settings: ActivationConfig) -> None:
+    """Raises ValueError where there is nothing to plan: no transformer layer, patched already, or switched off."""
+    if not settings.enabled:
+        raise ValueError("activation.enabled: got false, accepted: true for a model that is to be patched")
+    for name, module in model.named_modules():
+        if getattr(type(module), "coat_patched", False):
+            raise ValueError(f"model: patched already ({name or type(module).__name__}); call unpatch_model first")
+    if not any(layers_of(model)) and not pipelined(model):
+        kinds = ", ".join(type(m).__name__ for m in (model if isinstance(model, nn.ModuleList) else [model]))
+        raise ValueError(f"model: got {kinds}, which holds no Megatron transformer layer")
 
 
 def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
@@ -45,20 +61,20 @@ def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
     Raises:
         ValueError: ``bf16_layers`` out of range.
     """
-    plan = Plan(PatchReport(settings=settings))
+    plan, configs = Plan(PatchReport(settings=settings)), configs_of(model)
+    _check_bf16_layers(settings, max((config.num_layers for config in configs), default=0))
+    for config in configs:
+        all_bf16 = len(_bf16_layers(settings, config.num_layers)) == config.num_layers
+        plan.why_nothing = plan.why_nothing or why_bf16_config(config) or ("bf16_layers" if all_bf16 else None)
     _plan_blocks(model, settings, plan)
-    if not plan.nothing:
-        _plan_outputs(model, settings, plan)
+    _plan_outputs(model, settings, plan)
+    if not plan.blocks and pipelined(model):
+        plan.report.note("no block is patched in this pipeline stage")
     return plan
 
 
 def _plan_blocks(model: nn.Module, settings: ActivationConfig, plan: Plan) -> None:
-    left = plan.report.left
-    _check_bf16_layers(settings, max((config.num_layers for config in configs_of(model)), default=0))
-    for config in configs_of(model):
-        all_bf16 = len(_bf16_layers(settings, config.num_layers)) == config.num_layers
-        plan.why_nothing = plan.why_nothing or why_bf16_config(config) or ("bf16_layers" if all_bf16 else None)
-    layers, blocks = list(layers_of(model)), []
+    left, blocks, layers = plan.report.left, [], list(layers_of(model))
     for name, layer in layers:
         asked = layer.layer_number - 1 in _bf16_layers(settings, layer.config.num_layers)
         whole = "bf16_layers" if asked else why_bf16_layer(layer, settings)
@@ -79,9 +95,6 @@ def _plan_blocks(model: nn.Module, settings: ActivationConfig, plan: Plan) -> No
         known = any(module is layer or module is getattr(layer, "_orig_mod", None) for _, layer in layers)
         if isinstance(module, BaseTransformerLayer) and not known:
             left[name] = "outside the decoder's layers (multi-token prediction)"
-    plan.nothing = not plan.blocks and (plan.why_nothing is not None or not pipelined(model))
-    if not plan.blocks and not plan.nothing:
-        plan.report.note("no block is patched in this pipeline stage")
 
 
 def _plan_outputs(model: nn.Module, settings: ActivationConfig, plan: Plan) -> None:
@@ -114,3 +127,32 @@ def _check_bf16_layers(settings: ActivationConfig, layers: int) -> None:
     if wrong and layers:
         accepted = f"0 to {layers - 1}, or {-layers} to -1 from the last, for {layers} layers"
         raise ValueError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")
+
+
+def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None:
+    """Raises ValueError, with the report, where the plan is not what the settings ask for."""
+    if not plan.blocks and (plan.why_nothing is not None or not pipelined(model)):
+        raise ValueError(f"model: nothing to patch{f' ({plan.why_nothing})' * bool(plan.why_nothing)}\n{plan.report}")
+    if settings.z_loss and _loss_stays_plain(plan, model):
+        accepted = "0, or a model whose loss is chunked"
+        raise ValueError(f"activation.z_loss: got {settings.z_loss}, accepted: {accepted}\n{plan.report}")
+    if settings.tp_invariant and (plan.report.left or settings.bf16_layers):
+        raise ValueError(f"activation.tp_invariant: got true, accepted: false with BF16 blocks\n{plan.report}")
+    if settings.cuda_graphs:
+        for config in configs_of(model):
+            if (reason := why_no_graphs(config)) is not None:
+                raise ValueError(f"activation.cuda_graphs: got true, accepted: false with {reason}")
+        if not layers_to_graph(plan.blocks)[0]:
+            why = "accepted: false where no layer has attention and MLP patched"
+            raise ValueError(f"activation.cuda_graphs: got true, {why}\n{plan.report}")
+    for block in plan.blocks if settings.attention == "fp8" else ():
+        if block.kind == "self_attention" and (reason := why_no_fp8_attention(block.layer.self_attention)):
+            raise ValueError(f'activation.attention: got "fp8", accepted: "bf16" with {reason} ({block.name})')
+
+
+def _loss_stays_plain(plan: Plan, model: nn.Module) -> bool:
+    """Whether some language model has a loss that is not chunked, here or in another pipeline stage."""
+    models = [m for _, m in language_models(model)]
+    if pipelined(model) and any(why_plain_loss(m) is not None for m in models):
+        return True
+    return not models or len(plan.chunked) < sum(getattr(m, "output_layer", None) is not None for m in models)

@@ -9,29 +9,26 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig, CoatConfigError
 
-__all__ = ["PatchReport", "check_patched", "is_patched", "reports_of"]
+__all__ = ["PatchReport", "check_settings", "is_patched", "reports_of"]
 
 
 @dataclass
 class PatchReport:
     """What :func:`patch_model` did. ``str()`` is a table; names are those of ``model.named_modules()``."""
 
+    settings: ActivationConfig
+    """What the model was patched with."""
     patched: list[str] = field(default_factory=list)
     """Blocks that run the flow."""
     left: dict[str, str] = field(default_factory=dict)
     """Blocks that stay BF16, and why."""
     unfused: dict[str, str] = field(default_factory=dict)
-    """Passes that stay Megatron's or autograd's in patched blocks, and why: of ``self_attention`` the rotary embedding
-    of queries and keys; of ``self_attn_bda`` and ``mlp_bda`` the sum of a norm's and the residual's gradient;
-    ``post_self_attn_layernorm`` and ``post_mlp_layernorm``, norms after their blocks."""
+    """Passes that stay Megatron's or autograd's in patched blocks, and why: rotary embedding (``self_attention``), the
+    sum of a norm's and the residual's gradient (``self_attn_bda``, ``mlp_bda``), norms after their blocks."""
     loss: dict[str, str] = field(default_factory=dict)
     """Output layers of language models: "chunked", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
     """Settings of the model that patching overrides, and what else is not as one may expect."""
-    settings: ActivationConfig | None = None
-    """What the model was patched with."""
-    modules: list[str] = field(default_factory=list, repr=False, compare=False)
-    """Modules that have a patched class, by their names in what holds the report, of a list each chunk."""
 
     def note(self, text: str) -> None:
         """Add to the notes, once."""
@@ -51,73 +48,28 @@ class PatchReport:
         return "\n".join(lines + [f"  note     {note}" for note in self.notes])
 
 
-def reports_of(model: nn.Module, argument: str = "model") -> list[PatchReport]:
-    """The reports of what is patched in ``model``: none where nothing is, several where parts were one by one.
-
-    A report of which nothing is patched any more is none.
-
-    Raises:
-        CoatConfigError: a part of what was patched was unpatched by itself; names ``argument`` and the modules.
-    """
-    found = []
-    for prefix, whole in model.named_modules():
-        report = vars(whole).get("coat_patch_report")
-        if report is None or (report.modules and not _runs_flow(whole)):
-            continue
-        here = dict(whole.named_modules())
-        gone = [f"{prefix}.{n}".lstrip(".") for n in report.modules if n in here and not _runs_flow(here[n])]
-        if gone:
-            names = _condensed(gone)
-            raise CoatConfigError(
-                f"{argument}: got one of which {len(gone)} of {len(report.modules)} modules are patched no more "
-                f"({names[0]}{', ...' if names[1:] else ''}), accepted: all that patch_model has patched, or nothing "
-                "of it; call unpatch_model on the whole, then patch_model on what is to be patched"
-            )
-        found.append(report)
-    return found
+def reports_of(model: nn.Module) -> list[PatchReport]:
+    """The reports of what is patched in ``model``: none where nothing is, several where parts were one by one."""
+    return [vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)]
 
 
-def is_patched(model: nn.Module, argument: str = "model") -> bool:
-    """Whether ``model`` is patched: it has a report, be it of nothing, or is a part of what has one.
-
-    Raises:
-        CoatConfigError: as :func:`reports_of`.
-    """
-    return bool(reports_of(model, argument)) or _runs_flow(model)
+def is_patched(model: nn.Module) -> bool:
+    """Whether ``model`` is patched: it has a report, be it of nothing, or is a part of what has one."""
+    return bool(reports_of(model)) or any(getattr(type(m), "coat_patched", False) for m in model.modules())
 
 
-def check_patched(model: nn.Module, block: ActivationConfig, argument: str = "model") -> None:
-    """Refuse a model that is not patched as a block says; of a list of chunks (``ModuleList``), each of them.
-
-    Raises:
-        CoatConfigError: a chunk is not patched, names ``argument``; a part was unpatched, or patched otherwise.
-    """
-    reports = reports_of(model, argument)
-    chunks = list(model) if type(model) is nn.ModuleList else [model]
-    bare = [str(i) for i, chunk in enumerate(chunks) if not is_patched(chunk)]
-    if bare:
-        raise CoatConfigError(
-            f"{argument}: got {len(chunks)} chunks of which {', '.join(bare)} (counted from 0) "
-            f"{'are' if bare[1:] else 'is'} not patched, accepted: all patched, as patch_model does with the list of "
-            "them, also where a chunk has nothing to patch"
-        )
-    for report in reports:
+def check_settings(model: nn.Module, block: ActivationConfig) -> None:
+    """Raises CoatConfigError where ``model``, or a part of it, was patched with other settings than ``block``."""
+    for report in reports_of(model):
         if report.settings != block:
-            raise CoatConfigError(
-                "coat.activation: got a model that is patched already with "
-                f"{_difference(report.settings, block)}; accepted: the same settings, or an unpatched model"
+            pairs = [(key, getattr(report.settings, key), asked) for key, asked in block]
+            different = ", ".join(
+                f"{key} {had!r} where the block says {asked!r}" for key, had, asked in pairs if had != asked
             )
-
-
-def _runs_flow(model: nn.Module) -> bool:
-    return any(getattr(type(module), "coat_patched", False) for module in model.modules())
-
-
-def _difference(model: ActivationConfig | None, block: ActivationConfig) -> str:
-    if model is None:
-        return "unknown settings"
-    pairs = [(key, getattr(model, key), value) for key, value in block if getattr(model, key) != value]
-    return ", ".join(f"{key} {given!r} where the block says {asked!r}" for key, given, asked in pairs)
+            raise CoatConfigError(
+                f"coat.activation: got a model that is patched already with {different}; accepted: the same settings, "
+                "or an unpatched model"
+            )
 
 
 def _condensed(names: list[str]) -> list[str]:

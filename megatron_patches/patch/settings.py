@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError, load_json
+from coat_dist.config import CoatConfig, CoatConfigError
 
-__all__ = ["Config", "activation_settings", "coat_block"]
+__all__ = ["Config", "coat_block"]
 
 Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | CoatConfig
 """What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; or the parsed block."""
@@ -23,27 +23,7 @@ def coat_block(config: Config, name: str = "config") -> CoatConfig:
     Raises:
         CoatConfigError: nothing there, no block in it, or a wrong one.
     """
-    if isinstance(config, CoatConfig):
-        return config
-    accepted = (
-        'a DeepSpeed configuration with a "coat" block (path, dict or base64 of JSON), or the parsed block: '
-        "CoatConfig.from_deepspeed(configuration), CoatConfig.parse(content of the block)"
-    )
-    if not isinstance(config, str | os.PathLike | Mapping):
-        raise CoatConfigError(f"{name}: got {type(config).__name__}, accepted: {accepted}")
-    whole = load_json(config)
-    block = CoatConfig.from_deepspeed(whole)
+    block = config if isinstance(config, CoatConfig) else CoatConfig.from_deepspeed(config)
     if block is None:
-        given = os.fspath(config)[:80] if isinstance(config, str | os.PathLike) else "a dict"
-        keys = ", ".join(map(str, whole)) or "none"
-        raise CoatConfigError(f'{name}: got {given} without a "coat" block (its keys: {keys}), accepted: {accepted}')
+        raise CoatConfigError(f'{name}: got one without a "coat" block, accepted: a DeepSpeed configuration with it')
     return block
-
-
-def activation_settings(config: Config | ActivationConfig) -> ActivationConfig:
-    """The block's ``"activation"``; an :class:`ActivationConfig` is returned as it is.
-
-    Raises:
-        CoatConfigError: as :func:`coat_block`.
-    """
-    return config if isinstance(config, ActivationConfig) else coat_block(config).activation

@@ -1,8 +1,7 @@
-"""Why blocks of a layer stay BF16: start here. A reason is a sentence for the report, None means "none".
+"""Why blocks of a layer stay BF16: what concerns a layer as a whole, and modules that stand in several places.
 
-The reasons of one kind of block stand beside the classes that would replace it: ``attention.py``, ``mlp.py`` and
-``experts.py``, which ask ``linear.py``, ``norm.py`` and ``hooks.py``; those of the loss are in ``loss.py``, those of
-Megatron's settings in ``fields.py``. Here are what concerns a layer as a whole, and blocks that share modules.
+A reason is a sentence for the report, None means "none". Those of one kind of block stand beside the classes that would
+replace it, those of the loss in ``loss.py``, those of Megatron's settings in ``fields.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..layers.attention import why_bf16_attention
 from ..layers.experts import why_bf16_experts, why_bf16_shared_experts
 from ..layers.mlp import why_bf16_mlp
 from ..layers.post_norm import PostNormTransformerLayer
-from .blocks import NORMS, Block
+from .blocks import Block
 from .config_check import why_bf16_config
 
 __all__ = ["WHY_BF16", "why_bf16_layer", "why_bf16_sharing"]
@@ -55,39 +54,17 @@ def why_bf16_layer(layer: nn.Module, settings: ActivationConfig) -> str | None:
 
 
 def why_bf16_sharing(model: nn.Module, blocks: list[Block]) -> dict[str, str]:
-    """Why blocks that could be patched by themselves stay BF16 all the same, by name: they share modules.
+    """Why blocks that could be patched by themselves stay BF16 all the same, by name: a module has several places.
 
-    A module that is used in two places can be patched if both want the same of it. Norms of patched blocks all hand
-    their input on. Everything else belongs to one norm: two layers can share an attention if they share its norm too. A
-    place outside of ``blocks`` wants the module as it was.
+    Each place may want another patch of it, or none. A layer that stands in several places is one block.
     """
-    places: dict[int, dict[tuple[int, str], str]] = defaultdict(dict)  # of a module: parent and attribute → name
+    places: dict[int, list[str]] = defaultdict(list)
     for name, parent in model.named_modules():
         for key, child in parent.named_children():
-            places[id(child)][id(parent), key] = f"{name}.{key}".lstrip(".")
-    left: dict[str, str] = {}
-    while True:
-        rest = [b for b in blocks if b.name not in left]
-        users: dict[int, list[Block]] = defaultdict(list)
-        known: dict[int, set[tuple[int, str]]] = defaultdict(set)
-        for block in rest:
-            for path, module in block.modules().items():
-                parent, _, key = path.rpartition(".")
-                users[id(module)].append(block)
-                known[id(module)].add((id(block.layer.get_submodule(parent)), key))
-        more = {}
-        for block in rest:
-            for path, module in block.modules().items():
-                others = [name for place, name in places[id(module)].items() if place not in known[id(module)]]
-                if path not in NORMS.values():
-                    others += [b.name for b in users[id(module)] if _ids(b) != _ids(block)]
-                if others:
-                    more[block.name] = f"{path} shared with {others[0]}"
-                    break
-        if not more:
-            return left
-        left |= more
-
-
-def _ids(block: Block) -> list[int]:
-    return [id(m) for m in block.modules().values()]
+            places[id(child)].append(f"{name}.{key}".lstrip("."))
+    return {
+        block.name: f"{path} shared by {' and '.join(places[id(module)])}"
+        for block in blocks
+        for path, module in block.modules().items()
+        if len(places[id(module)]) > 1
+    }

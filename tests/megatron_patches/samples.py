@@ -126,24 +126,3 @@ INERT: dict[str, Any] = dict(
     **{key: (lambda *args, **kwargs: None) for key in ("no_sync_func", "grad_sync_func", "param_sync_func")},
     **EXPERTS,
 ) | {key: not DECLARED[key].default for key in _TURNED.split() if key in DECLARED}
-# Honoured fields that one CPU rank cannot set, by what they need.
-NEEDS = {
-    "other ranks": """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-        sequence_parallel expert_model_parallel_size expert_tensor_parallel_size num_layers_in_first_pipeline_stage
-        num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
-        account_for_loss_in_pipeline_split overlap_p2p_comm_warmup_flush context_parallel_size hybrid_context_parallel
-        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type overlap_moe_expert_parallel_comm
-        ep_overlap_early_attn_memory_release defer_embedding_wgrad_compute moe_router_topk_limited_devices""",
-    "CUDA": """moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-        moe_shared_expert_overlap moe_enable_deepep cuda_graph_impl enable_cuda_graph external_cuda_graph
-        variable_seq_lengths""",
-    "another package": """gradient_accumulation_fusion apply_rope_fusion fused_single_qkv_rope moe_latent_size
-        moe_grouped_gemm moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_permute_fusion
-        moe_router_fusion fine_grained_activation_offloading""",
-    "the class of the model": "mtp_num_layers",  # given a specification of its own
-    "a training loop": "timers qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit",
-    "weights": "perform_initialization",
-    "inference": "flash_decode",
-    "compilation": "bias_dropout_fusion",
-    "FP16, which is not patched": "fp16",
-}

@@ -5,40 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
+import megatron_patches as mp
 from tests.support import run_ranks
 
-from .tiny import NARROW
+from .tiny import FULL, NARROW, tiny_batch, tiny_gpt, tiny_loss
+from .training import drive, engine_config
 
 
 def _config(gather, zero=None, **activation):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 200, **(zero or {})},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {"activation": {"fp8_weight_gather": gather, **activation}},
-    }
+    return engine_config(
+        3,
+        gradient_accumulation_steps=2,
+        zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 200, **(zero or {})},
+        coat={"activation": {"fp8_weight_gather": gather, **activation}},
+    )
 
 
 def _engine(config, **changes):
-    import megatron_patches
-    from tests.megatron_patches.tiny import tiny_gpt
 
-    return megatron_patches.initialize(model=tiny_gpt(**NARROW | changes), config=config)[0]
+    return mp.initialize(model=tiny_gpt(**NARROW | changes), config=config)[0]
 
 
 def _run(engine, world, rank, steps=3):
-    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
-
     losses = []
     for step in range(2 * steps):
         batch = tiny_batch(world * step + rank)
-        loss = tiny_loss(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses += drive(engine, [batch])
         if step == 3:  # forward without backward: weights stay, until somebody asks for their values
             with torch.no_grad():
                 losses.append(tiny_loss(engine, batch).item())
@@ -83,9 +75,8 @@ class _Sent:
 
 
 def _compared(rank, world, cases):
-    import megatron_patches
 
-    megatron_patches.initialize_model_parallel(1)
+    mp.initialize_model_parallel(1)
     sent = _Sent()
     found = []
     for changes, zero, activation in cases:
@@ -108,13 +99,12 @@ def _compared(rank, world, cases):
 KEPT = {"stage3_max_reuse_distance": 10**9}
 LET_GO = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 AHEAD = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 40_000}
-MORE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = {
     "rows": ({}, LET_GO, {}),
     "rows, kept from forward to backward": ({}, KEPT, {}),
     "in advance": ({}, AHEAD, {}),
     "tensors": ({}, LET_GO, {"forward_scales": "tensor", "forward": "quantized"}),
-    "recomputed": (MORE, LET_GO, {}),
+    "recomputed": (FULL, LET_GO, {}),
     "invariant": ({}, KEPT, {"tp_invariant": True}),
     "experts": (
         dict(num_moe_experts=2, moe_token_dispatcher_type="allgather", moe_router_topk=1, moe_router_pre_softmax=True),
@@ -124,11 +114,14 @@ CASES = {
     "hpZ": ({}, LET_GO | {"zero_hpz_partition_size": 2}, {}),
     "a layer in BF16": ({}, LET_GO, {"bf16_layers": [0], "attention": "fp8"}),
 }
-WHOLE = ("rows, kept from forward to backward",)
+KEPT_FOR_BOTH = "rows, kept from forward to backward"
 SHORT = ("rows", "in advance")
 
 
-def _check(names):
+@pytest.mark.parametrize(
+    "names", [SHORT, pytest.param([n for n in CASES if n not in (*SHORT, "hpZ")], marks=pytest.mark.slow)]
+)
+def test_training_is_the_same_to_the_bit(names):
     for results in run_ranks(2, _compared, [CASES[name] for name in names]):
         for name, (same, different, (plain, none), (others, codes)) in zip(names, results, strict=True):
             assert same and not different, name
@@ -137,19 +130,10 @@ def _check(names):
                 assert (others, codes) == (plain, 0)
             elif name == "in advance":
                 assert 0 < codes <= plain - others, name
-            elif name in WHOLE:  # what forward and backward multiply, gathered once for both
+            elif name == KEPT_FOR_BOTH:  # what forward and backward multiply, gathered once for both
                 assert codes == plain - others > 0, name
             else:
                 assert 2 * codes == plain - others > 0, name
-
-
-def test_training_is_the_same_to_the_bit():
-    _check(SHORT)
-
-
-@pytest.mark.slow
-def test_training_is_the_same_to_the_bit_in_every_mode():
-    _check([name for name in CASES if name not in SHORT and name != "hpZ"])
 
 
 @pytest.mark.slow
@@ -162,51 +146,49 @@ def test_second_shards_of_a_node_are_gathered_as_codes(world):
 
 
 def _asked_for_values(rank, world, folder):
-    """Whoever asks for values gets them, also of weights that are here as codes; nothing is stale afterwards."""
+    """Values are read and written, also of weights that are held as codes; nothing is stale afterwards."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-    import megatron_patches
-    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
-
-    megatron_patches.initialize_model_parallel(1)
+    mp.initialize_model_parallel(1)
     found = []
     for gather in (False, True):
-        engine = _engine(_config(gather, KEPT))
-        path, told = f"{folder}/{gather}", []
-        batch = tiny_batch(rank)
+        engine, told = _engine(_config(gather, KEPT)), []
 
-        def evaluate(engine=engine, told=told, batch=batch):
+        def evaluate(engine=engine, told=told):
             with torch.no_grad():
-                told.append(tiny_loss(engine, batch).item())
+                told.append(tiny_loss(engine, tiny_batch(rank)).item())
 
         told += _run(engine, world, rank, steps=1)
-        engine.save_checkpoint(path)
+        engine.save_checkpoint(f"{folder}/{gather}")
         after = _run(engine, world, rank, steps=1)
         evaluate()
         layer = engine.module.decoder.layers[0]
-        weight = layer.self_attention.linear_qkv.weight
+        weight, fc1, fc2 = (
+            layer.self_attention.linear_qkv.weight,
+            layer.mlp.linear_fc1.weight,
+            layer.mlp.linear_fc2.weight,
+        )
         codes = [p for p in engine.module.parameters() if getattr(p, "coat_gathered", None) is not None]
         assert bool(codes) == gather and all(p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in codes)
         with deepspeed.zero.GatheredParameters([weight]):
             told.append(weight.float().sum().item())
         evaluate()
-        with deepspeed.zero.GatheredParameters([weight, layer.mlp.linear_fc2.weight], modifier_rank=0):
+        with deepspeed.zero.GatheredParameters([weight, fc2], modifier_rank=0):
             if rank == 0:
                 weight.data.mul_(2)
-                layer.mlp.linear_fc2.weight.data.add_(0.125)
+                fc2.data.add_(0.125)
         evaluate()
-        value = safe_get_full_fp32_param(layer.mlp.linear_fc1.weight)
-        safe_set_full_fp32_param(layer.mlp.linear_fc1.weight, value * 0.5)
+        safe_set_full_fp32_param(fc1, safe_get_full_fp32_param(fc1) * 0.5)
         evaluate()
         assert len(set(told[-4:-1])) == 3
         state = engine._zero3_consolidated_16bit_state_dict()
         told += [{n: t.double().sum().item() for n, t in state.items()}] if rank == 0 else []
-        engine.load_checkpoint(path)
+        engine.load_checkpoint(f"{folder}/{gather}")
         told += _run(engine, world, rank, steps=1)
         assert told[-2:] == after
         evaluate()
-        megatron_patches.unpatch_model(engine.module)  # its layers read values again
+        mp.unpatch_model(engine.module)  # its layers read values again
         evaluate()
         evaluate()
         assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3], told
@@ -215,15 +197,14 @@ def _asked_for_values(rank, world, folder):
     return found[0] == found[1]
 
 
-def test_whoever_asks_for_values_gets_them(tmp_path):
+def test_values_can_be_read_and_written(tmp_path):
     assert run_ranks(2, _asked_for_values, str(tmp_path)) == [True, True]
 
 
 def _compiled(rank, world):
     """Losses eager, compiled from the first step on, and from the second on."""
-    import megatron_patches
 
-    megatron_patches.initialize_model_parallel(1)
+    mp.initialize_model_parallel(1)
     found = []
     for gather, zero, compiled_at in [(False, LET_GO, None), (False, LET_GO, 0), (True, LET_GO, 0), (True, KEPT, 1)]:
         torch._dynamo.reset()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import MPUAdapter, initialize_model_parallel, patch_model, rng_state, set_rng_state
+from megatron_patches import MPUAdapter, patch_model, rng_state, set_rng_state
 
-from .tiny import tiny_batch, tiny_gpt, tiny_loss
+from .tiny import FULL, assert_equal, gradients, tiny_batch, tiny_gpt
 
 
 def test_adapter_has_what_deepspeed_asks_for_and_nothing_that_means_sequence_parallelism():
@@ -31,21 +29,6 @@ def test_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
     mpu = MPUAdapter()
     assert (mpu.get_model_parallel_world_size(), mpu.get_model_parallel_rank()) == (8, 7)
     assert mpu.get_model_parallel_group() == "both"
-    assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (4, 3)
-
-
-def test_initialize_refuses_a_second_time_and_wrong_sizes(monkeypatch):
-    with pytest.raises(RuntimeError, match="exist already"):
-        initialize_model_parallel(1)
-    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
-    for tp in (0, 2, -1):
-        with pytest.raises(ValueError, match=f"tp: got {tp}, accepted: a divisor of the number of ranks, 1"):
-            initialize_model_parallel(tp)
-    with pytest.raises(ValueError, match="pipeline_model_parallel_size: got 2, accepted: a divisor of .* over tp, 1"):
-        initialize_model_parallel(1, pipeline_model_parallel_size=2)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    with pytest.raises(RuntimeError, match="torch.distributed: not initialized"):
-        initialize_model_parallel(1)
 
 
 def test_random_states_resume(device):
@@ -68,17 +51,9 @@ def test_random_states_resume(device):
 
 def test_full_recompute_drops_the_same_elements_again(device):
     """Hidden dropout draws from the default state and attention dropout from the tracker; recompute replays both."""
-    state, results = rng_state(), []
-    for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+    results = []
+    for recompute in ({}, FULL):
         model = tiny_gpt(hidden_dropout=0.2, attention_dropout=0.2, **recompute)
         patch_model(model, ActivationConfig())
-        set_rng_state(state)
-        loss = tiny_loss(model, tiny_batch(0, device))
-        after = rng_state()
-        loss.backward()
-        assert torch.equal(rng_state()["cpu"], after["cpu"]), "backward must leave the random state alone"
-        results.append((loss.item(), model.decoder.layers[0].mlp.linear_fc1.weight.grad))
-        assert tiny_loss(model, tiny_batch(0, device)).item() != loss.item(), "nothing was dropped"
-    assert results[0][0] == results[1][0]
-    if device == "cpu":
-        assert torch.equal(results[0][1], results[1][1])
+        results.append(gradients(model, tiny_batch(0, device)))
+    assert_equal(*results)

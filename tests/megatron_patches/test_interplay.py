@@ -1,4 +1,4 @@
-"""What training programs do around patched models (recompute, evaluation, offloading ...) changes no bit on the CPU."""
+"""What training programs do around patched models (recompute, freezing, offloading ...) changes no bit on the CPU."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import patch_model, unpatch_model
+from megatron_patches import patch_model
 
-from .interplay import FULL, MODELS, assert_same, losses_and_gradients
-from .tiny import OLMO2, tiny_batch, tiny_gpt, tiny_loss
+from .tiny import FAMILIES, FULL, assert_equal, gradients, selective, tiny_batch, tiny_gpt, tiny_loss
 
-SETTINGS = ActivationConfig()
-
-
-@pytest.fixture(params=[*MODELS, "olmo2"])
-def options(request):
-    return OLMO2 if request.param == "olmo2" else MODELS[request.param]
-
-
-SELECTIVE = "mlp", "moe", "core_attn", "layernorm"
+# Which parameters are trained, by a test on their names.
+TRAINED = {
+    "not the embedding": lambda n: "embedding" not in n,
+    "from the first MLP": lambda n: not any(k in n for k in ("embedding", "0.input_layernorm", "0.self_attention")),
+    "the last layer": lambda n: "layers.1." in n or "final" in n,
+    "norms of MLPs": lambda n: "pre_mlp_layernorm" in n,
+    "fc1 of the last layer": lambda n: "1.mlp.linear_fc1" in n,
+    "fc2 of the last layer": lambda n: "1.mlp.linear_fc2" in n,
+    "biases": lambda n: "bias" in n,
+    "all but norms": lambda n: "norm" not in n,
+    "all but routers": lambda n: "router" not in n,
+}
+BIASED = {"add_bias_linear": True, "hidden_dropout": 0.1}
 
 
 def build(options, **changes):
     model = tiny_gpt(**options | changes)
-    patch_model(model, SETTINGS)
+    patch_model(model, ActivationConfig())
     return model
 
 
+@pytest.fixture(params=FAMILIES)
+def options(request):
+    return FAMILIES[request.param]
+
+
 @pytest.mark.parametrize(
-    "recompute",
-    [FULL, FULL | {"recompute_num_layers": 2}]
-    + [
-        {"recompute_granularity": "selective", "recompute_modules": m}
-        for m in (["mlp"], ["moe"], ["core_attn"], ["layernorm"])
-    ],
-    ids=["full", "full_by_two", "mlp", "moe", "core_attn", "layernorm"],
+    "recompute", [FULL, FULL | {"recompute_num_layers": 2}, *map(selective, ("mlp", "moe", "core_attn", "layernorm"))]
 )
 def test_recompute(options, recompute, device):
     if "moe" in recompute.get("recompute_modules", ()) and "num_moe_experts" not in options:
         pytest.skip("no experts")
     batch = tiny_batch(2, device)
-    assert_same(
-        losses_and_gradients(build(options, **recompute), batch), losses_and_gradients(build(options), batch), device
-    )
+    assert_equal(gradients(build(options, **recompute), batch), gradients(build(options), batch))
 
 
 def test_evaluation(options, device):
@@ -57,51 +57,56 @@ def test_evaluation(options, device):
     assert tiny_loss(model, batch).item() == training
 
 
-def test_gradients_accumulate(options, device):
-    model, batches = build(options), [tiny_batch(i, device) for i in range(2)]
-    _, first = losses_and_gradients(model, batches[0])
-    _, second = losses_and_gradients(model, batches[1])
-    _, both = losses_and_gradients(model, *batches)
-    if device == "cpu":
-        for name, gradient in both.items():
-            assert torch.equal(gradient, first[name] + second[name]), name
-
-
-@pytest.mark.parametrize("frozen", ["linear_fc1", "bias", "layers.0.", "norm", "router"])
-def test_frozen_parameters(options, frozen, device):
-    """Frozen parameters get no gradient, all others the same one as without freezing."""
-    model, batch = build(options), tiny_batch(0, device)
-    _, whole = losses_and_gradients(model, batch)
+def check_frozen(options, recompute, which, device):
+    """Frozen parameters get no gradient, all others the same one as without freezing and recompute."""
+    batch, model = tiny_batch(2, device), build(options, **recompute)
+    loss, whole = gradients(build(options), batch)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(frozen not in name)
-    _, rest = losses_and_gradients(model, batch)
-    for name, gradient in rest.items():
-        assert (gradient is None) == (frozen in name), name
-        assert gradient is None or device != "cpu" or torch.equal(gradient, whole[name]), name
+        parameter.requires_grad_(TRAINED[which](name))
+    found = gradients(model, batch)
+    assert_equal(found, (loss, {n: g if TRAINED[which](n) else None for n, g in whole.items()}))
 
 
-def test_layers_left_in_bf16_compute_what_they_did(options, device):
-    model, batch = tiny_gpt(**options), tiny_batch(0, device)
-    outputs = []
-    for layer in model.decoder.layers:
-        layer.register_forward_hook(lambda *args: outputs.append(args[-1][0].detach().clone()))
-    tiny_loss(model, batch)
-    patch_model(model, ActivationConfig(bf16_layers=(0,)))
-    tiny_loss(model, batch)
-    unpatch_model(model)
-    before, after = outputs[:2], outputs[2:]
-    assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+@pytest.mark.parametrize("which", ["not the embedding", "all but norms", "all but routers", "biases"])
+def test_frozen_parameters(options, which, device):
+    if which == "biases" and "add_bias_linear" not in options:
+        pytest.skip("no biases")
+    check_frozen(options, {}, which, device)
+
+
+@pytest.mark.parametrize(
+    ("module", "which"),
+    [("mlp", which) for which in TRAINED] + [(m, "from the first MLP") for m in ("core_attn", "layernorm")],
+)
+def test_frozen_parameters_under_recompute(module, which, device):
+    check_frozen(BIASED, selective(module), which, device)
+
+
+@pytest.mark.parametrize("module", ["mlp", "core_attn"])
+def test_hooks_of_parameters_run_once(module, device):
+    """ZeRO and Megatron's DistributedDataParallel count on it."""
+    model = build(BIASED, **selective(module))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(TRAINED["from the first MLP"](name))
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+            parameter.register_hook(lambda gradient: gradient.clone())
+            accumulate = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            accumulate.register_hook(lambda *_, name=name: seen.append(f"node {name}"))
+            parameter.coat_keep = accumulate
+    gradients(model, tiny_batch(2, device))
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert sorted(seen) == sorted(names + [f"node {n}" for n in names])
 
 
 def test_saved_tensors_on_the_cpu(options, device):
     """torch.autograd.graph.save_on_cpu: offload of everything that is saved, FP8 codes and scales among it."""
     model, batch = build(options), tiny_batch(0, device)
-    expected = losses_and_gradients(model, batch)
-    model.zero_grad(set_to_none=True)
+    expected = gradients(model, batch)
     with torch.autograd.graph.save_on_cpu():
-        loss = tiny_loss(model, batch)
-    loss.backward()
-    assert_same(([loss.item()], {n: p.grad for n, p in model.named_parameters()}), expected, device)
+        assert_equal(gradients(model, batch), expected)
 
 
 @pytest.mark.long
@@ -112,23 +117,10 @@ def test_saved_tensors_on_the_cpu(options, device):
 def test_compiled_layers(name, backend, device):
     """torch.compile around each layer. It may break the graph at the flow; results are those without it."""
     torch._dynamo.reset()
-    model, batch = build(MODELS[name]), tiny_batch(0, device)
-    expected = losses_and_gradients(model, batch)
+    model, batch = build(FAMILIES[name]), tiny_batch(0, device)
+    expected = gradients(model, batch)
     for i, layer in enumerate(model.decoder.layers):
         model.decoder.layers[i] = torch.compile(layer, backend=backend)
-    losses, compiled = losses_and_gradients(model, batch)
+    loss, compiled = gradients(model, batch)
     torch._dynamo.reset()
-    assert_same((losses, {n.replace("._orig_mod", ""): g for n, g in compiled.items()}), expected, device)
-
-
-@pytest.mark.slow
-def test_compiled_experts(device):
-    """torch.compile around the experts of a layer alone."""
-    torch._dynamo.reset()
-    model, batch = build(MODELS["experts"], num_layers=1), tiny_batch(0, device)
-    expected = losses_and_gradients(model, batch)
-    layer = model.decoder.layers[0]
-    layer.mlp = torch.compile(layer.mlp, backend="eager")
-    losses, compiled = losses_and_gradients(model, batch)
-    torch._dynamo.reset()
-    assert_same((losses, {n.replace("_orig_mod.", ""): g for n, g in compiled.items()}), expected, device)
+    assert_equal((loss, {n.replace("._orig_mod", ""): g for n, g in compiled.items()}), expected)

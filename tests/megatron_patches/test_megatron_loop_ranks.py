@@ -11,52 +11,34 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
+from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
+from .training import start
+
 STEPS, ACCUMULATION = 3, 2
 
 
 def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.bfloat16, **changes: Any):
     """Losses, main_grads of this rank after the first micro-batch and the first two, weights that were used stale."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from coat_dist.flow import weights as flow_weights
-    from megatron_patches import initialize_model_parallel, patch_model
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
+    from megatron_patches import patch_model
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    initialize_model_parallel(tp)
+    start(tp)
     bf16 = dtype == torch.bfloat16
     sizes = SMALL | {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
     model = tiny_gpt(**sizes, bf16=bf16, params_dtype=dtype, **changes)
     model.config.gradient_accumulation_fusion = fusion  # after construction, which asks for Apex
     report = patch_model(model, ActivationConfig(weights=weights))
     assert any("main_grad" in note for note in report.notes) == fusion
-    ddp = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed,
-            overlap_grad_reduce=distributed,
-            overlap_param_gather=distributed,
-            bucket_size=1,  # every parameter is gathered on its own
-        ),
-        model,
+    both = {"use_distributed_optimizer": distributed, "overlap_param_gather": distributed}
+    # Every parameter is gathered on its own.
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=distributed, bucket_size=1, **both
     )
-    options = OptimizerConfig(
-        optimizer="adam",
-        lr=3e-3,
-        bf16=bf16,
-        params_dtype=dtype,
-        use_distributed_optimizer=distributed,
-        overlap_param_gather=distributed,
-        clip_grad=1.0,
-    )
+    ddp = DistributedDataParallel(model.config, config, model)
+    options = OptimizerConfig(optimizer="adam", lr=3e-3, bf16=bf16, params_dtype=dtype, clip_grad=1.0, **both)
     optimizer = get_megatron_optimizer(options, [ddp])
 
     names = {id(p): n for n, p in model.named_parameters()}
@@ -89,14 +71,12 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
 
 def _in_loop(rank, world, tp, distributed):
     """Losses with and without fusion, with and without the cache; fp32 parameters, then bf16."""
-    runs = {}
-    for dtype, fusion, weights in itertools.product(
-        (torch.float32, torch.bfloat16), (False, True), ("on_use", "cached")
-    ):
-        if distributed and dtype == torch.float32:
-            continue
-        runs[dtype, fusion, weights] = _train(rank, world, tp, distributed, fusion, weights, dtype)
-    return runs
+    kinds = itertools.product((torch.float32, torch.bfloat16), (False, True), ("on_use", "cached"))
+    return {
+        (dtype, fusion, weights): _train(rank, world, tp, distributed, fusion, weights, dtype)
+        for dtype, fusion, weights in kinds
+        if not distributed or dtype == torch.bfloat16
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch.utils._pytree import tree_leaves
 
+import megatron_patches as mp
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as Moments
 from megatron_patches.compat import older_than
+from megatron_patches.parallel.optimizer import _check_config, _check_tied
 from tests.support import run_ranks, saves_by_dist_checkpointing
+
+from .tiny import NARROW, labelled_loss, tiny_batch, tiny_gpt
+from .training import start
 
 STEPS, SAVED_AFTER = 6, 3
 OLD = older_than("0.15")
@@ -23,15 +34,10 @@ COAT = {"coat": {"optimizer": {"stochastic_rounding": True}}}
 class Run:
     """A patched GPT in Megatron's own loop; ``coat`` None: Megatron's AdamW."""
 
-    def __init__(self, coat=None, model=None, **options):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        import megatron_patches as mp
-        from tests.megatron_patches.tiny import NARROW, tiny_gpt
-
+    def __init__(self, coat=None, model=None, patch=True, **options):
         model = tiny_gpt(**NARROW | (model or {}))
-        mp.patch_model(model, {"coat": {}})
+        if patch:
+            mp.patch_model(model, {"coat": {}})
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(model.config, ddp, model)
         settings = dict(optimizer="adam", lr=3e-3, min_lr=0.0, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0)
@@ -43,17 +49,12 @@ class Run:
             self.optimizer = mp.get_megatron_optimizer(config, [self.model], coat=coat)
 
     def train(self, steps):
-        import torch.distributed as dist
-        from megatron.core.distributed import finalize_model_grads
-
-        from tests.megatron_patches.tiny import tiny_batch
-
         losses = []
         for step in steps:
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            tokens, labels, positions = tiny_batch(2 * step + dist.get_rank())
-            loss = self.model(tokens, positions, None, labels=labels).mean()
+            device = next(self.model.parameters()).device
+            loss = labelled_loss(self.model, tiny_batch(2 * step + dist.get_rank(), device))
             loss.backward()
             finalize_model_grads([self.model])
             assert self.optimizer.step()[0]
@@ -66,15 +67,10 @@ class Run:
     def bytes(self):
         """Everything that the next steps depend on, on this rank."""
         inner = [one.optimizer for one in self.optimizer.chained_optimizers]
-        states = [one.state[p] for one in inner for group in one.param_groups for p in group["params"]]
-        shards = [p.detach().clone() for one in inner for group in one.param_groups for p in group["params"]]
-        weights = [p.detach().clone() for p in self.model.parameters()]
-        return shards, weights, [{k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()} for s in states]
+        shards = [(p.detach(), one.state[p]) for one in inner for group in one.param_groups for p in group["params"]]
+        return copy.deepcopy((shards, [p.detach() for p in self.model.parameters()]))
 
     def save(self, folder, kind):
-        import torch.distributed as dist
-        from megatron.core import dist_checkpointing
-
         rank = dist.get_rank()
         if rank == 0:
             folder.mkdir(parents=True)
@@ -88,9 +84,6 @@ class Run:
         dist.barrier()
 
     def load(self, folder, kind, **metadata):
-        import torch.distributed as dist
-        from megatron.core import dist_checkpointing
-
         if kind == "torch":
             loaded = torch.load(folder / f"model_{dist.get_rank()}.pt", weights_only=False)
         else:
@@ -112,30 +105,18 @@ class Run:
 
 def _shards(folder):
     """Megatron's file of the shards of one tensor-parallel rank."""
-    from megatron.core import parallel_state
-
     return str(folder / f"distrib_optim_{parallel_state.get_tensor_model_parallel_rank()}.pt")
 
 
 def _same(left, right):
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return left == right
+    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def _train_and_resume(rank, world, folder, kinds, tp=1, **model):
     """Losses of a whole run and what became of it when it was saved and resumed, by format; and the run."""
     with saves_by_dist_checkpointing():
-        from megatron.core import parallel_state
-
-        from megatron_patches import initialize_model_parallel
-
-        if not parallel_state.model_parallel_is_initialized():
-            initialize_model_parallel(tp)
+        start(tp)
         run = Run(COAT, model)
         losses = run.train(range(SAVED_AFTER))
         saved = run.bytes()
@@ -156,14 +137,14 @@ def _all(rank, world, folder):
     losses, resumed, run = _train_and_resume(rank, world, folder, ["torch", DIST])
     adamw = Run().train(range(STEPS))
     # Without codes, and with other formats: moments in fp32 carry on.
-    anew = Run({"coat": {}})
-    anew.load(folder / DIST, DIST, coat_codes=False)
+    rounded = Run({"coat": {}})
+    rounded.load(folder / DIST, DIST, coat_codes=False)
     other = Run({"coat": {"optimizer": {"first_moment": "int8", "second_moment": "log8"}}})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         other.load(folder / DIST, DIST)
-    said = [str(w.message) for w in warned if "rounded anew" in str(w.message)]
-    carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (anew, other)]
+    said = [str(w.message) for w in warned if "rounded again" in str(w.message)]
+    carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (rounded, other)]
     inner = run.inner()
     groups = [(g["wd_mult"], g["moments"], {tuple(inner.state[p]) for p in g["params"]}) for g in inner.param_groups]
     coded = [p for g in inner.param_groups if g["moments"] == "fp8" for p in g["params"]]
@@ -172,26 +153,19 @@ def _all(rank, world, folder):
     return dict(adamw=adamw, losses=losses, resumed=resumed, carried=carried, said=said, groups=groups, counts=counts)
 
 
-def _more_formats(rank, world, folder):
+def _more(rank, world, folder, tp, kinds, model):
     """Also what Megatron's own AdamW makes of such a checkpoint, where it can load any without Transformer Engine."""
-    losses, resumed, _ = _train_and_resume(rank, world, folder, OTHERS)
-    carried = []
-    if not older_than("0.16"):
-        plain = Run()
-        plain.train(range(1))  # AdamW's places in a checkpoint exist after a step
-        plain.load(folder / "dp_reshardable", "dp_reshardable")
-        carried = plain.train(range(SAVED_AFTER, STEPS))
-    return losses, resumed, carried
-
-
-def _other_models(rank, world, folder, tp, model):
-    return _train_and_resume(rank, world, folder, ["torch", DIST], tp, **model)[:2]
+    losses, resumed, _ = _train_and_resume(rank, world, folder, kinds, tp, **model)
+    if model or older_than("0.16"):
+        return resumed, losses, losses[SAVED_AFTER:]
+    plain = Run()
+    plain.train(range(1))  # AdamW's places in a checkpoint exist after a step
+    plain.load(folder / "dp_reshardable", "dp_reshardable")
+    return resumed, losses, plain.train(range(SAVED_AFTER, STEPS))
 
 
 def _alone(rank, world, folder):
-    from megatron_patches import initialize_model_parallel
-
-    initialize_model_parallel(1)
+    start()
     run = Run(COAT)
     run.load(folder, DIST, coat_codes=False)
     return run.inner().steps(), run.train(range(1))
@@ -218,14 +192,9 @@ def test_moments_are_fp8_and_sharded(runs):
     assert mine == whole // 2 and 2.0 < held / mine < 2.1
 
 
-@pytest.mark.parametrize("kind", ["torch", DIST])
-def test_a_run_resumes_to_the_bit(runs, kind):
+def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
     for run in runs:
-        assert run["resumed"][kind] == (True, True, True)
-
-
-def test_moments_without_their_codes_carry_on(runs):
-    for run in runs:
+        assert run["resumed"] == dict.fromkeys(["torch", DIST], (True, True, True))
         for losses in run["carried"]:
             assert losses != run["losses"][SAVED_AFTER:]
             assert losses == pytest.approx(run["losses"][SAVED_AFTER:], rel=0.02)
@@ -233,31 +202,25 @@ def test_moments_without_their_codes_carry_on(runs):
 
 
 def test_another_number_of_ranks(runs):
-    """One rank goes on where two have stopped: it has no codes for its shards, and rounds moments anew."""
+    """One rank goes on where two have stopped: it has no codes for its shards, and rounds moments again."""
     ((steps, losses),) = run_ranks(1, _alone, runs[0]["folder"] / DIST)
     assert steps == SAVED_AFTER and losses[0] < 0.9 * runs[0]["losses"][0]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(OLD, reason="needs numpy 1")
-def test_other_formats_and_megatrons_adamw(tmp_path):
-    for losses, resumed, carried in run_ranks(2, _more_formats, tmp_path):
-        assert resumed == dict.fromkeys(OTHERS, (True, True, True))
-        assert not carried or carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tp", "model"),
+    ("tp", "kinds", "model"),
     [
-        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        (1, {"num_moe_experts": 2, "moe_ffn_hidden_size": 128}),
+        pytest.param(1, OTHERS, {}, marks=pytest.mark.skipif(OLD, reason="needs numpy 1")),
+        (2, ["torch", DIST], {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (1, ["torch", DIST], {"num_moe_experts": 2, "moe_ffn_hidden_size": 128}),
     ],
-    ids=["TP and SP", "experts"],
+    ids=["formats and AdamW", "TP and SP", "experts"],
 )
-def test_other_models_resume_to_the_bit(tmp_path, tp, model):
-    for _, resumed in run_ranks(2, _other_models, tmp_path, tp, model):
-        assert resumed == dict.fromkeys(["torch", DIST], (True, True, True))
+def test_other_formats_and_models_resume_to_the_bit(tmp_path, tp, kinds, model):
+    for resumed, losses, carried in run_ranks(2, _more, tmp_path, tp, kinds, model):
+        assert resumed == dict.fromkeys(kinds, (True, True, True))
+        assert carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +234,7 @@ def test_other_models_resume_to_the_bit(tmp_path, tp, model):
             "coat.activation: got a model that is patched already with forward_scales 'row' where the block says "
             "'tensor', bf16_layers () where the block says (0,); accepted: the same settings, or an unpatched model",
         ),
-        ({"optimizer": {}}, {}, 'coat: got a dict without a "coat" block'),
+        ({"optimizer": {}}, {}, 'coat: got one without a "coat" block'),
         (Moments(master_weights="bf16_remainder"), {}, "coat.optimizer.master_weights"),
     ],
 )
@@ -281,32 +244,21 @@ def test_what_is_refused(coat, options, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "said"),
-    [
-        (lambda ddp: ddp, "got DistributedDataParallel"),
-        (lambda ddp: [ddp, ddp.module], "got a list with ChunkedLossGPTModel"),
-    ],
-)
-def test_chunks_that_megatron_has_not_wrapped_are_refused(chunks, said):
-    from megatron.core.optimizer import OptimizerConfig
-
-    from megatron_patches import get_megatron_optimizer
-
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
-    with pytest.raises(CoatConfigError) as caught:
-        get_megatron_optimizer(config, chunks(Run(COAT).model), coat=COAT)
-    accepted = "accepted: a list of models in Megatron's DistributedDataParallel"
-    assert str(caught.value) == f"model_chunks: {said}, {accepted}"
-
-
 def test_gradients_that_would_be_summed_twice_are_refused():
-    from megatron.core.optimizer import OptimizerConfig
-
-    from megatron_patches import get_megatron_optimizer
-
     run = Run(COAT)
     next(run.model.parameters()).coat_replicated_grad = True  # as install_replicated_grad_hooks leaves it
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
     with pytest.raises(CoatConfigError, match="model_chunks: got replicated-gradient hooks"):
-        get_megatron_optimizer(config, [run.model], coat=COAT)
+        _check_config(run.optimizer.config, [run.model])
+
+
+def test_a_tied_embedding_over_stages_needs_one_rank_and_rounding_to_nearest(monkeypatch):
+    tied, untied = (tiny_gpt(gpt={"share_embeddings_and_output_weights": tied}) for tied in (True, False))
+    _check_tied([tied], Moments())
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    _check_tied([untied], Moments())
+    _check_tied([tied], Moments(stochastic_rounding=False))
+    with pytest.raises(CoatConfigError, match="^share_embeddings_and_output_weights: got True with pipeline stages"):
+        _check_tied([tied], Moments())
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 2)
+    with pytest.raises(CoatConfigError, match="on 2 data-parallel ranks"):
+        _check_tied([tied], Moments(stochastic_rounding=False))

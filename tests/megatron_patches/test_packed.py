@@ -9,32 +9,29 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 
+import megatron_patches as mp
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
 from megatron_patches.layers.core_attention import SDPA
 from tests.support import run_ranks
 
-from .tiny import VOCAB, tiny_gpt
-from .training import INVARIANT
+from .tiny import FP32, FULL, VOCAB, selective, tiny_gpt
+from .training import INVARIANT, engine_config, start, whole_parameters
 
 LENGTHS = [7, 1, 20, 13, 1, 22]
 T = sum(LENGTHS)
-FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
 LONG = {"gpt": {"max_sequence_length": T}}
 SETTINGS = {
     "unpatched": None,
-    "exact": ActivationConfig(),
+    "plain_loss": ActivationConfig(loss="plain"),
     "quantized": ActivationConfig(forward="quantized"),
     "fp8_attention": ActivationConfig(attention="fp8"),
-    "chunked_loss": ActivationConfig(loss="chunked"),
 }
 MODELS = {
     "llama": {},
-    "layernorm_bias": {"normalization": "LayerNorm", "add_qkv_bias": True},
     "gqa_qk_norm": {"num_query_groups": 2, "qk_layernorm": True},
     "learned_positions": {"gpt": {"max_sequence_length": T, "position_embedding_type": "learned_absolute"}},
-    "no_rope_in_one_layer": {"no_rope_freq": [0, 1]},
 }
 
 
@@ -54,7 +51,7 @@ def text(seed=1, lengths=LENGTHS, device="cpu"):
 
 def per_token(model, tokens, labels, positions, packed=None):
     """Losses ``[1, T]``."""
-    if isinstance(model, torch.nn.Module) and type(model).__name__ == "ChunkedLossGPTModel":
+    if type(model).__name__ == "ChunkedLossGPTModel":
         return model(tokens, positions, None, labels=labels, packed_seq_params=packed)
     logits = model(tokens, positions, None, packed_seq_params=packed)
     return flow.vocab_parallel_cross_entropy(logits, labels, flow.TensorParallel())
@@ -85,8 +82,9 @@ def built(settings, **options):
     return model
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("settings", "kind"), [*((name, "llama") for name in SETTINGS), *(("fp8_attention", kind) for kind in MODELS)]
+)
 def test_each_document_has_the_losses_that_it_has_alone(settings, kind, device):
     """To the bit on the CPU, as every scale of forward is a row's or a group's. One of a tensor would be shared."""
     model = built(SETTINGS[settings], **MODELS[kind])
@@ -105,13 +103,7 @@ def test_each_document_has_the_losses_that_it_has_alone(settings, kind, device):
         assert apart < (0.02 if settings == "unpatched" else 0.12), (name, apart)
 
 
-def test_patched_layers_that_run_megatrons_own_forward():
-    model, batch = built(ActivationConfig(), test_mode=True), text()
-    assert set(model.coat_patch_report.unfused.values()) == {"config.test_mode=True"}
-    assert same(per_token(model, *batch, params()), each_alone(model, *batch))
-
-
-@pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
+@pytest.mark.parametrize("settings", ["unpatched", "quantized", "fp8_attention"])
 def test_one_document_is_the_unpacked_sequence_to_the_bit(settings, device):
     model, (tokens, labels, _) = built(SETTINGS[settings]), text(device=device)
     positions = torch.arange(T, device=device)[None]
@@ -126,6 +118,8 @@ def test_one_document_is_the_unpacked_sequence_to_the_bit(settings, device):
 
 def test_exact_in_fp32_also_with_megatrons_own_rotation():
     """Megatron's attention around our core attention rotates document by document: the same bits, one layer further."""
+    model, batch = built(ActivationConfig(), test_mode=True), text()  # a patched layer that runs Megatron's forward
+    assert same(per_token(model, *batch, params()), each_alone(model, *batch))
     model, batch = tiny_gpt(**FP32, **LONG), text()
     ours, alone = per_token(model, *batch, params()), each_alone(model, *batch)
     torch.testing.assert_close(ours, alone, rtol=2e-6, atol=0)  # some CPUs sum fp32 products of few rows otherwise
@@ -140,20 +134,12 @@ def test_exact_in_fp32_also_with_megatrons_own_rotation():
         torch.testing.assert_close(g, wanted[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ],
-    ids=["core_attn", "norm_mlp", "full"],
+    ("settings", "recompute"),
+    [("quantized", selective("core_attn")), ("fp8_attention", selective("layernorm", "mlp"))]
+    + [(settings, FULL) for settings in ("unpatched", "quantized", "fp8_attention")],
 )
 def test_recomputation_changes_nothing(settings, recompute, device, monkeypatch):
-    modules = recompute.get("recompute_modules", ())
-    if settings == "fp8_attention" and "core_attn" in modules:
-        pytest.skip("refused: it would keep q, k and v in BF16")
     calls, positions = [], flow.Documents.positions
     monkeypatch.setattr(flow.Documents, "positions", lambda *a: (calls.append(a), positions(*a))[1])
     batch = text(device=device)
@@ -179,103 +165,58 @@ def test_changed_lengths_are_seen():
     assert torch.equal(per_token(model, *batch, given), first)
 
 
-def changed(**fields):
-    given = params()
-    for name, value in fields.items():
-        setattr(given, name, value)
-    return given
-
-
-@pytest.mark.parametrize("settings", ["unpatched", "exact", "fp8_attention"])
+@pytest.mark.parametrize("settings", ["unpatched", "fp8_attention"])
 def test_what_cannot_be_used_is_named(settings):
     model, (tokens, labels, positions) = built(SETTINGS[settings]), text()
     starts = params().cu_seqlens_q
-    for given, message in (
-        (changed(qkv_format="sbhd"), "packed_seq_params.qkv_format: got 'sbhd', accepted: \"thd\""),
-        (
-            changed(cu_seqlens_q_padded=starts),
-            r"packed_seq_params.cu_seqlens_q_padded: got a tensor \[7\], accepted: None",
-        ),
-        (changed(cu_seqlens_kv=starts + 1), "packed_seq_params.cu_seqlens_kv: got a tensor .*, accepted: cu_seqlens_q"),
-        (changed(local_cp_size=2), "packed_seq_params.local_cp_size: got 2, .* no context parallelism"),
-        (params([7, 1]), r"packed_seq_params.cu_seqlens: got \[0, 7, 8\], accepted: from 0 up to .* tokens, 64"),
-        (params(longest=21), "packed_seq_params.max_seqlen: got 21, accepted: at least the longest document, 22"),
+    for fields, message in (
+        ({"qkv_format": "sbhd"}, "packed_seq_params.qkv_format: got 'sbhd', accepted: \"thd\""),
+        ({"cu_seqlens_q_padded": starts}, r"packed_seq_params.cu_seqlens_q_padded: got a tensor \[7\], accepted: None"),
+        ({"cu_seqlens_kv": starts + 1}, "packed_seq_params.cu_seqlens_kv: got a tensor .*, accepted: cu_seqlens_q"),
+        (vars(params([7, 1])), r"packed_seq_params.cu_seqlens: got \[0, 7, 8\], accepted: from 0 up to .* tokens, 64"),
+        (vars(params(longest=21)), "packed_seq_params.max_seqlen: got 21, accepted: at least the longest document, 22"),
     ):
+        given = params()
+        for name, value in fields.items():
+            setattr(given, name, value)
         with pytest.raises(ValueError, match=message):
             per_token(model, tokens, labels, positions, given)
-    if settings != "unpatched":  # before Megatron asks for its own
-        with pytest.raises(ValueError, match="packed_seq_params.max_seqlen_q: got a tensor .*, accepted: an int"):
-            tensor = torch.tensor(22)
-            per_token(model, tokens, labels, positions, changed(max_seqlen_q=tensor, max_seqlen_kv=tensor))
     two = [t.view(2, -1) for t in (tokens, labels, positions)]
     with pytest.raises(ValueError, match=r"packed_seq_params: got 2 sequences of 32 tokens, accepted: tokens \[1, T\]"):
         per_token(model, *two, params([16, 16]))
 
 
 def _ranks(rank, world):
-    """Losses and gradients at TP 1, TP 2 and TP 2 with sequence parallelism, and what is left of an engine's run."""
-    from megatron.core import parallel_state
-
-    import megatron_patches
-    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks
-    from tests.megatron_patches.training import whole_parameters
+    """Losses at TP 1, TP 2 and TP 2 with sequence parallelism; of an engine; and of each document alone."""
 
     seen = []
-    for settings in (INVARIANT, INVARIANT.model_copy(update={"attention": "fp8"}), None):
-        for tp, sp in ((1, False), (2, False), (2, True)):
-            if parallel_state.model_parallel_is_initialized():
-                parallel_state.destroy_model_parallel()
-            initialize_model_parallel(tp)
-            options = {"tensor_model_parallel_size": tp, "sequence_parallel": sp, "num_query_groups": 2}
-            model = built(settings, **options)
-            install_replicated_grad_hooks(model)
-            logits = flow.TensorParallel(parallel_state.get_tensor_model_parallel_group()) if tp > 1 else None
-            tokens, labels, positions = text()
-            out = model(tokens, positions, None, packed_seq_params=params())
-            losses = flow.vocab_parallel_cross_entropy(out, labels, logits or flow.TensorParallel())
-            losses.mean().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.copy_(p.grad)
-            seen.append((settings is None, losses.detach(), whole_parameters(model)))
-
-    runs = []
-    for stage in (2, 3):
-        parallel_state.destroy_model_parallel()
-        initialize_model_parallel(1)
-        model = tiny_gpt(**LONG)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-            "coat": {"optimizer": {"stochastic_rounding": False}, "activation": {"loss": "chunked"}},
-        }
-        engine, *_ = megatron_patches.initialize(model=model, config=config, dist_init_required=False)
-        losses = []
-        for step in range(3):
-            tokens, labels, positions = text(2 * step + rank)
-            loss = engine(tokens, positions, None, labels=labels, packed_seq_params=params())
-            losses.append(loss.detach())
-            engine.backward(loss.mean())
-            engine.step()
-        runs.append(losses)
-    alone = each_alone(built(ActivationConfig(loss="chunked")), *text(rank))
-    return seen, runs, alone
+    for tp, sp in ((1, False), (2, False), (2, True)):
+        start(tp)
+        options = {"tensor_model_parallel_size": tp, "sequence_parallel": sp, "num_query_groups": 2}
+        model = built(INVARIANT.model_copy(update={"attention": "fp8", "loss": "chunked"}), **options)
+        mp.install_replicated_grad_hooks(model)
+        losses = per_token(model, *text(), params())
+        losses.mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.grad)
+        seen.append((losses.detach(), whole_parameters(model)))
+    start()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = engine_config(3, train_micro_batch_size_per_gpu=1, zero_optimization=zero)
+    engine, *_ = mp.initialize(model=tiny_gpt(**LONG), config=config, dist_init_required=False)
+    tokens, labels, positions = text(rank)
+    found = engine(tokens, positions, None, labels=labels, packed_seq_params=params())
+    engine.backward(found.mean())
+    return seen, found.detach(), each_alone(built(ActivationConfig()), *text(rank))
 
 
 def test_ranks_and_engines():
     """Tensor and sequence parallelism: the same losses and gradients. DeepSpeed's engines hand the documents on."""
-    for seen, (second, third), alone in run_ranks(2, _ranks):
-        for first, *others in (seen[:3], seen[3:6], seen[6:]):
-            for plain, losses, grads in others:
-                if plain:
-                    torch.testing.assert_close(losses, first[1], rtol=0.02, atol=0.02)
-                else:
-                    assert torch.equal(losses, first[1])
-                    for name, g in grads.items():
-                        wanted = first[2][name].double()
-                        assert (g.double() - wanted).norm() < 0.02 * wanted.norm(), name
-        assert same(second[0], alone) and same(third[0], alone)
-        for a, b in zip(second, third, strict=True):  # gradients are summed in another order
-            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    for ((losses, grads), *others), found, alone in run_ranks(2, _ranks):
+        for other_losses, other_grads in others:
+            assert torch.equal(other_losses, losses)
+            for name, wanted in grads.items():
+                apart = (other_grads[name].double() - wanted.double()).norm()
+                assert apart < 0.02 * wanted.double().norm(), name
+        assert same(found, alone)

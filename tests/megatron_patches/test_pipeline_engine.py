@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_patches as mp
 from tests.support import run_ranks
 
 from .tiny import SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
+from .training import start
 
 COUNT = 4
 CONFIG: dict[str, Any] = {
@@ -65,27 +67,25 @@ def stage_of(whole, stages, stage, part=None, parts=1, **changes):
     return model
 
 
+def build(rank, stages, parts=None, **changes):
+    """The whole model, or this rank's stage of it, or the chunks of that; and Megatron's groups for it."""
+    start(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1)
+    whole = tiny_gpt(num_layers=4, **changes)
+    if stages == 1:
+        return whole
+    if parts is None:
+        return stage_of(whole, stages, rank, **changes)
+    return [stage_of(whole, stages, rank, part, parts, **changes) for part in range(parts)]
+
+
 def programs(rank, world, virtual):
     """Losses of a step, an evaluation and another step, with one stage and with two; what is refused."""
 
-    from megatron.core import parallel_state
-
-    import megatron_patches as mp
     from coat_dist.config import CoatConfigError
 
     found = []
     for stages in (1, 2):
-        parts = virtual if stages == 2 else None
-        mp.initialize_model_parallel(
-            1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1
-        )
-        whole = tiny_gpt(num_layers=4)
-        if stages == 1:
-            model = whole
-        elif parts is None:
-            model = stage_of(whole, 2, rank)
-        else:
-            model = [stage_of(whole, 2, rank, part, parts) for part in range(parts)]
+        model = build(rank, stages, virtual if stages == 2 else None)
         # With one stage both ranks see the same batches, so that data parallelism changes nothing.
         engine, *_ = mp.initialize(model=model, config=CONFIG, dist_init_required=False)
         read = batches()
@@ -94,44 +94,33 @@ def programs(rank, world, virtual):
         losses.append(float(mp.train_batch(engine, read, summed if stages == 2 else forward_step)))
         assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (2, 2 * COUNT)
         found.append((losses, float(engine.get_global_grad_norm())))
-        if stages == 1:
-            parallel_state.destroy_model_parallel()
     said = {}
 
-    def refused(name, call):
+    def refused(name, call, *arguments, **options):
         try:
-            call()
+            call(*arguments, **options)
         except (RuntimeError, CoatConfigError) as problem:
             said[name] = str(problem)
 
-    refused("forward", lambda: engine(*tiny_batch(0, "cpu")))
-    refused("backward", lambda: engine.backward(torch.ones((), requires_grad=True)))
+    refused("forward", engine, *tiny_batch(0, "cpu"))
+    refused("backward", engine.backward, torch.ones((), requires_grad=True))
     refused("step", engine.step)
-    refused("count", lambda: mp.eval_batch(engine, read, forward_step, num_microbatches=0))
-    with torch.no_grad():
-        refused("no_grad", lambda: mp.train_batch(engine, read, forward_step))
     config = mp.parallel.pipeline.get_model_config(mp.parallel.pipeline.chunks_of(engine.module)[0])
-    config.finalize_model_grads_func = print
-    refused("finalize", lambda: mp.train_batch(engine, read, forward_step))
-    config.finalize_model_grads_func = None
-    config.calculate_per_token_loss = True
-    refused("per token", lambda: mp.train_batch(engine, read, forward_step))
-    config.calculate_per_token_loss = False
     config.overlap_p2p_comm = False
     if virtual:
-        refused("batch", lambda: mp.train_batch(engine, read, forward_step))
+        refused("batch", mp.train_batch, engine, read, forward_step)
     config.overlap_p2p_comm = config.deallocate_pipeline_outputs = True
-    refused("deallocate", lambda: mp.train_batch(engine, read, forward_step))
+    refused("deallocate", mp.train_batch, engine, read, forward_step)
     for key, value in {"stage": 2, "overlap_comm": True}.items():
         zero = {**CONFIG["zero_optimization"], key: value}
-        refused(key, lambda zero=zero: mp.initialize(model=model, config={**CONFIG, "zero_optimization": zero}))
+        refused(key, mp.initialize, model=model, config={**CONFIG, "zero_optimization": zero})
     local = {**CONFIG, "checkpoint": {"use_node_local_storage": True}}
-    refused("local", lambda: mp.initialize(model=model, config=local))
+    refused("local", mp.initialize, model=model, config=local)
     chunk = model if virtual is None else model[-1]
     chunk.post_process = not chunk.post_process
-    refused("ends", lambda: mp.initialize(model=model, config=CONFIG))
+    refused("ends", mp.initialize, model=model, config=CONFIG)
     config.pipeline_model_parallel_size = 1
-    refused("sizes", lambda: mp.initialize(model=model, config=CONFIG))
+    refused("sizes", mp.initialize, model=model, config=CONFIG)
     return found, said
 
 
@@ -142,23 +131,21 @@ def test_a_megatron_program_over_two_stages(virtual):
     assert ranks[1][0] == ranks[0][0], "every stage hears of the same loss"
     assert one == two
     assert one[0][2] != one[0][0]
-    stage = "called on stage 0 of 2 pipeline stages, which is a part of a model; accepted: megatron_patches.train_batch"
-    assert said["forward"].startswith(f"engine.forward: {stage}")
-    assert said["backward"].startswith(f"engine.backward: {stage}")
-    assert said["step"].startswith("engine.step: called on stage 0 of 2 pipeline stages, whose gradients nothing has")
-    assert said["count"].startswith("num_microbatches: got 0, accepted: a whole number from 1")
-    assert "gradients are disabled" in said["no_grad"]
-    assert said["finalize"].startswith("config.finalize_model_grads_func: got a function, accepted: None")
-    assert said["deallocate"].startswith("config.deallocate_pipeline_outputs: got True with overlap_p2p_comm")
-    assert said["per token"].startswith("config.calculate_per_token_loss: got True, accepted: False")
-    assert said["local"].startswith("checkpoint.use_node_local_storage: got true, accepted: false with pipeline stages")
+    stage = "called on stage 0 of 2 pipeline stages"
+    for name, beginning in {
+        "forward": f"engine.forward: {stage}, which is a part of a model; accepted: megatron_patches.train_batch",
+        "backward": f"engine.backward: {stage}, which is a part of a model; accepted: megatron_patches.train_batch",
+        "step": f"engine.step: {stage}, whose gradients nothing has",
+        "deallocate": "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm",
+        "local": "checkpoint.use_node_local_storage: got true, accepted: false with pipeline stages",
+        "sizes": "config.pipeline_model_parallel_size: got 1, accepted: 2",
+        "stage": "zero_optimization.stage: got 2, accepted: 1 with pipeline stages",
+        "overlap_comm": "zero_optimization.overlap_comm: got true, accepted: false",
+        **({"batch": "config.overlap_p2p_comm: got False with two interleaved stages"} if virtual else {}),
+    }.items():
+        assert said[name].startswith(beginning), said[name]
     where = "" if virtual is None else ", chunk 1"
     for stage, given in enumerate((True, False)):  # both ranks hear of both
         for _, heard in ranks:
             line = f"model on pipeline stage {stage}{where}: got post_process={given}, accepted: {not given}"
             assert line in heard["ends"].splitlines()
-    assert "config.pipeline_model_parallel_size: got 1, accepted: 2" in said["sizes"]
-    if virtual:
-        assert said["batch"].startswith("config.overlap_p2p_comm: got False with two interleaved stages")
-    assert said["stage"].startswith("zero_optimization.stage: got 2, accepted: 1 with pipeline stages")
-    assert said["overlap_comm"].startswith("zero_optimization.overlap_comm: got true, accepted: false")

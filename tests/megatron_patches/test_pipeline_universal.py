@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import megatron_patches as mp
+from megatron_patches.parallel.pipeline import chunks_of, whole_names
 from tests.support import run_ranks
 
-from .test_pipeline_engine import CONFIG, batches, forward_step, stage_of
-from .tiny import tiny_gpt
+from .test_pipeline_engine import CONFIG, batches, build, forward_step
 
 
 class Note(nn.Module):
@@ -33,22 +34,13 @@ def noted(chunk, sign):
         layer.register_buffer("seen", torch.tensor([sign * layer.layer_number]))
         layer.note = Note()
         layer.note.value = sign * layer.layer_number
-    return chunk
 
 
-def build(rank, stages, parts, sign, load):
-    import megatron_patches as mp
+def engine_of(rank, stages, parts, sign, load):
 
-    mp.initialize_model_parallel(
-        1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1
-    )
-    whole = tiny_gpt(num_layers=4)
-    if stages == 1:
-        model = noted(whole, sign)
-    elif parts is None:
-        model = noted(stage_of(whole, stages, rank), sign)
-    else:
-        model = [noted(stage_of(whole, stages, rank, part, parts), sign) for part in range(parts)]
+    model = build(rank, stages, parts)
+    for chunk in chunks_of(model) if parts is None else model:
+        noted(chunk, sign)
     config = {**CONFIG, "checkpoint": {"load_universal": load}}
     return mp.initialize(model=model, config=config, dist_init_required=False)[0]
 
@@ -58,7 +50,6 @@ def held(engine):
     from deepspeed.utils import safe_get_full_fp32_param
 
     import coat_dist
-    from megatron_patches.parallel.pipeline import chunks_of, whole_names
 
     names, found = whole_names(engine.module), {}
     for name, p in engine.module.named_parameters():
@@ -75,16 +66,13 @@ def held(engine):
 
 def programs(rank, world, folder):
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    import megatron_patches as mp
     from coat_dist import convert_to_universal
 
-    engine = build(rank, 2, 2, 1, False)
+    engine = engine_of(rank, 2, 2, 1, False)
     mp.train_batch(engine, batches(), forward_step)
     engine.save_checkpoint(folder, "two")
     found, said = [held(engine)], {}
-    parallel_state.destroy_model_parallel()
     if rank == 0:
         convert_to_universal(folder / "two", folder / "universal")
         shutil.copytree(folder / "universal", folder / "strange")
@@ -92,14 +80,13 @@ def programs(rank, world, folder):
         shutil.copytree(fp32, fp32.with_name("decoder.layers.9.weight"))
     dist.barrier()
     for stages, parts in ((2, None), (1, None)):
-        engine = build(rank, stages, parts, -1, True)
+        engine = engine_of(rank, stages, parts, -1, True)
         with pytest.raises(ValueError) as problem:
             engine.load_checkpoint(folder, "strange")
         said[stages] = str(problem.value)
         engine.load_checkpoint(folder, "universal")
         found.append(held(engine))
-        parallel_state.destroy_model_parallel()
-    engine = build(rank, 1, None, -1, False)
+    engine = engine_of(rank, 1, None, -1, False)
     for weights_only in (False, True):
         with pytest.raises(ValueError) as problem:
             engine.load_checkpoint(folder, "two", load_module_only=weights_only)

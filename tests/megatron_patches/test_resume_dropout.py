@@ -8,44 +8,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_patches as mp
 from tests.support import run_ranks
+
+from .tiny import SMALL, labelled_loss, tiny_batch, tiny_gpt
+from .training import drive, engine_config
 
 STEPS, SAVED_AFTER = 4, 2
 
 
 def _start(stage):
-    import megatron_patches as mp
 
-    from .tiny import SMALL, tiny_gpt
-
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {},
-    }
     model = tiny_gpt(**SMALL, hidden_dropout=0.1, attention_dropout=0.1)
-    return mp.initialize(model=model, config=config)[0]
+    return mp.initialize(model=model, config=engine_config(stage))[0]
 
 
 def _train(engine, steps):
-    from .tiny import tiny_batch
-
-    losses = []
-    for step in steps:
-        tokens, labels, positions = tiny_batch(2 * step + dist.get_rank())
-        loss = engine(tokens, positions, None, labels=labels).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return drive(engine, (tiny_batch(2 * step + dist.get_rank()) for step in steps), labelled_loss)
 
 
 def _resumes(rank, world, folder, stage):
     """The rest of a run whose ranks have random states of their own, and of it when it was resumed in three ways."""
-
     from coat_dist.checkpoint.save import Extras
     from megatron_patches import initialize_model_parallel, rng_state, set_rng_state
 

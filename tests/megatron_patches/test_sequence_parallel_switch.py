@@ -8,34 +8,27 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
-
-def _evaluate(model, labels=True):
-    from tests.megatron_patches.tiny import tiny_batch
-
-    tokens, targets, positions = tiny_batch(3)
-    with torch.no_grad():
-        return model.eval()(tokens, positions, None, labels=targets if labels else None)
+from .tiny import SMALL, assert_equal, gradients, tiny_batch, tiny_gpt
+from .training import start
 
 
 def _switched(rank, world, cases):
     """Outputs and gradients by case: sequence parallelism on, switched off, on again, and a model built without."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
-    from megatron_patches import initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import SMALL, gradients, tiny_batch, tiny_gpt
+    from megatron_patches import install_replicated_grad_hooks, patch_model
 
     def results(model):
-        outputs = [_evaluate(model, labels) for labels in (True, False)]
+        tokens, labels, positions = tiny_batch(3)
+        with torch.no_grad():
+            outputs = [model.eval()(tokens, positions, None, labels=given) for given in (labels, None)]
         if model.config.num_moe_experts:  # which Megatron refuses to train without sequence parallelism
             return outputs, (0.0, {})
         return outputs, gradients(model.train(), tiny_batch(4))
 
     found, alive = {}, []
     for case, (coat, changes) in cases.items():
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        initialize_model_parallel(2)
+        start(2)
         models = {}
         for sp in (True, False):
             models[sp] = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=sp, **SMALL | changes)
@@ -43,16 +36,15 @@ def _switched(rank, world, cases):
                 patch_model(models[sp], ActivationConfig(**coat))
             install_replicated_grad_hooks(models[sp])
         alive.append(models)  # Megatron keeps what to switch by id(model), which another model must not get
-        first = results(models[True])
-        set_model_to_sequence_parallel(models[True], False)
-        off = results(models[True])
-        set_model_to_sequence_parallel(models[True], True)
-        found[case] = {"on": first, "off": off, "on again": results(models[True]), "never": results(models[False])}
+        found[case] = [results(models[True])]
+        for on in (False, True):
+            set_model_to_sequence_parallel(models[True], on)
+            found[case].append(results(models[True]))
+        found[case].append(results(models[False]))
     return found
 
 
 _SWITCHED = {
-    "llama": ({}, {}),
     "qk_norm_bias": ({}, {"qk_layernorm": True, "add_bias_linear": True, "normalization": "LayerNorm"}),
     "bf16_layer": ({"bf16_layers": (0,)}, {"num_query_groups": 2}),
     "fp8_attention": ({"attention": "fp8"}, {}),
@@ -66,10 +58,7 @@ _SWITCHED = {
 def test_sequence_parallelism_is_switched_by_megatrons_own_function():
     """Switched off, a model gives what one built without gives, to the bit; switched on again, what it gave before."""
     for rank in run_ranks(2, _switched, _SWITCHED):
-        for case, found in rank.items():
-            for one, other in (("off", "never"), ("on again", "on")):
-                (outputs, (loss, gradients)), (others, (other_loss, other_gradients)) = found[one], found[other]
-                assert all(torch.equal(a, b) for a, b in zip(outputs, others, strict=True)), (case, one)
-                assert loss == other_loss, (case, one)
-                for name in gradients:
-                    assert torch.equal(gradients[name], other_gradients[name]), (case, one, name)
+        for case, (on, off, again, never) in rank.items():
+            for (outputs, trained), (expected, wanted) in ((off, never), (again, on)):
+                assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)), case
+                assert_equal(trained, wanted)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_patches import gpt_layer_spec
+import megatron_patches as mp
 from tests.support import run_ranks
 
-from .test_pipeline_engine import stage_of
-from .tiny import NARROW, tiny_batch, tiny_config, tiny_gpt
+from .test_pipeline_engine import build
+from .tiny import NARROW, labelled_loss, tiny_batch, tiny_config, tiny_gpt
+from .training import engine_config, start
 
 EXPERTS: dict[str, Any] = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64, **NARROW)
 LOSSES: dict[str, dict[str, Any]] = {
@@ -29,28 +28,12 @@ BIAS: dict[str, Any] = dict(
     moe_router_enable_expert_bias=True,
     moe_router_bias_update_rate=1e-2,
 )
+BATCH = tiny_batch(0, "cpu")
 
 
-def settings(steps: int, enabled: bool = False, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": steps,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-        "coat": {"activation": {"enabled": enabled}},
-        **more,
-    }
-
-
-def start(stages: int = 1) -> Any:
-
-    import megatron_patches as mp
-
-    mp.initialize_model_parallel(1, pipeline_model_parallel_size=stages, seed=1)
-    return mp
+def settings(steps: int, enabled: bool = False, stage: int = 2) -> dict[str, Any]:
+    coat = {"activation": {"enabled": enabled}}
+    return engine_config(stage, gradient_accumulation_steps=steps, gradient_clipping=0, coat=coat)
 
 
 def model(**changes: Any) -> Any:
@@ -59,47 +42,42 @@ def model(**changes: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     config = tiny_config(**changes)
-    layer = gpt_layer_spec(config).submodules.layer_specs[-1]
+    layer = mp.gpt_layer_spec(config).submodules.layer_specs[-1]
     spec = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     return tiny_gpt(**changes, gpt={"mtp_block_spec": spec})
 
 
-def forward_step(batches: Any, net: Any) -> Any:
-    tokens, labels, positions = next(batches)
-    return net(tokens, positions, None, labels=labels), lambda losses: (losses.mean(), {})
-
-
-def by_hand(engine: Any, number: int = 0) -> None:
-    tokens, labels, positions = tiny_batch(number, "cpu")
+def by_hand(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(tokens, positions, None, labels=labels).mean())
+        engine.backward(labelled_loss(engine, BATCH))
         engine.step()
 
 
 def by_loss(engine: Any) -> None:
     """A program that calls ``backward`` on the loss, which DeepSpeed divides."""
-    tokens, labels, positions = tiny_batch(0, "cpu")
     for _ in range(engine.gradient_accumulation_steps()):
-        engine(tokens, positions, None, labels=labels).mean().backward()
+        labelled_loss(engine, BATCH).backward()
         engine.step()
 
 
 def by_schedule(engine: Any) -> None:
-    import megatron_patches as mp
+    def forward_step(batches: Any, net: Any) -> Any:
+        tokens, labels, positions = next(batches)
+        return net(tokens, positions, None, labels=labels), lambda losses: (losses.mean(), {})
 
-    mp.train_batch(engine, (tiny_batch(0, "cpu") for _ in range(100)), forward_step)
+    mp.train_batch(engine, (BATCH for _ in range(100)), forward_step)
 
 
 def norms(rank: int, world: int, case: str) -> dict[Any, float]:
     """Gradient norms of equal micro-batches; the order leaves each engine what the one before has left."""
-    mp, found = start(), {}
-    drivers = {"by hand": by_hand, "by loss": by_loss, "by schedule": by_schedule}
+    start(seed=1)
+    found = {}
     for steps in (4, 1):
-        for name, drive in drivers.items():
-            for enabled in (False, True) if name == "by hand" and case != "next tokens" else (False,):
+        for drive in (by_hand, by_loss, by_schedule):
+            for enabled in (False, True) if drive is by_hand and case != "next tokens" else (False,):
                 engine, *_ = mp.initialize(model=model(**LOSSES[case]), config=settings(steps, enabled))
                 drive(engine)
-                found[name, enabled, steps] = float(engine.get_global_grad_norm())
+                found[drive.__name__, enabled, steps] = float(engine.get_global_grad_norm())
     return found
 
 
@@ -107,8 +85,7 @@ def norms(rank: int, world: int, case: str) -> dict[Any, float]:
 def test_losses_inside_backward_count_once(case):
     (found,) = run_ranks(1, norms, case)
     for (name, enabled, steps), norm in found.items():
-        assert norm == pytest.approx(found[name, enabled, 1], rel=1e-3), (name, enabled, steps)
-        assert norm == pytest.approx(found["by hand", enabled, 1], rel=1e-3), (name, enabled, steps)
+        assert norm == pytest.approx(found["by_hand", enabled, 1], rel=1e-3), (name, enabled, steps)
 
 
 def interleaved(rank: int, world: int) -> list[float]:
@@ -116,16 +93,15 @@ def interleaved(rank: int, world: int) -> list[float]:
 
     Before all, a model without an engine runs backward: its scale is a tensor of no dimension.
     """
-    mp, found = start(), []
-    tokens, labels, positions = tiny_batch(0, "cpu")
-    model(**LOSSES["aux"])(tokens, positions, None, labels=labels).mean().backward()
+    start(seed=1)
+    found: list[Any] = []
+    labelled_loss(model(**LOSSES["aux"]), BATCH).backward()
     for between in (False, True):
         engine, *_ = mp.initialize(model=model(**LOSSES["aux"]), config=settings(1))
         other, *_ = mp.initialize(model=model(**LOSSES["aux"]), config=settings(8))
-        tokens, labels, positions = tiny_batch(0, "cpu")
-        loss = engine(tokens, positions, None, labels=labels).mean()
+        loss = labelled_loss(engine, BATCH)
         if between:
-            other.backward(other(tokens, positions, None, labels=labels).mean())
+            other.backward(labelled_loss(other, BATCH))
         engine.backward(loss)
         engine.step()
         found.append(float(engine.get_global_grad_norm()))
@@ -139,50 +115,41 @@ def test_engines_do_not_share_a_scale():
 
 def balanced(rank: int, world: int) -> list[Any]:
     """Biases and counts after a step of two micro-batches on two data-parallel ranks, by each way of driving."""
-    mp, found = start(), []
+    start(seed=1)
+    found: list[Any] = []
     for drive in (by_hand, by_schedule):
         engine, *_ = mp.initialize(model=model(**BIAS), config=settings(2))
         router = engine.module.decoder.layers[0].mlp.router
         assert router.expert_bias.dtype == torch.float32, "a checkpoint that is loaded now would be rounded"
         drive(engine)
-        counts = router.local_tokens_per_expert.tolist()
-        moved = router.expert_bias.tolist()
+        counts, moved = router.local_tokens_per_expert.tolist(), router.expert_bias.tolist()
         engine.eval()
         with torch.no_grad():
-            engine(*(tiny_batch(0, "cpu")[i] for i in (0, 2)), None)
+            engine(BATCH[0], BATCH[2], None)
         found.append((moved, counts, router.local_tokens_per_expert.tolist()))
-    return found
+    engine, *_ = mp.initialize(model=model(**LOSSES["global"]), config=settings(2))
+    router, steps = engine.module.decoder.layers[0].mlp.router, []
+    for _ in range(4):
+        engine.backward(labelled_loss(engine, BATCH))
+        steps.append(float(router.ga_steps))
+        engine.step()
+    return [*found, [*steps, float(router.ga_steps)]]
 
 
-def test_the_bias_of_routers_moves_with_each_step():
-    ranks = run_ranks(2, balanced)
-    for moved, counts, evaluated in ranks[0]:
+def test_routers_move_their_bias_and_count_anew_with_each_step():
+    first, second = run_ranks(2, balanced)
+    for moved, counts, evaluated in first[:2]:
         assert all(abs(abs(x) - 1e-2) < 1e-4 or x == 0 for x in moved) and any(moved), moved
         assert not any(counts) and not any(evaluated), "counts are of one step, without evaluations"
-    assert ranks[0] == ranks[1] and ranks[0][0][0] == ranks[0][1][0]
-
-
-def counted(rank: int, world: int) -> list[float]:
-    mp, found = start(), []
-    engine, *_ = mp.initialize(model=model(**LOSSES["global"]), config=settings(2))
-    router = engine.module.decoder.layers[0].mlp.router
-    for _ in range(2):
-        tokens, labels, positions = tiny_batch(0, "cpu")
-        for _ in range(2):
-            engine.backward(engine(tokens, positions, None, labels=labels).mean())
-            found.append(float(router.ga_steps))
-            engine.step()
-    return [*found, float(router.ga_steps)]
-
-
-def test_global_aux_loss_counts_one_step():
-    assert run_ranks(1, counted)[0] == [1, 2, 1, 2, 0]
+    assert first == second and first[0][0] == first[1][0]
+    assert first[2] == [1, 2, 1, 2, 0]  # global_aux_loss
 
 
 def refused(rank: int, world: int) -> list[str]:
-    mp, found = start(), []
     import coat_dist
 
+    start(seed=1)
+    found: list[Any] = []
     for change in (dict(calculate_per_token_loss=True), dict(finalize_model_grads_func=print)):
         net = model(**EXPERTS, **change)
         for initialize in (mp.initialize, coat_dist.initialize):
@@ -194,80 +161,22 @@ def refused(rank: int, world: int) -> list[str]:
 
 
 def test_what_only_a_schedule_can_honour_is_refused():
-    per_token, _, function, _ = found = run_ranks(1, refused)[0]
-    assert found[0] == found[1] and found[2] == found[3]
-    assert per_token.startswith("config.calculate_per_token_loss: got True, accepted: False under DeepSpeed")
-    assert function.startswith("config.finalize_model_grads_func: got a function, accepted: None under DeepSpeed")
+    per_token, again, function, once_more = run_ranks(1, refused)[0]
+    assert per_token == again and function == once_more
+    assert per_token.startswith("config.calculate_per_token_loss: got True, accepted: False")
+    assert function.startswith("config.finalize_model_grads_func: got a function, accepted: None")
 
 
 def staged(rank: int, world: int) -> list[float]:
-    from megatron.core import parallel_state
-
     found = []
     for stages in (1, 2):
-        mp = start(stages)
-        changes = dict(LOSSES["aux"], num_layers=4)
-        whole = tiny_gpt(**changes)
-        net = whole if stages == 1 else stage_of(whole, 2, rank, **changes)
-        config = settings(4, zero_optimization={"stage": 1}, data_types={})
+        net, config = build(rank, stages, **LOSSES["aux"]), settings(4, stage=1) | {"data_types": {}}
         engine, *_ = mp.initialize(model=net, config=config, dist_init_required=False)
         by_schedule(engine)
         found.append(float(engine.get_global_grad_norm()))
-        if stages == 1:
-            parallel_state.destroy_model_parallel()
     return found
 
 
 def test_one_and_two_stages_have_the_same_gradients():
     for one, two in run_ranks(2, staged):
         assert two == pytest.approx(one, rel=1e-2)
-
-
-HANDLED = {
-    # finalize_model_grads
-    "finish_grad_sync": "DeepSpeed reduces gradients",
-    "_allreduce_conditional_embedding_grads": "of diffusion models, which gpt_layer_spec does not build",
-    "_allreduce_non_tensor_model_parallel_grads": "replicated_grads.py",
-    "_allreduce_word_embedding_grads": "pipeline.py, of tied embeddings",
-    "_allreduce_position_embedding_grads": "of encoders and decoders on different stages",
-    "_allreduce_embedding_grads": "pipeline.py, of tied embeddings",
-    "_allreduce_layernorm_grads": "replicated_grads.py",
-    "_update_router_expert_bias": "step_jobs.py",
-    "reset_model_temporary_tensors": "step_jobs.py",
-    "scale_gradients": "calculate_per_token_loss is refused",
-    "broadcast": "calculate_per_token_loss is refused",
-    # forward_step_calc_loss
-    "set_loss_scale": "step_jobs.py",
-    "loss_func": "the program's own",
-    "grad_scale_func": "refused",
-    # forward_step
-    "forward_step_calc_loss": "above",
-    "forward_step_func": "the program's own",
-    "set_input_tensor": "of stages: the schedule runs",
-    "set_is_first_microbatch": "of modules of Transformer Engine",
-    "set_current_microbatch": "of Megatron's CUDA graphs",
-}
-NEUTRAL = {
-    *("timers", "start", "stop", "get_model_config", "hasattr", "getattr", "isinstance", "len", "append", "clamp"),
-    *("get_tensor_model_parallel_group", "get_pipeline_model_parallel_group", "get_embedding_group", "all_reduce"),
-    *("get_position_embedding_group", "get_data_parallel_group", "get_pp_last_rank", "ones", "tensor", "float", "item"),
-    *("get_context_parallel_world_size", "is_pipeline_last_stage", "get_attr_wrapped_model", "get_autocast_context"),
-    *("nullcontext", "autocast", "is_pp_last_stage", "get_pg_size", "get_model_type", "get_model_xattn", "callable"),
-}
-
-
-def test_nothing_else_happens_there():
-    """A call that a new Megatron adds to these functions needs its place here."""
-    import importlib
-
-    from megatron.core.pipeline_parallel import schedules
-
-    finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    functions = [finalizing.finalize_model_grads, schedules.forward_step_calc_loss, schedules.forward_step]
-    called = set()
-    for function in functions:
-        for node in ast.walk(ast.parse(inspect.getsource(function))):
-            if isinstance(node, ast.Call):
-                called.add(getattr(node.func, "attr", getattr(node.func, "id", "a call of a call")))
-    assert called - NEUTRAL - {"a call of a call"} <= HANDLED.keys(), called - NEUTRAL - HANDLED.keys()
-    assert {"_update_router_expert_bias", "set_loss_scale"} <= called

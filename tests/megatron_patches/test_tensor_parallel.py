@@ -42,8 +42,6 @@ SELDOM: dict[str, dict[str, Any]] = {
         "normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}
     },
     "olmo2_tensor_scales": {**OLMO2, "coat": {**TENSOR_SCALES, "forward": "quantized"}},
-    "fp8_attention_gqa": {"coat": {"attention": "fp8"}, "num_query_groups": 2},
-    "tensor_scales": {"coat": TENSOR_SCALES},
 }  # fmt: skip
 
 
@@ -67,16 +65,3 @@ def test_experts_split_over_ranks():
         assert split == pytest.approx(alone, rel=1e-2) and split == pytest.approx(plain, rel=1e-2)
         assert split[-1] < split[0] - 0.2, split
         assert set(replicas.values()) == {0.0}, replicas
-
-
-def _recompute_under_sp(rank, world):
-    plain = train(2, True, 3, ActivationConfig())[0]
-    full = train(
-        2, True, 3, ActivationConfig(), recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    )[0]
-    return plain, full
-
-
-def test_full_recompute_under_sequence_parallelism_changes_nothing():
-    for plain, full in run_ranks(2, _recompute_under_sp):
-        assert plain == full

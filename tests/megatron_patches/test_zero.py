@@ -8,46 +8,28 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import residuals_apart, run_ranks
 
-from .tiny import OLMO2
+from .tiny import tiny_batch, tiny_gpt
+from .training import drive, engine_config, start
 
 
-def _deepspeed(rank, world, stage, tp, sp, steps, settings, changes=None):
+def _deepspeed(rank, world, stage, tp, sp, steps, settings):
     import deepspeed
     from megatron.core import parallel_state
 
-    from megatron_patches import (
-        MPUAdapter,
-        check_replicas,
-        initialize_model_parallel,
-        install_replicated_grad_hooks,
-        patch_model,
-    )
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+    from megatron_patches import MPUAdapter, check_replicas, install_replicated_grad_hooks, patch_model
 
-    initialize_model_parallel(tp)
-    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, **changes or {})
+    start(tp)
+    model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp)
     if settings is not None:
         patch_model(model, settings)
     install_replicated_grad_hooks(model)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-    }
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = engine_config(stage, zero_optimization=zero, gradient_clipping=1.0, zero_allow_untested_optimizer=True)
+    del config["coat"], config["optimizer"]
     engine, *_ = deepspeed.initialize(
         model=model, config=config, mpu=MPUAdapter(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
     )
-    shape = None
-    losses = []
-    for step in range(steps):
-        batch = tiny_batch(step if tp > 1 else world * step + rank)
-        loss = tiny_loss(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = drive(engine, (tiny_batch(step if tp > 1 else world * step + rank) for step in range(steps)))
     with torch.no_grad():
         shape = list(engine(*tiny_batch(0)[::2], None).shape)
     groups = [parallel_state.get_data_parallel_world_size(), engine.mpu.get_model_parallel_world_size()]
@@ -88,16 +70,3 @@ def test_zero3_gathers_the_weights_that_patched_modules_reach_for():
     runs = [run_ranks(2, run, stage, 1, False, 6, settings) for stage, run in ((3, _deepspeed), (2, _apart))]
     for (losses, *_), (reference, *_) in zip(*runs, strict=True):
         assert losses == pytest.approx(reference, rel=2e-3)
-
-
-@pytest.mark.slow
-def test_norms_after_blocks_and_over_all_heads():
-    """ZeRO-3 gathers their weights, and at TP 2 with SP the norm of gradients counts each element once."""
-    settings = ActivationConfig()
-    layouts = [(2, 1, False), (3, 1, False), (2, 2, True)]
-    runs = [run_ranks(2, _deepspeed, *layout, 4, settings, OLMO2) for layout in layouts]
-    (two, *_, norm), (three, *_, other), (split, _, _, replicas, both) = (run[0] for run in runs)
-    assert three == pytest.approx(two, rel=2e-3) and other == pytest.approx(norm, rel=2e-2)
-    assert split[-1] < split[0] - 0.1 and not any(replicas.values())
-    alone = run_ranks(1, _deepspeed, 2, 1, False, 4, settings, OLMO2)[0]
-    assert split == pytest.approx(alone[0], rel=5e-3) and both == pytest.approx(alone[-1], rel=3e-2)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import megatron_patches as mp
 from tests.support import run_ranks
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-    "coat": {},
-}
+from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
+from .training import drive, engine_config
+
+CONFIG = engine_config(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
 
 
 def _model(**changes):
@@ -40,16 +38,15 @@ def _peak(build):
 
 
 def _built(rank, world, tp):
-    import megatron_patches
 
-    megatron_patches.initialize_model_parallel(tp, seed=3)
-    state = megatron_patches.rng_state()
+    mp.initialize_model_parallel(tp, seed=3)
+    state = mp.rng_state()
     plain, whole = _peak(lambda: _model(tp=tp))
     after = torch.get_rng_state()
 
     def build():
-        megatron_patches.set_rng_state(state)
-        with megatron_patches.zero_init(CONFIG) as divided:
+        mp.set_rng_state(state)
+        with mp.zero_init(CONFIG) as divided:
             assert divided
             return _model(tp=tp)
 
@@ -77,64 +74,54 @@ def test_shards_are_those_of_the_whole_model_which_never_exists(world, tp):
         assert peak < model / (world // tp) + (2 * tp + 6) * largest + 100_000 < 0.9 * model
 
 
-def _trained(rank, world, sharded, tp):
+def _trained(rank, world, kinds, tp):
     import deepspeed
 
-    import megatron_patches
-    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
-
-    megatron_patches.initialize_model_parallel(tp, seed=3)
-    deepspeeds = {"config_dict_or_path": {k: v for k, v in CONFIG.items() if k != "coat"}}
-    with (
-        deepspeed.zero.Init(**deepspeeds)
-        if sharded == "Init"
-        else megatron_patches.zero_init(CONFIG if sharded else {})
-    ):
-        model = _model(tp=tp)
-    engine, *_ = megatron_patches.initialize(model=model, config=CONFIG)
-    assert engine.coat_patch_report.patched
-    losses = []
-    for step in range(3):
-        loss = tiny_loss(engine, tuple(t % 128 for t in tiny_batch(world * step + rank // tp)[:2]) + (None,))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    mp.initialize_model_parallel(tp, seed=3)
+    plain = {key: value for key, value in CONFIG.items() if key != "coat"}
+    contexts = {
+        "whole": lambda: mp.zero_init({}),
+        "divided": lambda: mp.zero_init(CONFIG),
+        "DeepSpeed's": lambda: deepspeed.zero.Init(config_dict_or_path=plain),
+    }
+    runs, state = [], mp.rng_state()
+    for kind in kinds:
+        mp.set_rng_state(state)
+        with contexts[kind]():
+            model = _model(tp=tp)
+        engine, *_ = mp.initialize(model=model, config=CONFIG)
+        batches = (tiny_batch(world * step + rank // tp)[:2] for step in range(3))
+        runs.append(drive(engine, ((tokens % 128, labels % 128, None) for tokens, labels in batches)))
+        engine.destroy()
+    return runs
 
 
 @pytest.mark.slow
 def test_it_trains_as_one_that_was_whole():
-    assert run_ranks(2, _trained, True, 1) == run_ranks(2, _trained, False, 1)
-
-
-@pytest.mark.slow
-def test_deepspeeds_own_context_and_tensor_parallelism():
-    """Init makes rotary tables BF16, so losses are near; at TP 2 x DP 2 they are equal."""
-    (near, _), (whole, _) = run_ranks(2, _trained, "Init", 1), run_ranks(2, _trained, False, 1)
-    assert near == pytest.approx(whole, rel=1e-2)
-    assert run_ranks(4, _trained, True, 2) == run_ranks(4, _trained, False, 2)
+    """DeepSpeed's own context makes rotary tables BF16, so losses are near; at TP 2 x DP 2 they are equal."""
+    for whole, divided, near in run_ranks(2, _trained, ("whole", "divided", "DeepSpeed's"), 1):
+        assert divided == whole and near == pytest.approx(whole, rel=1e-2)
+    assert all(divided == whole for whole, divided in run_ranks(4, _trained, ("whole", "divided"), 2))
 
 
 def _second_shards(rank, world, folder):
     """With hpZ, whatever writes weights is seen by the next forward pass, also where they are not trained."""
-    import megatron_patches
     from coat_dist import convert_to_universal
     from coat_dist.deepspeed.zero_init import copy_into
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
-    megatron_patches.initialize_model_parallel(1, seed=3)
+    mp.initialize_model_parallel(1, seed=3)
     zero = CONFIG["zero_optimization"] | {"zero_hpz_partition_size": 2}
     batch = tiny_batch(rank)
 
     def built(seed, universal=False, filled=None):
         config = CONFIG | {"zero_optimization": zero, "checkpoint": {"load_universal": universal}}
-        with megatron_patches.zero_init(config):
+        with mp.zero_init(config):
             model = tiny_gpt(seed=seed, **SMALL)
         for parameter in model.decoder.layers[0].parameters():
             parameter.requires_grad_(False)
         for parameter, whole in zip(model.parameters(), filled.parameters() if filled else (), strict=bool(filled)):
             copy_into(parameter, whole.detach())
-        return megatron_patches.initialize(model=model, config=config)[0]
+        return mp.initialize(model=model, config=config)[0]
 
     def loss(engine):
         with torch.no_grad():

@@ -1,14 +1,51 @@
-"""Training steps of a tiny model at some tensor-parallel size, by a plain AdamW, and its parameters put together."""
+"""Training steps of tiny models in ranks: by engines, or at some tensor-parallel size by a plain AdamW."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from coat_dist.config import ActivationConfig
 
-__all__ = ["INVARIANT", "MasterAdamW", "train", "whole_parameters"]
+from .tiny import NARROW, tiny_batch, tiny_gpt, tiny_loss
 
 INVARIANT = ActivationConfig(tp_invariant=True)
+
+
+def start(tp: int = 1, **options: Any) -> None:
+    """Make Megatron's process groups, in place of any that there are."""
+    from megatron.core import parallel_state
+
+    from megatron_patches import initialize_model_parallel
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    initialize_model_parallel(tp, **options)
+
+
+def engine_config(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
+        "coat": {},
+        **more,
+    }
+
+
+def drive(engine: Any, batches: Iterable[Any], loss_of: Callable[..., torch.Tensor] = tiny_loss) -> list[float]:
+    """Losses of a step for each batch."""
+    losses = []
+    for batch in batches:
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 class MasterAdamW:
@@ -51,14 +88,9 @@ def whole_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def train(tp, sp, steps, settings, hooks=True, **changes):
     """Losses, initial and final whole parameters, and how far replicas are apart."""
-    from megatron.core import parallel_state
+    from megatron_patches import check_replicas, install_replicated_grad_hooks, patch_model
 
-    from megatron_patches import check_replicas, initialize_model_parallel, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.tiny import NARROW, tiny_batch, tiny_gpt, tiny_loss
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    initialize_model_parallel(tp)
+    start(tp)
     model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=sp, **NARROW | changes)
     first = whole_parameters(model)
     if settings is not None:
