@@ -1,25 +1,120 @@
-"""Micro-batches of conversations, each with what its loss is divided by: so that a step's loss is a mean over tokens.
+"""Which conversations share a sequence, and micro-batches of them whose losses make a step's loss a mean over tokens.
 
 DeepSpeed divides the gradients of a step's micro-batches by their number, and averages over data-parallel ranks. A
 step of N trained tokens, in A micro-batches on each of D ranks, has the mean over its tokens where each micro-batch
-gives the sum of its losses over N / (A D): ``loss_tokens``. Every rank knows N from the plan, without asking others.
+gives the sum of its losses over N / (A D): ``loss_tokens``. All ranks compute the same plan, and so N, by themselves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from launch.chat.packing import Sequences
 from launch.chat.store import Conversations
 
-__all__ = ["Layout", "micro_batches"]
+__all__ = ["Layout", "Sequences", "micro_batches", "pack"]
 
 _MULTIPLE = 64
 """Padded micro-batches have a multiple of so many tokens a row: few different shapes, and whole tiles of kernels."""
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Best fit, longest first: every item into the fullest sequence that still has room for it.
+
+    Args:
+        lengths: tokens of each item, none above ``capacity``. Of equal ones the earlier comes first.
+
+    Returns:
+        The numbers of the items of each sequence, in the order they came in.
+    """
+    sequences: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # free tokens -> sequences
+    rooms: list[int] = []  # keys of with_room that have sequences, ascending
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[place]
+            sequences[chosen].append(item)
+        else:
+            room, chosen = capacity, len(sequences)
+            sequences.append([item])
+        if left := room - length:
+            if not with_room.setdefault(left, []):
+                insort(rooms, left)
+            with_room[left].append(chosen)
+    return sequences
+
+
+class Sequences:
+    """Sequences at positions 0, 1, 2, ... of a run: each epoch holds every conversation once, in an order of its own.
+
+    Args:
+        conversations: all of them.
+        chosen: numbers of the conversations to use.
+        capacity: tokens of a sequence.
+        packed: several conversations a sequence; else one.
+        seed: of the orders; None = as they are, in every epoch.
+        epochs: sequences beyond these are empty; None = without end.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        chosen: np.ndarray,
+        *,
+        capacity: int,
+        packed: bool = True,
+        seed: int | None = None,
+        epochs: float | None = None,
+    ) -> None:
+        self.conversations, self._chosen = conversations, chosen
+        self._capacity, self._packed, self._seed = capacity, packed, seed
+        self._plans: dict[int, list[list[int]]] = {}
+        """Of the last two epochs: a step may reach from one into the next."""
+        # As many in every epoch: best fit depends on the lengths, not on which of equal ones comes first.
+        self.per_epoch = len(self._of(0))
+        self.end = None if epochs is None else int(np.ceil(epochs * self.per_epoch - 1e-9))
+
+    def __getitem__(self, position: int) -> list[int]:
+        """Numbers of the conversations in the sequence at a position."""
+        if self.end is not None and position >= self.end:
+            return []
+        epoch, place = divmod(position, self.per_epoch)
+        return self._of(epoch)[place]
+
+    def trained(self, start: int, stop: int) -> int:
+        """Trained tokens of the sequences from ``start`` up to ``stop``."""
+        return self._sum(self.conversations.trained, start, stop)
+
+    def tokens(self, start: int, stop: int) -> int:
+        """Tokens of the conversations of the sequences from ``start`` up to ``stop``, without padding."""
+        return self._sum(self.conversations.lengths, start, stop)
+
+    def _sum(self, counts: np.ndarray, start: int, stop: int) -> int:
+        return sum(int(counts[number]) for position in range(start, stop) for number in self[position])
+
+    def _of(self, epoch: int) -> list[list[int]]:
+        if epoch not in self._plans:
+            order = self._chosen
+            generator = None if self._seed is None else np.random.default_rng((self._seed, epoch))
+            if generator is not None:
+                order = generator.permutation(order)
+            if self._packed:
+                plan = [order[inside].tolist() for inside in pack(self.conversations.lengths[order], self._capacity)]
+            else:
+                plan = [[int(number)] for number in order]
+            if generator is not None:
+                plan = [plan[place] for place in generator.permutation(len(plan))]
+            self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}
+        return self._plans[epoch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +134,8 @@ class Layout:
     pad: int
     """Id of padding; never trained, never looked at by other tokens."""
 
-    @property
-    def total(self) -> int:
-        """Sequences of a step on all ranks."""
-        return self.micro * self.accumulation * self.dp_size
 
-
-def micro_batches(
-    conversations: Conversations, sequences: Sequences, layout: Layout, consumed: int = 0
-) -> Iterator[dict[str, torch.Tensor]]:
+def micro_batches(sequences: Sequences, layout: Layout, consumed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
     """Endless micro-batches of one rank, after ``consumed`` sequences of all ranks.
 
     A sequence goes to the rank that :class:`launch.data.sampler.PretrainSampler` would give it to.
@@ -56,20 +144,20 @@ def micro_batches(
         ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, packed ``[1, micro * seq_length]`` with
         ``cu_seqlens`` int32 ``[segments + 1]``, else ``[micro, longest]``; ``loss_tokens`` fp64 ``[]``, on the CPU.
     """
-    pinned = torch.cuda.is_available()
+    make = _packed if layout.packed else _padded
+    total = layout.micro * layout.accumulation * layout.dp_size  # sequences of a step on all ranks
     position = consumed
     while True:
-        trained = sequences.trained(position, position + layout.total)
+        trained = sequences.trained(position, position + total)
         divisor = torch.tensor(max(trained, 1) / (layout.accumulation * layout.dp_size), dtype=torch.float64)
         for index in range(layout.accumulation):
             first = position + (index * layout.dp_size + layout.dp_rank) * layout.micro
             rows = [sequences[first + row] for row in range(layout.micro)]
-            made = _packed(conversations, rows, layout) if layout.packed else _padded(conversations, rows, layout)
-            batch = {name: torch.from_numpy(array) for name, array in made.items()}
-            if pinned:
+            batch = {k: torch.from_numpy(v) for k, v in make(sequences.conversations, rows, layout).items()}
+            if torch.cuda.is_available():
                 batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
             yield {**batch, "loss_tokens": divisor}
-        position += layout.total
+        position += total
 
 
 def _empty(shape: tuple[int, int], pad: int) -> dict[str, np.ndarray]:
@@ -82,7 +170,7 @@ def _empty(shape: tuple[int, int], pad: int) -> dict[str, np.ndarray]:
 
 
 def _write(made: dict[str, np.ndarray], row: int, begin: int, ids: np.ndarray, learnt: np.ndarray) -> int:
-    """Put a conversation at ``begin`` of a row; where it ends. The last token predicts nothing."""
+    """Put a conversation at ``begin`` of a row; returns its end. The last token predicts nothing."""
     end = begin + len(ids)
     made["tokens"][row, begin:end] = ids
     made["labels"][row, begin : end - 1] = ids[1:]

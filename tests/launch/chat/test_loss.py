@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from launch.chat.batches import Layout, micro_batches
-from launch.chat.packing import Sequences
-from launch.chat.store import Conversations, Reading, prepare
-from launch.chat.template import ChatTemplate
+from launch.chat.batches import Layout, Sequences, micro_batches
 from launch.model.gpt import build_model
 from launch.train.build import language_model_loss
 from launch.weights import fill, open_weights
-from tests.launch.chat.support import chat, make_llama, make_tokenizer
+from tests.launch.chat.support import chat, make_llama, make_tokenizer, prepared
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,21 +36,18 @@ def made(tmp_path, one_rank):
     weights = open_weights(tmp_path / "llama")
     ours = build_model(weights.model.model_copy(update={"vocab_multiple": 1}))  # as finetune.py has it
     fill(ours, weights)
-    file = tmp_path / "chats.jsonl"
     lengths = np.random.default_rng(0).permutation([1, 2, 3, 30, 1, 20, 2, 1, 5, 25, 1, 1, 2, 28, 3, 2])
-    file.write_text("".join(chat(f"user: {n}?", "assistant: " + "hello " * n) + "\n" for n in lengths))
-    stored = Conversations(prepare([file], ChatTemplate(tokenizer), Reading(seq_length=64), tmp_path / "cache"))
+    lines = [chat(f"user: {n}?", "assistant: " + "hello " * n) for n in lengths]
+    stored = prepared(tmp_path, tokenizer, *lines)
     return types.SimpleNamespace(theirs=theirs, ours=ours.float(), stored=stored)
 
 
 def batches(made, packed, micro, accumulation, dp=1, rank=0):
-    plan = Sequences(
-        made.stored.lengths, made.stored.trained, np.arange(len(made.stored)), capacity=64, packed=packed, seed=0
-    )
+    plan = Sequences(made.stored, np.arange(len(made.stored)), capacity=64, packed=packed, seed=0)
     layout = Layout(
         micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, seq_length=64, packed=packed, pad=1
     )
-    source = micro_batches(made.stored, plan, layout)
+    source = micro_batches(plan, layout)
     return [next(source) for _ in range(accumulation)]
 
 

@@ -157,7 +157,7 @@ def test_a_template_that_rewrites_history_is_refused():
         template.encode(parse(chat("user: one", "assistant: two", "user: three", "assistant: four")))
 
 
-def test_what_a_template_raises_is_told():
+def test_errors_of_a_template_are_named():
     text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
     template = ChatTemplate(make_tokenizer(text))
     with pytest.raises(Malformed, match="no system"):
@@ -175,24 +175,22 @@ def test_prompt_and_completion():
 
 def test_tokenizer_folders_and_templates(tmp_path):
     make_tokenizer(template=None).save_pretrained(tmp_path / "bare")
-    (tmp_path / "marked.jinja").write_text(MARKED, encoding="utf-8-sig")  # as editors on Windows write it
-    assert load_tokenizer(str(tmp_path / "bare"), str(tmp_path / "marked.jinja")).chat_template == MARKED
     make_tokenizer().save_pretrained(tmp_path / "own")
-    (tmp_path / "given.jinja").write_text("{{ messages }}")
+    (tmp_path / "marked.jinja").write_text(MARKED, encoding="utf-8-sig")  # as editors on Windows write it
     (tmp_path / "broken.jinja").write_text("{% if %}")
     bare, own = str(tmp_path / "bare"), str(tmp_path / "own")
     assert load_tokenizer(bare).chat_template == PLAIN_TEMPLATE
+    assert load_tokenizer(bare, str(tmp_path / "marked.jinja")).chat_template == MARKED
     assert load_tokenizer(own).chat_template == MARKED
     assert load_tokenizer(own, "plain").chat_template == PLAIN_TEMPLATE
-    assert load_tokenizer(own, str(tmp_path / "given.jinja")).chat_template == "{{ messages }}"
-    with pytest.raises(DataError, match="^--chat-template: line 1"):
-        ChatTemplate(load_tokenizer(own, str(tmp_path / "broken.jinja")))
+    with pytest.raises(Malformed, match="the chat template does not take it: TemplateSyntaxError"):
+        ChatTemplate(load_tokenizer(own, str(tmp_path / "broken.jinja"))).encode(parse(LINE))
     for arguments in ((str(tmp_path / "none"),), (str(tmp_path),), (own, str(tmp_path / "none"))):
-        with pytest.raises(DataError, match="^--(tokenizer|chat-template): "):
+        with pytest.raises(DataError, match="^--(tokenizer|chat-template): got "):
             load_tokenizer(*arguments)
 
 
-def test_calls_and_tools_that_a_template_leaves_out_are_told():
+def test_calls_that_a_template_ignores_are_refused_and_tools_counted():
     """A model would learn to say nothing where it should call."""
     text = "{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '<|end|>' }}{% endfor %}"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -200,7 +198,7 @@ def test_calls_and_tools_that_a_template_leaves_out_are_told():
     asked = {"role": "user", "content": "q"}
     called = json.dumps({"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]})
     template = ChatTemplate(make_tokenizer(text))
-    with pytest.raises(Malformed, match="writes nothing of tool_calls"):
+    with pytest.raises(Malformed, match="tool_calls: the chat template ignores them"):
         template.encode(parse(called))
     template.encode(parse(chat("user: q", "assistant: a", tools=tools)))
     assert template.without_tools == 1
@@ -209,10 +207,17 @@ def test_calls_and_tools_that_a_template_leaves_out_are_told():
     assert plain.without_tools == 0
 
 
-def test_half_a_surrogate_pair_is_malformed_wherever_it_is():
-    template = ChatTemplate(make_tokenizer(PLAIN_TEMPLATE))
-    with pytest.raises(Malformed, match="surrogate"):
-        template.encode(parse(chat("user: q", "assistant: a", tools=[{"name": "\ud83d"}])))
+@pytest.mark.parametrize(
+    "line",
+    [
+        chat("user: q", "assistant: a", tools=[{"name": "\ud83d"}]),
+        chat("user: \ud83d", "assistant: a"),
+        json.dumps({"prompt": "q", "completion": "\ud83d"}),
+    ],
+)
+def test_half_a_surrogate_pair_is_malformed(line):
+    with pytest.raises(Malformed):
+        ChatTemplate(make_tokenizer(PLAIN_TEMPLATE)).encode(parse(line))
 
 
 def test_added_tokens_may_lie_beyond_the_model():
