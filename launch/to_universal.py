@@ -40,8 +40,7 @@ from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, v
 from coat_dist.checkpoint.write.durable import says_full
 from launch.command_line import Parser, local_path, whole_number
 from launch.log_level import add_log_level, say, set_log_level, shows
-from launch.universal.output import Output
-from launch.universal.source import Source, find_source, read_source
+from launch.universal.folders import Output, Source, find_source
 from launch.weights.source import CARRIED
 
 __all__ = ["convert", "main"]
@@ -61,9 +60,6 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
         folder: holds universal checkpoints, their ``latest`` and ``latest_universal``.
         exact: ``folder`` itself becomes the universal checkpoint, and ``latest_universal`` beside it names it.
 
-    Returns:
-        The folder of the universal checkpoint.
-
     Raises:
         CheckpointError: ``source`` is damaged, universal already or of a kind that cannot be converted; ``folder``
             cannot be written, is in a checkpoint, or holds those of a run, or another run's of this step. Nothing is
@@ -71,7 +67,7 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
     """
     from coat_dist import convert_to_universal
 
-    there, folder = read_source(source.resolve()), folder.resolve()
+    there, folder = Source(source.resolve()), folder.resolve()
     output = Output("--output_folder" if exact else "--output", folder if exact else folder / there.name, exact)
     identity = there.identity()
     output.check(there, identity)
@@ -85,14 +81,14 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
     try:
         with output.locked() as temporary, bar:
             output.check(there, identity)  # again: another may have written until the lock was ours
-            if there.manifest is not None:
+            if there.manifest:
                 verify(there.path, there.manifest["files"])
             temporary.mkdir()
             convert_to_universal(there.path, temporary, show)
             if (there.path / CARRIED).is_dir():
                 shutil.copytree(there.path / CARRIED, temporary / CARRIED)
             content = there.manifest if there.of_run else {"format": FORMAT, **identity}
-            left = output.publish({**(content or {}), "files": sync_files(temporary), "universal": True})
+            left = output.publish({**content, "files": sync_files(temporary), "universal": True})
     except CheckpointError:
         raise
     except (OSError, RuntimeError, ValueError, *_LAYOUT) as problem:
@@ -160,14 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("to_universal: interrupted; nothing was changed", file=sys.stderr)
         return 130
     size = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
-    say(f"{source.path} -> {final} ({size:,} bytes); {_how_to_load(source, final, exact)}")
-    return 0
-
-
-def _how_to_load(source: Source, final: Path, exact: bool) -> str:
+    how = f'with "checkpoint": {{"load_universal": true}} and engine.load_checkpoint({str(final.parent)!r})'
     if source.of_run:  # the `latest` beside an exact folder is of other checkpoints
-        return f"load it with --load {final if exact else final.parent}"
-    return f'load it with "checkpoint": {{"load_universal": true}} and engine.load_checkpoint({str(final.parent)!r})'
+        how = f"with --load {final if exact else final.parent}"
+    say(f"{source.path} -> {final} ({size:,} bytes); load it {how}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from launch.chat.store import Conversations
 
-__all__ = ["Layout", "Sequences", "micro_batches", "pack"]
+__all__ = ["Sequences", "micro_batches", "pack"]
 
 _MULTIPLE = 64
 """Padded micro-batches have a multiple of so many tokens a row: few different shapes, and whole tiles of kernels."""
@@ -25,11 +24,7 @@ _MULTIPLE = 64
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Best fit, longest first: every item into the fullest sequence that still has room for it.
 
-    Args:
-        lengths: tokens of each item, none above ``capacity``. Of equal ones the earlier comes first.
-
-    Returns:
-        The numbers of the items of each sequence, in the order they came in.
+    No length is above ``capacity``; of equal ones the earlier comes first. Returns the items of each sequence.
     """
     sequences: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # free tokens -> sequences
@@ -76,7 +71,7 @@ class Sequences:
         epochs: float | None = None,
     ) -> None:
         self.conversations, self._chosen = conversations, chosen
-        self._capacity, self._packed, self._seed = capacity, packed, seed
+        self.capacity, self.packed, self._seed = capacity, packed, seed
         self._plans: dict[int, list[list[int]]] = {}
         """Of the last two epochs: a step may reach from one into the next."""
         # As many in every epoch: best fit depends on the lengths, not on which of equal ones comes first.
@@ -98,6 +93,15 @@ class Sequences:
         """Tokens of the conversations of the sequences from ``start`` up to ``stop``, without padding."""
         return self._sum(self.conversations.lengths, start, stop)
 
+    def describe(self, name: str) -> str:
+        """Content of the first epoch, or of a part of it where there is no more."""
+        count = self.per_epoch if self.end is None else min(self.per_epoch, self.end)
+        conversations = sum(len(self[place]) for place in range(count))
+        return (
+            f"{name}: {conversations:,} conversations in {count:,} sequences of {self.capacity} tokens, "
+            f"{100 * self.tokens(0, count) / (count * self.capacity):.1f} % full"
+        )
+
     def _sum(self, counts: np.ndarray, start: int, stop: int) -> int:
         return sum(int(counts[number]) for position in range(start, stop) for number in self[position])
 
@@ -107,8 +111,8 @@ class Sequences:
             generator = None if self._seed is None else np.random.default_rng((self._seed, epoch))
             if generator is not None:
                 order = generator.permutation(order)
-            if self._packed:
-                plan = [order[inside].tolist() for inside in pack(self.conversations.lengths[order], self._capacity)]
+            if self.packed:
+                plan = [order[inside].tolist() for inside in pack(self.conversations.lengths[order], self.capacity)]
             else:
                 plan = [[int(number)] for number in order]
             if generator is not None:
@@ -117,43 +121,33 @@ class Sequences:
         return self._plans[epoch]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How sequences become the micro-batches of one rank."""
-
-    micro: int
-    """Sequences of a micro-batch."""
-    accumulation: int
-    """Micro-batches of a step."""
-    dp_rank: int
-    dp_size: int
-    seq_length: int
-    packed: bool
-    """All sequences of a micro-batch in one row, ``[1, micro * seq_length]``, with the borders of conversations;
-    else one conversation a row, padded to the longest."""
-    pad: int
-    """Id of padding; never trained, never looked at by other tokens."""
-
-
-def micro_batches(sequences: Sequences, layout: Layout, consumed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+def micro_batches(
+    sequences: Sequences, *, micro: int, accumulation: int, dp_rank: int, dp_size: int, pad: int, consumed: int = 0
+) -> Iterator[dict[str, torch.Tensor]]:
     """Endless micro-batches of one rank, after ``consumed`` sequences of all ranks.
 
     A sequence goes to the rank that :class:`launch.data.sampler.PretrainSampler` would give it to.
 
+    Args:
+        micro: sequences of a micro-batch: in one row with the borders of conversations where they are packed, else one
+            a row, padded to the longest.
+        accumulation: micro-batches of a step.
+        pad: id of padding; never trained, never looked at by other tokens.
+
     Yields:
-        ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, packed ``[1, micro * seq_length]`` with
+        ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, packed ``[1, micro * capacity]`` with
         ``cu_seqlens`` int32 ``[segments + 1]``, else ``[micro, longest]``; ``loss_tokens`` fp64 ``[]``, on the CPU.
     """
-    make = _packed if layout.packed else _padded
-    total = layout.micro * layout.accumulation * layout.dp_size  # sequences of a step on all ranks
+    make = _packed if sequences.packed else _padded
+    total = micro * accumulation * dp_size  # sequences of a step on all ranks
     position = consumed
     while True:
         trained = sequences.trained(position, position + total)
-        divisor = torch.tensor(max(trained, 1) / (layout.accumulation * layout.dp_size), dtype=torch.float64)
-        for index in range(layout.accumulation):
-            first = position + (index * layout.dp_size + layout.dp_rank) * layout.micro
-            rows = [sequences[first + row] for row in range(layout.micro)]
-            batch = {k: torch.from_numpy(v) for k, v in make(sequences.conversations, rows, layout).items()}
+        divisor = torch.tensor(max(trained, 1) / (accumulation * dp_size), dtype=torch.float64)
+        for index in range(accumulation):
+            first = position + (index * dp_size + dp_rank) * micro
+            rows = [sequences[first + row] for row in range(micro)]
+            batch = {k: torch.from_numpy(v) for k, v in make(sequences, rows, pad).items()}
             if torch.cuda.is_available():
                 batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
             yield {**batch, "loss_tokens": divisor}
@@ -179,13 +173,12 @@ def _write(made: dict[str, np.ndarray], row: int, begin: int, ids: np.ndarray, l
     return end
 
 
-def _packed(conversations: Conversations, rows: list[list[int]], layout: Layout) -> dict[str, np.ndarray]:
-    made = _empty((1, layout.micro * layout.seq_length), layout.pad)
-    borders = [0]
+def _packed(sequences: Sequences, rows: list[list[int]], pad: int) -> dict[str, np.ndarray]:
+    made, borders = _empty((1, len(rows) * sequences.capacity), pad), [0]
     for place, numbers in enumerate(rows):
-        begin, stop = place * layout.seq_length, (place + 1) * layout.seq_length
+        begin, stop = place * sequences.capacity, (place + 1) * sequences.capacity
         for number in numbers:
-            begin = _write(made, 0, begin, *conversations[number])
+            begin = _write(made, 0, begin, *sequences.conversations[number])
             borders.append(begin)
         if begin < stop:  # padding is a document of its own
             made["position_ids"][0, begin:stop] = np.arange(stop - begin)
@@ -193,12 +186,12 @@ def _packed(conversations: Conversations, rows: list[list[int]], layout: Layout)
     return {**made, "cu_seqlens": np.asarray(borders, np.int32)}
 
 
-def _padded(conversations: Conversations, rows: list[list[int]], layout: Layout) -> dict[str, np.ndarray]:
-    longest = max((int(conversations.lengths[n]) for numbers in rows for n in numbers), default=1)
-    length = min(-(-longest // _MULTIPLE) * _MULTIPLE, layout.seq_length)
-    made = _empty((layout.micro, length), layout.pad)
+def _padded(sequences: Sequences, rows: list[list[int]], pad: int) -> dict[str, np.ndarray]:
+    longest = max((int(sequences.conversations.lengths[n]) for numbers in rows for n in numbers), default=1)
+    length = min(-(-longest // _MULTIPLE) * _MULTIPLE, sequences.capacity)
+    made = _empty((len(rows), length), pad)
     made["position_ids"][:] = np.arange(length)
     for row, numbers in enumerate(rows):
         for number in numbers:
-            _write(made, row, 0, *conversations[number])
+            _write(made, row, 0, *sequences.conversations[number])
     return made

@@ -17,7 +17,7 @@ from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_first_ranks, on_rank_0
 from launch.chat.arguments import LONGEST_DEFAULT, FinetuneOptions
-from launch.chat.batches import Layout, Sequences, micro_batches
+from launch.chat.batches import Sequences, micro_batches
 from launch.chat.export import write_beside
 from launch.chat.store import Conversations, Reading, find_files, hold_out, prepare
 from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
@@ -44,7 +44,6 @@ class Draft:
     coat: CoatConfig | None
     model: ModelConfig
     weights: Weights
-    seq_length: int
     tokenizer: Any
     """Of transformers, with the chat template in use."""
     world: int
@@ -63,9 +62,9 @@ class FinetunePlan(Plan):
 
     def describe(self) -> str:
         """A few lines for the log."""
-        lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
+        lines = [super().describe(), self.train.describe("train")]
         if self.valid is not None:
-            lines.append(_about(self.valid, "held out", self.model.seq_length))
+            lines.append(self.valid.describe("held out"))
         steps = self.args.train_steps or 0
         taken = self.train.end or steps * self.batch.total
         lines.append(f"{steps} steps: {taken / self.train.per_epoch:.2f} epochs of {self.train.per_epoch:,} sequences")
@@ -116,14 +115,7 @@ def draft(args: FinetuneOptions, world: int) -> Draft | Plan:
     if args.dry_run:
         return assemble(_with_steps(args), world, settings, coat, model)
     return Draft(
-        args=args,
-        settings=settings,
-        coat=coat,
-        model=model,
-        weights=weights,
-        seq_length=seq_length,
-        tokenizer=tokenizer,
-        world=world,
+        args=args, settings=settings, coat=coat, model=model, weights=weights, tokenizer=tokenizer, world=world
     )
 
 
@@ -149,20 +141,28 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
     """
     a = d.args
     train = _conversations(d, a.data, "--data", say)
+    step, consumed, earlier = on_rank_0(lambda: _continued(a))
     # On one rank: all that the conversations hold is read for it.
-    held_out, digest = on_rank_0(lambda: _held_out(d, train), patient=True)
+    held_out, digest = on_rank_0(lambda: hold_out(train, a.valid_share, a.seed), patient=True)
+    if digest is not None and earlier and earlier.get("held_out") != digest:
+        raise CheckpointError(
+            f"--valid-share: got {a.valid_share}, which holds out other conversations than the run before did, that "
+            "may have trained on some of them, accepted: --valid FILE, --valid-share 0, or the same --data, "
+            "--tokenizer, --chat-template, --seq-length, --valid-share and --seed"
+        )
     chosen = np.setdiff1d(np.arange(len(train)), held_out)
     valid = train
     if a.valid is not None:
         valid = _conversations(d, a.valid, "--valid", say)
         held_out = np.arange(len(valid))
-    args, sequences = _with_steps(a), partial(Sequences, capacity=d.seq_length, packed=not a.no_packing)
+    args, sequences = _with_steps(a), partial(Sequences, capacity=d.model.seq_length, packed=not a.no_packing)
     training = sequences(train, chosen, seed=a.seed, epochs=a.epochs)
     validation = sequences(valid, held_out, epochs=1) if len(held_out) else None
     known = (args, d.world, d.settings, d.coat, d.model)
     batch = assemble(*known, Plan).batch
     if training.end is not None:
-        args.train_steps = _steps(d, training.end, batch.total)
+        # Of a run that is continued, whose batch size may have been another one, what is left.
+        args.train_steps = step + math.ceil(max(training.end - consumed, 0) / batch.total)
     if validation is not None:
         args.eval_steps = a.eval_steps or math.ceil(validation.per_epoch * batch.accumulation / batch.total)
         if a.eval_interval is None:  # about once an epoch
@@ -173,7 +173,7 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
 
 
 def _conversations(d: Draft, given: list[str], option: str, say: Callable[[str], None]) -> Conversations:
-    reading = Reading(seq_length=d.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
+    reading = Reading(seq_length=d.model.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
     cache, files = Path(d.args.data_cache or Path(d.args.output, "prepared")), find_files(given, option)
 
     def work() -> Path:
@@ -197,57 +197,22 @@ def _conversations(d: Draft, given: list[str], option: str, say: Callable[[str],
     return found
 
 
-def _steps(d: Draft, end: int, total: int) -> int:
-    """Steps of ``total`` sequences up to ``end``; of a run that is continued, the ones it has done and what is left.
-
-    Its batch size may have been another one.
+def _continued(args: FinetuneOptions) -> tuple[int, int, dict[str, Any]]:
+    """Steps done, sequences consumed and data of the run that ``--load`` continues.
 
     Raises:
-        CheckpointError: ``--load`` means a checkpoint of another program, whose samples are no conversations.
+        CheckpointError: another program wrote it, whose samples are no conversations.
     """
-
-    def progress() -> tuple[int, int]:
-        source = require_loadable(d.args.load, d.args.save)
-        if source is None:
-            return 0, 0
-        manifest = read_manifest(source)
-        if "packed" not in (manifest.get("run") or {}).get("data", {}):
-            raise CheckpointError(
-                f"--load: got {source}, which finetune.py has not written, accepted: --model {source}, to start from it"
-            )
-        return manifest["progress"]["step"], manifest["progress"]["consumed_samples"]
-
-    step, consumed = on_rank_0(progress)
-    return step + math.ceil(max(end - consumed, 0) / total)
-
-
-def _held_out(d: Draft, train: Conversations) -> tuple[np.ndarray, str | None]:
-    """:func:`launch.chat.store.hold_out` of ``--data``.
-
-    Raises:
-        CheckpointError: the run that is continued held out others, so that trained ones would be evaluated.
-    """
-    a = d.args
-    numbers, digest = hold_out(train, a.valid_share, a.seed)
-    source = require_loadable(a.load, a.save)
-    earlier = {} if source is None else (read_manifest(source).get("run") or {}).get("data", {})
-    if digest is not None and "packed" in earlier and earlier.get("held_out") != digest:
+    source = require_loadable(args.load, args.save)
+    if source is None:
+        return 0, 0, {}
+    manifest = read_manifest(source)
+    data, done = manifest["run"].get("data", {}), manifest["progress"]
+    if "packed" not in data:
         raise CheckpointError(
-            f"--valid-share: got {a.valid_share}, which holds out other conversations than {source}: it may have "
-            "trained on some of them, accepted: --valid FILE, --valid-share 0, or the same --data, --tokenizer, "
-            "--chat-template, --seq-length, --valid-share and --seed"
+            f"--load: got {source}, which finetune.py has not written, accepted: --model {source}, to start from it"
         )
-    return numbers, digest
-
-
-def _about(sequences: Sequences, name: str, seq_length: int) -> str:
-    """Content of the first epoch, or of a part of it where there is no more."""
-    count = sequences.per_epoch if sequences.end is None else min(sequences.per_epoch, sequences.end)
-    conversations = sum(len(sequences[place]) for place in range(count))
-    return (
-        f"{name}: {conversations:,} conversations in {count:,} sequences of {seq_length} tokens, "
-        f"{100 * sequences.tokens(0, count) / (count * seq_length):.1f} % full"
-    )
+    return done["step"], done["consumed_samples"], data
 
 
 class ChatData:
@@ -256,24 +221,13 @@ class ChatData:
     Args:
         begun: changes nothing: the order of the sequences has its end in it, or none.
         dp_rank: this data-parallel rank.
-
-    Raises:
-        CoatConfigError: the list cannot be written.
     """
 
     def __init__(self, p: FinetunePlan, begun: Progress, dp_rank: int) -> None:
         self._plan, self._dp_rank, self.samples = p, dp_rank, p.train.end
         both = [p.train, *([] if p.valid is None else [p.valid])]
         lists = dict.fromkeys(one.conversations.dropped() for one in both)  # both may be parts of the same files
-        path = Path(p.args.output, "dropped.jsonl")
-
-        def write() -> None:
-            try:
-                write_text(path, "".join(lists))
-            except OSError as problem:
-                raise CoatConfigError(f"--output: cannot write {path} ({problem})") from problem
-
-        on_rank_0(write)
+        on_rank_0(lambda: write_text(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
 
     def tokens(self, start: int, stop: int) -> int:
         return self._plan.train.tokens(start, stop)
@@ -284,14 +238,13 @@ class ChatData:
         if sequences is None:
             return None
         pad = p.tokenizer.pad_token_id
-        layout = Layout(
+        return micro_batches(
+            sequences,
             micro=p.batch.micro,
             # An evaluation is one step of --eval-steps micro-batches.
             accumulation=p.batch.accumulation if split == "train" else p.args.eval_steps or 1,
             dp_rank=self._dp_rank,
             dp_size=p.dp,
-            seq_length=p.model.seq_length,
-            packed=not p.args.no_packing,
             pad=pad if pad is not None and pad < (p.model.vocab_size or 0) else 0,
+            consumed=consumed,
         )
-        return micro_batches(sequences, layout, consumed)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError, model_validator
 
-__all__ = ["Conversation", "Malformed", "from_record", "parse"]
+__all__ = ["Conversation", "Malformed", "parse"]
 
 LEARNT = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale")
 """Keys of a turn by which layouts say whether it is learnt: OpenAI's, axolotl's, verl's, ms-swift's."""
@@ -94,7 +94,7 @@ class _Message(BaseModel):
     """A turn as templates expect it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_joined)] = None
+    content: Annotated[str, BeforeValidator(_joined)]
     # Templates use a tool's name, the call that it answers, and what a model thought before it spoke.
     name: str | None = None
     tool_call_id: str | None = None
@@ -111,26 +111,22 @@ class _Message(BaseModel):
         role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
         call = value.get("function_call")
         calls = value.get("tool_calls") or (None if call is None else [call])
+        role = _SPEAKERS.get(str(role), role)
+        if content is None and role in ("assistant", "tool"):
+            content = ""
         known = {key: one for key, one in value.items() if key in cls.model_fields}
-        return {**known, "role": _SPEAKERS.get(str(role), role), "content": content, "tool_calls": calls}
-
-    @model_validator(mode="after")
-    def _speak(self) -> _Message:
-        if self.content is None and self.role not in ("assistant", "tool"):
-            raise ValueError("content that is text")
-        self.content = self.content or ""
-        return self
+        return {**known, "role": role, "content": content, "tool_calls": calls}
 
 
 _Tools = Annotated[list[dict[str, Any]] | None, BeforeValidator(_decoded)]
 _MESSAGES, _TEXT, _TOOLS = TypeAdapter(list[_Message]), TypeAdapter(str), TypeAdapter(_Tools)
 
 
-def parse(text: str | bytes) -> Conversation | None:
+def parse(text: str | bytes | Mapping[str, Any]) -> Conversation | None:
     """The conversation of one line of a file.
 
     Args:
-        text: a JSON object: ``{"messages": [{"role", "content", "tool_calls"?}, ...], "tools"?: [...]}``;
+        text: a JSON object or its text: ``{"messages": [{"role", "content", "tool_calls"?}, ...], "tools"?: [...]}``;
             ``{"prompt", "completion"}``, both text or both lists of messages; or ``{"conversations": [{"from",
             "value"}, ...]}`` as ToolBench and ShareGPT have it. ``system`` is the first message. A null is no key.
             Unsupported keys that would change what is told or learnt are refused; all others are ignored.
@@ -142,17 +138,12 @@ def parse(text: str | bytes) -> Conversation | None:
         Malformed: anything else.
     """
     try:
-        record = json.loads(text)
+        given = json.loads(text) if isinstance(text, str | bytes) else text
     except (ValueError, RecursionError) as problem:  # ValueError: not UTF-8, too
         raise Malformed(f"not JSON ({problem}), accepted: {_LAYOUTS}") from None
-    return from_record(record)
-
-
-def from_record(record: Any) -> Conversation | None:
-    """:func:`parse` of a decoded object."""
-    if not isinstance(record, Mapping):
-        raise Malformed(f"got {_short(record)}, accepted: {_LAYOUTS}")
-    record = _without_nulls(record, "", _OF_RECORDS)
+    if not isinstance(given, Mapping):
+        raise Malformed(f"got {_short(given)}, accepted: {_LAYOUTS}")
+    record = _without_nulls(given, "", _OF_RECORDS)
     for key in ("label", "kto_tag"):
         if record.get(key) in (False, "false"):
             raise Malformed(f"{key}: got {_short(record[key])}, accepted: what is to be learnt")
@@ -168,10 +159,9 @@ def from_record(record: Any) -> Conversation | None:
         before = _messages(record["prompt"], "prompt")
         found = _of_messages(before + _messages(record["completion"], "completion"), len(before), record)
     else:
-        if beside := next((key for key in (*_SYSTEM, "tools", "functions") if record.get(key)), None):
-            raise Malformed(
-                f"{beside}: got {_short(record[beside])} beside text, accepted: lists of messages beside it"
-            )
+        for key in (*_SYSTEM, "tools", "functions"):
+            if record.get(key):
+                raise Malformed(f"{key}: got {_short(record[key])} beside text, accepted: lists of messages beside it")
         prompt, completion = (_valid(_TEXT, record[key], key) for key in ("prompt", "completion"))
         return Conversation(prompt=prompt, completion=completion) if completion else None
     return found if any(found.learnt) else None
@@ -211,31 +201,25 @@ def _of_messages(messages: list[tuple[dict[str, Any], bool]], given: int, record
 
 def _messages(value: Any, key: str) -> list[tuple[dict[str, Any], bool]]:
     """Messages, and whether each is to be trained."""
-    turns = value
     if isinstance(value, list):
-        turns = [
+        value = [
             _without_nulls(one, f"{key}[{place}].", _OF_TURNS, LEARNT) if isinstance(one, Mapping) else one
             for place, one in enumerate(value)
         ]
     found = []
-    for place, message in enumerate(_valid(_MESSAGES, turns, key)):
-        learnt = _is_learnt(turns[place], message.role, f"{key}[{place}]")
+    for place, message in enumerate(_valid(_MESSAGES, value, key)):
+        of_assistant, learnt = message.role == "assistant", True
+        for name in LEARNT:
+            one = value[place].get(name, 1)
+            if one not in (0, 1) or (one and name in value[place] and name != "weight" and not of_assistant):
+                raise Malformed(
+                    f"{key}[{place}].{name}: got {_short(one)} of a turn of {message.role}, accepted: 0, or 1 of the "
+                    "assistant's"
+                )
+            learnt = learnt and bool(one)
         spoken = bool(message.content or message.tool_calls)
-        found.append((message.model_dump(exclude_none=True), message.role == "assistant" and learnt and spoken))
+        found.append((message.model_dump(exclude_none=True), of_assistant and learnt and spoken))
     return found
-
-
-def _is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
-    """Whether none of a turn's :data:`LEARNT` keys is 0."""
-    for key in LEARNT:
-        value = turn.get(key, 1)
-        if value not in (0, 1):
-            raise Malformed(f"{where}.{key}: got {_short(value)}, accepted: 0 or 1")
-        if value and key in turn and key != "weight" and role != "assistant":
-            raise Malformed(
-                f"{where}.{key}: got {_short(value)} of a turn of {role}, accepted: the assistant's are learnt"
-            )
-    return all(turn.get(key, 1) for key in LEARNT)
 
 
 def _valid(adapter: TypeAdapter[Any], value: Any, key: str) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import make_folder, sync_folder, write_text
-from launch.chat.records import Malformed, from_record, parse
+from launch.chat.records import Malformed, parse
 from launch.chat.template import ChatTemplate
 from launch.prep import DataError
 from launch.progress import Progress
@@ -81,12 +81,7 @@ def records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 class Conversations:
-    """Token ids of the conversations of one prepared folder.
-
-    Args:
-        folder: from :func:`prepare`.
-        files: of the same call.
-    """
+    """Token ids of the conversations of one folder of :func:`prepare`, made of the same files."""
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self._folder, self._files = folder, files
@@ -117,12 +112,8 @@ class Conversations:
 def prepare(files: Sequence[Path], template: ChatTemplate, reading: Reading, cache: Path) -> Path:
     """Encode chat files on one rank, or find what an earlier run has made of the same content in the same way.
 
-    Args:
-        files: in order.
-        cache: a folder for prepared folders.
-
     Returns:
-        A folder for :class:`Conversations`.
+        A folder in ``cache``, for :class:`Conversations`.
 
     Raises:
         DataError: a malformed line (without ``skip_bad``), named ``FILE:LINE``; or no conversation is left.
@@ -211,7 +202,7 @@ def _one(record: Any, template: ChatTemplate, reading: Reading) -> tuple[tuple[l
     """Ids of a record and which of them are trained, or None; what was left out ("" for nothing), and why."""
     limit = reading.seq_length
     try:
-        conversation = parse(record) if isinstance(record, bytes) else from_record(record)
+        conversation = parse(record)
         if conversation is None:
             return None, "empty", "nothing of the assistant's to learn"
         ids, learnt = template.encode(conversation)

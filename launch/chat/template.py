@@ -147,8 +147,8 @@ class ChatTemplate:
         template = self.tokenizer.get_chat_template(None, conversation.tools)
         if not _MARKED.search(template):
             return self._by_prefixes(conversation)
-        # What `apply_chat_template(return_assistant_tokens_mask=True)` calls: a mask of tokens would not show which of
-        # them cross a border, nor whose text it is.
+        # What `apply_chat_template(return_assistant_tokens_mask=True)` calls: its mask of tokens would not show which
+        # of them cross a border.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marked = render_jinja_template(  # type: ignore[str-unpack]
@@ -159,25 +159,16 @@ class ChatTemplate:
             **self.tokenizer.special_tokens_map,
         )
         spans: Spans = list(marked[0])  # type: ignore[arg-type]
-        said = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if not all(conversation.learnt[place] for place in said):
-            of_messages = self._one_each(spans, [conversation.messages[place] for place in said])
-            spans = [s for place, s in zip(said, of_messages, strict=True) if conversation.learnt[place]]
-        return texts[0], _without_empty(spans)
-
-    @staticmethod
-    def _one_each(spans: Spans, said: list[dict[str, Any]]) -> Spans:
-        """The spans of messages, in their order; one that says nothing may have an empty one."""
-        full = _without_empty(spans)
-        if len(spans) == len(said):
-            return spans
-        # Marks around a part that a message may lack, such as its thoughts, leave empty spans.
-        if len(full) == len(said) and all(m["content"] or m.get("tool_calls") for m in said):
-            return full
-        raise Malformed(
-            f"the chat template marks {len(spans)} texts of {len(said)} messages of the assistant, accepted: one each "
-            "where not all of them are trained"
-        )
+        messages = zip(conversation.messages, conversation.learnt, strict=True)
+        said = [learnt for message, learnt in messages if message["role"] == "assistant"]
+        if not all(said):
+            if len(spans) != len(said):
+                raise Malformed(
+                    f"the chat template marks {len(spans)} texts of {len(said)} messages of the assistant, accepted: "
+                    "one each where not all of them are trained"
+                )
+            spans = [span for span, learnt in zip(spans, said, strict=True) if learnt]
+        return texts[0], [(start, end) for start, end in spans if end > start]
 
     def _by_prefixes(self, conversation: Conversation) -> tuple[str, Spans]:
         messages, tools = conversation.messages, conversation.tools
@@ -201,12 +192,7 @@ class ChatTemplate:
         end = self.tokenizer.eos_token_id
         if end is None:
             raise Malformed("completion: ends with the eos_token, accepted: a tokenizer that has one")
-        ids, both = self._with_start(prompt), self._with_start(prompt + completion)
-        if both[: len(ids)] == ids:
-            said = both[len(ids) :]
-        else:  # a token would belong to both: the model will be given the prompt's tokens
-            self.in_pieces += 1
-            said = self._ids(completion)
+        ids, said = self._with_start(prompt), self._ids_within(completion, bool(prompt))
         said = said if said[-1:] == [end] else [*said, end]
         return ids + said, [False] * len(ids) + [True] * len(said)
 
@@ -245,7 +231,3 @@ class ChatTemplate:
 
 def _pairs(cuts: Sequence[int]) -> Spans:
     return list(zip(cuts, cuts[1:], strict=False))
-
-
-def _without_empty(spans: Spans) -> Spans:
-    return [(start, end) for start, end in spans if end > start]

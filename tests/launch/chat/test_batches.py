@@ -9,8 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from launch.chat import batches as module
-from launch.chat.batches import Layout, Sequences, micro_batches, pack
-from launch.chat.plan import _about
+from launch.chat.batches import Sequences, micro_batches, pack
 from tests.launch.chat.support import chat, make_tokenizer, prepared
 
 LENGTHS = np.random.default_rng(0).integers(1, 33, 200)
@@ -65,9 +64,9 @@ def test_without_packing_a_sequence_is_a_conversation():
 def test_the_log_describes_what_is_trained_of_an_epoch():
     quarter = sequences(packed=False, epochs=0.25)
     share = f"{100 * quarter.tokens(0, 25) / (25 * 40):.1f} % full"
-    assert _about(quarter, "train", 40) == f"train: 25 conversations in 25 sequences of 40 tokens, {share}"
+    assert quarter.describe("train") == f"train: 25 conversations in 25 sequences of 40 tokens, {share}"
     several = sequences(epochs=2.5)
-    assert _about(several, "train", 40).startswith(f"train: 100 conversations in {several.per_epoch} seq")
+    assert several.describe("train").startswith(f"train: 100 conversations in {several.per_epoch} seq")
 
 
 @pytest.fixture
@@ -80,10 +79,9 @@ def stored(tmp_path):
 
 def batches(stored, packed, dp=1, rank=0, micro=2, accumulation=2, consumed=0):
     made = Sequences(stored, np.arange(len(stored)), capacity=64, packed=packed, seed=0)
-    layout = Layout(
-        micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, seq_length=64, packed=packed, pad=1
+    return micro_batches(
+        made, micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, pad=1, consumed=consumed
     )
-    return micro_batches(made, layout, consumed)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch.chat.batches import Layout, Sequences, micro_batches
+from launch.chat.batches import Sequences, micro_batches
 from launch.model.gpt import build_model
 from launch.train.build import language_model_loss
 from launch.weights import fill, open_weights
@@ -44,10 +44,7 @@ def made(tmp_path, one_rank):
 
 def batches(made, packed, micro, accumulation, dp=1, rank=0):
     plan = Sequences(made.stored, np.arange(len(made.stored)), capacity=64, packed=packed, seed=0)
-    layout = Layout(
-        micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, seq_length=64, packed=packed, pad=1
-    )
-    source = micro_batches(plan, layout)
+    source = micro_batches(plan, micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, pad=1)
     return [next(source) for _ in range(accumulation)]
 
 

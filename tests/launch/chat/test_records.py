@@ -162,7 +162,7 @@ def test_a_malformed_turn_is_named(turn, key):
         ("[1]", "accepted: an object"),
         ('{"text": "x"}', "got an object with text"),
         ('{"messages": "x"}', "messages: got"),
-        ('{"messages": [{"role": "user"}]}', "messages[0]: got"),
+        ('{"messages": [{"role": "user"}]}', "messages[0].content: got null"),
         ('{"conversations": [{"from": "me", "value": "x"}]}', 'conversations[0].role: got "me"'),
         ('{"prompt": "x", "completion": []}', "completion: got []"),
         ('{"prompt": 1, "completion": 2}', "prompt: got 1"),

@@ -58,7 +58,7 @@ def test_a_message_of_weight_zero_is_not_trained(text):
 
 
 def test_a_message_without_words_has_no_text_to_train():
-    """The end of a turn lies outside of the marks: what is marked of such a message is empty, and still its own."""
+    """The end of a turn lies outside of the marks: a message without words has an empty one."""
     text = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
         "{% if m.reasoning_content is defined %}{% generation %}{{ m.reasoning_content }}{% endgeneration %}{% endif %}"
@@ -69,13 +69,10 @@ def test_a_message_without_words_has_no_text_to_train():
         found = spoken(template, chat("user: a", silent, "user: b", "assistant: yes"))
         assert [piece for learnt, piece in found if learnt] == wanted
 
-    def trained(*messages):
-        messages = [{"role": "assistant", **m} for m in messages]
-        return [piece for learnt, piece in spoken(template, json.dumps({"messages": messages})) if learnt]
-
-    assert trained({"content": "one", "reasoning_content": "", "weight": 0}, {"content": "two"}) == ["two"]
-    with pytest.raises(Malformed, match="marks 4 texts of 2 messages"):  # whose they are cannot be told
-        trained({"content": "one", "reasoning_content": "why"}, {"content": "", "reasoning_content": ""})
+    thinking = {"role": "assistant", "reasoning_content": "why"}
+    messages = [{**thinking, "content": "one"}, {**thinking, "content": "", "reasoning_content": ""}]
+    with pytest.raises(Malformed, match="marks 4 texts of 2 messages"):  # which of them is untrained is unknown
+        template.encode(parse(json.dumps({"messages": messages})))
 
 
 def test_plain_template():
@@ -170,7 +167,6 @@ def test_prompt_and_completion():
     assert spoken(template, pair) == [(False, "2 + 2 ="), (True, " 4<|end|>")]
     joined = ChatTemplate(make_tokenizer(texts=["bc"] * 50))  # "bc" is one token of "abc"
     assert spoken(joined, json.dumps({"prompt": "ab", "completion": "c"})) == [(False, "ab"), (True, "c<|end|>")]
-    assert joined.in_pieces == 1
 
 
 def test_tokenizer_folders_and_templates(tmp_path):
