@@ -138,7 +138,6 @@ def micro_batches(
         ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, packed ``[1, micro * capacity]`` with
         ``cu_seqlens`` int32 ``[segments + 1]``, else ``[micro, longest]``; ``loss_tokens`` fp64 ``[]``, on the CPU.
     """
-    make = _packed if sequences.packed else _padded
     total = micro * accumulation * dp_size  # sequences of a step on all ranks
     position = consumed
     while True:
@@ -147,51 +146,33 @@ def micro_batches(
         for index in range(accumulation):
             first = position + (index * dp_size + dp_rank) * micro
             rows = [sequences[first + row] for row in range(micro)]
-            batch = {k: torch.from_numpy(v) for k, v in make(sequences, rows, pad).items()}
+            batch = {k: torch.from_numpy(v) for k, v in _micro_batch(sequences, rows, pad).items()}
             if torch.cuda.is_available():
                 batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
             yield {**batch, "loss_tokens": divisor}
         position += total
 
 
-def _empty(shape: tuple[int, int], pad: int) -> dict[str, np.ndarray]:
-    return {
-        "tokens": np.full(shape, pad, np.int64),
-        "labels": np.full(shape, pad, np.int64),
-        "position_ids": np.zeros(shape, np.int64),
-        "loss_mask": np.zeros(shape, np.float32),
-    }
-
-
-def _write(made: dict[str, np.ndarray], row: int, begin: int, ids: np.ndarray, learnt: np.ndarray) -> int:
-    """Put a conversation at ``begin`` of a row; returns its end. The last token predicts nothing."""
-    end = begin + len(ids)
-    made["tokens"][row, begin:end] = ids
-    made["labels"][row, begin : end - 1] = ids[1:]
-    made["loss_mask"][row, begin : end - 1] = learnt[1:]
-    made["position_ids"][row, begin:end] = np.arange(len(ids))
-    return end
-
-
-def _packed(sequences: Sequences, rows: list[list[int]], pad: int) -> dict[str, np.ndarray]:
-    made, borders = _empty((1, len(rows) * sequences.capacity), pad), [0]
+def _micro_batch(sequences: Sequences, rows: list[list[int]], pad: int) -> dict[str, np.ndarray]:
+    conversations, packed, length = sequences.conversations, sequences.packed, sequences.capacity
+    if not packed:
+        longest = max((int(conversations.lengths[n]) for numbers in rows for n in numbers), default=1)
+        length = min(-(-longest // _MULTIPLE) * _MULTIPLE, length)
+    size, borders = len(rows) * length, [0]
+    tokens, labels = np.full(size, pad, np.int64), np.full(size, pad, np.int64)
+    positions, mask = np.tile(np.arange(length), len(rows)), np.zeros(size, np.float32)
     for place, numbers in enumerate(rows):
-        begin, stop = place * sequences.capacity, (place + 1) * sequences.capacity
+        begin, stop = place * length, (place + 1) * length
         for number in numbers:
-            begin = _write(made, 0, begin, *sequences.conversations[number])
-            borders.append(begin)
-        if begin < stop:  # padding is a document of its own
-            made["position_ids"][0, begin:stop] = np.arange(stop - begin)
+            ids, learnt = conversations[number]
+            end = begin + len(ids)
+            tokens[begin:end], positions[begin:end] = ids, np.arange(len(ids))
+            labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learnt[1:]  # the last token predicts nothing
+            borders.append(end)
+            begin = end
+        if packed and begin < stop:  # padding is a document of its own
+            positions[begin:stop] = np.arange(stop - begin)
             borders.append(stop)
-    return {**made, "cu_seqlens": np.asarray(borders, np.int32)}
-
-
-def _padded(sequences: Sequences, rows: list[list[int]], pad: int) -> dict[str, np.ndarray]:
-    longest = max((int(sequences.conversations.lengths[n]) for numbers in rows for n in numbers), default=1)
-    length = min(-(-longest // _MULTIPLE) * _MULTIPLE, sequences.capacity)
-    made = _empty((len(rows), length), pad)
-    made["position_ids"][:] = np.arange(length)
-    for row, numbers in enumerate(rows):
-        for number in numbers:
-            _write(made, row, 0, *sequences.conversations[number])
-    return made
+    flat: dict[str, np.ndarray] = {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask}
+    made = {name: array.reshape(1 if packed else len(rows), -1) for name, array in flat.items()}
+    return {**made, "cu_seqlens": np.asarray(borders, np.int32)} if packed else made

@@ -94,10 +94,8 @@ def _read_files(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Ma
         stride = args.stride or max(1, window // 2)
         if stride > window:
             raise CoatConfigError(f"--stride: got {stride}, accepted: 1 to the window ({window})")
-        separator = args.separator and args.separator.replace("\\n", "\n").replace("\\t", "\t")
-        options = ReadOptions(args.text_key, separator or None, args.skip_bad)
         for path in args.text:
-            inputs.found.append(_read_text(path, tokenizer, begin, window, stride, options, args.limit))
+            inputs.found.append(_read_text(path, args, tokenizer, begin, window, stride))
             left = ", ".join(f"{count} {reason}" for reason, count in inputs.found[-1].counts["skipped"].items())
             inputs.notes += [f"note: {path}: left out: {left}"] if left else []
         inputs.settings |= {"text_window": window, "stride": stride}
@@ -119,20 +117,16 @@ def _read_files(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Ma
 
 
 def _read_text(
-    given: str,
-    tokenizer: Tokenizer,
-    begin: list[int],
-    window: int,
-    stride: int,
-    options: ReadOptions,
-    limit: int | None,
+    given: str, args: EvaluateOptions, tokenizer: Tokenizer, begin: list[int], window: int, stride: int
 ) -> Input:
     """Documents of a file or folder, as ``prepare_data.py`` reads them, each tokenized and cut by itself."""
+    separator = args.separator and args.separator.replace("\\n", "\n").replace("\\t", "\t")
+    options = ReadOptions(args.text_key, separator or None, args.skip_bad)
     counts, rows = {"documents": 0, "tokens": 0, "bytes": 0}, []
     try:
         files, skipped = find([given])
         pieces = [piece for shard in cut_into_shards(files, 1 << 62) for piece in shard]
-        for document in islice((one for piece in pieces for one in texts(piece, options, skipped)), limit):
+        for document in islice((one for piece in pieces for one in texts(piece, options, skipped)), args.limit):
             own = tokenizer.encode(document)
             ids = np.asarray([*begin, *own], np.int32)
             counts["documents"] += 1
@@ -186,12 +180,8 @@ def read_samples(
     """The first ``samples`` samples of a part of prepared data, in the order in which training evaluates them.
 
     With torch.distributed, call it on all ranks. Every token of a sample but the first is scored, ends of documents
-    included; documents of a sample see each other, as in training.
-
-    Args:
-        paths, split, seq_length, seed, cache_dir: as of the run.
-        part: "valid", "test" or "train".
-        samples: None = every sample of the part once; needed where data sets are blended.
+    included; documents of a sample see each other, as in training. ``samples`` None means every sample of the part
+    once; a blend of data sets needs a number.
 
     Raises:
         DataError: names the option, or the file; more ``samples`` than the part of one data set has.

@@ -142,17 +142,15 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
     assert "which is no checkpoint" in refused("--load", tmp_path / "none", *out)
     assert "where the source is" in refused("--load", folder, "--output", folder)
     assert "is universal already" in refused("--load", converted, *out)
-    for inside in (tag, tag / "x"):
-        assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", inside)
+    assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", tag)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("")
     assert "no earlier conversion" in refused("--load", folder, "--output_folder", tmp_path / "mine")
     shutil.copytree(tag, tmp_path / "other/global_step3")
+    assert "another run's global_step3" in refused("--load", tmp_path / "other/global_step3", "--output", converted)
     for option in ("--output", "--output_folder"):  # with its run's next save it might be removed
         inside = tmp_path / "other/global_step3/deep/x"
         assert "which is a checkpoint or in one" in refused("--load", folder, option, inside)
-    assert "another run's global_step3" in refused("--load", tmp_path / "other/global_step3", "--output", converted)
-    for option in ("--output", "--output_folder"):
         assert f"{option}: got " in refused("--load", folder, option, tmp_path / "mine/notes.txt/x")
 
     def changed(name, change):
@@ -161,20 +159,9 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
         return refused("--load", tmp_path / name / "global_step3", *out)
 
     first = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    assert "pipeline" in changed("pipeline", lambda f: (f / "layer_00-model_states.pt").write_text(""))
-    expert = "layer_0_expert_0_mp_rank_00_model_states.pt"
-    assert "expert-parallel" in changed("experts", lambda f: (f / expert).write_text(""))
     assert "of ZeRO" in changed("stage0", lambda f: [p.unlink() for p in f.glob("*optim_states.pt")])
     assert "accepted: of 1 x 2" in changed("missing", lambda f: (f / first.replace("rank_0_", "rank_1_")).unlink())
     assert first in changed("truncated", lambda f: (f / first).write_bytes((f / first).read_bytes()[:1000]))
-
-    def no_adam(folder):
-        content = torch.load(folder / first, weights_only=False)
-        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            del state["exp_avg_sq"]
-        torch.save(content, folder / first)
-
-    assert "exp_avg, step, accepted: that of CoatAdamW, or step, exp_avg and exp_avg_sq" in changed("lion", no_adam)
 
 
 def test_steps_that_an_optimizer_counts_by_group(saved, tmp_path):

@@ -62,10 +62,9 @@ def test_without_packing_a_sequence_is_a_conversation():
 
 
 def test_the_log_describes_what_is_trained_of_an_epoch():
-    quarter = sequences(packed=False, epochs=0.25)
+    quarter, several = sequences(packed=False, epochs=0.25), sequences(epochs=2.5)
     share = f"{100 * quarter.tokens(0, 25) / (25 * 40):.1f} % full"
     assert quarter.describe("train") == f"train: 25 conversations in 25 sequences of 40 tokens, {share}"
-    several = sequences(epochs=2.5)
     assert several.describe("train").startswith(f"train: 100 conversations in {several.per_epoch} seq")
 
 

@@ -25,14 +25,21 @@ SPOKEN = [
 def test_only_the_assistant_is_trained(text):
     template = ChatTemplate(make_tokenizer(text, ["one two three four five"] * 9))
     assert spoken(template, LINE) == SPOKEN and template.in_pieces == 0
+    messages = json.loads(LINE)["messages"]
+    messages[2]["weight"] = 0
+    found = spoken(template, json.dumps({"messages": messages}))
+    assert [piece for learnt, piece in found if learnt] == ["four<|end|>"]
 
 
 def test_marks_give_what_transformers_gives():
     tokenizer = make_tokenizer()
-    messages = json.loads(LINE)["messages"]
-    wanted = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, learnt = ChatTemplate(tokenizer).encode(parse(LINE))
-    assert ids == wanted["input_ids"] and [int(one) for one in learnt] == wanted["assistant_masks"]
+    wanted = tokenizer.apply_chat_template(
+        json.loads(LINE)["messages"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ChatTemplate(tokenizer).encode(parse(LINE)) == (
+        wanted["input_ids"],
+        list(map(bool, wanted["assistant_masks"])),
+    )
 
 
 def test_tool_calls_are_trained_and_results_are_not():
@@ -47,14 +54,6 @@ def test_tool_calls_are_trained_and_results_are_not():
         found = spoken(ChatTemplate(make_tokenizer(text)), json.dumps({"messages": messages}))
         trained = [piece for learnt, piece in found if learnt]
         assert trained == ['<call>{"name": "f", "arguments": {"a": 1}}</call><|end|>', "s<|end|>"]
-
-
-@pytest.mark.parametrize("text", [MARKED, UNMARKED])
-def test_a_message_of_weight_zero_is_not_trained(text):
-    messages = json.loads(LINE)["messages"]
-    messages[2]["weight"] = 0
-    found = spoken(ChatTemplate(make_tokenizer(text)), json.dumps({"messages": messages}))
-    assert [piece for learnt, piece in found if learnt] == ["four<|end|>"]
 
 
 def test_a_message_without_words_has_no_text_to_train():
@@ -83,9 +82,8 @@ def test_plain_template():
         [{"role": "user", "content": "one"}], tokenize=False, add_generation_prompt=True
     )
     assert asked == found[0][1]
-    # As a program gives it back that has run the model: OpenAI's messages have null beside a call.
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}  # null beside a call, as OpenAI has it
     text = tokenizer.apply_chat_template([{"role": "user", "content": "one"}, message], tokenize=False)
     assert text == asked + '<tool_call>{"name": "f", "arguments": {}}</tool_call><|end|>\n\n'
 
@@ -146,19 +144,21 @@ def test_pieces_gain_no_space_of_tokenizers_that_put_one_before_a_text(scheme):
     assert [t for t, trained in zip(tokens, learnt, strict=True) if trained] == ["c", "y", "e", "s"]
 
 
-def test_a_template_that_rewrites_history_is_refused():
-    """What is said last is written otherwise than what was said before: prefixes tell nothing."""
-    text = UNMARKED.replace("{{ m.content + '<|end|>' }}", "{{ ('!' if loop.last else '') + m.content + '<|end|>' }}")
-    template = ChatTemplate(make_tokenizer(text))
-    with pytest.raises(Malformed, match=r"messages\[1\].*generation"):
-        template.encode(parse(chat("user: one", "assistant: two", "user: three", "assistant: four")))
-
-
-def test_errors_of_a_template_are_named():
-    text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
-    template = ChatTemplate(make_tokenizer(text))
-    with pytest.raises(Malformed, match="no system"):
-        template.encode(parse(LINE))
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        # Written otherwise when it is the last one: prefixes show nothing.
+        (
+            UNMARKED.replace("{{ m.content + '<|end|>' }}", "{{ ('!' if loop.last else '') + m.content }}"),
+            "messages.2.: ",
+        ),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED, "no system"),
+        ("{% if %}", "the chat template does not take it: TemplateSyntaxError"),
+    ],
+)
+def test_templates_that_cannot_be_used(text, why):
+    with pytest.raises(Malformed, match=why):
+        ChatTemplate(make_tokenizer(text)).encode(parse(LINE))
 
 
 def test_prompt_and_completion():
@@ -173,14 +173,11 @@ def test_tokenizer_folders_and_templates(tmp_path):
     make_tokenizer(template=None).save_pretrained(tmp_path / "bare")
     make_tokenizer().save_pretrained(tmp_path / "own")
     (tmp_path / "marked.jinja").write_text(MARKED, encoding="utf-8-sig")  # as editors on Windows write it
-    (tmp_path / "broken.jinja").write_text("{% if %}")
     bare, own = str(tmp_path / "bare"), str(tmp_path / "own")
     assert load_tokenizer(bare).chat_template == PLAIN_TEMPLATE
     assert load_tokenizer(bare, str(tmp_path / "marked.jinja")).chat_template == MARKED
     assert load_tokenizer(own).chat_template == MARKED
     assert load_tokenizer(own, "plain").chat_template == PLAIN_TEMPLATE
-    with pytest.raises(Malformed, match="the chat template does not take it: TemplateSyntaxError"):
-        ChatTemplate(load_tokenizer(own, str(tmp_path / "broken.jinja"))).encode(parse(LINE))
     for arguments in ((str(tmp_path / "none"),), (str(tmp_path),), (own, str(tmp_path / "none"))):
         with pytest.raises(DataError, match="^--(tokenizer|chat-template): got "):
             load_tokenizer(*arguments)

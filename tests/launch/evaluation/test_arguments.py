@@ -9,6 +9,7 @@ import torch
 
 from launch import evaluate as program
 from launch.evaluation import arguments
+from launch.evaluation.model import choose_coat
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,12 +63,10 @@ def test_the_pages_options_exist(capsys):
 
 
 def test_the_block_of_an_fp8_forward_pass_and_where_it_is_from():
-    from launch.evaluation.model import choose_coat
-
     own = {"deepspeed": {"coat": {"activation": {"enabled": False, "bf16_layers": [0, -1], "format": "e5m2"}}}}
-    found = choose_coat(None, own)
-    assert found.source == "the checkpoint's own, with activation.enabled true"
-    activation = found.config.activation
+    config, source = choose_coat(None, own)
+    assert source == "the checkpoint's own, with activation.enabled true"
+    activation = config.activation
     assert (activation.enabled, activation.bf16_layers, activation.format) == (True, (0, -1), "e5m2")
     assert choose_coat("zero2", own).source == "zero2"
     assert choose_coat(None, {}).source.startswith("defaults")
