@@ -11,10 +11,8 @@ from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import make_folder, write_text
-from launch.evaluation import rows as of_rows
-from launch.evaluation.choices import Question, best
-from launch.evaluation.choices import digest as digest_of_questions
-from launch.evaluation.rows import Row
+from launch.evaluation import choices
+from launch.evaluation.rows import Row, digest
 from launch.log_level import say
 
 __all__ = [
@@ -66,19 +64,19 @@ def tokens_result(
         "bits_per_byte": None if text_bytes is None else math.fsum(sums) / math.log(2) / text_bytes,
         "tokens_scored": sum(counts),
         "rows": len(rows),
-        "digest": of_rows.digest(rows),
+        "digest": digest(rows),
         "row_losses": list(sums),
         "row_tokens": counts,
     }
 
 
-def choices_result(name: str, questions: Sequence[Question], sums: Sequence[float]) -> dict[str, Any]:
+def choices_result(name: str, questions: Sequence[choices.Question], sums: Sequence[float]) -> dict[str, Any]:
     """Accuracies of a file of questions; ``sums`` are the losses of all their choices, in nats."""
     likelihoods, details = iter([-value for value in sums]), []
     for question in questions:
         own = list(itertools.islice(likelihoods, len(question.choices)))
         found = {"question": question.where, "answer": question.answer, "loglikelihoods": own}
-        details.append({**found, "chosen": best(own), "chosen_norm": best(own, question.choices)})
+        details.append({**found, "chosen": choices.best(own), "chosen_norm": choices.best(own, question.choices)})
     right, right_norm = ([int(one[key] == one["answer"]) for one in details] for key in ("chosen", "chosen_norm"))
     (acc, error), (acc_norm, error_norm) = estimate(right), estimate(right_norm)
     return {
@@ -89,7 +87,7 @@ def choices_result(name: str, questions: Sequence[Question], sums: Sequence[floa
         "acc_norm_stderr": error_norm,
         "questions": len(questions),
         "choices": len(sums),
-        "digest": digest_of_questions(questions),
+        "digest": choices.digest(questions),
         "correct": right,
         "correct_norm": right_norm,
         "details": details,

@@ -215,7 +215,6 @@ def test_more_ranks_begin_with_what_one_has_trained(work, tmp_path, monkeypatch)
 
 def test_a_dry_run_trains_nothing(work, tmp_path, capsys):
     from launch import finetune
-    from launch.chat import arguments
 
     argv = command(work, tmp_path / "run", sizes(tmp_path, 1, 1), "--dry-run", "--json", "--gpu", "h100", "--gpus", "4")
     assert finetune.main(argv) == 0
@@ -224,15 +223,3 @@ def test_a_dry_run_trains_nothing(work, tmp_path, capsys):
     assert finetune.main([*argv, *more, "--recompute-num-layers", "1"]) == 0
     four = json.loads(capsys.readouterr().out)
     assert one != four and not (tmp_path / "run").exists()
-    options = set(arguments.parser()._option_string_actions)
-    meant = arguments.parser().meant
-    named = {name for name in meant.values() if not name.endswith(" in the DeepSpeed file")}
-    assert named <= options and not set(meant) & options
-
-
-def test_micro_batch_of_the_command_line(work, tmp_path):
-    more = ("--micro-batch", "2", "--epochs", "1", "--no-export")
-    for name, extra in (("given", ()), ("again", ("--recompute-granularity", "selective"))):
-        argv = command(work, tmp_path / name, sizes(tmp_path, 1, 1), *more, *extra)
-        assert run_ranks(1, rank_main, argv)[0].startswith("finished 6 steps")
-    assert losses(tmp_path / "given") == losses(tmp_path / "again")
