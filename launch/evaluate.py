@@ -83,8 +83,6 @@ def evaluate(args: EvaluateOptions, device: torch.device) -> dict[str, Any]:
     baseline = None if given is None else on_rank_0(lambda: report.read_report("--baseline", given))
     described = None if args.model is None else load_model_config(args.model)
     weights = open_weights(str(args.load), model=described)
-    if described is not None and not isinstance(weights, CheckpointWeights):
-        raise CoatConfigError(f"--model: got {args.model}, accepted: absent, as {weights.kind} says what model it is")
     run, step = model.read_run(weights)
     coat = model.choose_coat(args.deepspeed_config, run) if args.forward == "fp8" else None
     inputs = read_inputs(args, weights, run)

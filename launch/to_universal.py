@@ -50,7 +50,7 @@ _LAYOUT = (KeyError, IndexError, AttributeError, TypeError, AssertionError, Stop
 
 
 def convert(source: Path, folder: Path, exact: bool = False) -> Path:
-    """Convert one checkpoint into ``folder``, under the name of its step or its own.
+    """Convert one checkpoint into ``folder``, under the name of its step or its own; returns the new folder.
 
     An earlier conversion of the same checkpoint is replaced, and removed when the new one is complete. A kill leaves at
     most folders whose names start with ``.unfinished-``, which the next conversion removes.
@@ -61,9 +61,8 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
         exact: ``folder`` itself becomes the universal checkpoint, and ``latest_universal`` beside it names it.
 
     Raises:
-        CheckpointError: ``source`` is damaged, universal already or of a kind that cannot be converted; ``folder``
-            cannot be written, is in a checkpoint, or holds those of a run, or another run's of this step. Nothing is
-            changed then.
+        CheckpointError: ``source`` cannot be converted, or ``folder`` cannot be written or holds something that would
+            be lost or mixed up. Nothing is changed then.
     """
     from coat_dist import convert_to_universal
 

@@ -126,13 +126,9 @@ def micro_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Endless micro-batches of one rank, after ``consumed`` sequences of all ranks.
 
-    A sequence goes to the rank that :class:`launch.data.sampler.PretrainSampler` would give it to.
-
-    Args:
-        micro: sequences of a micro-batch: in one row with the borders of conversations where they are packed, else one
-            a row, padded to the longest.
-        accumulation: micro-batches of a step.
-        pad: id of padding; never trained, never looked at by other tokens.
+    A sequence goes to the rank that :class:`launch.data.sampler.PretrainSampler` would give it to. A step has
+    ``accumulation`` micro-batches of ``micro`` sequences: in one row with the borders of conversations where they are
+    packed, else one a row, padded with ``pad`` to the longest.
 
     Yields:
         ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, packed ``[1, micro * capacity]`` with

@@ -32,16 +32,11 @@ _OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TOR
 
 
 def check_target(args: FinetuneOptions, began_with: Path) -> None:
-    """Refuse a folder that an export would not replace, or must not, before anything is trained.
-
-    Args:
-        args: of the command line.
-        began_with: folder of the model that is fine-tuned.
+    """Refuse ``--export-to`` before anything is trained.
 
     Raises:
-        CoatConfigError: it holds something that is no earlier export, or one, and the run is neither one that continues
-            nor has --overwrite; or the run reads or writes something in it.
-        CheckpointError: --load cannot be read.
+        CoatConfigError: the run reads (``began_with`` is its first model) or writes something in it; or it is not empty
+            and no earlier export, or one, and the run neither continues nor has --overwrite.
     """
     if args.export_to is None:
         return
@@ -98,14 +93,10 @@ def _stop_at(folder: Path, ends: list[int]) -> None:
 
 
 def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights, conversations: Conversations) -> None:
-    """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. Call it on one rank.
+    """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it, with :func:`write_beside`'s files.
 
-    ``convert_hf.py`` does it in a process of its own, because it verifies and writes with all ranks of its process.
-
-    Args:
-        checkpoint: of the run.
-        target: the folder; an earlier export there is replaced when the new one is complete.
-        tokenizer, began_with, conversations: see :func:`write_beside`.
+    Call it on one rank: ``convert_hf.py`` does it in a process of its own, because it works with all ranks it finds. An
+    earlier export is replaced when the new one is complete.
 
     Raises:
         CheckpointError: it cannot be written; an earlier export is as it was.

@@ -123,13 +123,12 @@ _MESSAGES, _TEXT, _TOOLS = TypeAdapter(list[_Message]), TypeAdapter(str), TypeAd
 
 
 def parse(text: str | bytes | Mapping[str, Any]) -> Conversation | None:
-    """The conversation of one line of a file.
+    """The conversation of one line of a file: of a JSON object, or its text.
 
-    Args:
-        text: a JSON object or its text: ``{"messages": [{"role", "content", "tool_calls"?}, ...], "tools"?: [...]}``;
-            ``{"prompt", "completion"}``, both text or both lists of messages; or ``{"conversations": [{"from",
-            "value"}, ...]}`` as ToolBench and ShareGPT have it. ``system`` is the first message. A null is no key.
-            Unsupported keys that would change what is told or learnt are refused; all others are ignored.
+    Layouts: ``{"messages": [{"role", "content", "tool_calls"?}, ...], "tools"?: [...]}``; ``{"prompt", "completion"}``,
+    both text or both lists of messages; ``{"conversations": [{"from", "value"}, ...]}`` of ToolBench and ShareGPT.
+    ``system`` is the first message. A null is no key. Unsupported keys that would change what is told or learnt are
+    refused; all others are ignored.
 
     Returns:
         None where there is nothing to learn: no words or calls of an assistant, or an empty completion.

@@ -44,12 +44,9 @@ Spans = list[tuple[int, int]]
 
 
 def load_tokenizer(given: str, chat_template: str | None = None) -> Any:
-    """The tokenizer of a folder, with the chat template that is to be used; nothing is downloaded.
+    """The tokenizer of a local folder in Hugging Face's layout, with the chat template that is to be used.
 
-    Args:
-        given: a folder in Hugging Face's layout.
-        chat_template: ``plain`` for :data:`PLAIN_TEMPLATE`, a file with a Jinja template, or None: the tokenizer's
-            own, else the plain one.
+    That is ``plain`` for :data:`PLAIN_TEMPLATE`, a Jinja file, or None: the tokenizer's own, else the plain one.
 
     Raises:
         DataError: the folder holds no tokenizer, or no such template.

@@ -103,10 +103,8 @@ def ask(
     White space at the end of the context is moved to the choice, and the choice's tokens are those of both together
     beyond the number of the context's alone: a tokenizer may join characters of the two.
 
-    Args:
-        begin: ids before every context. Where there are none and the context is empty, the end-of-document id is.
-        window: tokens that the model reads; of a longer context the left is cut.
-        delimiter: put between context and choice; no part of the choice's length.
+    Ids of ``begin`` stand before every context; without them, the end-of-document id before an empty one. The model
+    reads ``window`` tokens: of a longer context the left is cut. ``delimiter`` is no part of the choice's length.
 
     Raises:
         DataError: a choice that fills the window, or that is no token of its own, by ``file:line``.

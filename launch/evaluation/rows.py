@@ -29,16 +29,11 @@ class Row:
 
 
 def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Windows over a document, each token scored once and with as much context as the recipe gives it.
+    """Windows over a document of ``length`` tokens, as in transformers' page on the perplexity of fixed-length models.
 
-    It is the recipe of transformers' page on the perplexity of fixed-length models: windows of ``window`` tokens begin
-    every ``stride`` tokens, and each scores the tokens that the one before had not reached. The first token of a
-    window has nothing before it and is never scored: with ``stride < window`` that is the document's first alone.
-
-    Args:
-        length: tokens of the document.
-        window: tokens that the model sees together, 2 or more.
-        stride: 1 to ``window``.
+    Windows of ``window`` (2 or more) tokens begin every ``stride`` (1 to ``window``) tokens, and each scores the tokens
+    that the one before had not reached. The first token of a window has nothing before it and is never scored: with
+    ``stride < window`` that is the document's first alone.
 
     Yields:
         ``(begin, end, scored)``: the window is ``[begin, end)``, its last ``scored`` tokens count, 1 or more.

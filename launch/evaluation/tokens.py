@@ -42,11 +42,9 @@ def find_tokenizer(
 
 
 def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
-    """Ids that are put before every text.
+    """Ids that are put before every text, by ``--bos``.
 
-    Args:
-        given: ``--bos``. "auto" is what the installed transformers puts there for the folder of a ``tokenizer.json``;
-            of other tokenizers none.
+    "auto" is what the installed transformers puts there for the folder of a ``tokenizer.json``, else none.
 
     Raises:
         CoatConfigError: no such token.

@@ -72,16 +72,14 @@ def find_source(given: str) -> Source:
     Raises:
         CheckpointError: there is none.
     """
-    folder = tags.replaced_or(
-        Path(given).absolute()
-    ).resolve()  # of a run that was killed while it saved this step again
+    # A run that was killed while it saved this step again left it under another name.
+    folder = tags.replaced_or(Path(given).absolute()).resolve()
     try:
         tag = (folder / tags.LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         tag = ""
-    for path in (folder, folder / tag):
-        if is_checkpoint(path):
-            return Source(path.resolve())
+    if there := next((path for path in (folder, folder / tag) if is_checkpoint(path)), None):
+        return Source(there.resolve())
     found = tags.find(folder)  # of pretrain.py: a kill may have left no `latest`
     if found is None:
         raise CheckpointError(

@@ -95,10 +95,6 @@ def test_the_block_of_an_fp8_forward_pass_and_where_it_is_from():
             "--baseline: got {text}, accepted: an evaluation.json",
         ),
         (
-            ["--load", "{hf}", "--text", "{text}", "--model", "tiny"],
-            "--model: got tiny, accepted: absent, as a Hugging",
-        ),
-        (
             ["--load", "{hf}", "--text", "{text}", "--forward", "fp8", "--deepspeed_config", "zero2-bf16"],
             '--deepspeed_config: got zero2-bf16, accepted: one with a "coat" block',
         ),
