@@ -61,17 +61,18 @@ def _decoded(value: Any) -> Any:
         return value
     try:
         return json.loads(value) if value.strip() else None
-    except RecursionError:
-        raise ValueError("JSON of fewer levels") from None
+    except (ValueError, RecursionError):
+        raise ValueError("a value, or its JSON text") from None
 
 
 def _joined(value: Any) -> Any:
     """The text of a list of parts."""
     if not isinstance(value, list):
         return value
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
+    texts: list[Any] = [part.get("text") for part in value if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
         raise ValueError("parts of type text")
-    return "".join(part["text"] for part in value)
+    return "".join(texts)
 
 
 class _Function(BaseModel):

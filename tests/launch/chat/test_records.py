@@ -135,6 +135,7 @@ def test_keys_that_are_no_masks_are_ignored():
         ({"role": "asistant"}, "role: got"),
         ({"content": 3}, "content: got 3"),
         ({"content": [{"type": "image"}]}, "content: got"),
+        ({"content": [{"type": "text"}]}, "content: got"),
         ({"tool_calls": [{"function": {}}]}, "tool_calls[0].function.name: got"),
         ({"tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}, "tool_calls[0].function.arguments: got"),
         ({"weight": 2}, "weight: got 2"),

@@ -88,20 +88,6 @@ def test_plain_template():
     assert text == asked + '<tool_call>{"name": "f", "arguments": {}}</tool_call><|end|>\n\n'
 
 
-def test_a_token_across_two_turns_is_taken_apart():
-    """No special tokens between turns, and a tokenizer that joins them: "b" + "c" is one token."""
-    text = (
-        "{% for m in messages %}{{ 'ab' if m.role == 'assistant' else 'u' }}"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    tokenizer = make_tokenizer(text, ["bc"] * 50)
-    template = ChatTemplate(tokenizer)
-    assert tokenizer.tokenize("abc") == ["a", "bc"]
-    assert spoken(template, chat("user: x", "assistant: cc")) == [(False, "uxab"), (True, "cc")]
-    assert template.in_pieces == 1
-
-
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_prompt_that_ends_with_white_space_is_the_one_that_generation_has(marked):
     """Behind "Assistant: " a joined token of space and word would be learnt, and generation begins behind the space."""
