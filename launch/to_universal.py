@@ -134,9 +134,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_log_level(p)
     theirs = p.add_argument_group("options of DeepSpeed's ds_to_universal.py, without effect here")
     for name in ("num_extract_workers", "num_merge_workers"):
-        theirs.add_argument(f"--{name}", type=whole_number, metavar="N", help="one process does everything")
-    for name in ("keep_temp_folder", "strict", "no_strict", "inject_missing_state"):
-        theirs.add_argument(f"--{name}", action="store_true")
+        theirs.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=whole_number, metavar="N")
+    theirs.add_argument("--strict", action="store_true")
+    for name in ("keep_temp_folder", "no_strict", "inject_missing_state"):
+        theirs.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
     return p.parse_args(argv)
 
 

@@ -49,7 +49,7 @@ class EvaluateOptions:
     text_key: str = _what("text", metavar="KEY")
     """JSON key or Parquet column of the text"""
     separator: str | None = _what(None, metavar="TEXT")
-    """what separates documents in a text file, such as '\\\\n\\\\n'"""
+    """what separates documents in a text file, such as '\\n\\n'"""
     skip_bad: bool = _what(False)
     """count malformed lines instead of stopping at them"""
     limit: int | None = _what(None, metavar="N", least=1)
@@ -69,7 +69,7 @@ class EvaluateOptions:
     stride: int | None = _how(None, metavar="N", least=1)
     """with --text: tokens from window to window (default: half)"""
     delimiter: str = _how("", metavar="TEXT")
-    """with --choices: put between context and choice"""
+    """with --choices: put between context and choice (default: nothing)"""
     batch_size: int = _how(8, metavar="N", least=1)
     """rows of a forward pass"""
     tensor_parallel: int = _how(1, metavar="N", least=1)
