@@ -24,13 +24,11 @@ from launch.interrupts import leave_quietly, raise_again
 if __name__ == "__main__":
     leave_quietly("evaluate")
 
-import argparse
 import math
 import os
 import platform
 import shlex
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -48,10 +46,10 @@ from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.deepspeed.without_launcher import in_a_step, take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing
-from launch.evaluation import arguments, model, report, scoring
-from launch.evaluation.inputs import Inputs, digests, notes, read_inputs
-from launch.evaluation.rows import Row, distinct
-from launch.log_level import set_log_level, shows
+from launch.evaluation import arguments, model, report, rows
+from launch.evaluation.arguments import EvaluateOptions
+from launch.evaluation.inputs import Inputs, read_inputs
+from launch.log_level import say, set_log_level
 from launch.model.gpt import load_model_config
 from launch.outputs import checkpoint_at
 from launch.prep import DataError
@@ -64,11 +62,11 @@ __all__ = ["evaluate", "main"]
 USER_ERRORS = (CoatConfigError, CheckpointError, DataError)
 
 
-def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def evaluate(args: EvaluateOptions, device: torch.device) -> dict[str, Any]:
     """Read, build, score. torch.distributed is initialized before, Megatron's groups are not.
 
     Returns:
-        What ``evaluation.json`` holds, and each question's ``details``.
+        Content of ``evaluation.json``, and each question's ``details``.
 
     Raises:
         USER_ERRORS: on every rank; nothing was written.
@@ -76,16 +74,15 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from megatron_patches import initialize_model_parallel
 
     check_same_on_all_ranks({"arguments": {k: v for k, v in vars(args).items() if k != "local_rank"}})
-    world, tp = torch.distributed.get_world_size(), args.tensor_parallel
+    world, tp, output = torch.distributed.get_world_size(), args.tensor_parallel, args.output
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
-    if args.output is not None:
-        on_rank_0(lambda: _try_folder(args.output))
-    baseline = None if args.baseline is None else on_rank_0(lambda: report.read_report("--baseline", args.baseline))
+    if output is not None:
+        on_rank_0(lambda: _make_output(output))
+    given = args.baseline
+    baseline = None if given is None else on_rank_0(lambda: report.read_report("--baseline", given))
     described = None if args.model is None else load_model_config(args.model)
-    weights = open_weights(args.load, model=described)
-    if described is not None and not isinstance(weights, CheckpointWeights):
-        raise CoatConfigError(f"--model: got {args.model}, accepted: absent, as {weights.kind} says what model it is")
+    weights = open_weights(str(args.load), model=described)
     run, step = model.read_run(weights)
     coat = model.choose_coat(args.deepspeed_config, run) if args.forward == "fp8" else None
     inputs = read_inputs(args, weights, run)
@@ -94,16 +91,14 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         say(text)
     if coat is not None:
         say(f'"coat" block: {coat.source}')
-    for line in notes(inputs):
+    for line in inputs.notes:
         say(line, "warning")
-    if baseline is not None:  # now: after hours of scoring an error would leave nothing
-        say_missing(report.not_in(baseline, digests(inputs), "--baseline"), "--baseline")
     initialize_model_parallel(tp, create_gloo_process_groups=False)
-    built = model.build(weights, forward=args.forward, coat=coat, tp=tp, device=device, note=say)
-    padded = weights.model.padded_vocab > (weights.model.vocab_size or 0)
-    losses = scoring.token_losses(built, device, weights.model.vocab_size if padded else None)
+    built = model.build(weights, forward=args.forward, coat=coat, tp=tp, device=device)
+    model_vocab = weights.model.vocab_size or 0
+    losses = model.token_losses(built, device, model_vocab if weights.model.padded_vocab > model_vocab else None)
     # Prepared data is scored as the run that trained the model scores it.
-    as_trained = scoring.token_losses(built, device) if isinstance(weights, CheckpointWeights) else losses
+    as_trained = model.token_losses(built, device) if isinstance(weights, CheckpointWeights) else losses
     results = score_all(args, inputs, losses, as_trained)
     result = {
         "format": report.FORMAT,
@@ -115,77 +110,57 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "settings": {**inputs.settings, "batch_size": args.batch_size},
         "ranks": world,
         "tensor_parallel": tp,
-        "versions": _versions(),
+        "versions": {
+            "python": platform.python_version(),
+            "coat_dist": coat_dist.__version__,
+            **{name: version(name) for name in ("torch", "megatron-core")},
+        },
         **results,
     }
     if baseline is not None:
-        result["differences"] = report.differences(result, baseline, "--baseline")
+        result["differences"] = report.differences(result, baseline)
+        say_missing(result, baseline, "--baseline")
     return result
 
 
 def score_all(
-    args: argparse.Namespace, inputs: Inputs, losses: scoring.Losses, of_data: scoring.Losses
+    args: EvaluateOptions, inputs: Inputs, losses: model.Losses, of_data: model.Losses
 ) -> dict[str, list[dict[str, Any]]]:
     """Results of all inputs by kind; ``of_data`` is for prepared data.
 
     Raises:
         CoatConfigError: the model gives losses that are no numbers.
     """
-
-    def score(rows: Sequence[Row], what: str, by: scoring.Losses = losses) -> list[float]:
-        sums = scoring.score(by, rows, args.batch_size, what, args.tensor_parallel)
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in report.KINDS}
+    for one in inputs.found:
+        sums = rows.score(
+            of_data if one.kind == "data" else losses, one.rows, args.batch_size, one.name, args.tensor_parallel
+        )
         if bad := sum(not math.isfinite(value) for value in sums):
-            raise CoatConfigError(f"{what}: the loss of {bad} of {len(rows)} rows is not finite: the model is broken")
-        return sums
-
-    results: dict[str, list[dict[str, Any]]] = {"text": [], "data": [], "choices": []}
-    for text in inputs.texts:
-        one = report.tokens_result(text.name, text.rows, score(text.rows, text.name), text.bytes)
-        counts = {
-            "documents": text.documents,
-            "tokens": text.tokens,
-            "bytes": text.bytes,
-            "skipped": dict(text.skipped),
-        }
-        results["text"].append({**one, **counts})
-    if inputs.data:
-        name = f"{' '.join(args.data)} ({inputs.settings['part']})"
-        results["data"].append(report.tokens_result(name, inputs.data, score(inputs.data, name, of_data), None))
-    for path, asked, rows, bad in inputs.questions:
-        once, index = distinct(rows.rows)
-        sums = score(once, path)
-        one = report.choices_result(path, asked, rows, [sums[i] for i in index])
-        results["choices"].append({**one, "malformed": bad})
+            raise CoatConfigError(f"{one.name}: the loss of {bad} of {len(sums)} rows is not finite")
+        if one.kind == "choices":
+            result = report.choices_result(one.name, one.questions, sums)
+        else:
+            result = report.tokens_result(one.name, one.rows, sums, one.counts.get("bytes"))
+        results[one.kind].append({**result, **one.counts})
     return results
 
 
-def say(text: str, level: str = "info") -> None:
-    """Print on rank 0, if ``--log-level`` shows it."""
-    if torch.distributed.get_rank() == 0 and shows(level):
-        print(text, flush=True)
+def say_missing(result: Mapping[str, Any], baseline: Mapping[str, Any], option: str) -> None:
+    """Print which inputs are not compared."""
+    if names := report.not_in(result, baseline):
+        say(f"note: {option}: has no {', '.join(names)} with the same content: no difference there", "warning")
 
 
-def say_missing(names: Sequence[str], option: str) -> None:
-    """Say what a baseline has not."""
-    if names and os.environ.get("RANK", "0") == "0" and shows("warning"):
-        print(f"note: {option}: has no {', '.join(names)} with the same content: no difference there", flush=True)
-
-
-def _try_folder(folder: str) -> None:
-    """Whether it can be written: after hours of scoring it would be too late."""
+def _make_output(folder: str) -> None:
+    """Make the folder now: after hours of scoring an error would be too late."""
     if (outer := checkpoint_at(Path(os.path.realpath(folder)))) is not None:
         which = f"which is, or is in, the checkpoint {outer}"  # its run may remove both
         raise CoatConfigError(f"--output: got {folder}, {which}, accepted: another folder")
     try:
         make_folder(Path(folder))
-        tempfile.TemporaryFile(dir=folder).close()
     except OSError as problem:
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
-
-
-def _versions() -> dict[str, str]:
-    packages = {name: version(name) for name in ("torch", "megatron-core")}
-    return {"python": platform.python_version(), "coat_dist": coat_dist.__version__, **packages}
 
 
 def alone() -> None:
@@ -199,16 +174,10 @@ def alone() -> None:
 
 
 def compare(baseline: str, other: str) -> None:
-    """Print the differences of two evaluations.
-
-    Raises:
-        CoatConfigError: a file that cannot be used, or nothing in common.
-    """
+    """Print the differences of two evaluations."""
     first, second = (report.read_report("--compare", path) for path in (baseline, other))
-    option = f"--compare: {baseline}"
-    found = report.differences(second, first, option)
-    say_missing(report.not_in(first, report.digests(second), option), option)
-    print(report.table_of_differences(found))
+    say_missing(second, first, f"--compare: {baseline}")
+    print(report.comparison(report.differences(second, first)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if in_a_step():  # else a batch script's own process, which evaluates alone
             take_ranks()
         rank = int(os.environ.get("RANK", 0))
-        args = arguments.parse(argv, __doc__)
+        args = arguments.parse(argv)
         set_log_level(args.log_level)
         if args.compare is not None:
             compare(*args.compare)
@@ -226,20 +195,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         alone()
         device = runtime.start(args.local_rank)
         result = evaluate(args, device)
-        written = unwritten = None
-        if args.output is not None:  # before anything is printed: a pipe may have been closed
-            try:
-                written = on_rank_0(lambda: report.write_report(args.output, result, args.details))
-            except CoatConfigError as problem:  # a full disk, say: hours of scoring are not lost, they are printed
-                unwritten = problem
-        if rank == 0:
-            print(report.table(result))
-            if "differences" in result:
-                print(f"\nbeside {args.baseline}:\n{report.table_of_differences(result['differences'])}")
-        if written is not None:
-            say(f"written: {written}")
-        if unwritten is not None:
-            raise unwritten
+        try:
+            if (output := args.output) is not None:  # before anything is printed: a pipe may have been closed
+                written = on_rank_0(lambda: report.write_report(output, result, args.details))
+                say(f"written: {written}")
+        finally:  # also to a full disk
+            if rank == 0:
+                print(report.table(result))
+                if "differences" in result:
+                    print(f"\nbeside {args.baseline}:\n{report.comparison(result['differences'])}")
     except USER_ERRORS as problem:
         failing.end(str(problem), rank)
         return 2

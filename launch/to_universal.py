@@ -29,32 +29,27 @@ from launch.interrupts import leave_quietly, raise_again
 if __name__ == "__main__":
     leave_quietly("to_universal")
 
+import argparse
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from typing import Any
+from collections.abc import Sequence
 
-import torch
+from tqdm import tqdm
 
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
-from coat_dist.checkpoint.write.lock import locked_folder
-from launch.log_level import say, set_log_level
-from launch.progress import Progress
-from launch.universal.arguments import parse, without_effect
-from launch.universal.output import Output
-from launch.universal.room import bytes_needed, say_full
-from launch.universal.source import Source, find_source, read_source
+from launch.command_line import Parser, local_path, whole_number
+from launch.log_level import add_log_level, say, set_log_level, shows
+from launch.universal.folders import Output, Source, find_source
 from launch.weights.source import CARRIED
 
 __all__ = ["convert", "main"]
 
-# What reading files of another layout than DeepSpeed 0.19's, or of damaged bytes, ends in.
+# Raised by files of another layout than DeepSpeed 0.19's, or damaged ones.
 _LAYOUT = (KeyError, IndexError, AttributeError, TypeError, AssertionError, StopIteration)
 
 
 def convert(source: Path, folder: Path, exact: bool = False) -> Path:
-    """Convert one checkpoint into ``folder``, under the name of its step or its own.
+    """Convert one checkpoint into ``folder``, under the name of its step or its own; returns the new folder.
 
     An earlier conversion of the same checkpoint is replaced, and removed when the new one is complete. A kill leaves at
     most folders whose names start with ``.unfinished-``, which the next conversion removes.
@@ -64,107 +59,95 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
         folder: holds universal checkpoints, their ``latest`` and ``latest_universal``.
         exact: ``folder`` itself becomes the universal checkpoint, and ``latest_universal`` beside it names it.
 
-    Returns:
-        The folder of the universal checkpoint.
-
     Raises:
-        CheckpointError: ``source`` is damaged, universal already or of a kind that cannot be converted; ``folder``
-            cannot be written, has no room, is in a checkpoint, or holds those of a run, or another run's of this step.
-            Nothing is changed then.
+        CheckpointError: ``source`` cannot be converted, or ``folder`` cannot be written or holds something that would
+            be lost or mixed up. Nothing is changed then.
     """
     from coat_dist import convert_to_universal
 
-    there, folder = read_source(source.resolve()), folder.resolve()
-    option = "--output_folder" if exact else "--output"
-    output = Output(option, folder if exact else folder / there.name, exact)
-    identity, needed = _identity(there), bytes_needed(there.path)
-    output.check(there, identity, needed)
-    with ExitStack() as held:
-        held.callback(_remove_if_empty, output.final.parent, output.final.parent.exists())
-        held.enter_context(_alone(output))
-        output.check(there, identity, needed)  # again: another may have written until the lock was ours
-        if there.manifest is not None:
-            verify(there.path, there.manifest["files"])
-        try:
-            if output.temporary.exists():
-                shutil.rmtree(output.temporary)
-            output.temporary.mkdir()
-            held.callback(shutil.rmtree, output.temporary, ignore_errors=True)  # after an error; else it is gone
-            convert_to_universal(there.path, output.temporary, _progress(held))
+    there, folder = Source(source.resolve()), folder.resolve()
+    output = Output("--output_folder" if exact else "--output", folder if exact else folder / there.name, exact)
+    identity = there.identity()
+    output.check(there, identity)
+    hidden = None if shows("info") else True  # None: shown on a terminal
+    bar = tqdm(desc="convert", unit=" elements", unit_scale=True, disable=hidden, dynamic_ncols=True)
+
+    def show(elements: int, of: int) -> None:
+        bar.total = of
+        bar.update(elements)
+
+    try:
+        with output.locked() as temporary, bar:
+            output.check(there, identity)  # again: another may have written until the lock was ours
+            if there.manifest:
+                verify(there.path, there.manifest["files"])
+            temporary.mkdir()
+            convert_to_universal(there.path, temporary, show)
             if (there.path / CARRIED).is_dir():
-                shutil.copytree(there.path / CARRIED, output.temporary / CARRIED)
+                shutil.copytree(there.path / CARRIED, temporary / CARRIED)
             content = there.manifest if there.of_run else {"format": FORMAT, **identity}
-            manifest = {**(content or {}), "files": sync_files(output.temporary), "universal": True}
-            left = output.publish(manifest)
-        except (OSError, RuntimeError, ValueError) as problem:  # torch.save reports a full disk as RuntimeError
-            shutil.rmtree(output.temporary, ignore_errors=True)  # now, for what is said of free bytes
-            if (full := say_full(problem, folder, needed)) is not None:
-                raise CheckpointError(f"{option}: cannot write {output.final}: {full}") from problem
-            raise CheckpointError(f"cannot convert {there.path}: {problem}") from problem
-        except _LAYOUT as problem:
-            raise CheckpointError(
-                f"cannot convert {there.path}: {type(problem).__name__}: {problem}; accepted: files that DeepSpeed's "
-                "ZeRO wrote"
-            ) from problem
-        for line in left:
-            say(f"warning: cannot remove an old checkpoint: {line}", "warning")
+            left = output.publish({**content, "files": sync_files(temporary), "universal": True})
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, ValueError, *_LAYOUT) as problem:
+        if any(text in str(problem) for text in ("No space left", "unexpected pos")):  # the latter is torch.save's
+            raise CheckpointError(f"{output.option}: cannot write {output.final}: the disk is full") from problem
+        named = f"{type(problem).__name__}: {problem}" if isinstance(problem, _LAYOUT) else problem
+        raise CheckpointError(f"cannot convert {there.path}: {named}") from problem
+    for line in left:
+        say(f"warning: cannot remove an old checkpoint: {line}", "warning")
     return output.final
 
 
-def _progress(held: ExitStack) -> Callable[[int, int], None]:
-    """For ``convert_to_universal``; what it shows ends with ``held``."""
-    bar: list[Progress] = []
-
-    def show(elements: int, of: int) -> None:
-        if not bar:
-            bar.append(held.enter_context(Progress(of, "convert", unit="elements")))
-        bar[0].update(elements)
-
-    return show
-
-
-def _identity(source: Source) -> dict[str, Any]:
-    """What tells one checkpoint from another of the same step."""
-    if source.of_run:
-        assert source.manifest is not None
-        return {key: source.manifest[key] for key in ("run", "progress")}
-    return {"progress": {"step": _global_step(source.path)}, "run": {}, "source": str(source.path)}
-
-
-def _global_step(folder: Path) -> int:
-    """Steps that the engine had taken; what cannot be read is named when it is converted."""
-    for path in sorted(folder.glob("*model_states.pt")):
-        with suppress(Exception):
-            return int(torch.load(path, map_location="cpu", weights_only=False, mmap=True)["global_steps"])
-    return 0
-
-
-def _alone(output: Output) -> Any:
-    """Keep other conversions out. A run that saves beside an exact folder does not disturb, nor is it disturbed."""
-    folder = output.temporary.with_name(f".converting-{output.final.name}") if output.exact else output.final.parent
-    stack = ExitStack()
-    if output.exact:
-        stack.callback(_remove_if_empty, folder, False)
-    stack.enter_context(locked_folder(folder, output.option, CheckpointError))
-    return stack
-
-
-def _remove_if_empty(folder: Path, was_there: bool) -> None:
-    """Leave nothing of a conversion that failed."""
-    if not was_there:
-        with suppress(OSError):
-            folder.rmdir()
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line: our own options, and those of DeepSpeed's ``ds_to_universal.py``."""
+    p = Parser(
+        prog="to_universal.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        meant={"input": "--load", "source": "--load", "out": "--output", "save": "--output"},
+    )
+    p.add_argument(
+        "--load",
+        "--input_folder",
+        "--input-folder",
+        type=local_path,
+        required=True,
+        metavar="DIR",
+        help="a checkpoint of DeepSpeed's ZeRO, or a folder whose `latest` names one",
+    )
+    where = p.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--output",
+        type=local_path,
+        metavar="DIR",
+        help="gets the universal checkpoint under its own name, `latest` and `latest_universal`",
+    )
+    where.add_argument(
+        "--output_folder",
+        "--output-folder",
+        type=local_path,
+        metavar="DIR",
+        help="becomes the universal checkpoint; `latest_universal` beside it names it, as DeepSpeed's program does",
+    )
+    add_log_level(p)
+    theirs = p.add_argument_group("options of DeepSpeed's ds_to_universal.py, without effect here")
+    for name in ("num_extract_workers", "num_merge_workers"):
+        theirs.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=whole_number, metavar="N")
+    theirs.add_argument("--strict", action="store_true")
+    for name in ("keep_temp_folder", "no_strict", "inject_missing_state"):
+        theirs.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
+    return p.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    args = parse(argv, __doc__)
+    args = _parse(argv)
     set_log_level(args.log_level)
-    for line in without_effect(args):
-        say(line, "warning")
+    exact = args.output is None
     try:
         source = find_source(args.load)
-        final = convert(source.path, Path(args.output or args.output_folder), exact=args.output is None)
+        final = convert(source.path, Path(args.output or args.output_folder), exact)
     except (CheckpointError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -172,14 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("to_universal: interrupted; nothing was changed", file=sys.stderr)
         return 130
     size = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
-    say(f"{source.path} -> {final} ({size:,} bytes); {_how_to_load(source, final, exact=args.output is None)}")
-    return 0
-
-
-def _how_to_load(source: Source, final: Path, exact: bool) -> str:
+    how = f'with "checkpoint": {{"load_universal": true}} and engine.load_checkpoint({str(final.parent)!r})'
     if source.of_run:  # the `latest` beside an exact folder is of other checkpoints
-        return f"load it with --load {final if exact else final.parent}"
-    return f'load it with "checkpoint": {{"load_universal": true}} and engine.load_checkpoint({str(final.parent)!r})'
+        how = f"with --load {final if exact else final.parent}"
+    say(f"{source.path} -> {final} ({size:,} bytes); load it {how}")
+    return 0
 
 
 if __name__ == "__main__":

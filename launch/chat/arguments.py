@@ -11,9 +11,8 @@ from coat_dist import CoatConfigError
 from launch.command_line import LocalPath, Parser, one_stage_only, option, options_parser, parse_options
 from launch.train.arguments import DEEPSPEED_KEYS, TrainingOptions
 
-__all__ = ["DEFAULT_EPOCHS", "LONGEST_DEFAULT", "FinetuneOptions", "parse", "parser"]
+__all__ = ["LONGEST_DEFAULT", "FinetuneOptions", "parse", "parser"]
 
-DEFAULT_EPOCHS = 3.0
 LONGEST_DEFAULT = 4096
 """Of --seq-length: models that take more tokens than this are given so many unless asked for more."""
 
@@ -100,7 +99,7 @@ def parse(argv: Sequence[str] | None = None) -> FinetuneOptions:
     if options.epochs is not None and options.train_steps is not None:
         raise CoatConfigError(f"--epochs: got {options.epochs}, accepted: nothing with --train-steps")
     if options.train_steps is None and options.epochs is None:
-        options.epochs = DEFAULT_EPOCHS
+        options.epochs = 3.0
     options.save = options.save or f"{options.output}/checkpoints"
     if not options.no_export:
         options.export_to = options.export_to or f"{options.output}/hf"

@@ -27,21 +27,16 @@ __all__ = ["check_target", "export", "turn_ends", "write_beside"]
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _LOOKED_AT = 1000
-"""Conversations that tell how a turn ends."""
+"""Maximum number of conversations that are searched for the ends of turns."""
 _OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 def check_target(args: FinetuneOptions, began_with: Path) -> None:
-    """Refuse a folder that an export would not replace, or must not, before anything is trained.
-
-    Args:
-        args: of the command line.
-        began_with: folder of the model that is fine-tuned.
+    """Refuse ``--export-to`` before anything is trained.
 
     Raises:
-        CoatConfigError: it holds something that is no earlier export, or one, and the run is neither one that continues
-            nor told to overwrite; or what the run reads or writes is in it.
-        CheckpointError: what --load means cannot be read.
+        CoatConfigError: the run reads (``began_with`` is its first model) or writes something in it; or it is not empty
+            and no earlier export, or one, and the run neither continues nor has --overwrite.
     """
     if args.export_to is None:
         return
@@ -54,22 +49,16 @@ def check_target(args: FinetuneOptions, began_with: Path) -> None:
         Output("--export-to", target, replace).check(Path(str(args.save)), 0)
     except CheckpointError as problem:
         raise CoatConfigError(f"{problem} or --no-export") from None
-    except OSError as problem:
-        raise CoatConfigError(f"--export-to: got {args.export_to}, accepted: another folder ({problem})") from None
 
 
 def write_beside(folder: Path, tokenizer: Any, began_with: Weights, conversations: Conversations) -> None:
-    """Write what a Hugging Face folder has beside the weights: tokenizer with chat template, and config.json and
-    generation config of the model that was begun with, the latter with the tokens that end the trained turns.
-
-    Raises:
-        CheckpointError: one of the two is no JSON object.
-    """
+    """Write the files of a Hugging Face folder beside the weights: tokenizer with chat template, and the first model's
+    config.json and generation config, the latter with the tokens that end the trained turns."""
     tokenizer.save_pretrained(folder)
     for name, path in began_with.travelling().items():
         if name in (_CONFIG, _GENERATION):
             shutil.copyfile(path, folder / name)
-    _stop_at(folder, turn_ends(conversations, tokenizer), began_with.path)
+    _stop_at(folder, turn_ends(conversations, tokenizer))
 
 
 def turn_ends(conversations: Conversations, tokenizer: Any) -> list[int]:
@@ -87,36 +76,27 @@ def turn_ends(conversations: Conversations, tokenizer: Any) -> list[int]:
     return [token for token, times in ends.most_common() if token in special and 10 * times >= count]
 
 
-def _stop_at(folder: Path, ends: list[int], origin: Path) -> None:
-    """``generate`` of transformers ends with ``eos_token_id`` of the generation config, whatever the tokenizer says."""
+def _stop_at(folder: Path, ends: list[int]) -> None:
+    """``generate`` of transformers ends with ``eos_token_id`` of the generation config, not of the tokenizer."""
     file = folder / _GENERATION
     source = file if file.exists() else folder / _CONFIG  # which stands for one that is absent
-    try:
-        config = json.loads(source.read_text(encoding="utf-8-sig")) if source.exists() else {}
-        given = config.get("eos_token_id")
-    except (ValueError, AttributeError) as problem:
-        raise CheckpointError(f"{origin / source.name}: no JSON object ({problem})") from None
+    config = json.loads(source.read_text(encoding="utf-8-sig")) if source.exists() else {}
+    given = config.get("eos_token_id")
     known = given if isinstance(given, list) else [] if given is None else [given]
     if not (new := [token for token in ends if token not in known]):
         return
     if source is not file:
         config = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
-    config.pop("_from_model_config", None)  # with it transformers 4 goes back to what config.json says
+    config.pop("_from_model_config", None)  # with it transformers 4 goes back to config.json
     stops = [*new, *known] if known or new[1:] else new[0]
     file.write_text(json.dumps({**config, "eos_token_id": stops}, indent=2) + "\n", encoding="utf-8")
 
 
 def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights, conversations: Conversations) -> None:
-    """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it. Call it on one rank.
+    """Write a checkpoint as ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it, with :func:`write_beside`'s files.
 
-    ``convert_hf.py`` does it, in a process of its own: it verifies and writes with all ranks that there are.
-
-    Args:
-        checkpoint: of the run.
-        target: the folder; what an earlier export left there is replaced when the new one is complete.
-        tokenizer: goes along, with the chat template that was trained with.
-        began_with: whose config.json and generation config go along.
-        conversations: that were trained on; their turns' ends go into the generation config.
+    Call it on one rank: ``convert_hf.py`` does it in a process of its own, because it works with all ranks it finds. An
+    earlier export is replaced when the new one is complete.
 
     Raises:
         CheckpointError: it cannot be written; an earlier export is as it was.
@@ -126,9 +106,7 @@ def export(checkpoint: Path, target: str, tokenizer: Any, began_with: Weights, c
         command = [sys.executable, convert_hf.__file__, "--from", str(checkpoint), "--to", target, "--overwrite"]
         alone = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_RANK)}
         alone |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        done = subprocess.run(
-            [*command, "--like", beside], env=alone, capture_output=True, text=True, errors="replace", check=False
-        )
+        done = subprocess.run([*command, "--like", beside], env=alone, capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().split("\n") or ["?"])[-1].removeprefix("error: ")
         raise CheckpointError(

@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,9 @@ from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_first_ranks, on_rank_0
 from launch.chat.arguments import LONGEST_DEFAULT, FinetuneOptions
-from launch.chat.batches import Layout, micro_batches
+from launch.chat.batches import Sequences, micro_batches
 from launch.chat.export import write_beside
-from launch.chat.files import find_files
-from launch.chat.held_out import check_kept, hold_out
-from launch.chat.packing import Sequences
-from launch.chat.store import Conversations, Reading, prepare
+from launch.chat.store import Conversations, Reading, find_files, hold_out, prepare
 from launch.chat.template import ChatTemplate, ids_of_text, load_tokenizer
 from launch.model.gpt import ModelConfig
 from launch.prep import DataError
@@ -46,18 +44,9 @@ class Draft:
     coat: CoatConfig | None
     model: ModelConfig
     weights: Weights
-    seq_length: int
     tokenizer: Any
     """Of transformers, with the chat template in use."""
     world: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """Conversations and which of them, in which sequences."""
-
-    conversations: Conversations
-    sequences: Sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +54,20 @@ class FinetunePlan(Plan):
     """A :class:`Plan` over conversations."""
 
     args: FinetuneOptions  # type: ignore[assignment]
-    train: Held
-    valid: Held | None
+    train: Sequences
+    valid: Sequences | None
     tokenizer: Any
     held_out: str | None = None
     """Digest of what is held out of ``--data``; None = nothing is."""
 
     def describe(self) -> str:
         """A few lines for the log."""
-        lines = [super().describe(), _about(self.train, "train", self.model.seq_length)]
+        lines = [super().describe(), self.train.describe("train")]
         if self.valid is not None:
-            lines.append(_about(self.valid, "held out", self.model.seq_length))
-        steps, sequences = self.args.train_steps or 0, self.train.sequences
-        taken = sequences.end or steps * self.batch.total
-        lines.append(f"{steps} steps: {taken / sequences.per_epoch:.2f} epochs of {sequences.per_epoch:,} sequences")
+            lines.append(self.valid.describe("held out"))
+        steps = self.args.train_steps or 0
+        taken = self.train.end or steps * self.batch.total
+        lines.append(f"{steps} steps: {taken / self.train.per_epoch:.2f} epochs of {self.train.per_epoch:,} sequences")
         return "\n".join(lines)
 
     def carried(self, source: Path | None) -> dict[str, bytes]:
@@ -106,16 +95,10 @@ def draft(args: FinetuneOptions, world: int) -> Draft | Plan:
     """
     settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
     if "auto" in (args.micro_batch, settings.get(MICRO)):
-        raise CoatConfigError(
-            f'{MICRO}: got "auto", accepted: an integer >= 1, of which the number of steps follows (--dry-run says how '
-            "many fit)"
-        )
+        raise CoatConfigError(f'{MICRO}: got "auto", accepted: an integer >= 1, which sets the number of steps')
     trained = {file.resolve() for file in find_files(args.data, "--data")}
-    both = [file for file in find_files(args.valid or [], "--valid") if file.resolve() in trained]
-    if both:
-        raise DataError(
-            f"--valid: got {both[0]}, which --data has too, accepted: other files, or --valid-share of --data"
-        )
+    if both := [file for file in find_files(args.valid or [], "--valid") if file.resolve() in trained]:
+        raise DataError(f"--valid: got {both[0]}, accepted: files that --data does not have, or --valid-share")
     weights = open_weights(args.model, tensors=not args.dry_run)
     seq_length = args.seq_length or min(weights.model.seq_length, LONGEST_DEFAULT)
     if seq_length > weights.model.seq_length:
@@ -123,7 +106,6 @@ def draft(args: FinetuneOptions, world: int) -> Draft | Plan:
             f"--seq-length: got {seq_length}, accepted: 2 to the {weights.model.seq_length} that {args.model} takes"
         )
     tokenizer = load_tokenizer(args.tokenizer or _tokenizer_folder(weights), args.chat_template)
-    ChatTemplate(tokenizer)  # a template that is no Jinja is told before anything is started
     model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids_of_text(tokenizer))
     if args.tensor_parallel == 1 and model.padded_vocab > (model.vocab_size or 0):
         # Rows of padding would be part of every softmax, and the loss another than the model's own.
@@ -133,14 +115,7 @@ def draft(args: FinetuneOptions, world: int) -> Draft | Plan:
     if args.dry_run:
         return assemble(_with_steps(args), world, settings, coat, model)
     return Draft(
-        args=args,
-        settings=settings,
-        coat=coat,
-        model=model,
-        weights=weights,
-        seq_length=seq_length,
-        tokenizer=tokenizer,
-        world=world,
+        args=args, settings=settings, coat=coat, model=model, weights=weights, tokenizer=tokenizer, world=world
     )
 
 
@@ -165,112 +140,79 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
         CoatConfigError, DataError: on every rank; names argument or line.
     """
     a = d.args
-    train = _conversations(d, a.data, "--data")
-    valid = train if a.valid is None else _conversations(d, a.valid, "--valid")
-    everything = np.arange(len(train))
+    train = _conversations(d, a.data, "--data", say)
+    step, consumed, earlier = on_rank_0(lambda: _continued(a))
     # On one rank: all that the conversations hold is read for it.
-    held_out, digest = on_rank_0(lambda: _held_out(d, train), patient=True)
-    chosen = np.setdiff1d(everything, held_out)
-    if a.valid is not None:
-        held_out = np.arange(len(valid))
-    for found, files in {id(train): (train, a.data), id(valid): (valid, a.valid or a.data)}.values():
-        say(_told(found, files))
-
-    def held(conversations: Conversations, numbers: np.ndarray, **order: Any) -> Held:
-        options: dict[str, Any] = {"capacity": d.seq_length, "packed": not a.no_packing, **order}
-        return Held(
-            conversations=conversations,
-            sequences=Sequences(conversations.lengths, conversations.trained, numbers, **options),
+    held_out, digest = on_rank_0(lambda: hold_out(train, a.valid_share, a.seed), patient=True)
+    if digest is not None and earlier and earlier.get("held_out") != digest:
+        raise CheckpointError(
+            f"--valid-share: got {a.valid_share}, which holds out other conversations than the run before did, that "
+            "may have trained on some of them, accepted: --valid FILE, --valid-share 0, or the same --data, "
+            "--tokenizer, --chat-template, --seq-length, --valid-share and --seed"
         )
-
-    args = _with_steps(a)
-    training = held(train, chosen, seed=a.seed, epochs=a.epochs)
+    chosen = np.setdiff1d(np.arange(len(train)), held_out)
+    valid = train
+    if a.valid is not None:
+        valid = _conversations(d, a.valid, "--valid", say)
+        held_out = np.arange(len(valid))
+    args, sequences = _with_steps(a), partial(Sequences, capacity=d.model.seq_length, packed=not a.no_packing)
+    training = sequences(train, chosen, seed=a.seed, epochs=a.epochs)
+    validation = sequences(valid, held_out, epochs=1) if len(held_out) else None
     known = (args, d.world, d.settings, d.coat, d.model)
     batch = assemble(*known, Plan).batch
-    if training.sequences.end is not None:
-        args.train_steps = _steps(d, training.sequences.end, batch.total)
-    valid_plan = held(valid, held_out, epochs=1) if len(held_out) else None
-    if valid_plan is not None:
-        ranks = batch.total // batch.accumulation
-        args.eval_steps = a.eval_steps or math.ceil(valid_plan.sequences.per_epoch / ranks)
+    if training.end is not None:
+        # Of a run that is continued, whose batch size may have been another one, what is left.
+        args.train_steps = step + math.ceil(max(training.end - consumed, 0) / batch.total)
+    if validation is not None:
+        args.eval_steps = a.eval_steps or math.ceil(validation.per_epoch * batch.accumulation / batch.total)
         if a.eval_interval is None:  # about once an epoch
-            args.eval_interval = max(1, math.ceil(training.sequences.per_epoch / batch.total))
+            args.eval_interval = max(1, math.ceil(training.per_epoch / batch.total))
     args.check()
-    parts: dict[str, Any] = {"weights": d.weights, "train": training, "valid": valid_plan, "tokenizer": d.tokenizer}
+    parts: dict[str, Any] = {"weights": d.weights, "train": training, "valid": validation, "tokenizer": d.tokenizer}
     return assemble(*known, FinetunePlan, held_out=digest, **parts)
 
 
-def _conversations(d: Draft, given: list[str], option: str) -> Conversations:
-    reading = Reading(seq_length=d.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
+def _conversations(d: Draft, given: list[str], option: str, say: Callable[[str], None]) -> Conversations:
+    reading = Reading(seq_length=d.model.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
     cache, files = Path(d.args.data_cache or Path(d.args.output, "prepared")), find_files(given, option)
 
     def work() -> Path:
         try:
             return prepare(files, ChatTemplate(d.tokenizer, d.model.vocab_size), reading, cache)
         except OSError as problem:
-            raise DataError(f"--data-cache: {cache} cannot be written ({problem})") from problem
+            raise DataError(f"{option}: got {' '.join(given)}, with --data-cache {cache}: {problem}") from problem
 
-    return Conversations(on_first_ranks(sharers(cache, "--data-cache"), work), files)
-
-
-def _steps(d: Draft, end: int, total: int) -> int:
-    """Steps of ``total`` sequences up to ``end``; of a run that is continued, the ones it has done and what is left.
-
-    Its batch size may have been another one.
-
-    Raises:
-        CheckpointError: ``--load`` means a checkpoint of another program, whose samples are no conversations.
-    """
-
-    def progress() -> tuple[int, int]:
-        source = require_loadable(d.args.load, d.args.save)
-        if source is None:
-            return 0, 0
-        manifest = read_manifest(source)
-        if "packed" not in (manifest.get("run") or {}).get("data", {}):
-            raise CheckpointError(
-                f"--load: got {source}, which finetune.py has not written, accepted: --model {source}, to start from it"
-            )
-        return manifest["progress"]["step"], manifest["progress"]["consumed_samples"]
-
-    step, consumed = on_rank_0(progress)
-    return step + math.ceil(max(end - consumed, 0) / total)
-
-
-def _held_out(d: Draft, train: Conversations) -> tuple[np.ndarray, str | None]:
-    """:func:`launch.chat.held_out.hold_out` of ``--data``, which a checkpoint that is continued must have held out."""
-    a = d.args
-    numbers, digest = hold_out(train, a.valid_share, a.seed)
-    source = require_loadable(a.load, a.save)
-    earlier = {} if source is None else (read_manifest(source).get("run") or {}).get("data", {})
-    if source is not None and "packed" in earlier:  # of another program's checkpoint other errors tell
-        check_kept(source, earlier, a.valid_share, digest)
-    return numbers, digest
-
-
-def _told(found: Conversations, files: list[str]) -> str:
+    found = Conversations(on_first_ranks(sharers(cache, "--data-cache"), work), files)
     s = found.summary
     left = ", ".join(f"{count:,} {what}" for what, count in sorted(s["counts"].items()) if what != "kept")
     text = (
-        f"{' '.join(files)}: {s['counts']['kept']:,} conversations, {s['tokens']:,} tokens, {s['trained']:,} of them "
+        f"{' '.join(given)}: {s['counts']['kept']:,} conversations, {s['tokens']:,} tokens, {s['trained']:,} of them "
         f"trained; {left or 'nothing left out'}"
     )
     if s["in_pieces"]:
         text += f"; {s['in_pieces']:,} encoded in pieces, where a token would have joined two turns"
     if s["without_tools"]:
-        text += f"; {s['without_tools']:,} with tools of which the chat template writes nothing"
-    return text + ("; listed in dropped.jsonl" if left else "")
+        text += f"; {s['without_tools']:,} with tools that the chat template ignores"
+    say(text + ("; listed in dropped.jsonl" if left else ""))
+    return found
 
 
-def _about(held: Held, name: str, seq_length: int) -> str:
-    """What the first epoch has, or a part of it where there is no more."""
-    s = held.sequences
-    count = s.per_epoch if s.end is None else min(s.per_epoch, s.end)
-    conversations = sum(len(s[place]) for place in range(count))
-    return (
-        f"{name}: {conversations:,} conversations in {count:,} sequences of {seq_length} tokens, "
-        f"{100 * s.tokens(0, count) / (count * seq_length):.1f} % full"
-    )
+def _continued(args: FinetuneOptions) -> tuple[int, int, dict[str, Any]]:
+    """Steps done, sequences consumed and data of the run that ``--load`` continues.
+
+    Raises:
+        CheckpointError: another program wrote it, whose samples are no conversations.
+    """
+    source = require_loadable(args.load, args.save)
+    if source is None:
+        return 0, 0, {}
+    manifest = read_manifest(source)
+    data, done = manifest["run"].get("data", {}), manifest["progress"]
+    if "packed" not in data:
+        raise CheckpointError(
+            f"--load: got {source}, which finetune.py has not written, accepted: --model {source}, to start from it"
+        )
+    return done["step"], done["consumed_samples"], data
 
 
 class ChatData:
@@ -279,42 +221,30 @@ class ChatData:
     Args:
         begun: changes nothing: the order of the sequences has its end in it, or none.
         dp_rank: this data-parallel rank.
-
-    Raises:
-        CoatConfigError: the list cannot be written.
     """
 
     def __init__(self, p: FinetunePlan, begun: Progress, dp_rank: int) -> None:
-        self._plan, self._dp_rank, self.samples = p, dp_rank, p.train.sequences.end
+        self._plan, self._dp_rank, self.samples = p, dp_rank, p.train.end
         both = [p.train, *([] if p.valid is None else [p.valid])]
-        lists = dict.fromkeys(held.conversations.dropped() for held in both)  # both may be parts of the same files
-        path = Path(p.args.output, "dropped.jsonl")
-
-        def write() -> None:
-            try:
-                write_text(path, "".join(lists))
-            except OSError as problem:
-                raise CoatConfigError(f"--output: cannot write {path} ({problem})") from problem
-
-        on_rank_0(write)
+        lists = dict.fromkeys(one.conversations.dropped() for one in both)  # both may be parts of the same files
+        on_rank_0(lambda: write_text(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
 
     def tokens(self, start: int, stop: int) -> int:
-        return self._plan.train.sequences.tokens(start, stop)
+        return self._plan.train.tokens(start, stop)
 
     def batches(self, split: str, consumed: int = 0) -> Iterator[Batch] | None:
         p = self._plan
-        held = {"train": p.train, "valid": p.valid}.get(split)
-        if held is None:
+        sequences = {"train": p.train, "valid": p.valid}.get(split)
+        if sequences is None:
             return None
         pad = p.tokenizer.pad_token_id
-        layout = Layout(
+        return micro_batches(
+            sequences,
             micro=p.batch.micro,
             # An evaluation is one step of --eval-steps micro-batches.
             accumulation=p.batch.accumulation if split == "train" else p.args.eval_steps or 1,
             dp_rank=self._dp_rank,
             dp_size=p.dp,
-            seq_length=p.model.seq_length,
-            packed=not p.args.no_packing,
             pad=pad if pad is not None and pad < (p.model.vocab_size or 0) else 0,
+            consumed=consumed,
         )
-        return micro_batches(held.conversations, held.sequences, layout, consumed)

@@ -1,35 +1,36 @@
 """Chat files as token ids on disk: encoded once by one rank, mapped into memory by all.
 
-What is left out or cut is listed with file and line; nothing is lost silently.
+What is left out or cut is listed with file and line.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import make_folder, sync_folder, write_text
-from launch.chat.files import records
-from launch.chat.records import Conversation, Malformed, from_record, parse
+from launch.chat.records import Malformed, parse
 from launch.chat.template import ChatTemplate
 from launch.prep import DataError
+from launch.progress import Progress
 
-__all__ = ["Conversations", "Reading", "prepare"]
+__all__ = ["Conversations", "Reading", "find_files", "hold_out", "prepare", "records"]
 
-FORMAT = 3
-"""Of the prepared folder; another one is made anew."""
-_ARRAYS = {"tokens": np.int32, "learnt": np.uint8, "ends": np.int64, "trained": np.int64, "places": np.int64}
+FORMAT = 4
+"""Of the prepared folder; part of its key."""
+_ARRAYS = {"tokens": np.int32, "learnt": np.uint8, "ends": np.int64, "trained": np.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +45,50 @@ class Reading:
     """List malformed lines and go on, where the first would end the run."""
 
 
-class Conversations:
-    """Token ids of the conversations of one prepared folder.
-
-    Args:
-        folder: from :func:`prepare`.
-        files: what it was asked for; None = those that it was made of, whose content is the same.
+def find_files(given: Sequence[str], option: str) -> list[Path]:
+    """The files of a command line; a folder means its ``*.jsonl`` and ``*.json``, sorted.
 
     Raises:
-        DataError: it is damaged.
+        DataError: no such file, an empty folder, or one file twice.
     """
+    found: list[Path] = []
+    for path in map(Path, given):
+        inside = [file for file in path.glob("*") if file.suffix in (".jsonl", ".json")]
+        if not inside and not path.is_file():
+            raise DataError(f"{option}: got {path}, accepted: files of conversations (JSON lines), or folders of such")
+        found += sorted(inside) or [path]
+    if len({path.resolve() for path in found}) < len(found):
+        raise DataError(f"{option}: got {' '.join(given)}, accepted: every file once")
+    return found
 
-    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
-        try:
-            self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            self._tokens, self._learnt, self._ends, trained, self.places = (
-                np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
-            )
-            (folder / "dropped.jsonl").stat()
-            whole = self._ends[-1] == len(self._tokens) == len(self._learnt)
-        except (OSError, ValueError, IndexError) as problem:
-            raise DataError(f"{folder}: cannot be read ({problem}), accepted: remove it, and it is made anew") from None
-        if not whole:
-            raise DataError(f"{folder}: its files do not belong together, accepted: remove it, and it is made anew")
-        self.folder = folder
-        named = self.summary["files"] if files is None else [str(file) for file in files]
-        self._names = dict(zip(self.summary["files"], named, strict=True))
-        self.summary["files"] = named
+
+def records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line numbers from 1 and lines (bytes) of a file, without empty ones; of one JSON array (ToolBench's) its items.
+
+    Raises:
+        DataError: an array that is not whole.
+    """
+    with path.open("rb") as file:
+        array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        file.seek(0)
+        if array:
+            try:
+                yield from enumerate(json.loads(file.read()), 1)
+            except (ValueError, RecursionError) as problem:
+                raise DataError(f"{path}: not a whole JSON array ({problem}), accepted: JSON lines") from None
+            return
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+class Conversations:
+    """Token ids of the conversations of one folder of :func:`prepare`, made of the same files."""
+
+    def __init__(self, folder: Path, files: Sequence[Path]) -> None:
+        self._folder, self._files = folder, files
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        self._tokens, self._learnt, self._ends, trained = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
+        )
         self.lengths = np.diff(self._ends, prepend=0)
         """Tokens of each conversation, int64."""
         self.trained = np.asarray(trained)
@@ -87,24 +105,15 @@ class Conversations:
 
     def dropped(self) -> str:
         """The list of what was left out or cut: a JSON object a line, with ``file``, ``line``, ``what``, ``why``."""
-        listed = map(json.loads, (self.folder / "dropped.jsonl").read_text(encoding="utf-8").splitlines())
-        return "".join(json.dumps({**one, "file": self._names[one["file"]]}) + "\n" for one in listed)
+        listed = map(json.loads, (self._folder / "dropped.jsonl").read_text(encoding="utf-8").splitlines())
+        return "".join(json.dumps({**one, "file": str(self._files[one["file"]])}) + "\n" for one in listed)
 
 
-def prepare(
-    files: Sequence[Path], template: ChatTemplate, reading: Reading, cache: Path, say: Callable[[str], None] = print
-) -> Path:
-    """Encode chat files, or find what an earlier run has made of the same content in the same way.
-
-    Call it on one rank.
-
-    Args:
-        files: in order.
-        cache: a folder for prepared folders, made if need be.
-        say: gets progress, where it takes long.
+def prepare(files: Sequence[Path], template: ChatTemplate, reading: Reading, cache: Path) -> Path:
+    """Encode chat files on one rank, or find what an earlier run has made of the same content in the same way.
 
     Returns:
-        A folder for :class:`Conversations`.
+        A folder in ``cache``, for :class:`Conversations`.
 
     Raises:
         DataError: a malformed line (without ``skip_bad``), named ``FILE:LINE``; or no conversation is left.
@@ -116,11 +125,11 @@ def prepare(
     make_folder(cache)
     temporary = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=cache))
     try:
-        found = _Encoder(template, reading, temporary, say).run(files)
+        summary = _encode(files, template, reading, temporary)
         for file in temporary.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        write_text(temporary / "summary.json", json.dumps({"digest": key, **found}, indent=1) + "\n")
+        write_text(temporary / "summary.json", json.dumps({"digest": key, **summary}, indent=1) + "\n")
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -133,99 +142,105 @@ def prepare(
 
 
 def _digest(files: Sequence[Path], template: ChatTemplate, reading: Reading) -> str:
-    """Of everything that the result depends on: the files' contents in their order, wherever they lie."""
+    """Digest of everything that the result depends on: the files' contents in their order, wherever they lie."""
     tokenizer = template.tokenizer
     text = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-    made = hashlib.sha256(
-        json.dumps(
-            [FORMAT, vars(reading), text, tokenizer.chat_template, tokenizer.special_tokens_map, template.vocab_size],
-            default=str,
-        ).encode()
-    )
+    known = [FORMAT, vars(reading), text, tokenizer.chat_template, tokenizer.special_tokens_map, template.vocab_size]
+    made = hashlib.sha256(json.dumps(known, default=str).encode())
     for file in files:
-        try:
-            with file.open("rb") as opened:
-                made.update(hashlib.file_digest(opened, "sha256").digest())
-        except OSError as problem:
-            raise DataError(f"{file}: cannot be read ({problem.strerror or problem})") from problem
+        with file.open("rb") as opened:
+            made.update(hashlib.file_digest(opened, "sha256").digest())
     return made.hexdigest()
 
 
-class _Encoder:
-    def __init__(self, template: ChatTemplate, reading: Reading, folder: Path, say: Callable[[str], None]) -> None:
-        self._template, self._reading, self._folder, self._say = template, reading, folder, say
-        self._counts: Counter = Counter()
-        self._arrays: dict[str, list[np.ndarray]] = {name: [] for name in _ARRAYS}
-        self._end = 0
-        self._first = ""
-        """Where and why the first line was left out."""
-
-    def run(self, files: Sequence[Path]) -> dict[str, Any]:
-        """Encode everything; what the summary is to say."""
-        told = time.monotonic()
-        with (self._folder / "dropped.jsonl").open("w", encoding="utf-8") as self._list:
-            for number, file in enumerate(files):
-                for line, record in records(file):
-                    self._one(file, number, line, record)
-                    if time.monotonic() - told > 10:
-                        told = time.monotonic()
-                        self._say(f"{file}:{line}: {self._counts['kept']:,} conversations, {self._end:,} tokens")
-        counts = dict(self._counts)
-        if not counts.get("kept"):
-            left = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no lines"
-            raise DataError(
-                f"{' '.join(map(str, files))}: no conversation to train on ({left}{self._first}), accepted: at least "
-                f"one of at most {self._reading.seq_length} tokens (--seq-length)"
-            )
-        for name, parts in self._arrays.items():
-            np.save(self._folder / f"{name}.npy", np.concatenate(parts))
-        return {
-            "files": [str(file) for file in files],
-            "counts": counts,
-            "tokens": self._end,
-            "trained": sum(int(part[0]) for part in self._arrays["trained"]),
-            "in_pieces": self._template.in_pieces,
-            "without_tools": self._template.without_tools,
-        }
-
-    def _one(self, file: Path, number: int, line: int, record: Any) -> None:
-        try:
-            conversation = _read(record)
-            if conversation is None:
-                return self._note(file, line, "empty", "nothing of the assistant's to learn")
-            ids, learnt = self._template.encode(conversation)
-        except Malformed as problem:
-            if not self._reading.skip_bad:
-                raise DataError(f"{file}:{line}: {problem} (--skip-bad lists such lines and goes on)") from None
-            return self._note(file, line, "malformed", str(problem))
-        limit = self._reading.seq_length
-        cut = len(ids) > limit
-        if cut and self._reading.too_long == "drop":
-            return self._note(file, line, "too long", f"{len(ids)} tokens, more than {limit}")
-        if not any(learnt[1:limit]):
-            why = f"none of the first {limit} of {len(ids)} tokens is trained" if cut else "no trained token"
-            return self._note(file, line, "empty", why)
-        if cut:
-            self._note(file, line, "cut", f"{len(ids)} tokens, the first {limit} kept")
-        self._counts["kept"] += 1
-        self._end += min(len(ids), limit)
-        row = {
-            "tokens": ids[:limit],
-            "learnt": learnt[:limit],
-            "ends": [self._end],
-            "trained": [sum(learnt[1:limit])],
-            "places": [[number, line]],
-        }
-        for name, values in row.items():
-            self._arrays[name].append(np.asarray(values, _ARRAYS[name]))
-
-    def _note(self, file: Path, line: int, what: str, why: str) -> None:
-        self._counts[what] += 1
-        self._first = self._first or f"; the first, {file}:{line}: {why.partition(', accepted: ')[0]}"
-        self._list.write(json.dumps({"file": str(file), "line": line, "what": what, "why": why}) + "\n")
+def _encode(files: Sequence[Path], template: ChatTemplate, reading: Reading, folder: Path) -> dict[str, Any]:
+    """Write the arrays and the list of what was left out; returns the rest of the summary."""
+    counts: Counter[str] = Counter()
+    parts: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
+    end, first = 0, ""
+    size = sum(file.stat().st_size for file in files)
+    with (
+        Progress(size, "encode", unit="B") as progress,
+        (folder / "dropped.jsonl").open("w", encoding="utf-8") as listed,
+    ):
+        for number, file in enumerate(files):
+            for line, record in records(file):
+                progress.update(len(record) if isinstance(record, bytes) else 0)
+                found, what, why = _one(record, template, reading)
+                if what == "malformed" and not reading.skip_bad:
+                    raise DataError(f"{file}:{line}: {why} (--skip-bad lists such lines and goes on)")
+                if what:
+                    counts[what] += 1
+                    first = first or f"; the first, {file}:{line}: {why}"
+                    listed.write(json.dumps({"file": number, "line": line, "what": what, "why": why}) + "\n")
+                if found is not None:
+                    ids, learnt = found
+                    counts["kept"] += 1
+                    end += len(ids)
+                    for name, values in (("tokens", ids), ("learnt", learnt)):
+                        parts[name].append(np.asarray(values, _ARRAYS[name]))
+                    parts["ends"].append([end])
+                    parts["trained"].append([sum(learnt[1:])])
+    if not counts["kept"]:
+        left = ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "no lines"
+        raise DataError(
+            f"{' '.join(map(str, files))}: no conversation to train on ({left}{first}), accepted: at least one of at "
+            f"most {reading.seq_length} tokens (--seq-length)"
+        )
+    for name, values in parts.items():
+        np.save(folder / f"{name}.npy", np.concatenate(values).astype(_ARRAYS[name]))
+    return {
+        "counts": dict(counts),
+        "tokens": end,
+        "trained": sum(one[0] for one in parts["trained"]),
+        "in_pieces": template.in_pieces,
+        "without_tools": template.without_tools,
+    }
 
 
-def _read(record: Any) -> Conversation | None:
-    if record is None:
-        raise Malformed("not UTF-8, accepted: UTF-8")
-    return parse(record) if isinstance(record, str) else from_record(record)
+def _one(record: Any, template: ChatTemplate, reading: Reading) -> tuple[tuple[list[int], list[bool]] | None, str, str]:
+    """Ids of a record and which of them are trained, or None; what was left out ("" for nothing), and why."""
+    limit = reading.seq_length
+    try:
+        conversation = parse(record)
+        if conversation is None:
+            return None, "empty", "nothing of the assistant's to learn"
+        ids, learnt = template.encode(conversation)
+    except Malformed as problem:
+        return None, "malformed", str(problem)
+    if len(ids) > limit and reading.too_long == "drop":
+        return None, "too long", f"{len(ids)} tokens, more than {limit}"
+    if not any(learnt[1:limit]):
+        return None, "empty", f"none of the first {limit} of {len(ids)} tokens is trained"
+    if len(ids) > limit:
+        return (ids[:limit], learnt[:limit]), "cut", f"{len(ids)} tokens, the first {limit} kept"
+    return (ids, learnt), "", ""
+
+
+def hold_out(conversations: Conversations, share: float, seed: int) -> tuple[np.ndarray, str | None]:
+    """Numbers of the held-out conversations, ascending, and a digest of their content (None of none).
+
+    They are those of the smallest hashes of ids, trained places and seed: a draw at random that does not depend on the
+    order of files and lines. Copies of what is held out are held out, too, and may make it more than its share.
+
+    Raises:
+        CoatConfigError: ``share`` of one conversation would leave nothing to train on.
+    """
+    count = len(conversations)
+    wanted = min(math.ceil(share * count), count - 1)
+    if share and not wanted:
+        raise CoatConfigError(f"--valid-share: got {share} of {count} conversation, accepted: 0")
+    if not wanted:
+        return np.arange(0), None
+    key = hashlib.sha256(str(seed).encode()).digest()
+    marks = np.asarray([_mark(*conversations[number], key) for number in range(count)], np.uint64)
+    chosen = np.flatnonzero(marks <= np.sort(marks)[wanted - 1])
+    if len(chosen) == count:  # all that would be left are copies of what is held out
+        chosen = np.sort(np.argsort(marks, kind="stable")[:wanted])
+    return chosen, hashlib.sha256(np.sort(marks[chosen]).tobytes()).hexdigest()
+
+
+def _mark(ids: np.ndarray, learnt: np.ndarray, key: bytes) -> int:
+    made = hashlib.blake2b(ids.tobytes(), digest_size=8, key=key)
+    made.update(learnt.tobytes())
+    return int.from_bytes(made.digest(), "big")

@@ -5,173 +5,109 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
 
 from coat_dist import CoatConfigError
-from launch.command_line import Parser, local_path, whole_number
-from launch.log_level import add_log_level
+from launch.command_line import LocalPath, local_path, option, options_parser, out_of_range, parse_options
 
-__all__ = ["parse"]
+__all__ = ["EvaluateOptions", "parse"]
+
+_model, _what, _how, _output = (partial(option, group=name) for name in ("model", "what is evaluated", "how", "output"))
 
 
-def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Parse the command line. What is typed wrong is one line, with status 2.
+@dataclass(kw_only=True)
+class EvaluateOptions:
+    """Evaluate a model: loss and perplexity of held-out text, accuracy of multiple choice; in BF16, in FP8 or in fp32.
+    Under a launcher, rows are distributed over the ranks; results do not depend on their number. Exit status: 0 done, 2
+    an error of the user's, 4 another rank has ended, 130 interrupted."""
+
+    load: LocalPath | None = _model(None, flags=("--load", "--checkpoint"), metavar="DIR")
+    """a training checkpoint or the folder whose `latest` names it, a universal checkpoint, a converted folder, or a
+    Hugging Face folder"""
+    model: LocalPath | None = _model(None, metavar="FILE")
+    """description of the model, of a checkpoint that has none (of another program than pretrain.py)"""
+    forward: Literal["bf16", "fp8", "fp32"] = _model("bf16")
+    """numbers of the forward pass: bf16 layers, the FP8 flow of the "coat" block, or fp32"""
+    deepspeed_config: LocalPath | None = _model(
+        None, flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE"
+    )
+    """with --forward fp8: take this file's "coat" block (default: the checkpoint's own, else the defaults)"""
+    tokenizer: str | None = _model(None, metavar="KIND")
+    """hf:PATH, sentencepiece:FILE or bytes (default: the checkpoint's own, else that of its training data)"""
+    eod: str | None = _model(None, metavar="TOKEN")
+    """end of document, where the tokenizer names none: a token or an id"""
+    bos: str = _model("auto", metavar="TOKEN")
+    """put before every text: auto = as transformers does, none, eod, a token or an id"""
+    text: list[LocalPath] = _what([], action="extend", metavar="PATH")
+    """perplexity of files or folders: text, JSON lines, Parquet, as prepare_data.py reads them"""
+    data: list[str] = _what([], action="extend", metavar="[WEIGHT ]PREFIX")
+    """loss of prepared data: the samples that training takes for valid_loss"""
+    choices: list[LocalPath] = _what([], action="extend", metavar="FILE")
+    """accuracy of multiple choice: JSON lines with context, choices and answer"""
+    text_key: str = _what("text", metavar="KEY")
+    """JSON key or Parquet column of the text"""
+    separator: str | None = _what(None, metavar="TEXT")
+    """what separates documents in a text file, such as '\\n\\n'"""
+    skip_bad: bool = _what(False)
+    """count malformed lines instead of stopping at them"""
+    limit: int | None = _what(None, metavar="N", least=1)
+    """first documents or questions of each file only"""
+    split: str | None = _what(None)
+    """with --data: parts of train, valid and test (default: the run's, else 950,40,10)"""
+    part: Literal["valid", "test", "train"] = _what("valid")
+    """with --data: which part"""
+    samples: int | None = _what(None, metavar="N", least=1)
+    """with --data: the first N samples (default: all)"""
+    seed: int | None = _what(None, least=0)
+    """with --data: of the order (default: the run's, else 1234)"""
+    data_cache: LocalPath | None = _what(None, metavar="DIR")
+    """with --data: where sample indices are kept"""
+    window: int | None = _how(None, metavar="N", least=2)
+    """tokens that the model sees together (default: its seq_length, with --text at most 4096)"""
+    stride: int | None = _how(None, metavar="N", least=1)
+    """with --text: tokens from window to window (default: half)"""
+    delimiter: str = _how("", metavar="TEXT")
+    """with --choices: put between context and choice (default: nothing)"""
+    batch_size: int = _how(8, metavar="N", least=1)
+    """rows of a forward pass"""
+    tensor_parallel: int = _how(1, metavar="N", least=1)
+    """ranks that share every layer"""
+    local_rank: int | None = _how(None, flags=("--local_rank", "--local-rank"), help=argparse.SUPPRESS)
+    """set by the launcher"""
+    deepspeed: bool = _how(False, help=argparse.SUPPRESS)
+    """accepted for habit"""
+    output: LocalPath | None = _output(None, metavar="DIR")
+    """folder for evaluation.json"""
+    details: bool = _output(False)
+    """also write DIR/details.jsonl, a line a question and row"""
+    baseline: LocalPath | None = _output(None, metavar="FILE")
+    """evaluation.json (or its folder) of another model: differences, with paired standard errors"""
+    compare: Annotated[list[str], local_path] | None = _output(None, nargs=2, metavar="FILE")
+    """only print the differences of the second evaluation.json from the first; no model is loaded"""
+    log_level: Literal["debug", "info", "warning", "error"] = _output("info")
+    """debug: also what libraries' loggers print; info: this program's lines; warning, error: these only"""
+
+
+def parse(argv: Sequence[str] | None = None) -> EvaluateOptions:
+    """Parse and check the command line. What is typed wrong is one line, with status 2.
 
     Raises:
-        CoatConfigError: values that make no sense, one line each.
+        CoatConfigError: one line for each value that cannot be used, or would be ignored where a reader would take the
+            results for others.
     """
-    p = Parser(prog="evaluate.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _model(p.add_argument_group("model"))
-    _what(p.add_argument_group("what is evaluated"))
-    _how(p.add_argument_group("how"))
-    _output(p.add_argument_group("output"))
-    args = p.parse_args(argv)
-    if args.load is None and args.model is not None and os.path.isdir(args.model):
-        args.load, args.model = args.model, None  # what other programs call a model is a folder of weights
-    _check(args)
-    return args
-
-
-def _model(g: argparse._ArgumentGroup) -> None:
-    g.add_argument(
-        "--load",
-        "--checkpoint",
-        dest="load",
-        type=local_path,
-        metavar="DIR",
-        help="a training checkpoint or the folder whose `latest` names it, a universal checkpoint, a converted folder, "
-        "or a Hugging Face folder",
-    )
-    g.add_argument(
-        "--model",
-        type=local_path,
-        metavar="FILE",
-        help="description of the model, of a checkpoint that does not say (of another program than pretrain.py)",
-    )
-    g.add_argument(
-        "--forward",
-        choices=["bf16", "fp8", "fp32"],
-        default="bf16",
-        help='numbers of the forward pass: bf16 layers (default), the FP8 flow of the "coat" block, or fp32',
-    )
-    g.add_argument(
-        "--deepspeed_config",
-        "--deepspeed-config",
-        type=local_path,
-        metavar="FILE",
-        help="with --forward fp8: take this file's \"coat\" block (default: the checkpoint's own, else the defaults)",
-    )
-    g.add_argument(
-        "--tokenizer",
-        metavar="KIND",
-        help="hf:PATH, sentencepiece:FILE or bytes (default: the checkpoint's own, else that of its training data)",
-    )
-    g.add_argument(
-        "--eod", metavar="TOKEN", help="end of document, where the tokenizer does not tell: a token or an id"
-    )
-    g.add_argument(
-        "--bos",
-        metavar="TOKEN",
-        help="put before every text: auto = what the tokenizer file puts there (default), none, eod, a token or an id",
-    )
-
-
-def _what(g: argparse._ArgumentGroup) -> None:
-    g.add_argument(
-        "--text",
-        type=local_path,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATH",
-        help="perplexity of files or folders: text, JSON lines, Parquet, as prepare_data.py reads them",
-    )
-    g.add_argument(
-        "--data",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="[WEIGHT ]PREFIX",
-        help="loss of prepared data: the samples that training takes for valid_loss",
-    )
-    g.add_argument(
-        "--choices",
-        type=local_path,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="accuracy of multiple choice: JSON lines with context, choices and answer",
-    )
-    g.add_argument("--text-key", metavar="KEY", help="JSON key or Parquet column of the text (default: text)")
-    g.add_argument("--separator", metavar="TEXT", help="what separates documents in a text file, such as '\\n\\n'")
-    g.add_argument("--skip-bad", action="store_true", help="count malformed lines instead of stopping at them")
-    g.add_argument("--limit", type=_count, metavar="N", help="first documents or questions of each file only")
-    g.add_argument("--split", help="with --data: parts of train, valid and test (default: the run's, else 950,40,10)")
-    g.add_argument("--part", choices=["valid", "test", "train"], help="with --data (default: valid)")
-    g.add_argument("--samples", type=_count, metavar="N", help="with --data: the first N samples (default: all)")
-    g.add_argument("--seed", type=whole_number, help="with --data: of the order (default: the run's, else 1234)")
-    g.add_argument("--data-cache", type=local_path, metavar="DIR", help="with --data: where sample indices are kept")
-
-
-def _how(g: argparse._ArgumentGroup) -> None:
-    g.add_argument(
-        "--window",
-        type=whole_number,
-        metavar="N",
-        help="tokens that the model sees together (default: its seq_length, with --text at most 4096)",
-    )
-    g.add_argument(
-        "--stride", type=_count, metavar="N", help="with --text: tokens from window to window (default: half)"
-    )
-    g.add_argument("--delimiter", metavar="TEXT", help="with --choices: put between context and choice")
-    g.add_argument("--batch-size", type=_count, default=8, metavar="N", help="rows of a forward pass (default: 8)")
-    g.add_argument("--tensor-parallel", type=_count, default=1, metavar="N", help="ranks that share every layer")
-    g.add_argument("--local_rank", "--local-rank", type=whole_number, help=argparse.SUPPRESS)
-    g.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # accepted for habit
-
-
-def _output(g: argparse._ArgumentGroup) -> None:
-    g.add_argument("--output", type=local_path, metavar="DIR", help="folder for evaluation.json")
-    g.add_argument("--details", action="store_true", help="also write DIR/details.jsonl, a line a question and row")
-    g.add_argument(
-        "--baseline",
-        type=local_path,
-        metavar="FILE",
-        help="evaluation.json (or its folder) of another model: differences, with paired standard errors",
-    )
-    g.add_argument(
-        "--compare",
-        type=local_path,
-        nargs=2,
-        metavar=("BASELINE", "OTHER"),
-        help="only print the differences of two evaluation.json; no model is loaded",
-    )
-
-    add_log_level(g)
-
-
-def _count(text: str) -> int:
-    if (value := whole_number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, accepted: 1 or more")
-    return value
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuse values that make no sense, or would be ignored where a reader would take the results for others."""
-    if args.compare is not None:
-        return
+    a = parse_options(EvaluateOptions, options_parser(EvaluateOptions, "evaluate.py"), argv)
+    if a.load is None and a.model is not None and os.path.isdir(a.model):
+        a.load, a.model = a.model, None  # other programs call a folder of weights a model
+    if a.compare is not None:
+        return a
     wrong = {
-        "--load: missing, accepted: the folder of a checkpoint or of a Hugging Face model": args.load is None,
-        "--text: missing, accepted: one or more of --text, --data and --choices": not (
-            args.text or args.data or args.choices
-        ),
-        f"--window: got {args.window}, accepted: 2 or more": args.window is not None and args.window < 2,
-        f"--seed: got {args.seed}, accepted: an integer from 0 to 2^31 - 1": not 0 <= (args.seed or 0) < 2**31,
-        "--separator: got '', accepted: one character or more": args.separator == "",
-        f"--deepspeed_config: got {args.deepspeed_config!r}, accepted: only with --forward fp8": (
-            args.deepspeed_config is not None and args.forward != "fp8"
-        ),
-        "--details: got True, accepted: only with --output": args.details and args.output is None,
+        "--load: missing, accepted: the folder of a checkpoint or of a Hugging Face model": a.load is None,
+        "--text: missing, accepted: one or more of --text, --data and --choices": not (a.text or a.data or a.choices),
+        "--deepspeed_config: accepted: only with --forward fp8": a.deepspeed_config and a.forward != "fp8",
+        "--details: accepted: only with --output": a.details and a.output is None,
     }
-    if problems := [line for line, so in wrong.items() if so]:
+    if problems := out_of_range(a) + [line for line, so in wrong.items() if so]:
         raise CoatConfigError("\n".join(problems))
+    return a

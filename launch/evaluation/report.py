@@ -1,31 +1,27 @@
-"""What an evaluation says: numbers of each kind of input, a table, files, and differences from another evaluation."""
+"""Results of an evaluation: numbers of each kind of input, a table, files, and differences from another evaluation."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import make_folder, write_text
-from launch.evaluation import rows as of_rows
-from launch.evaluation.choices import Asked, Question, best
-from launch.evaluation.choices import digest as digest_of_questions
-from launch.evaluation.rows import Row
+from launch.evaluation import choices
+from launch.evaluation.rows import Row, digest
 from launch.log_level import say
 
 __all__ = [
-    "FORMAT",
     "choices_result",
+    "comparison",
     "differences",
-    "digests",
     "not_in",
     "read_report",
     "table",
-    "table_of_differences",
     "tokens_result",
     "write_report",
 ]
@@ -35,81 +31,73 @@ NAME, DETAILS = "evaluation.json", "details.jsonl"
 KINDS = ("text", "data", "choices")
 
 
-def tokens_result(name: str, rows: Sequence[Row], sums: Sequence[float], text_bytes: int | None) -> dict[str, Any]:
-    """Loss and perplexity of rows of text or data.
+def estimate(sums: Sequence[float], counts: Sequence[int] | None = None) -> tuple[float, float | None]:
+    """Mean per token of rows, and its standard error with rows as independent units (the usual ratio estimator).
 
     Args:
-        sums: loss of each row's scored tokens, nats.
-        text_bytes: UTF-8 bytes of the text; None = not known.
+        sums: of each row, over its tokens; the sum of all is exact, so that it does not depend on the order.
+        counts: tokens of each row; None = 1 each, which gives the mean and its standard error.
+
+    Returns:
+        The error is None for one row.
     """
+    counts = counts or [1] * len(sums)
+    n, total = len(sums), sum(counts)
+    center = math.fsum(sums) / total
+    if n < 2:
+        return center, None
+    spread = math.fsum((s - center * c) ** 2 for s, c in zip(sums, counts, strict=True))
+    return center, math.sqrt(spread * n / (n - 1)) / total
+
+
+def tokens_result(
+    name: str, rows: Sequence[Row], sums: Sequence[float], text_bytes: int | None = None
+) -> dict[str, Any]:
+    """Loss and perplexity of rows of text or data; ``sums`` are the losses of their scored tokens, in nats."""
     counts = [row.scored for row in rows]
-    loss = ratio(sums, counts)
-    bits = None if text_bytes is None else math.fsum(sums) / math.log(2) / text_bytes
+    loss, error = estimate(sums, counts)
     return {
         "name": name,
         "loss": loss,
-        "loss_stderr": ratio_error(sums, counts),
-        "perplexity": _exp(loss),
-        "bits_per_byte": bits,
+        "loss_stderr": error,
+        "perplexity": math.exp(loss) if loss < 700 else None,  # beyond, fp64 overflows
+        "bits_per_byte": None if text_bytes is None else math.fsum(sums) / math.log(2) / text_bytes,
         "tokens_scored": sum(counts),
         "rows": len(rows),
-        "digest": of_rows.digest(rows),
+        "digest": digest(rows),
         "row_losses": list(sums),
         "row_tokens": counts,
     }
 
 
-def choices_result(name: str, questions: Sequence[Question], asked: Asked, sums: Sequence[float]) -> dict[str, Any]:
-    """Accuracies of a file of questions.
-
-    Args:
-        sums: loss of each choice, nats, in the order of ``asked.rows``.
-    """
-    right, right_normalized, picked = [], [], []
-    at = 0
+def choices_result(name: str, questions: Sequence[choices.Question], sums: Sequence[float]) -> dict[str, Any]:
+    """Accuracies of a file of questions; ``sums`` are the losses of all their choices, in nats."""
+    likelihoods, details = iter([-value for value in sums]), []
     for question in questions:
-        likelihoods = [-value for value in sums[at : at + len(question.choices)]]
-        at += len(question.choices)
-        by_total, by_length = best(likelihoods), best(likelihoods, question.choices)
-        right.append(int(by_total == question.answer))
-        right_normalized.append(int(by_length == question.answer))
-        picked.append((likelihoods, by_total, by_length))
+        own = list(itertools.islice(likelihoods, len(question.choices)))
+        found = {"question": question.where, "answer": question.answer, "loglikelihoods": own}
+        details.append({**found, "chosen": choices.best(own), "chosen_norm": choices.best(own, question.choices)})
+    right, right_norm = ([int(one[key] == one["answer"]) for one in details] for key in ("chosen", "chosen_norm"))
+    (acc, error), (acc_norm, error_norm) = estimate(right), estimate(right_norm)
     return {
         "name": name,
-        "acc": mean(right),
-        "acc_stderr": mean_error(right),
-        "acc_norm": mean(right_normalized),
-        "acc_norm_stderr": mean_error(right_normalized),
+        "acc": acc,
+        "acc_stderr": error,
+        "acc_norm": acc_norm,
+        "acc_norm_stderr": error_norm,
         "questions": len(questions),
-        "choices": len(asked.rows),
-        "truncated": asked.truncated,
-        "digest": digest_of_questions(questions),
+        "choices": len(sums),
+        "digest": choices.digest(questions),
         "correct": right,
-        "correct_norm": right_normalized,
-        "details": [
-            {
-                "question": question.where,
-                "answer": question.answer,
-                "loglikelihoods": likelihoods,
-                "chosen": by_total,
-                "chosen_norm": by_length,
-            }
-            for question, (likelihoods, by_total, by_length) in zip(questions, picked, strict=True)
-        ],
+        "correct_norm": right_norm,
+        "details": details,
     }
 
 
-def _exp(loss: float) -> float | None:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return None
-
-
 def write_report(folder: str, report: Mapping[str, Any], details: bool) -> Path:
-    """Write ``evaluation.json``, and ``details.jsonl`` before it if asked to; each is there whole or not at all.
+    """Write ``evaluation.json``, and ``details.jsonl`` before it if asked to; each is written atomically.
 
-    Those of an evaluation before, with which others may be compared, stay under other names.
+    An earlier evaluation, with which others may be compared, is renamed.
 
     Raises:
         CoatConfigError: the folder cannot be written.
@@ -127,26 +115,24 @@ def write_report(folder: str, report: Mapping[str, Any], details: bool) -> Path:
         make_folder(Path(folder))
         _set_aside(Path(folder))
         if details:
-            write_text(Path(folder) / DETAILS, "\n".join(lines) + "\n")
-        write_text(Path(folder) / NAME, json.dumps(content, indent=1) + "\n")
+            write_text(Path(folder, DETAILS), "\n".join(lines) + "\n")
+        write_text(Path(folder, NAME), json.dumps(content, indent=1) + "\n")
     except OSError as problem:
         raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
-    return Path(folder) / NAME
+    return Path(folder, NAME)
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename an evaluation that is there already: ``evaluation-1.json``, ``details-1.jsonl``, or the next number."""
+    """Rename an earlier evaluation: ``evaluation-1.json`` and ``details-1.jsonl``, or the next free number of both."""
     both = [folder / NAME, folder / DETAILS]
-
-    def aside(number: int) -> list[Path]:
-        return [file.with_stem(f"{file.stem}-{number}") for file in both]
-
-    # One number means one evaluation, with details or without.
-    free = next(files for files in map(aside, itertools.count(1)) if not any(file.exists() for file in files))
-    for file, kept in zip(both, free, strict=True):
+    for number in itertools.count(1):
+        kept = [file.with_stem(f"{file.stem}-{number}") for file in both]
+        if not any(file.exists() for file in kept):
+            break
+    for file, other in zip(both, kept, strict=True):
         if file.exists():
-            file.rename(kept)
-            say(f"kept: what was in {file} is {kept.name} now")
+            file.rename(other)
+            say(f"renamed: {file} is {other.name} now")
 
 
 def read_report(option: str, given: str) -> dict[str, Any]:
@@ -155,100 +141,67 @@ def read_report(option: str, given: str) -> dict[str, Any]:
     Raises:
         CoatConfigError: it is none; names the option.
     """
-    path = Path(given) / NAME if Path(given).is_dir() else Path(given)
+    path = Path(given, NAME) if Path(given).is_dir() else Path(given)
     try:
         report = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise CoatConfigError(f"{option}: {path} cannot be read ({problem}), accepted: an evaluation.json") from None
-    if not isinstance(report, dict) or report.get("format") != FORMAT:
-        raise CoatConfigError(f"{option}: {path} is no evaluation.json of this program, accepted: one")
+        if report["format"] != FORMAT:
+            raise ValueError(f"format {report['format']}")
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise CoatConfigError(f"{option}: got {path}, accepted: an evaluation.json ({problem!r})") from None
     return report
 
 
 def table(report: Mapping[str, Any]) -> str:
     """The results for a reader."""
     lines = [("input", "what", "value", "standard error", "of")]
-    for kind in ("text", "data"):
-        for one in report[kind]:
-            of = f"{one['tokens_scored']:,} tokens"
-            lines.append((one["name"], "loss (nats/token)", f"{one['loss']:.6f}", _plus(one["loss_stderr"], 6), of))
-            lines.append((one["name"], "perplexity", _number(one["perplexity"]), "", of))
-            if one["bits_per_byte"] is not None:
-                lines.append(
-                    (one["name"], "bits per byte", f"{one['bits_per_byte']:.6f}", "", f"{one['bytes']:,} bytes")
-                )
+    for one in (*report["text"], *report["data"]):
+        of, perplexity, bits = f"{one['tokens_scored']:,} tokens", one["perplexity"], one["bits_per_byte"]
+        shown = "too large" if perplexity is None else f"{perplexity:.4f}" if perplexity < 1e6 else f"{perplexity:.4e}"
+        lines.append((one["name"], "loss (nats/token)", f"{one['loss']:.6f}", _plus(one["loss_stderr"], 6), of))
+        lines.append((one["name"], "perplexity", shown, "", of))
+        if bits is not None:
+            lines.append((one["name"], "bits per byte", f"{bits:.6f}", "", f"{one['bytes']:,} bytes"))
     for one in report["choices"]:
+        of = f"{one['questions']:,} questions"
         for key in ("acc", "acc_norm"):
-            of = f"{one['questions']:,} questions"
             lines.append((one["name"], key, f"{one[key]:.4f}", _plus(one[f"{key}_stderr"], 4), of))
     return _aligned(lines)
 
 
-def digests(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Kind, name and digest of each input."""
-    return [(kind, one["name"], one["digest"]) for kind in KINDS for one in report[kind]]
+def not_in(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
+    """Names of the inputs that ``baseline`` does not have: other files, windows, tokens or questions."""
+    there = {(kind, one["digest"]) for kind in KINDS for one in baseline[kind]}
+    return [one["name"] for kind in KINDS for one in report[kind] if (kind, one["digest"]) not in there]
 
 
-def not_in(baseline: Mapping[str, Any], inputs: Iterable[tuple[str, str, str]], option: str) -> list[str]:
-    """Names of the inputs that ``baseline`` has not.
-
-    Args:
-        inputs: kind, name and digest of each.
-
-    Raises:
-        CoatConfigError: it has none of them; names the option.
-    """
-    inputs, there = list(inputs), {(kind, digest) for kind, _, digest in digests(baseline)}
-    missing = [name for kind, name, digest in inputs if (kind, digest) not in there]
-    if len(missing) == len(inputs):
-        raise CoatConfigError(
-            f"{option}: has no input in common with this evaluation, accepted: one of the same files, windows and "
-            "tokens (of --choices: the same questions)"
-        )
-    return missing
-
-
-def differences(report: Mapping[str, Any], baseline: Mapping[str, Any], option: str) -> list[dict[str, Any]]:
+def differences(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What ``report`` has more than ``baseline``, for every input that both have, with paired standard errors.
 
     Each row or question is compared with itself, so that what makes some harder for both models does not count.
-
-    Raises:
-        CoatConfigError: they have no input in common; names the option.
     """
-    not_in(baseline, digests(report), option)
     found = []
     for kind in KINDS:
         others = {one["digest"]: one for one in baseline[kind]}
-        for one in report[kind]:
-            if (other := others.get(one["digest"])) is None:
-                continue
-            if kind == "choices":
-                for key, each in (("acc", "correct"), ("acc_norm", "correct_norm")):
-                    change = [a - b for a, b in zip(one[each], other[each], strict=True)]
-                    found.append(_difference(one["name"], key, one[key], other[key], mean(change), mean_error(change)))
-            else:
-                change = [a - b for a, b in zip(one["row_losses"], other["row_losses"], strict=True)]
-                counts = one["row_tokens"]
-                error = ratio_error(change, counts)
-                found.append(_difference(one["name"], "loss", one["loss"], other["loss"], ratio(change, counts), error))
+        values = {"acc": "correct", "acc_norm": "correct_norm"} if kind == "choices" else {"loss": "row_losses"}
+        for one in (one for one in report[kind] if one["digest"] in others):
+            other = others[one["digest"]]
+            for key, each in values.items():
+                change = [a - b for a, b in zip(one[each], other[each], strict=True)]
+                difference, error = estimate(change, one.get("row_tokens"))
+                found.append(
+                    {
+                        "name": one["name"],
+                        "what": key,
+                        "value": one[key],
+                        "baseline": other[key],
+                        "difference": difference,
+                        "paired_stderr": error,
+                    }
+                )
     return found
 
 
-def _difference(
-    name: str, what: str, value: float, baseline: float, difference: float, error: float | None
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "what": what,
-        "value": value,
-        "baseline": baseline,
-        "difference": difference,
-        "paired_stderr": error,
-    }
-
-
-def table_of_differences(found: Sequence[Mapping[str, Any]]) -> str:
+def comparison(found: Sequence[Mapping[str, Any]]) -> str:
     """Differences for a reader."""
     lines = [("input", "what", "baseline", "value", "difference", "paired standard error")]
     for one in found:
@@ -262,39 +215,6 @@ def _plus(error: float | None, digits: int) -> str:
     return "" if error is None else f"± {error:.{digits}f}"
 
 
-def _number(value: float | None) -> str:
-    return "too large" if value is None else f"{value:.4f}" if value < 1e6 else f"{value:.4e}"
-
-
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; the sum is exact, so that it does not depend on the order."""
-    return math.fsum(values) / len(values)
-
-
-def mean_error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean: the sample's standard deviation (n - 1) over sqrt(n); None for one value."""
-    n = len(values)
-    if n < 2:
-        return None
-    center = mean(values)
-    return math.sqrt(math.fsum((v - center) ** 2 for v in values) / (n - 1) / n)
-
-
-def ratio(sums: Sequence[float], counts: Sequence[int]) -> float:
-    """Sum over count: the mean per token of rows with ``counts`` tokens each."""
-    return math.fsum(sums) / sum(counts)
-
-
-def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Standard error of :func:`ratio` with rows as independent units (the usual ratio estimator); None for one row."""
-    n = len(sums)
-    if n < 2:
-        return None
-    center = ratio(sums, counts)
-    spread = math.fsum((s - center * c) ** 2 for s, c in zip(sums, counts, strict=True))
-    return math.sqrt(spread * n / (n - 1)) / sum(counts)

@@ -1,1 +1,1 @@
-"""Parts of ``to_universal.py``: its command line, which checkpoint is meant, where the result goes."""
+"""Parts of ``to_universal.py``: which checkpoint is converted, where the result goes."""

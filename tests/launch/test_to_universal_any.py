@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coat_dist.checkpoint.manifest import read_manifest, sync_files, verify
 from launch import to_universal
-from launch.universal.room import bytes_needed
 from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
 from tests.support import run_ranks
 
@@ -78,12 +76,6 @@ def same(one, other, count=3):
     return all(torch.equal(a, b) for name in one for a, b in zip(one[name][:count], other[name][:count], strict=True))
 
 
-def check_bytes_needed(source, converted):
-    """Not more than the parameters' files have, which have headers, too."""
-    written = sum(path.stat().st_size for path in (converted / "zero").glob("*/*"))
-    assert 0.8 * written < bytes_needed(source) <= written
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint of plain DeepSpeed on two ranks, laid out as transformers' Trainer does, and what it holds."""
@@ -115,7 +107,6 @@ def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | extra))
     given = ("--input_folder", tmp_path / "global_step3", "--output_folder", tmp_path / "global_step3_universal")
     assert main(*given) == 0
-    check_bytes_needed(tmp_path / "global_step3", tmp_path / "global_step3_universal")
     assert (tmp_path / "latest_universal").read_text() == "global_step3_universal"
     assert (tmp_path / "latest").read_text() == before
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith((".unfinished", ".converting"))]
@@ -125,24 +116,14 @@ def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
 def test_deepspeeds_options_are_taken(saved, tmp_path, capsys):
     output = tmp_path / "there_universal"
     options = ["--num_extract_workers", "8", "--num_merge_workers=2", "--keep_temp_folder", "--no_strict"]
-    given = ["--input_folder", saved[0], "--output_folder", output, *options]
-    assert main(*given, "--inject_missing_state") == 0
-    said = capsys.readouterr()
-    for name in ("num_extract_workers", "num_merge_workers", "keep_temp_folder", "no_strict", "inject_missing_state"):
-        assert said.err.count(f"note: --{name} has no effect: ") == 1
-    assert '"checkpoint": {"load_universal": true}' in said.out and str(tmp_path) in said.out
+    given = ["--input_folder", saved[0], "--output_folder", output, *options, "--inject_missing_state"]
+    assert main(*given) == 0
+    said = capsys.readouterr().out
+    assert '"checkpoint": {"load_universal": true}' in said and str(tmp_path) in said
     assert (tmp_path / "latest_universal").read_text() == "there_universal"
     files = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
     assert main(*given) == 0  # again: replaced
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == files
-
-
-def test_the_folder_to_load_is_that_of_the_conversion(tmp_path):
-    """Not that of the run beside it, whose `latest` names its own checkpoints."""
-    (tmp_path / "latest").write_text("step00000060")
-    source = SimpleNamespace(of_run=True)
-    assert to_universal._how_to_load(source, tmp_path / "new", exact=True) == f"load it with --load {tmp_path / 'new'}"
-    assert to_universal._how_to_load(source, tmp_path / "new", exact=False) == f"load it with --load {tmp_path}"
 
 
 def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted, tmp_path, capsys):
@@ -158,32 +139,19 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
 
     out = ("--output", tmp_path / "out")
     assert f"{folder.parent}, which is no checkpoint" in refused("--load", folder.parent, *out)
-    assert "; checkpoint-3 in it" in refused("--load", folder.parent, *out)
-    assert "which does not exist" in refused("--load", tmp_path / "none", *out)
-    assert "which is no folder" in refused("--load", folder / "latest", *out)
+    assert "which is no checkpoint" in refused("--load", tmp_path / "none", *out)
     assert "where the source is" in refused("--load", folder, "--output", folder)
     assert "is universal already" in refused("--load", converted, *out)
-    for inside in (tag, tag / "x"):
-        assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", inside)
-    check_bytes_needed(tag, converted / "global_step3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5))
-        for option in ("--output", "--output_folder"):
-            said = refused("--load", folder, option, tmp_path / "out")
-            room = f"where 5 bytes are free and {bytes_needed(tag):,} are needed, accepted: a larger disk"
-            assert said == f"error: {option}: got {tmp_path / 'out'}, {room}\n"
+    assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", tag)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("")
-    assert "--output_folder: got " in refused("--load", folder, "--output_folder", tmp_path / "mine")
     assert "no earlier conversion" in refused("--load", folder, "--output_folder", tmp_path / "mine")
     shutil.copytree(tag, tmp_path / "other/global_step3")
+    assert "another run's global_step3" in refused("--load", tmp_path / "other/global_step3", "--output", converted)
     for option in ("--output", "--output_folder"):  # with its run's next save it might be removed
         inside = tmp_path / "other/global_step3/deep/x"
         assert "which is a checkpoint or in one" in refused("--load", folder, option, inside)
-    assert "another run's global_step3" in refused("--load", tmp_path / "other/global_step3", "--output", converted)
-    for place in (tmp_path / "mine/notes.txt/x", tmp_path / "mine/notes.txt", "/proc/nowhere/x"):
-        assert "--output: got " in refused("--load", folder, "--output", place)
-        assert "--output_folder: got " in refused("--load", folder, "--output_folder", place)
+        assert f"{option}: got " in refused("--load", folder, option, tmp_path / "mine/notes.txt/x")
 
     def changed(name, change):
         shutil.copytree(tag, tmp_path / name / "global_step3")
@@ -191,21 +159,9 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
         return refused("--load", tmp_path / name / "global_step3", *out)
 
     first = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    assert "pipeline" in changed("pipeline", lambda f: (f / "layer_00-model_states.pt").write_text(""))
-    expert = "layer_0_expert_0_mp_rank_00_model_states.pt"
-    assert "expert-parallel" in changed("experts", lambda f: (f / expert).write_text(""))
     assert "of ZeRO" in changed("stage0", lambda f: [p.unlink() for p in f.glob("*optim_states.pt")])
     assert "accepted: of 1 x 2" in changed("missing", lambda f: (f / first.replace("rank_0_", "rank_1_")).unlink())
     assert first in changed("truncated", lambda f: (f / first).write_bytes((f / first).read_bytes()[:1000]))
-    assert first in changed("empty", lambda f: (f / first).write_bytes(b""))
-
-    def no_adam(folder):
-        content = torch.load(folder / first, weights_only=False)
-        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            del state["exp_avg_sq"]
-        torch.save(content, folder / first)
-
-    assert "exp_avg, step, accepted: that of CoatAdamW, or step, exp_avg and exp_avg_sq" in changed("lion", no_adam)
 
 
 def test_steps_that_an_optimizer_counts_by_group(saved, tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 import coat_dist
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_files, verify
-from coat_dist.checkpoint.write import lock, publish
+from coat_dist.checkpoint.write import publish
 from launch import to_universal
 from launch.weights import open_weights
 from tests.launch.disk import PLACES, Failing
@@ -61,31 +61,34 @@ def whole(output):
 def test_every_form_of_a_path(tmp_path, monkeypatch, capsys):
     step = make(tmp_path / "save", 4)
     (tmp_path / "link").symlink_to(step)
-    (tmp_path / "best").symlink_to(tmp_path / "save")
     shutil.copytree(step, tmp_path / "a copy")
     monkeypatch.chdir(step)
-    ways = [".", "./", "..", "../", step, f"{step}/", tmp_path / "link", tmp_path / "best", tmp_path / "a copy"]
-    for number, way in enumerate(ways):
+    for number, way in enumerate((".", "../", step, tmp_path / "link", tmp_path / "a copy")):
         output = tmp_path / f"out{number}"
         output.mkdir()
         (output / "notes.txt").write_text("mine")
         assert main(way, f"{output}/" if number % 2 else output) == 0, way
         assert sorted(os.listdir(output)) == ["latest", "latest_universal", "notes.txt", "step00000004"], way
         assert whole(output) == ("step00000004", "4 0")
+    other = make(tmp_path / "other", 4, seed=1)
     before = listing(tmp_path)
-    for output in (".", "..", "inside", step, step.parent, step / "inside", tmp_path / "out0/step00000004"):
-        capsys.readouterr()
-        assert main(".", output) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: --output: got ") and "accepted: another folder" in said
+    for load, output, why in (
+        (".", "..", "where the source is"),
+        (".", "inside", "which is a checkpoint or in one"),
+        (".", tmp_path / "out0/step00000004", "which is a checkpoint or in one"),
+        (".", other.parent, "which holds a run's own checkpoint, step00000004"),
+        (other, tmp_path / "out0", "which holds another run's step00000004"),
+    ):
+        assert main(load, output) == 2
+        assert f", {why}, accepted: another folder" in capsys.readouterr().err
     assert listing(tmp_path) == before
 
 
 def test_twice_replaces_and_leaves_nothing_behind(tmp_path):
     save, output = tmp_path / "save", tmp_path / "out"
     make(save, 4)
+    make(save, 6)
     for step in (6, 6, 4, 6):
-        make(save, 6) if not (save / publish.name_of(6)).exists() else None
         assert main(save / publish.name_of(step), output) == 0
         for name in ("latest", "latest_universal"):
             assert (output / name).read_text() == publish.name_of(step)
@@ -94,22 +97,6 @@ def test_twice_replaces_and_leaves_nothing_behind(tmp_path):
     (output / ".unfinished-step00000004").mkdir()
     assert main(save, output) == 0
     assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004", "step00000006"]
-
-
-def test_folders_of_other_runs_are_refused(tmp_path, capsys):
-    save, other, output = tmp_path / "save", tmp_path / "other", tmp_path / "out"
-    make(save, 4)
-    make(other, 4, seed=1)
-    assert main(other, output) == 0
-    before = listing(tmp_path)
-    assert main(save, other) == 2
-    assert "which holds a run's own checkpoint, step00000004, accepted: another folder" in capsys.readouterr().err
-    assert main(save, output) == 2
-    assert "which holds another run's step00000004" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(save, tmp_path / "file" / "x") == 2 and capsys.readouterr().err.count("\n") == 1
-    (tmp_path / "file").unlink()
-    assert listing(tmp_path) == before and whole(output) == ("step00000004", "4 1")
 
 
 def test_killed_while_a_step_was_saved_again(tmp_path):
@@ -157,7 +144,7 @@ def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, place, for_good):
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 768 vs 662"),
     ],
 )
-def test_a_full_disk_is_said_in_words(tmp_path, monkeypatch, capsys, problem):
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys, problem):
     def full(source, target, on_progress):
         (target / "zero").mkdir()
         raise problem
@@ -166,11 +153,7 @@ def test_a_full_disk_is_said_in_words(tmp_path, monkeypatch, capsys, problem):
     step, output = make(tmp_path / "save", 4), tmp_path / "out"
     for option, place in (("--output", output / step.name), ("--output_folder", output)):
         assert to_universal.main(["--load", str(step), option, str(output)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(
-            f"error: {option}: cannot write {place}: the disk is full, or a quota or limit is reached"
-        )
-        assert error.endswith(" bytes are free\n") and error.count("\n") == 1 and "enforce" not in error
+        assert capsys.readouterr().err == f"error: {option}: cannot write {place}: the disk is full\n"
         assert os.listdir(tmp_path) == ["save"]
 
 
@@ -184,16 +167,3 @@ def test_two_conversions_at_once(tmp_path, capsys):
         assert main(tmp_path / "save", output) == 2
     assert f"error: --output: got {output}, which another program is writing to" in capsys.readouterr().err
     assert listing(output) == before
-    (tmp_path / "file").write_text("")
-    assert main(tmp_path / "save", tmp_path / "file") == 2
-    assert "accepted: a folder to write to" in capsys.readouterr().err
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
-    def locked(path):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(lock, "locked", locked)
-    make(tmp_path / "save", 4)
-    assert main(tmp_path / "save", tmp_path / "out") == 0
-    assert "warning: " in capsys.readouterr().err and whole(tmp_path / "out") == ("step00000004", "4 0")

@@ -55,6 +55,17 @@ def make_llama(folder, tokenizer, vocab=None, **more):
     tokenizer.save_pretrained(folder)
 
 
+def prepared(folder, tokenizer, *lines, **reading):
+    """The conversations of these lines."""
+    from launch.chat.store import Conversations, Reading, prepare
+    from launch.chat.template import ChatTemplate
+
+    file = folder / "chats.jsonl"
+    file.write_text("\n".join(lines))
+    made = prepare([file], ChatTemplate(tokenizer), Reading(**{"seq_length": 64, **reading}), folder / "cache")
+    return Conversations(made, [file])
+
+
 def chat(*turns, **more):
     """A line of a chat file: "user: hello" is a turn."""
     messages = [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns]

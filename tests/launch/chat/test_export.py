@@ -7,11 +7,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from coat_dist.checkpoint.manifest import CheckpointError
 from launch.chat.export import turn_ends, write_beside
-from launch.chat.store import Conversations, Reading, prepare
-from launch.chat.template import ChatTemplate
-from tests.launch.chat.support import chat, make_tokenizer
+from tests.launch.chat.support import chat, make_tokenizer, prepared
 
 # Turns end with another token than documents, and a line break behind it is trained, as many templates have it.
 TEMPLATE = (
@@ -21,24 +18,19 @@ TEMPLATE = (
 )
 
 
-def prepared(folder, tokenizer, *lines):
-    (folder / "chats.jsonl").write_text("\n".join(lines))
-    reading = Reading(seq_length=24, too_long="truncate")
-    return Conversations(prepare([folder / "chats.jsonl"], ChatTemplate(tokenizer), reading, folder / "cache"))
-
-
 @pytest.fixture
 def tokenizer():
     return make_tokenizer(TEMPLATE)
 
 
 def test_turns_end_with_special_tokens(tmp_path, tokenizer):
-    end, pair = (tokenizer.convert_tokens_to_ids(token) for token in ("<|system|>", "<|end|>"))
+    end, document = (tokenizer.convert_tokens_to_ids(token) for token in ("<|system|>", "<|end|>"))
     turns = [chat("user: q", f"assistant: {n}") for n in range(5)]
     assert turn_ends(prepared(tmp_path, tokenizer, *turns), tokenizer) == [end]
     cut = chat("user: q", "assistant: " + "word " * 40)
-    both = prepared(tmp_path, tokenizer, *turns, cut, json.dumps({"prompt": "q", "completion": "a"}))
-    assert turn_ends(both, tokenizer) == [end, pair]
+    pair = json.dumps({"prompt": "q", "completion": "a"})
+    both = prepared(tmp_path, tokenizer, *turns, cut, pair, seq_length=24, too_long="truncate")
+    assert turn_ends(both, tokenizer) == [end, document]
 
 
 @pytest.mark.parametrize(
@@ -69,13 +61,3 @@ def test_generation_stops_there(tmp_path, tokenizer, files, wanted):
         assert config == {k: v for f in files.values() for k, v in f.items() if k in ("top_p", "bos_token_id")}
     if "config.json" in files:
         assert json.loads((out / "config.json").read_text()) == files["config.json"]
-
-
-def test_a_damaged_generation_config_is_named(tmp_path, tokenizer):
-    file = tmp_path / "generation_config.json"
-    file.write_text("{")
-    began_with = SimpleNamespace(path=tmp_path, travelling=lambda: {file.name: file})
-    with pytest.raises(CheckpointError, match="generation_config.json: no JSON object"):
-        write_beside(
-            tmp_path / "out", tokenizer, began_with, prepared(tmp_path, tokenizer, chat("user: q", "assistant: a"))
-        )

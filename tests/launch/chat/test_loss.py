@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from launch.chat.batches import Layout, micro_batches
-from launch.chat.packing import Sequences
-from launch.chat.store import Conversations, Reading, prepare
-from launch.chat.template import ChatTemplate
+from launch.chat.batches import Sequences, micro_batches
 from launch.model.gpt import build_model
 from launch.train.build import language_model_loss
 from launch.weights import fill, open_weights
-from tests.launch.chat.support import chat, make_llama, make_tokenizer
+from tests.launch.chat.support import chat, make_llama, make_tokenizer, prepared
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,21 +36,15 @@ def made(tmp_path, one_rank):
     weights = open_weights(tmp_path / "llama")
     ours = build_model(weights.model.model_copy(update={"vocab_multiple": 1}))  # as finetune.py has it
     fill(ours, weights)
-    file = tmp_path / "chats.jsonl"
     lengths = np.random.default_rng(0).permutation([1, 2, 3, 30, 1, 20, 2, 1, 5, 25, 1, 1, 2, 28, 3, 2])
-    file.write_text("".join(chat(f"user: {n}?", "assistant: " + "hello " * n) + "\n" for n in lengths))
-    stored = Conversations(prepare([file], ChatTemplate(tokenizer), Reading(seq_length=64), tmp_path / "cache"))
+    lines = [chat(f"user: {n}?", "assistant: " + "hello " * n) for n in lengths]
+    stored = prepared(tmp_path, tokenizer, *lines)
     return types.SimpleNamespace(theirs=theirs, ours=ours.float(), stored=stored)
 
 
 def batches(made, packed, micro, accumulation, dp=1, rank=0):
-    plan = Sequences(
-        made.stored.lengths, made.stored.trained, np.arange(len(made.stored)), capacity=64, packed=packed, seed=0
-    )
-    layout = Layout(
-        micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, seq_length=64, packed=packed, pad=1
-    )
-    source = micro_batches(made.stored, plan, layout)
+    plan = Sequences(made.stored, np.arange(len(made.stored)), capacity=64, packed=packed, seed=0)
+    source = micro_batches(plan, micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, pad=1)
     return [next(source) for _ in range(accumulation)]
 
 
@@ -105,13 +96,3 @@ def test_loss_is_transformers_loss(made, packed):
         summed += torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
         count += int(mask.sum())
     assert loss == pytest.approx(summed / count, rel=2e-6) and count == float(batch["loss_tokens"])
-
-
-def test_padded_batch_is_transformers_own_loss(made):
-    (batch,) = batches(made, False, SEQUENCES, 1)
-    loss = language_model_loss(1, torch.device("cpu"))(Engine(made.ours), batch).item()
-    labels = torch.full_like(batch["tokens"], -100)
-    labels[:, 1:] = torch.where(batch["loss_mask"].bool(), batch["labels"], -100)[:, :-1]
-    with torch.no_grad():
-        theirs = made.theirs(batch["tokens"], attention_mask=(batch["tokens"] != 1).long(), labels=labels).loss.item()
-    assert loss == pytest.approx(theirs, rel=2e-6)

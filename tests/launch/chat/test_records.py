@@ -4,74 +4,68 @@ import json
 
 import pytest
 
-from launch.chat.files import find_files, records
-from launch.chat.records import Malformed, parse
-from launch.prep import DataError
+from launch.chat.records import LEARNT, Malformed, parse
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+CHAT = [USER, ANSWER]
+READ = [("user", "hi", False), ("assistant", "hello", True)]
 
 
-def roles(text):
-    found = parse(text)
+def roles(record):
+    found = parse(json.dumps(record))
     return [(m["role"], m["content"], learnt) for m, learnt in zip(found.messages, found.learnt, strict=True)]
 
 
+def learnt(turns, **record):
+    return [one for *_, one in roles({"messages": turns, **record})]
+
+
+def shared_gpt(*turns):
+    return [{"from": name, "value": text} for name, text in turns]
+
+
 def test_layouts_mean_the_same():
-    wanted = [("user", "hi", False), ("assistant", "hello", True)]
-    assert roles(json.dumps({"messages": CHAT, "id": 7})) == wanted
-    assert roles(json.dumps({"conversations": CHAT})) == wanted
-    for user, assistant in (("human", "gpt"), ("user", "assistant")):
-        turns = [{"from": user, "value": "hi"}, {"from": assistant, "value": "hello"}]
-        assert roles(json.dumps({"conversations": turns})) == wanted
-    assert roles(json.dumps({"prompt": CHAT[:1], "completion": CHAT[1:]})) == wanted
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    for record in (
+        {"messages": CHAT, "id": 7},
+        {"messages": [USER, {**ANSWER, "content": parts}]},
+        {"conversations": CHAT},
+        {"conversations": shared_gpt(("human", "hi"), ("gpt", "hello"))},
+        {"conversations": shared_gpt(("user", "hi"), ("assistant", "hello"))},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    ):
+        assert roles(record) == READ
+    assert [one for *_, one in roles({"prompt": [*CHAT, USER], "completion": [ANSWER]})] == [False, False, False, True]
 
 
 def test_toolbench_layout():
     turns = [("system", "S"), ("user", "U"), ("assistant", "Action: f"), ("function", "{}"), ("assistant", "done")]
-    found = roles(json.dumps({"id": "x", "conversations": [{"from": f, "value": v} for f, v in turns]}))
+    found = roles({"id": "x", "conversations": shared_gpt(*turns)})
     assert [role for role, *_ in found] == ["system", "user", "assistant", "tool", "assistant"]
     assert [learnt for *_, learnt in found] == [False, False, True, False, True]
 
 
-def test_of_a_prompt_nothing_is_learnt():
-    found = roles(json.dumps({"prompt": [*CHAT, CHAT[0]], "completion": [CHAT[1]]}))
-    assert [learnt for *_, learnt in found] == [False, False, False, True]
-
-
-def test_weight_zero_is_not_learnt():
-    found = roles(json.dumps({"messages": [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT]}))
-    assert [learnt for *_, learnt in found] == [False, False, False, True]
-
-
-@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale"])
+@pytest.mark.parametrize("key", LEARNT)
 def test_a_turn_that_its_data_masks_is_not_learnt(key):
     for no, yes in ((0, 1), (False, True), (0, None)):
-        found = roles(json.dumps({"messages": [CHAT[0], {**CHAT[1], key: no}, CHAT[0], {**CHAT[1], key: yes}]}))
-        assert [learnt for *_, learnt in found] == [False, False, False, True]
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "no", key: 0}, {"from": "gpt", "value": "a"}]
-    assert [learnt for *_, learnt in roles(json.dumps({"conversations": turns}))] == [False, False, True]
+        assert learnt([USER, {**ANSWER, key: no}, USER, {**ANSWER, key: yes}]) == [False, False, False, True]
+    turns = shared_gpt(("human", "hi"), ("gpt", "no"), ("gpt", "a"))
+    turns[1][key] = 0
+    assert [one for *_, one in roles({"conversations": turns})] == [False, False, True]
 
 
 @pytest.mark.parametrize("key", ["system", "system_prompt", "system_message"])
 def test_a_system_prompt_beside_the_turns_is_the_first_message(key):
-    wanted = [("system", "S", False), ("user", "hi", False), ("assistant", "hello", True)]
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
-    assert roles(json.dumps({"conversations": turns, key: "S"})) == wanted
-    assert roles(json.dumps({"prompt": CHAT[:1], "completion": CHAT[1:], key: "S"})) == wanted
     told = [{"role": "system", "content": "S"}, *CHAT]
-    assert roles(json.dumps({"messages": told, key: "S"})) == wanted, "said twice"
-    assert roles(json.dumps({"messages": CHAT, key: ""})) == wanted[1:]
+    for record in (
+        {"conversations": shared_gpt(("human", "hi"), ("gpt", "hello"))},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+        {"messages": told},
+    ):
+        assert roles({**record, key: "S"}) == [("system", "S", False), *READ]
+    assert roles({"messages": CHAT, key: ""}) == READ
     with pytest.raises(Malformed, match=f"{key}: got another text than the first message"):
         parse(json.dumps({"messages": told, key: "other"}))
-
-
-def test_functions_of_the_older_layout_are_tools():
-    schema = {"name": "f", "parameters": {}}
-    wanted = [{"type": "function", "function": schema}]
-    for functions in ([schema], json.dumps([schema])):
-        assert parse(json.dumps({"messages": CHAT, "functions": functions})).tools == wanted
-    with pytest.raises(Malformed, match="functions: given beside tools"):
-        parse(json.dumps({"messages": CHAT, "functions": [schema], "tools": wanted}))
 
 
 def test_null_is_no_key():
@@ -79,49 +73,41 @@ def test_null_is_no_key():
     keys = ("weight", "name", "tool_calls", "function_call", "train", "reasoning_content", "images", "refusal")
     turns = [{**turn, **dict.fromkeys(keys)} for turn in CHAT]
     others = ("tools", "functions", "system", "prompt", "completion", "conversations", "chosen", "images", "label")
-    wanted = [("user", "hi", False), ("assistant", "hello", True)]
-    assert roles(json.dumps({"messages": turns, **dict.fromkeys(others)})) == wanted
+    assert roles({"messages": turns, **dict.fromkeys(others)}) == READ
     for empty in (None, []):
-        assert roles(json.dumps({"messages": empty, "conversations": turns})) == wanted
-        assert roles(json.dumps({"messages": empty, "prompt": CHAT[:1], "completion": CHAT[1:]})) == wanted
+        assert roles({"messages": empty, "conversations": turns}) == READ
+        assert roles({"messages": empty, "prompt": CHAT[:1], "completion": CHAT[1:]}) == READ
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    silent = [CHAT[0], call, {"role": "tool", "content": None}, {"role": "assistant", "content": None}, CHAT[1]]
-    assert [learnt for *_, learnt in roles(json.dumps({"messages": silent}))] == [False, True, False, False, True]
+    silent = [USER, call, {"role": "tool", "content": None}, {"role": "assistant", "content": None}, ANSWER]
+    assert learnt(silent) == [False, True, False, False, True]
+
+
+CALL = {"name": "f", "arguments": {"a": None}}
 
 
 @pytest.mark.parametrize(
-    ("of_record", "of_turn", "named"),
+    "given",
     [
-        ({"loss_mask": [0, 1]}, {}, "loss_mask"),
-        ({"train": False}, {}, "train"),
-        ({"enable_thinking": True}, {}, "enable_thinking"),
-        ({}, {"is_masked": True}, r"messages\[1\].is_masked"),
-        ({}, {"ignore_loss": False}, r"messages\[1\].ignore_loss"),
-        ({}, {"token_weights": [1, 0]}, r"messages\[1\].token_weights"),
-        ({}, {"reasoning": "so"}, r"messages\[1\].reasoning: .* accepted: reasoning_content"),
-        ({}, {"tools": [{"name": "f"}]}, r"messages\[1\].tools"),
+        {"tool_calls": [{"id": "c1", "type": "function", "function": CALL}]},
+        {"tool_calls": [{"function": {**CALL, "arguments": '{"a": null}'}}]},
+        {"tool_calls": [CALL]},
+        {"function_call": {**CALL, "arguments": '{"a": null}'}},
     ],
 )
-def test_keys_that_say_what_is_learnt_in_another_way_are_refused(of_record, of_turn, named):
-    with pytest.raises(Malformed, match=f"^{named}"):
-        parse(json.dumps({"messages": [CHAT[0], {**CHAT[1], **of_turn}], **of_record}))
-    metadata = {"loss": 0.5, "weight": 2, "train_split": "a", "id": 1}
-    assert roles(json.dumps({"messages": CHAT, **metadata}))[1] == ("assistant", "hello", True)
+@pytest.mark.parametrize("content", [None, "", "let me see"])
+def test_calls_have_one_layout(given, content):
+    found = parse(json.dumps({"messages": [USER, {"role": "assistant", "content": content, **given}]}))
+    (call,) = found.messages[1]["tool_calls"]
+    assert call["function"] == CALL and call["type"] == "function" and call.get("id", "c1") == "c1"
+    assert found.learnt == [False, True]
 
 
-def test_calls_are_of_the_assistant():
-    with pytest.raises(Malformed, match=r"messages\[0\].tool_calls: .* of user"):
-        parse(json.dumps({"messages": [{**CHAT[0], "tool_calls": [{"function": {"name": "f"}}]}, CHAT[1]]}))
-
-
-def test_arguments_of_tool_calls_are_objects():
-    for arguments in ({"a": 1}, '{"a": 1}'):
-        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        found = parse(json.dumps({"messages": [CHAT[0], message], "tools": '[{"name": "f"}]'}))
-        made = found.messages[1]["tool_calls"][0]
-        assert made["function"] == {"name": "f", "arguments": {"a": 1}} and made["id"] == "c1"
-        assert found.learnt == [False, True] and found.tools == [{"name": "f"}]
+def test_tools_have_one_layout():
+    schema = {"name": "f", "parameters": {}}
+    wanted = [{"type": "function", "function": schema}]
+    for key, value in (("tools", wanted), ("functions", [schema])):
+        for given in (value, json.dumps(value)):
+            assert parse(json.dumps({"messages": CHAT, key: given})).tools == wanted
 
 
 @pytest.mark.parametrize(
@@ -129,93 +115,70 @@ def test_arguments_of_tool_calls_are_objects():
     [
         {"messages": []},
         {"messages": CHAT[:1]},
-        {"messages": [CHAT[0], {"role": "assistant", "content": ""}]},
+        {"messages": [USER, {"role": "assistant", "content": ""}]},
         {"prompt": "x", "completion": ""},
-        {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]},
+        {"messages": [USER, {**ANSWER, "weight": 0}]},
+        {"messages": [USER, {**ANSWER, "weight": 1, "train": False}]},
     ],
 )
 def test_nothing_to_learn(record):
     assert parse(json.dumps(record)) is None
 
 
+def test_keys_that_are_no_masks_are_ignored():
+    assert learnt(CHAT, loss=0.5, weight=2, train_split="a", id=1) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("turn", "key"),
+    [
+        ({"role": "asistant"}, "role: got"),
+        ({"content": 3}, "content: got 3"),
+        ({"content": [{"type": "image"}]}, "content: got"),
+        ({"content": [{"type": "text"}]}, "content: got"),
+        ({"tool_calls": [{"function": {}}]}, "tool_calls[0].function.name: got"),
+        ({"tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}, "tool_calls[0].function.arguments: got"),
+        ({"weight": 2}, "weight: got 2"),
+        ({"train": 0.5}, "train: got 0.5"),
+        ({"role": "user", "train": True}, "train: got true of a turn of user"),
+        ({"is_masked": True}, "is_masked: got true"),
+        ({"ignore_loss": False}, "ignore_loss: got false"),
+        ({"token_weights": [1, 0]}, "token_weights: got"),
+        ({"reasoning": "so"}, 'reasoning: got "so"'),
+        ({"tools": [{"name": "f"}]}, "tools: got"),
+        ({"images": ["a"]}, "images: got"),
+    ],
+)
+def test_a_malformed_turn_is_named(turn, key):
+    with pytest.raises(Malformed) as problem:
+        parse(json.dumps({"messages": [USER, {**ANSWER, **turn}]}))
+    assert str(problem.value).startswith(f"messages[1].{key}") and "accepted: " in str(problem.value)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("{", "not JSON"),
+        ('{"messages": ' + "[" * 100_000, "not JSON"),
         ("[1]", "accepted: an object"),
         ('{"text": "x"}', "got an object with text"),
         ('{"messages": "x"}', "messages: got"),
-        ('{"messages": [{"role": "asistant", "content": "x"}]}', 'messages[0].role: got "asistant"'),
-        ('{"messages": [{"role": "user"}]}', "messages[0].content"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "messages[0].content: got 3"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "parts of type text"),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}', "tool_calls[0]"),
-        ('{"messages": [{"role": "user", "content": "x", "weight": 2}]}', "weight: got 2"),
-        ('{"conversations": [{"from": "me", "value": "x"}]}', 'conversations[0].from: got "me"'),
-        ('{"prompt": "x", "completion": []}', "accepted: both text"),
+        ('{"messages": [{"role": "user"}]}', "messages[0].content: got null"),
+        ('{"conversations": [{"from": "me", "value": "x"}]}', 'conversations[0].role: got "me"'),
+        ('{"prompt": "x", "completion": []}', "completion: got []"),
         ('{"prompt": 1, "completion": 2}', "prompt: got 1"),
-        ('{"messages": [{"role": "user", "content": "x", "train": true}]}', "messages[0].train: got true of a turn of"),
-        ('{"messages": [{"role": "assistant", "content": "x", "train": 0.5}]}', "messages[0].train: got 0.5"),
-        (
-            '{"messages": [{"role": "assistant", "content": "x", "train": 0, "weight": 1}]}',
-            "weight 1, train 0, accepted",
-        ),
-        ('{"messages": [{"role": "user", "content": "x", "images": ["a"]}]}', "messages[0].images: got"),
-        ('{"messages": [], "images": ["a.png"]}', "images: got"),
-        ('{"messages": [], "chosen": [1]}', "chosen: got [1], accepted: no preferences"),
         ('{"prompt": "x", "completion": "y", "label": false}', "label: got false"),
         ('{"prompt": "x", "completion": "y", "system": "S"}', "system: got"),
+        ('{"messages": [], "images": ["a.png"]}', "images: got"),
+        ('{"messages": [], "chosen": [1]}', "chosen: got [1]"),
         ('{"messages": [], "history": [["a", "b"]]}', "history: got"),
-        ('{"messages": [{"role": "user", "content": "a"}], "conversations": [{}]}', "messages and conversations: got"),
+        ('{"messages": [], "loss_mask": [0, 1]}', "loss_mask: got"),
+        ('{"messages": [], "train": false}', "train: got false"),
+        ('{"messages": [], "enable_thinking": true}', "enable_thinking: got true"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": "%s"}' % ("[" * 100_000), "tools: got"),
     ],
 )
-def test_malformed(text, named):
+def test_a_malformed_record_is_named(text, named):
     with pytest.raises(Malformed) as problem:
         parse(text)
-    assert named in str(problem.value)
-
-
-def test_lines_and_arrays_of_files(tmp_path):
-    lines, array, empty = tmp_path / "a.jsonl", tmp_path / "b.json", tmp_path / "none"
-    lines.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n{"b": 2}\n\xff\n')
-    array.write_text('[{"a": 1}, {"b": 2}]')
-    assert list(records(lines)) == [(1, '{"a": 1}'), (4, '{"b": 2}'), (5, None)]
-    assert list(records(array)) == [(1, {"a": 1}), (2, {"b": 2})]
-    array.write_text('[{"a": 1}, ')
-    with pytest.raises(DataError, match="not a whole JSON array"):
-        list(records(array))
-    assert find_files([str(tmp_path)], "--data") == [lines, array]
-    empty.mkdir()
-    for given in ([str(empty)], [str(lines), str(lines)], [str(tmp_path / "missing")]):
-        with pytest.raises(DataError, match="^--data: "):
-            find_files(given, "--data")
-
-
-def test_a_function_call_of_the_older_layout_is_a_tool_call():
-    call = {"name": "f", "arguments": '{"a": 1}'}
-    for content in (None, "", "let me see"):
-        message = {"role": "assistant", "content": content, "function_call": call}
-        found = parse(json.dumps({"messages": [CHAT[0], message]}))
-        assert found.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
-        assert found.learnt == [False, True]
-
-
-def test_nesting_without_end_is_malformed():
-    deep = "[" * 100_000
-    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
-    for text in (
-        '{"messages": ' + deep,
-        json.dumps({"messages": [message]}),
-        json.dumps({"messages": [], "tools": deep}),
-    ):
-        with pytest.raises(Malformed):
-            parse(text)
-
-
-@pytest.mark.parametrize(("head", "kind"), [(b"\x1f\x8b\x08", "gzip"), (b"PAR1", "Parquet")])
-def test_a_packed_file_is_refused_as_a_whole(tmp_path, head, kind):
-    """With --skip-bad each of its lines would be left out."""
-    (tmp_path / "chats.jsonl").write_bytes(head + b"\n\xff\n")
-    with pytest.raises(DataError, match=f"is a {kind} file"):
-        list(records(tmp_path / "chats.jsonl"))
+    assert named in str(problem.value) and "accepted: " in str(problem.value)

@@ -25,14 +25,21 @@ SPOKEN = [
 def test_only_the_assistant_is_trained(text):
     template = ChatTemplate(make_tokenizer(text, ["one two three four five"] * 9))
     assert spoken(template, LINE) == SPOKEN and template.in_pieces == 0
+    messages = json.loads(LINE)["messages"]
+    messages[2]["weight"] = 0
+    found = spoken(template, json.dumps({"messages": messages}))
+    assert [piece for learnt, piece in found if learnt] == ["four<|end|>"]
 
 
 def test_marks_give_what_transformers_gives():
     tokenizer = make_tokenizer()
-    messages = json.loads(LINE)["messages"]
-    wanted = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, learnt = ChatTemplate(tokenizer).encode(parse(LINE))
-    assert ids == wanted["input_ids"] and [int(one) for one in learnt] == wanted["assistant_masks"]
+    wanted = tokenizer.apply_chat_template(
+        json.loads(LINE)["messages"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ChatTemplate(tokenizer).encode(parse(LINE)) == (
+        wanted["input_ids"],
+        list(map(bool, wanted["assistant_masks"])),
+    )
 
 
 def test_tool_calls_are_trained_and_results_are_not():
@@ -49,16 +56,8 @@ def test_tool_calls_are_trained_and_results_are_not():
         assert trained == ['<call>{"name": "f", "arguments": {"a": 1}}</call><|end|>', "s<|end|>"]
 
 
-@pytest.mark.parametrize("text", [MARKED, UNMARKED])
-def test_a_message_of_weight_zero_is_not_trained(text):
-    messages = json.loads(LINE)["messages"]
-    messages[2]["weight"] = 0
-    found = spoken(ChatTemplate(make_tokenizer(text)), json.dumps({"messages": messages}))
-    assert [piece for learnt, piece in found if learnt] == ["four<|end|>"]
-
-
 def test_a_message_without_words_has_no_text_to_train():
-    """The end of a turn lies outside of the marks: what is marked of such a message is empty, and still its own."""
+    """The end of a turn lies outside of the marks: a message without words has an empty one."""
     text = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
         "{% if m.reasoning_content is defined %}{% generation %}{{ m.reasoning_content }}{% endgeneration %}{% endif %}"
@@ -69,13 +68,10 @@ def test_a_message_without_words_has_no_text_to_train():
         found = spoken(template, chat("user: a", silent, "user: b", "assistant: yes"))
         assert [piece for learnt, piece in found if learnt] == wanted
 
-    def trained(*messages):
-        messages = [{"role": "assistant", **m} for m in messages]
-        return [piece for learnt, piece in spoken(template, json.dumps({"messages": messages})) if learnt]
-
-    assert trained({"content": "one", "reasoning_content": "", "weight": 0}, {"content": "two"}) == ["two"]
-    with pytest.raises(Malformed, match="marks 4 texts of 2 messages"):  # whose they are cannot be told
-        trained({"content": "one", "reasoning_content": "why"}, {"content": "", "reasoning_content": ""})
+    thinking = {"role": "assistant", "reasoning_content": "why"}
+    messages = [{**thinking, "content": "one"}, {**thinking, "content": "", "reasoning_content": ""}]
+    with pytest.raises(Malformed, match="marks 4 texts of 2 messages"):  # which of them is untrained is unknown
+        template.encode(parse(json.dumps({"messages": messages})))
 
 
 def test_plain_template():
@@ -86,25 +82,10 @@ def test_plain_template():
         [{"role": "user", "content": "one"}], tokenize=False, add_generation_prompt=True
     )
     assert asked == found[0][1]
-    # As a program gives it back that has run the model: OpenAI's messages have null beside a call.
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}  # null beside a call, as OpenAI has it
     text = tokenizer.apply_chat_template([{"role": "user", "content": "one"}, message], tokenize=False)
     assert text == asked + '<tool_call>{"name": "f", "arguments": {}}</tool_call><|end|>\n\n'
-
-
-def test_a_token_across_two_turns_is_taken_apart():
-    """No special tokens between turns, and a tokenizer that joins them: "b" + "c" is one token."""
-    text = (
-        "{% for m in messages %}{{ 'ab' if m.role == 'assistant' else 'u' }}"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    tokenizer = make_tokenizer(text, ["bc"] * 50)
-    template = ChatTemplate(tokenizer)
-    assert tokenizer.tokenize("abc") == ["a", "bc"]
-    assert spoken(template, chat("user: x", "assistant: cc")) == [(False, "uxab"), (True, "cc")]
-    assert template.in_pieces == 1
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -149,19 +130,21 @@ def test_pieces_gain_no_space_of_tokenizers_that_put_one_before_a_text(scheme):
     assert [t for t, trained in zip(tokens, learnt, strict=True) if trained] == ["c", "y", "e", "s"]
 
 
-def test_a_template_that_rewrites_history_is_refused():
-    """What is said last is written otherwise than what was said before: prefixes tell nothing."""
-    text = UNMARKED.replace("{{ m.content + '<|end|>' }}", "{{ ('!' if loop.last else '') + m.content + '<|end|>' }}")
-    template = ChatTemplate(make_tokenizer(text))
-    with pytest.raises(Malformed, match=r"messages\[1\].*generation"):
-        template.encode(parse(chat("user: one", "assistant: two", "user: three", "assistant: four")))
-
-
-def test_what_a_template_raises_is_told():
-    text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
-    template = ChatTemplate(make_tokenizer(text))
-    with pytest.raises(Malformed, match="no system"):
-        template.encode(parse(LINE))
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        # Written otherwise when it is the last one: prefixes show nothing.
+        (
+            UNMARKED.replace("{{ m.content + '<|end|>' }}", "{{ ('!' if loop.last else '') + m.content }}"),
+            "messages.2.: ",
+        ),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED, "no system"),
+        ("{% if %}", "the chat template does not take it: TemplateSyntaxError"),
+    ],
+)
+def test_templates_that_cannot_be_used(text, why):
+    with pytest.raises(Malformed, match=why):
+        ChatTemplate(make_tokenizer(text)).encode(parse(LINE))
 
 
 def test_prompt_and_completion():
@@ -170,29 +153,23 @@ def test_prompt_and_completion():
     assert spoken(template, pair) == [(False, "2 + 2 ="), (True, " 4<|end|>")]
     joined = ChatTemplate(make_tokenizer(texts=["bc"] * 50))  # "bc" is one token of "abc"
     assert spoken(joined, json.dumps({"prompt": "ab", "completion": "c"})) == [(False, "ab"), (True, "c<|end|>")]
-    assert joined.in_pieces == 1
 
 
 def test_tokenizer_folders_and_templates(tmp_path):
     make_tokenizer(template=None).save_pretrained(tmp_path / "bare")
-    (tmp_path / "marked.jinja").write_text(MARKED, encoding="utf-8-sig")  # as editors on Windows write it
-    assert load_tokenizer(str(tmp_path / "bare"), str(tmp_path / "marked.jinja")).chat_template == MARKED
     make_tokenizer().save_pretrained(tmp_path / "own")
-    (tmp_path / "given.jinja").write_text("{{ messages }}")
-    (tmp_path / "broken.jinja").write_text("{% if %}")
+    (tmp_path / "marked.jinja").write_text(MARKED, encoding="utf-8-sig")  # as editors on Windows write it
     bare, own = str(tmp_path / "bare"), str(tmp_path / "own")
     assert load_tokenizer(bare).chat_template == PLAIN_TEMPLATE
+    assert load_tokenizer(bare, str(tmp_path / "marked.jinja")).chat_template == MARKED
     assert load_tokenizer(own).chat_template == MARKED
     assert load_tokenizer(own, "plain").chat_template == PLAIN_TEMPLATE
-    assert load_tokenizer(own, str(tmp_path / "given.jinja")).chat_template == "{{ messages }}"
-    with pytest.raises(DataError, match="^--chat-template: line 1"):
-        ChatTemplate(load_tokenizer(own, str(tmp_path / "broken.jinja")))
     for arguments in ((str(tmp_path / "none"),), (str(tmp_path),), (own, str(tmp_path / "none"))):
-        with pytest.raises(DataError, match="^--(tokenizer|chat-template): "):
+        with pytest.raises(DataError, match="^--(tokenizer|chat-template): got "):
             load_tokenizer(*arguments)
 
 
-def test_calls_and_tools_that_a_template_leaves_out_are_told():
+def test_calls_that_a_template_ignores_are_refused_and_tools_counted():
     """A model would learn to say nothing where it should call."""
     text = "{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '<|end|>' }}{% endfor %}"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -200,7 +177,7 @@ def test_calls_and_tools_that_a_template_leaves_out_are_told():
     asked = {"role": "user", "content": "q"}
     called = json.dumps({"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]})
     template = ChatTemplate(make_tokenizer(text))
-    with pytest.raises(Malformed, match="writes nothing of tool_calls"):
+    with pytest.raises(Malformed, match="tool_calls: the chat template ignores them"):
         template.encode(parse(called))
     template.encode(parse(chat("user: q", "assistant: a", tools=tools)))
     assert template.without_tools == 1
@@ -209,10 +186,17 @@ def test_calls_and_tools_that_a_template_leaves_out_are_told():
     assert plain.without_tools == 0
 
 
-def test_half_a_surrogate_pair_is_malformed_wherever_it_is():
-    template = ChatTemplate(make_tokenizer(PLAIN_TEMPLATE))
-    with pytest.raises(Malformed, match="surrogate"):
-        template.encode(parse(chat("user: q", "assistant: a", tools=[{"name": "\ud83d"}])))
+@pytest.mark.parametrize(
+    "line",
+    [
+        chat("user: q", "assistant: a", tools=[{"name": "\ud83d"}]),
+        chat("user: \ud83d", "assistant: a"),
+        json.dumps({"prompt": "q", "completion": "\ud83d"}),
+    ],
+)
+def test_half_a_surrogate_pair_is_malformed(line):
+    with pytest.raises(Malformed):
+        ChatTemplate(make_tokenizer(PLAIN_TEMPLATE)).encode(parse(line))
 
 
 def test_added_tokens_may_lie_beyond_the_model():

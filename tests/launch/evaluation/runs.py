@@ -11,7 +11,7 @@ def rank_main(rank, world, argv):
 
     try:
         device = runtime.start(rank)
-        return program.evaluate(arguments.parse(argv, None), device)
+        return program.evaluate(arguments.parse(argv), device)
     except program.USER_ERRORS as problem:
         return f"{type(problem).__name__}: {problem}"
 

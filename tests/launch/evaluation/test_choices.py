@@ -1,17 +1,12 @@
 """Questions of JSONL files, what of them is scored, and who is right."""
 
-import argparse
-import itertools
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from launch import evaluate as program
-from launch.data.tokenizer import ByteTokenizer, load
+from launch.data.tokenizer import ByteTokenizer
 from launch.evaluation.choices import ask, best, digest, read_questions
-from launch.evaluation.inputs import Inputs
 from launch.prep import DataError
 
 GOOD = {"context": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
@@ -46,9 +41,7 @@ def test_an_answer_is_an_index_a_text_or_a_letter(tmp_path, answer, choices, ind
     ("line", "why"),
     [
         ("not json", "Invalid JSON"),
-        ("[1]", "object"),
         ({"question": "x", "choices": ["a", "b"], "answer": 0}, "context: Field required"),
-        ({**GOOD, "context": 3}, "context: Input should be a valid string"),
         ({**GOOD, "choices": ["a"]}, "choices: List should have at least 2 items"),
         ({**GOOD, "choices": ["a", ""]}, "choices: String should have at least 1 character"),
         ({**GOOD, "answer": 2}, "answer: got 2, accepted: an index 0 to 1"),
@@ -56,7 +49,6 @@ def test_an_answer_is_an_index_a_text_or_a_letter(tmp_path, answer, choices, ind
         ({**GOOD, "answer": True}, "answer: Input should be a valid integer"),
         ({**GOOD, "answer": "five"}, 'answer: got "five"'),
         ({**GOOD, "choices": ["a", "a"], "answer": "a"}, 'answer: got "a"'),
-        ('{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}', "hex escape"),
     ],
 )
 def test_a_malformed_line_is_named_and_can_be_left_out(tmp_path, line, why):
@@ -75,9 +67,7 @@ def test_the_lines_of_the_page_are_questions(tmp_path):
     assert [(len(q.choices), q.answer) for q in questions] == [(2, 1), (3, 1)]
 
 
-def test_many_malformed_lines_are_counted_and_an_empty_file_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="and 3 more lines"):
-        read_questions(written(tmp_path, *["x"] * 8))
+def test_a_file_without_questions_is_an_error(tmp_path):
     with pytest.raises(DataError, match="holds no question"):
         read_questions(written(tmp_path))
     with pytest.raises(DataError, match="--choices: got .*missing.jsonl"):
@@ -117,7 +107,7 @@ def test_white_space_at_the_end_of_a_context_is_the_choices(tmp_path):
     assert (inside.unspaced, before.unspaced, delimiter.unspaced) == (0, 0, 0)
     joined = {"context": "two and", "choices": ["two", " six"], "answer": 0}
     assert asked(tmp_path, joined).unspaced == 1
-    with pytest.raises(DataError, match="the choice 'two' has no token of its own"):
+    with pytest.raises(DataError, match="the choice 'two' has 0 tokens of its own"):
         asked(tmp_path, joined, words)
 
 
@@ -133,7 +123,7 @@ def test_a_long_context_is_cut_from_the_left_and_counted(tmp_path):
     found = asked(tmp_path, question, window=4)
     assert [bytes(r.ids.tolist()) for r in found.rows] == [b"789ab", b"6789c"]
     assert found.truncated == 1 and asked(tmp_path, question, window=11).truncated == 0
-    with pytest.raises(DataError, match=r":1: the choice 'abcde' is 5 tokens long, accepted: 1 to 4"):
+    with pytest.raises(DataError, match=r":1: the choice 'abcde' has 5 tokens .*accepted: 1 to 4"):
         asked(tmp_path, {**question, "choices": ["abcde", "c"]}, window=4)
 
 
@@ -144,26 +134,7 @@ def test_the_best_choice_by_total_and_by_characters():
 
 
 def test_a_digest_does_not_depend_on_the_files_name(tmp_path):
-    first, _ = read_questions(written(tmp_path, GOOD))
     (tmp_path / "b").mkdir()
-    second, _ = read_questions(written(tmp_path / "b", GOOD))
+    first, second = (read_questions(written(folder, GOOD))[0] for folder in (tmp_path, tmp_path / "b"))
     other, _ = read_questions(written(tmp_path, {**GOOD, "answer": 0}))
     assert digest(first) == digest(second) != digest(other)
-
-
-def test_equal_choices_have_equal_likelihoods_and_the_first_of_them_counts(tmp_path):
-    """Whatever batches they are in: the model here gives every row another loss."""
-    file = tmp_path / "questions.jsonl"
-    file.write_text('{"context": "a", "choices": [" b", " b", " c"], "answer": 0}\n')
-    questions, _ = read_questions(str(file))
-    asked = ask(questions, load("bytes"), [], window=8)
-    calls = itertools.count(1)
-
-    def losses(tokens, labels):
-        return torch.full(tokens.shape, 1.0 / next(calls))
-
-    args = argparse.Namespace(batch_size=1, tensor_parallel=1)
-    result = program.score_all(args, Inputs(questions=[("q", questions, asked, [])]), losses, losses)["choices"][0]
-    first, second, third = result["details"][0]["loglikelihoods"]
-    assert first == second != third and next(calls) == 3
-    assert len(result["details"]) == 1 and result["choices"] == 3

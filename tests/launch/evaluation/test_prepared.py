@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from launch.evaluation.prepared import read_samples
+from launch.evaluation.inputs import read_samples
 from launch.prep import DataError
 
 
@@ -41,5 +41,5 @@ def test_samples_of_a_source_and_of_a_blend(mixtures):
     with pytest.raises(DataError, match="^--samples: got 63, accepted: up to 62, which valid has"):
         samples("a", 63)
     assert len(samples("ab", 100)) == 100
-    with pytest.raises(DataError, match="^--samples: missing, accepted: how many of the blend"):
+    with pytest.raises(DataError, match="^--samples: got None, accepted: a number"):
         samples("ab", None)
