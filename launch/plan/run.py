@@ -14,13 +14,6 @@ from launch.model.gpt import ModelConfig
 
 __all__ = ["Parameter", "Run", "parameters"]
 
-_FREE = {"init_std", "norm_eps", "rotary_base", "rope_scaling", "vocab_multiple", "sliding_window"}
-_COUNTED = {
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_size"),
-    *("seq_length", "vocab_size", "activation", "linear_bias", "qkv_bias", "attention_output_bias", "normalization"),
-    *("norm_affine", "norm_placement", "qk_norm", "tie_embeddings", "hidden_dropout", "attention_dropout"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -39,8 +32,8 @@ class Run:
     accumulation: int = 1
     recompute: Mapping[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
-    told: tuple[str, ...] = ()
-    """What the run's own plan says, for :meth:`notes`."""
+    notes: tuple[str, ...] = ()
+    """Warnings of the run's own plan."""
 
     def __post_init__(self) -> None:
         if self.model.num_moe_experts is not None:
@@ -78,7 +71,7 @@ class Run:
             micro=p.batch.micro,
             accumulation=p.batch.accumulation,
             recompute=p.recompute,
-            told=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
+            notes=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
         )
 
     def but(self, **changes: Any) -> Run:
@@ -144,6 +137,11 @@ class Run:
         return self.stage == 1 and self.fp32_gradients
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients of earlier micro-batches are there when a forward pass begins."""
+        return self.accumulation > 1
+
+    @property
     def tokens(self) -> int:
         """Tokens of a forward pass on one rank, before sequence parallelism shares them."""
         return self.micro * self.model.seq_length
@@ -152,16 +150,6 @@ class Run:
     def shared(self) -> int:
         """Ranks over which the residual stream is shared."""
         return self.tp if self.sequence_parallel else 1
-
-    def notes(self) -> list[str]:
-        """What the run is told anyway, and what this model has that is not counted."""
-        given = self.model.model_dump(exclude_unset=True)
-        default = {key: one.get_default() for key, one in type(self.model).model_fields.items()}
-        return [*self.told] + [
-            f"model.{key}: {json.dumps(value)} is not counted"
-            for key, value in given.items()
-            if key not in _FREE | _COUNTED and value != default[key]
-        ]
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,7 @@ def parameters(run: Run) -> list[Parameter]:
     two = 2 if m.normalization == "layernorm" else 1
     norm = h * two if m.norm_affine else 0
     qk = 2 * d * two if m.qk_norm is True else (q + kv) * two if m.qk_norm else 0
-    out_bias = m.linear_bias or getattr(m, "attention_output_bias", False)
+    out_bias = m.linear_bias or m.attention_output_bias
     layer = [
         ("input_layernorm", norm, False),
         ("self_attention.linear_proj.weight", h * q, True),

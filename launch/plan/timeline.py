@@ -8,10 +8,11 @@ both streams' peaks, which need not be at the same time.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from math import ceil
 
 from .layer import backward_moments, saved
-from .peak import Peak, Timeline
 from .run import Parameter, Run, parameters
 from .zero import BUCKET, GROUPS, States, local_elements, states
 
@@ -28,12 +29,55 @@ _RETURNED = {"gradient of proj": "mlp.", "gradient of qkv": "self_attention.line
 _MADE = {"gradient of fc2": "mlp.linear_fc2", "gradient of fc1": "mlp.linear_fc1"}
 _MADE["gradient of proj"] = "self_attention.linear_proj"
 """Of a BF16 layer, whose gradient is complete after a moment."""
+_SIDE = ("gradients", "DeepSpeed's reduction")
+"""Allocated on DeepSpeed's second stream."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most is held."""
+
+    moment: str
+    held: dict[str, int]
+    """Bytes by what they are for; the sum is what torch has allocated."""
+    reserved: int
+    """What torch's allocator needs for it: each stream's own peak."""
+    other_peaks: dict[str, int]
+    """The largest sum of other phases: forward, backward, step, building the engine."""
+
+    @property
+    def allocated(self) -> int:
+        return sum(self.held.values())
+
+
+class _Timeline:
+    """What is held now, and the largest sums so far."""
+
+    def __init__(self, run: Run) -> None:
+        own_stream = run.overlap and not run.fp32_gradients_whole
+        self.side = _SIDE if own_stream and run.stage == 2 else _SIDE[1:] if own_stream else ()
+        self.held: Counter[str] = Counter()
+        self.at: dict[str, int] = {}
+        self.moment, self.main, self.aside = "", 0, 0
+        self.phases: Counter[str] = Counter()
+
+    def look(self, phase: str, moment: str, **temporary: int) -> None:
+        """Note this moment if nothing larger has been seen; ``temporary`` is held at it alone."""
+        now = self.held + Counter({key.replace("_", " "): size for key, size in temporary.items() if size > 0})
+        if "reduction" in now:
+            now["DeepSpeed's reduction"] = now.pop("reduction")
+        total = sum(now.values())
+        aside = sum(now[key] for key in self.side)
+        self.main, self.aside = max(self.main, total - aside), max(self.aside, aside)
+        self.phases[phase] = max(self.phases[phase], total)
+        if total > sum(self.at.values()):
+            self.at, self.moment = {k: v for k, v in now.items() if v}, f"{phase}: {moment}"
 
 
 class _Buckets:
     """DeepSpeed's buckets during one backward pass."""
 
-    def __init__(self, line: Timeline, run: Run, found: States, rank: int) -> None:
+    def __init__(self, line: _Timeline, run: Run, found: States, rank: int) -> None:
         self.line, self.run, self.states = line, run, found
         self.waiting: list[Parameter] = []
         self.begun = False
@@ -43,7 +87,7 @@ class _Buckets:
         """A parameter's gradient is complete: it goes into a bucket, and what was in there before is reduced."""
         line, run, found = self.line, self.run, self.states
         if run.fp32_gradients_whole:
-            if not _keeps_gradients(run):
+            if not run.keeps_gradients:
                 line.held[_BESIDE_FP32] += 2 * p.numel
             return
         if not self.begun:
@@ -51,7 +95,7 @@ class _Buckets:
             if run.stage < 3:
                 line.held["DeepSpeed's buckets"] += found.bucket_bytes
         if found.full_gradients and not run.overlap:  # ZeRO-1 reduces when backward is over
-            if not _keeps_gradients(run):
+            if not run.keeps_gradients:
                 line.held["gradients"] += 2 * p.numel
             return
         if sum(one.numel for one in self.waiting) + p.numel > found.bucket:
@@ -85,15 +129,7 @@ class _Buckets:
         if self.run.fp32_gradients_whole:
             line.look("backward", "gradients are reduced", reduction=_reduction_of_whole_gradients(self.run))
         elif found.full_gradients and not self.run.overlap:
-            largest = min(found.bucket, found.elements)
-            moved = 2 * largest
-            line.look(
-                "backward",
-                "gradients are reduced",
-                gradients_of_this_rank=found.gradients,
-                reduction=2 * largest - moved,
-            )
-            line.look("backward", "gradients are reduced", reduction=0)
+            line.look("backward", "gradients are reduced", gradients_of_this_rank=found.gradients)
             line.held["gradients"] = found.gradients
         if self.run.stage < 3:
             line.held["DeepSpeed's buckets"] = 0
@@ -109,11 +145,6 @@ def _reduction_of_whole_gradients(run: Run) -> int:
     return (4 + sent) * (matrices + vectors)
 
 
-def _keeps_gradients(run: Run) -> bool:
-    """Whether gradients of earlier micro-batches are there when a forward pass begins."""
-    return run.accumulation > 1
-
-
 def simulate(run: Run, rank: int | None = None) -> Peak:
     """The largest moment of a training step, not of the first one, which lacks moments while it runs.
 
@@ -122,7 +153,7 @@ def simulate(run: Run, rank: int | None = None) -> Peak:
             first, while the activations of all other layers are still there; rank 0 allocates its own much later.
             None = the last, which needs most.
     """
-    line, found, model = Timeline(run), states(run), run.model
+    line, found, model = _Timeline(run), states(run), run.model
     every = parameters(run)
     tokens, stream = run.tokens, 2 * model.hidden_size * run.tokens // run.shared
     _build(line, run, found)
@@ -135,8 +166,8 @@ def simulate(run: Run, rank: int | None = None) -> Peak:
         held["gathered parameters"] = found.gathered
     elif run.fp32_gradients_whole:
         held["gradients"] = found.gradients
-        held[_BESIDE_FP32] = found.full_gradients if _keeps_gradients(run) else 0
-    elif _keeps_gradients(run):
+        held[_BESIDE_FP32] = found.full_gradients if run.keeps_gradients else 0
+    elif run.keeps_gradients:
         held["gradients"] = found.full_gradients or found.gradients
     if run.flow is not None and run.flow.weights == "cached":
         held["cached FP8 weights"] = sum(p.numel for p in every if p.matrix and p.layer is not None)
@@ -148,7 +179,7 @@ def simulate(run: Run, rank: int | None = None) -> Peak:
     return Peak(line.moment, dict(line.at), line.main + line.aside, dict(line.phases))
 
 
-def _build(line: Timeline, run: Run, found: States) -> None:
+def _build(line: _Timeline, run: Run, found: States) -> None:
     """The engine is built: weights before and after they are laid out, the copy that becomes the master weights."""
     dense, shard = 2 * found.elements, found.shard
     if run.stage == 3:
@@ -202,7 +233,7 @@ def _layer_bytes(run: Run, layer: int) -> int:
     return round(sum(saved(run, patched)) * run.tokens) + tables
 
 
-def _forward(line: Timeline, run: Run, stream: int) -> list[int]:
+def _forward(line: _Timeline, run: Run, stream: int) -> list[int]:
     """Saved bytes by layer, 0 for those that are computed again."""
     units = _units(run)
     again = {i for unit in units for i in unit}
@@ -227,7 +258,7 @@ def _statistics(run: Run) -> int:
 
 def kept_for_backward(run: Run) -> int:
     """Bytes that one forward pass keeps for backward, the loss's included, without parameters."""
-    line, stream = Timeline(run), 2 * run.model.hidden_size * run.tokens // run.shared
+    line, stream = _Timeline(run), 2 * run.model.hidden_size * run.tokens // run.shared
     _forward(line, run, stream)
     graphs = line.held["CUDA graphs"] - _in_graphs(run, stream) if _graphed(run) else 0
     logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
@@ -239,7 +270,7 @@ def kept_for_backward(run: Run) -> int:
     return line.held["activations"] + graphs + logits + tables + 28 * run.tokens
 
 
-def _loss(line: Timeline, run: Run, stream: int) -> None:
+def _loss(line: _Timeline, run: Run, stream: int) -> None:
     """Output layer and loss; afterwards the gradient of the residual stream exists."""
     h, columns, tokens = run.model.hidden_size, run.model.padded_vocab // run.tp, run.tokens
     weight = 2 * columns * h
@@ -312,7 +343,7 @@ def _hand_over(buckets: _Buckets, own: dict[str, Parameter], done: set[str], pre
             buckets.take(p)
 
 
-def _step(line: Timeline, run: Run, found: States) -> None:
+def _step(line: _Timeline, run: Run, found: States) -> None:
     line.look("step", "gradient norm", computing=8 * found.largest)
     shard = found.shard
     if run.stage == 3:

@@ -97,7 +97,7 @@ def measure(device: torch.device, sizes: Sequence[int] = ()) -> dict[str, Any]:
         ``samples``, ``overlaps`` and ``missing``, kinds that the backend lacks, with its words.
     """
     samples, overlaps, missing = [], [], {}
-    sizes = sizes or SIZES[device.type]
+    sizes = sorted(sizes) or SIZES[device.type]
     for kind in KINDS:
         try:
             for size in sizes:

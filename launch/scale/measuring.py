@@ -1,194 +1,153 @@
-"""The measurements of a run of ``scaling.py``, one after another: those that are not done yet."""
+"""The measurements of a run of ``scaling.py``, one after another."""
 
 from __future__ import annotations
 
-import os
+import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from coat_dist import CoatConfig, CoatConfigError
+import torch
+
+from coat_dist import CoatConfigError
+from coat_dist.checkpoint.write.durable import write_text
 from launch.log_level import say
 from launch.model.gpt import load_model_config
 from launch.plan.run import Run
 from launch.plan.search import with_block, without_block
 from launch.train.settings import MICRO, STEPS, load_settings
 
-from .crew import Crew, Failed
-from .records import Records
-from .train import plan_of
+from .arguments import VARIANTS, ScalingOptions
+from .crew import Crew
+from .training import plan_of
 
-__all__ = ["check", "identity_of", "jobs", "machine", "measure", "runs_of"]
+__all__ = ["FILE", "identity_of", "jobs", "measure", "read"]
 
-VOCABULARY = 32_000
+FILE = "measured.json"
+_VOCABULARY = 32_000
 """Llama 2's, of a model that names none: its tokens are random anyway."""
+_OPTIONS = (
+    *("tensor_parallel", "sequence_parallel", "recompute_granularity", "recompute_method"),
+    *("recompute_num_layers", "recompute_modules"),
+)
+_KEY = ("what", "variant", "most", "strong", "accumulations", "warmup", "steps", "sizes")
 
 
-def identity_of(args: Any) -> dict[str, Any]:
-    """What is trained, as plain values, without the machine; checked.
+def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
+    """What is trained and on what, as plain values.
 
     Raises:
         CoatConfigError: settings that cannot be used.
     """
-    if args.only == "collectives":
-        return {
-            "model_name": None,
-            "model": None,
-            "settings": {},
-            "options": [],
-            "tensor_parallel": args.tensor_parallel,
-        }
-    runs = runs_of(args, args.model)
-    settings = runs["coat"].settings
-    micro = args.micro_batch or settings.get(MICRO)
-    if not isinstance(micro, int) or isinstance(micro, bool) or micro < 1:
-        raise CoatConfigError(f"{MICRO}: got {micro!r}, accepted: an integer >= 1, or --micro-batch")
-    options = ["--tensor-parallel", str(args.tensor_parallel)]
-    options += ["--sequence-parallel"] if args.sequence_parallel else []
-    for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"):
-        value = getattr(args, name)
-        if value is not None:
-            options += [f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    accumulation = args.accumulation or settings.get(STEPS) or 1
-    return {
-        "model_name": args.model,
-        "model": runs["coat"].model.model_dump(exclude_defaults=True, mode="json"),
-        "settings": {name: dict(runs[name].settings) for name in args.variants},
-        "options": options,
+    found: dict[str, Any] = {
         "tensor_parallel": args.tensor_parallel,
+        "world": crew.world,
+        "nodes": crew.nodes,
+        "gpus_per_node": crew.per_node,
+        "device": "unknown",  # until a measurement names it: this process must not hold memory of a GPU
+        "versions": {"torch": torch.__version__},
+    }
+    if args.only == "collectives":
+        return found
+    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
+    model = load_model_config(str(args.model), args.model_override)
+    if args.vocab_size is not None or model.vocab_size is None:
+        model = model.with_vocab(args.vocab_size or _VOCABULARY)
+    micro = args.micro_batch or settings.get(MICRO)
+    if not isinstance(micro, int):
+        raise CoatConfigError(f"{MICRO}: got {micro!r}, accepted: an integer >= 1, or --micro-batch")
+    run = Run(model=model, settings=settings, coat=coat, tp=args.tensor_parallel)
+    variants = {"coat": with_block(run), "bf16": without_block(run)}
+    return found | {
+        "model_name": args.model,
+        "model": model.model_dump(exclude_defaults=True, mode="json"),
+        "settings": {name: dict(variants[name].settings) for name in VARIANTS if name in args.variants},
+        "options": {name: getattr(args, name) for name in _OPTIONS},
         "micro_batch": micro,
-        "accumulation": accumulation,
+        "accumulation": args.accumulation or settings.get(STEPS) or 1,
     }
 
 
-def runs_of(args: Any, model_name: str, overrides: Sequence[str] = ()) -> dict[str, Run]:
-    """The run with the "coat" block and without.
+def jobs(
+    args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int], crew: Crew
+) -> Iterator[dict[str, Any]]:
+    """What is to be measured, the quick things first, on the first ranks of nodes: ``nodes``, ``a_node`` ranks of each.
 
     Raises:
-        CoatConfigError: settings that cannot be used.
+        CoatConfigError: a training that cannot be measured.
     """
-    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
-    model = load_model_config(model_name, [*overrides, *args.model_override])
-    if args.vocab_size is not None or model.vocab_size is None:
-        model = model.with_vocab(args.vocab_size or VOCABULARY)
-    run = Run(model=model, settings=settings, coat=coat, tp=args.tensor_parallel)
-    return {"coat": with_block(run), "bf16": without_block(run)}
-
-
-def jobs(args: Any, identity: Mapping[str, Any], sizes: list[int], nodes: list[str]) -> Iterator[dict[str, Any]]:
-    """What is to be measured, the quick things first; ``group`` are the ranks."""
-    most = max(sizes)
     shared = {"timeout": 60 * args.timeout_minutes}
+    shapes = [(max(1, size // crew.per_node), min(size, crew.per_node)) for size in sizes]
     if args.only != "training":
-        groups = [list(range(size)) for size in sizes if size > 1]
-        firsts = [nodes.index(node) for node in dict.fromkeys(nodes[:most])]
-        groups += [firsts[:size] for size in (2**k for k in range(1, 20)) if size <= len(firsts)]
-        for group in dict.fromkeys(map(tuple, groups)):
-            yield {"what": "collectives", "sizes": list(args.message_sizes or ()), "group": list(group), **shared}
+        apart = [(2**k, 1) for k in range(1, 20) if 2**k <= crew.nodes]  # the link between nodes
+        for nodes, a_node in dict.fromkeys(shapes + apart):
+            if nodes * a_node > 1:
+                yield {"what": "collectives", "sizes": args.message_sizes, "nodes": nodes, "a_node": a_node, **shared}
     if args.only == "collectives":
         return
-    for size in sizes:
-        for variant in args.variants:
-            yield {
+    weak, most, strong = identity["accumulation"], max(sizes), not args.no_strong
+    for size, (nodes, a_node) in zip(sizes, shapes, strict=True):
+        passes = {weak, 2 * weak}  # twice that tells computing from the update
+        if strong and weak * most % size == 0:
+            passes.add(weak * most // size)
+        for variant, settings in identity["settings"].items():
+            job = {
                 "what": "training",
                 "variant": variant,
-                "group": list(range(size)),
+                "nodes": nodes,
+                "a_node": a_node,
                 "most": most,
-                "strong": not args.no_strong,
-                "settings": identity["settings"][variant],
+                "strong": strong,
+                "settings": settings,
                 "model": identity["model"],
                 "options": identity["options"],
                 "micro": identity["micro_batch"],
-                "accumulations": _accumulations(identity["accumulation"], size, most, not args.no_strong),
+                "accumulations": sorted(passes),
                 "warmup": args.warmup,
                 "steps": args.steps,
                 **shared,
             }
+            plan_of(job, size)
+            yield job
 
 
-def _accumulations(weak: int, size: int, most: int, strong: bool) -> list[int]:
-    """Weak scaling's; twice that, to tell computing from the update; strong scaling's, where it is whole."""
-    found = {weak, 2 * weak}
-    if strong and weak * most % size == 0:
-        found.add(weak * most // size)
-    return sorted(found)
+def measure(crew: Crew, identity: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
+    """Run this node's part of the jobs; on node 0 what :data:`FILE` holds, which is written after every measurement."""
+    there: dict[str, Any] = {"format": 1, "identity": dict(identity), "records": []}
+    for number, job in enumerate(jobs):
+        found, ranks = crew.measure(number, job), job["nodes"] * job["a_node"]
+        if crew.node:
+            continue
+        name = f"{job['what']}{', ' + job['variant'] if 'variant' in job else ''} on {ranks} of {crew.world} ranks"
+        if "failed" in found:
+            say(f"{name}: failed: {found['failed']}", "warning")
+        else:
+            say(f"{name}: {_described(found)}")
+            there["identity"]["device"] = found["device"]
+        key = {key: job[key] for key in _KEY if key in job}
+        there["records"].append({"key": key, "ranks": ranks, "a_node": job["a_node"], **found})
+        write_text(folder / FILE, json.dumps(there, indent=1))
+    return there
 
 
-def check(args: Any, identity: Mapping[str, Any], sizes: list[int]) -> None:
-    """Whether every training that will be measured can be: before anything is started.
+def _described(found: Mapping[str, Any]) -> str:
+    if "samples" in found:
+        return f"{len(found['samples'])} times"
+    return ", ".join(
+        f"{1e3 * statistics.median(one['seconds']):.1f} ms a step of {one['accumulation']}" for one in found["steps"]
+    )
+
+
+def read(folder: str) -> dict[str, Any]:
+    """The measurements in a folder, for ``--measured``.
 
     Raises:
-        CoatConfigError: names what cannot be used.
+        CoatConfigError: no such file, or a damaged one.
     """
-    for job in jobs(args, identity, sizes, ["here"] * max(sizes)):
-        if job["what"] == "training":
-            plan_of(job, len(job["group"]))
-            Run(
-                model=load_model_config(args.model, args.model_override),
-                settings=job["settings"],
-                coat=CoatConfig.from_deepspeed(job["settings"]),
-            )
-
-
-_KEY = ("what", "variant", "group", "most", "strong", "accumulations", "warmup", "steps", "sizes")
-
-
-def measure(args: Any, crew: Crew, identity: Mapping[str, Any], sizes: list[int], records: Records) -> int:
-    """Do what is not done; how many measurements failed."""
-    nodes = [one.node for one in crew.members]
-    failed = 0
-    for job in jobs(args, identity, sizes, nodes):
-        key = {name: job[name] for name in _KEY if name in job}
-        group = job.pop("group")
-        name = f"{job['what']}{', ' + job['variant'] if 'variant' in job else ''} on {len(group)} of {len(nodes)} ranks"
-        if records.done(key):
-            say(f"{name}: measured before")
-            continue
-        among = [nodes[rank] for rank in group]
-        about = {"ranks": len(group), "a_node": max(among.count(node) for node in among)}
-        try:
-            found = crew.measure(job, group)
-            say(f"{name}: {_said(found)}")
-        except Failed as problem:
-            failed += 1
-            found = {"failed": str(problem)}
-            say(f"{name}: failed: {problem}", "warning")
-        records.add(key, {**about, **found})
-    return failed
-
-
-def _said(found: Mapping[str, Any]) -> str:
-    if "steps" in found:
-        return ", ".join(
-            f"{1e3 * statistics.median(one['seconds']):.1f} ms a step of {one['accumulation']}"
-            for one in found["steps"]
-        )
-    kinds = len({one["kind"] for one in found["samples"]})
-    return f"{kinds} kinds, {len(found['samples'])} times"
-
-
-def machine(crew: Crew) -> dict[str, Any]:
-    """What is measured on."""
-    import torch
-
-    nodes = [one.node for one in crew.members]
-    gpu = torch.cuda.is_available()
-    return {
-        "world": len(nodes),
-        "nodes": len(set(nodes)),
-        "gpus_per_node": max(nodes.count(node) for node in nodes),
-        "device": _gpu_name() if gpu else "cpu",
-        "backend": "nccl" if gpu else "gloo",
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": int(os.environ.get("OMP_NUM_THREADS") or 1),
-        "versions": {"torch": torch.__version__},
-    }
-
-
-def _gpu_name() -> str:
-    """Asked in a process of its own: this one must not hold memory of a GPU that others measure."""
-    asked = "import torch; print(torch.cuda.get_device_name())"
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
-    return said.stdout.strip() or "GPU"
+    try:
+        return json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CoatConfigError(
+            f"--measured: got {folder}, accepted: a folder in which scaling.py has written {FILE} ({problem})"
+        ) from None

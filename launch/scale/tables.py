@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .bench import share
 
-__all__ = ["between", "draw", "markdown", "spread_of", "summary", "table"]
+__all__ = ["draw", "markdown", "spread_of", "summary"]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table."""
     return [
         "| " + " | ".join(head) + " |",
@@ -21,7 +21,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
+def _between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
     """A prediction for a reader: the middle, then low to high."""
     low, middle, high = (f"{scale * one:,.{digits}f}" for one in low_middle_high)
     return f"{middle} ({low}–{high})"
@@ -59,37 +59,36 @@ def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str,
 
 def _steps(training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of weak and strong scaling, each with its efficiency against the fewest ranks."""
-    rows = []
-    largest = max((one["key"]["most"] for one in training), default=0)
-    for one in training:
-        ranks, most = one["ranks"], one["key"]["most"]
-        for measured in one["steps"]:
-            accumulation, seconds = measured["accumulation"], statistics.median(measured["seconds"])
-            modes = ["weak"] if accumulation == identity["accumulation"] else []
-            # An earlier call with fewer ranks at most had another batch of strong scaling.
-            if one["key"]["strong"] and most == largest and accumulation * ranks == identity["accumulation"] * most:
-                modes.append("strong")
-            samples = identity["micro_batch"] * accumulation * (ranks // identity["tensor_parallel"])
-            speed = samples * identity["model"]["seq_length"] / seconds
-            rows += [
-                {
-                    "variant": one["key"]["variant"],
-                    "mode": mode,
-                    "ranks": ranks,
-                    "accumulation": accumulation,
-                    "seconds": seconds,
-                    "spread": spread_of(measured["seconds"]),
-                    "tokens_per_second": speed,
-                    "tokens_per_second_per_gpu": speed / ranks,
-                    "peak_memory_bytes": one["peak_memory_bytes"],
-                }
-                for mode in modes
-            ]
+    rows = [row for one in training for measured in one["steps"] for row in _of_modes(one, measured, identity)]
     rows.sort(key=lambda row: (row["mode"] != "weak", row["variant"] != "coat", row["ranks"]))
     for row in rows:
         first = next(r for r in rows if (r["variant"], r["mode"]) == (row["variant"], row["mode"]))
         row["efficiency"] = row["tokens_per_second_per_gpu"] / first["tokens_per_second_per_gpu"]
     return rows
+
+
+def _of_modes(
+    record: Mapping[str, Any], measured: Mapping[str, Any], identity: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A measurement as a row of weak scaling, of strong scaling or of both."""
+    ranks, key, accumulation = record["ranks"], record["key"], measured["accumulation"]
+    samples = identity["micro_batch"] * accumulation * (ranks // identity["tensor_parallel"])
+    seconds = statistics.median(measured["seconds"])
+    speed = samples * identity["model"]["seq_length"] / seconds
+    weak = accumulation == identity["accumulation"]
+    strong = key["strong"] and accumulation * ranks == identity["accumulation"] * key["most"]
+    for mode in ["weak"] * weak + ["strong"] * strong:
+        yield {
+            "variant": key["variant"],
+            "mode": mode,
+            "ranks": ranks,
+            "accumulation": accumulation,
+            "seconds": seconds,
+            "spread": spread_of(measured["seconds"]),
+            "tokens_per_second": speed,
+            "tokens_per_second_per_gpu": speed / ranks,
+            "peak_memory_bytes": record["peak_memory_bytes"],
+        }
 
 
 def _collectives(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -122,12 +121,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     """All tables, as one page."""
     identity = found["identity"]
     nodes = f"{identity['nodes']} node{'s' if identity['nodes'] > 1 else ''}"
-    lines = [
-        "# Scaling",
-        "",
-        f"Measured on {identity['world']} x {identity['device']} on {nodes}; torch {identity['versions']['torch']}, "
-        f"backend {identity['backend']}.",
-    ]
+    versions = f"torch {identity['versions']['torch']}"
+    lines = ["# Scaling", "", f"Measured on {identity['world']} x {identity['device']} on {nodes}; {versions}."]
     if found["steps"]:
         lines += [
             "",
@@ -135,66 +130,69 @@ def markdown(found: Mapping[str, Any]) -> str:
             f"{identity['model']['seq_length']} tokens, vocabulary {identity['model']['vocab_size']}, tensor-parallel "
             f"{identity['tensor_parallel']}. Times are medians of steps; efficiency is against the fewest ranks.",
         ]
+    head: Sequence[str] = (
+        "variant",
+        "ranks",
+        "micro-batches",
+        "step, ms",
+        "tokens/s",
+        "tokens/s/GPU",
+        "efficiency",
+        "peak, GiB",
+    )
     for mode in ("weak", "strong"):
-        rows = [row for row in found["steps"] if row["mode"] == mode]
-        if not rows:
-            continue
-        lines += ["", f"## {mode.capitalize()} scaling", ""]
-        lines += table(
-            ("variant", "ranks", "micro-batches", "step, ms", "tokens/s", "tokens/s/GPU", "efficiency", "peak, GiB"),
-            [
-                (
-                    row["variant"],
-                    str(row["ranks"]),
-                    str(row["accumulation"]),
-                    f"{1e3 * row['seconds']:,.1f} ± {100 * row['spread']:.1f} %",
-                    f"{row['tokens_per_second']:,.0f}",
-                    f"{row['tokens_per_second_per_gpu']:,.0f}",
-                    f"{100 * row['efficiency']:.1f} %",
-                    "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}",
-                )
-                for row in rows
-            ],
-        )
+        if rows := [_step_cells(row) for row in found["steps"] if row["mode"] == mode]:
+            lines += ["", f"## {mode.capitalize()} scaling", "", *_table(head, rows)]
     if found["collectives"]:
         ends = (_bytes(found["collectives"][0][f"{end}_bytes"]) for end in ("smallest", "largest"))
         lines += ["", "## Collectives", "", "Messages of {} for latency and {} for bandwidth.".format(*ends), ""]
-        lines += table(
-            ("collective", "ranks", "link", "latency, µs", "bandwidth, GB/s", "hidden behind products"),
-            [
-                (
-                    row["kind"].replace("_", "-"),
-                    str(row["ranks"]),
-                    row["where"],
-                    f"{1e6 * row['smallest_seconds']:,.1f}",
-                    f"{row['bandwidth'] / 1e9:,.2f}",
-                    "-" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %",
-                )
-                for row in found["collectives"]
-            ],
-        )
+        head = "collective", "ranks", "link", "latency, µs", "bandwidth, GB/s", "hidden behind products"
+        lines += _table(head, map(_collective_cells, found["collectives"]))
     if found["predictions"]:
         lines += ["", "## Predicted: weak scaling", "", f"Links: {found['links']}.", ""]
-        lines += table(
-            ("variant", "from ranks", "to ranks", "step, ms", "tokens/s/GPU", "efficiency, %", "measured, ms"),
-            [
-                (
-                    row["variant"],
-                    str(row["from"]),
-                    str(row["ranks"]),
-                    between(row["seconds"], 1e3, 1),
-                    f"{row['tokens_per_second_per_gpu'][1]:,.0f}",
-                    between(row["efficiency"], 100),
-                    "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}",
-                )
-                for row in found["predictions"]
-            ],
-        )
+        head = "variant", "from ranks", "to ranks", "step, ms", "tokens/s/GPU", "efficiency, %", "measured, ms"
+        lines += _table(head, map(_prediction_cells, found["predictions"]))
     for one in found["failed"]:
         lines += ["", f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}"]
     for kind, why in found["missing"].items():
         lines += ["", f"Not measured: {kind}: {why}"]
     return "\n".join(lines) + "\n"
+
+
+def _step_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["variant"],
+        str(row["ranks"]),
+        str(row["accumulation"]),
+        f"{1e3 * row['seconds']:,.1f} ± {100 * row['spread']:.1f} %",
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['tokens_per_second_per_gpu']:,.0f}",
+        f"{100 * row['efficiency']:.1f} %",
+        "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}",
+    )
+
+
+def _collective_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["kind"].replace("_", "-"),
+        str(row["ranks"]),
+        row["where"],
+        f"{1e6 * row['smallest_seconds']:,.1f}",
+        f"{row['bandwidth'] / 1e9:,.2f}",
+        "-" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %",
+    )
+
+
+def _prediction_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["variant"],
+        str(row["from"]),
+        str(row["ranks"]),
+        _between(row["seconds"], 1e3, 1),
+        f"{row['tokens_per_second_per_gpu'][1]:,.0f}",
+        _between(row["efficiency"], 100),
+        "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}",
+    )
 
 
 def _bytes(number: float) -> str:
@@ -215,8 +213,8 @@ def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output:
     import matplotlib.pyplot as plt
 
     figure, (speed, efficiency, times) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    names = list(dict.fromkeys((row["variant"], row["mode"]) for row in found["steps"]))
-    for index, (variant, mode) in enumerate(names):
+    lines = dict.fromkeys((row["variant"], row["mode"]) for row in found["steps"])
+    for index, (variant, mode) in enumerate(lines):
         rows = [row for row in found["steps"] if (row["variant"], row["mode"]) == (variant, mode)]
         x, color = [row["ranks"] for row in rows], f"C{index}"
         speed.plot(x, [row["tokens_per_second"] for row in rows], "o-", color=color, label=f"{variant}, {mode}")
@@ -229,8 +227,7 @@ def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output:
             for axis, (low, middle, high) in ((speed, speeds), (efficiency, parts)):
                 axis.plot(x, middle, "--", color=color)
                 axis.fill_between(x, low, high, color=color, alpha=0.2, label=f"{variant}, predicted")
-    groups = list(dict.fromkeys((one["kind"], one["ranks"]) for one in samples))
-    for kind, ranks in groups:
+    for kind, ranks in dict.fromkeys((one["kind"], one["ranks"]) for one in samples):
         rows = sorted((s for s in samples if (s["kind"], s["ranks"]) == (kind, ranks)), key=lambda one: one["size"])
         label = f"{kind.replace('_', '-')}, {ranks}"
         times.plot(
