@@ -16,19 +16,8 @@ from .run import Run
 from .timeline import Peak, simulate
 from .zero import BUCKET
 
-__all__ = [
-    "MARGIN",
-    "Need",
-    "Saving",
-    "candidates",
-    "fits",
-    "largest_micro_batch",
-    "need",
-    "savings",
-    "with_block",
-    "with_largest_micro_batch",
-    "without_block",
-]
+__all__ = ["MARGIN", "candidates", "fits", "largest_micro_batch", "need", "savings", "with_block"]
+__all__ += ["with_largest_micro_batch", "without_block"]
 
 MARGIN = 0.02
 """Part of what the allocator reserves that is added before a run is said to fit: pages that are half used."""
