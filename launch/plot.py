@@ -53,13 +53,11 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
     without = [name for name, records in runs.items() if not any(series(records, key) for key in _LOSSES)]
     if len(without) == len(runs):
         raise ValueError(f"{', '.join(without)}: no finite loss in any step, accepted: a run that has some")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = 4 if with_gap else 3
-    figure, (loss, speed, memory, *more) = plt.subplots(1, panels, figsize=(5 * panels, 4.2), layout="constrained")
+    figure = Figure(figsize=(5 * panels, 4.2), layout="constrained")
+    loss, speed, memory, *more = figure.subplots(1, panels)
     notes = [f"{name}: no finite loss in any step" for name in without]
     notes += _draw_gap(more[0], runs, smooth) if with_gap else []
     for index, (name, records) in enumerate(runs.items()):
@@ -76,7 +74,6 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
     memory.set_ylim(0, 1.15 * memory.get_ylim()[1])  # a line that is flat would lie on the frame
     plot = io.BytesIO()  # the file is written atomically
     figure.savefig(plot, format=Path(output).suffix[1:], dpi=130)
-    plt.close(figure)
     try:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(Path(os.path.realpath(output)), plot.getvalue())

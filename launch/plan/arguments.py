@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,6 @@ from launch.log_level import set_log_level
 from launch.model.config import ModelConfig, described_model, load_model_config
 
 from .gpus import GPU, GPUS, find_gpu, memory_bytes
-from .recompute import check_recompute, recompute_options
 from .report import show
 from .run import Run
 from .search import with_largest_micro_batch
@@ -72,24 +71,6 @@ class PlannerOptions(RunOptions):
     log_level: Literal["debug", "info", "warning", "error"] = option("info")
     """how much the program and libraries print"""
 
-    @property
-    def world(self) -> int:
-        """Number of GPUs."""
-        return self.gpus or 1
-
-    def check(self) -> None:
-        """Refuse values that cannot be planned.
-
-        Raises:
-            CoatConfigError: a line for each.
-        """
-        problems = [*out_of_range(self), *check_recompute(self)]
-        problems += one_stage_only(self, "the planner knows runs of one stage")
-        if not problems and self.world % self.tensor_parallel:
-            problems = [f"--tensor-parallel: got {self.tensor_parallel}, accepted: a divisor of --gpus ({self.world})"]
-        if problems:
-            raise CoatConfigError("\n".join(problems))
-
 
 def chosen_gpu(args: Any) -> GPU:
     """The GPU that ``--gpu`` and ``--gpu-memory`` mean; without either the one of this machine, else an H100.
@@ -121,50 +102,51 @@ def silence_deepspeed() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
-    """The run that ``planner.py``'s command line describes, with the batch sizes that ``pretrain.py`` would take.
+    """The run that ``planner.py``'s command line describes: that of ``pretrain.py`` with the same options.
 
     Raises:
         CoatConfigError: settings that cannot be used or planned.
         CheckpointError: --model is a folder without weights.
     """
-    parser = options_parser(PlannerOptions, "planner.py", _MEANT)
-    args = parse_options(PlannerOptions, parser, argv)
+    args = parse_options(PlannerOptions, options_parser(PlannerOptions, "planner.py", _MEANT), argv)
     set_log_level(args.log_level)
     silence_deepspeed()
-    args.check()
-    from launch.train.settings import STEPS, TOTAL, auto_batch, batch_sizes, load_settings
+    from launch.train.arguments import PretrainOptions
+    from launch.train.plan import assemble
+    from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
 
+    if problems := [*out_of_range(args), *one_stage_only(args, "the planner knows runs of one stage")]:
+        raise CoatConfigError("\n".join(problems))
+    shared = {one.name: getattr(args, one.name) for one in fields(RunOptions)}
+    options = PretrainOptions(
+        model=args.model,
+        deepspeed_config=args.deepspeed_config,
+        data=[],
+        train_steps=1,
+        lr=1e-4,
+        dry_run=True,
+        **shared,
+    )
+    options.check()
     settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel, stage=args.zero_stage)
-    model, notes = _model(args)
     coat = _with_activation(args, settings, coat)
-    dp = args.world // args.tensor_parallel
-    model.check_parallel(args.tensor_parallel, args.sequence_parallel)
-    model.check_expert_parallel(args.expert_parallel, dp)
     if args.accumulation is not None:
         settings[STEPS] = args.accumulation
-        if args.micro_batch is not None or settings.get("train_micro_batch_size_per_gpu") is not None:
+        if args.micro_batch is not None or settings.get(MICRO) is not None:
             settings.pop(TOTAL, None)  # it follows
-    auto, gpu = auto_batch(args, settings, dp), chosen_gpu(args)
-    sizes = batch_sizes(settings, dp)
-    run = Run(
-        model=model,
-        settings=settings,
-        coat=coat,
-        dp=dp,
-        tp=args.tensor_parallel,
-        sequence_parallel=args.sequence_parallel,
-        micro=sizes.micro,
-        accumulation=sizes.accumulation,
-        recompute=recompute_options(args, model, coat),
-        notes=notes,
-    )
-    return (with_largest_micro_batch(run, gpu) if auto else run), gpu, args
+    model, note = _model(args)
+    gpu = chosen_gpu(args)
+    return _planned(assemble(options, args.gpus or 1, settings, coat, model, warning=note), gpu), gpu, args
 
 
-def _model(args: PlannerOptions) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The model of a description or of a folder of weights (config.json is enough), and notes about it."""
-    overrides, path = list(args.model_override), Path(args.model)
-    notes: tuple[str, ...] = ()
+def _planned(p: Any, gpu: GPU) -> Run:
+    run = Run.of_plan(p)
+    return with_largest_micro_batch(run, gpu) if p.auto else run
+
+
+def _model(args: PlannerOptions) -> tuple[ModelConfig, str | None]:
+    """The model of a description or of a folder of weights (config.json is enough), and a note about it."""
+    overrides, path, note = list(args.model_override), Path(args.model), None
     overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
     if path.name == "config.json" and path.is_file() and "model_type" in read_config("--model", path, "models"):
         path = path.parent
@@ -175,14 +157,13 @@ def _model(args: PlannerOptions) -> tuple[ModelConfig, tuple[str, ...]]:
         weights = open_weights(path, tensors=False)
         model = described_model(weights.model.model_dump(exclude_defaults=True), overrides)
         note = length_note(model.seq_length, weights, "--model")
-        notes = () if note is None else (note.removeprefix("note: "),)
     else:
         model = load_model_config(args.model, overrides)
     if args.vocab_size is not None:
         model = model.with_vocab(args.vocab_size)
     if model.vocab_size is None:
         raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
-    return model, notes
+    return model, note
 
 
 def _with_activation(args: PlannerOptions, settings: dict[str, Any], coat: CoatConfig | None) -> CoatConfig | None:
@@ -203,9 +184,8 @@ def dry_run(p: Any, rank: int = 0) -> int:
     Raises:
         CoatConfigError: a run that cannot be planned; names the key.
     """
-    gpu, run = chosen_gpu(p.args), Run.of_plan(p)
-    if p.auto:
-        run = with_largest_micro_batch(run, gpu)
+    gpu = chosen_gpu(p.args)
+    run = _planned(p, gpu)
     if rank == 0:
         show(run, gpu, p.args.json)
     return 0

@@ -112,11 +112,12 @@ class _Step:
         held["tables, batch, workspaces"] = _WORKSPACE + 28 * run.tokens + per_position
         if run.stage == 3:
             held["DeepSpeed's buckets"] = found.bucket_bytes
-            held["gathered parameters"] = found.gathered
         if run.stage == 3 or run.fp32_gradients_whole:
             held["gradients"] = found.gradients
         elif run.keeps_gradients:
             held["gradients"] = found.full_gradients or found.gradients
+        if run.stage == 3:
+            held["gathered parameters"] = found.gathered
         if run.fp32_gradients_whole and run.keeps_gradients:
             held[_BESIDE_FP32] = found.full_gradients
         if run.flow is not None and run.flow.weights == "cached":

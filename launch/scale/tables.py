@@ -12,13 +12,9 @@ from .bench import share
 __all__ = ["draw", "markdown", "spread_of", "summary"]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
+def _table(head: str, rows: Iterable[str]) -> list[str]:
+    """Lines of a Markdown table; cells are separated by " | "."""
+    return ["", f"| {head} |", "|" + "---|" * (1 + head.count(" | ")), *(f"| {row} |" for row in rows)]
 
 
 def _between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
@@ -91,30 +87,21 @@ def _of_modes(
         }
 
 
-def _collectives(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each kind: the smallest and the largest message, and what products hide of the largest."""
-    rows = []
+def _collectives(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each kind: the smallest and the largest message."""
     a_node, nodes = record["a_node"], -(-record["ranks"] // record["a_node"])
     for kind in dict.fromkeys(one["kind"] for one in record["samples"]):
         own = sorted((one for one in record["samples"] if one["kind"] == kind), key=lambda one: one["size"])
-        beside = max((one for one in record["overlaps"] if one["kind"] == kind), key=lambda o: o["size"], default=None)
-        hidden = None
-        if beside is not None:
-            both = beside["computing"] + beside["collective"]
-            hidden = (both - beside["together"]) / min(beside["computing"], beside["collective"])
         first, last = own[0], own[-1]
-        rows.append({
+        yield {
             "kind": kind,
             "ranks": last["ranks"],
             "where": "in a node" if nodes == 1 else "between nodes" if a_node == 1 else f"{nodes} nodes",
             "smallest_bytes": first["size"],
             "smallest_seconds": first["seconds"],
             "largest_bytes": last["size"],
-            "largest_seconds": last["seconds"],
             "bandwidth": last["size"] * share(kind, last["ranks"]) / last["seconds"],
-            "hidden": None if hidden is None else min(1.0, max(0.0, hidden)),
-        })  # fmt: skip
-    return rows
+        }
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -124,33 +111,25 @@ def markdown(found: Mapping[str, Any]) -> str:
     versions = f"torch {identity['versions']['torch']}"
     lines = ["# Scaling", "", f"Measured on {identity['world']} x {identity['device']} on {nodes}; {versions}."]
     if found["steps"]:
+        model = identity["model"]
         lines += [
             "",
-            f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of "
-            f"{identity['model']['seq_length']} tokens, vocabulary {identity['model']['vocab_size']}, tensor-parallel "
-            f"{identity['tensor_parallel']}. Times are medians of steps; efficiency is against the fewest ranks.",
+            f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of {model['seq_length']} tokens, "
+            f"vocabulary {model['vocab_size']}, tensor-parallel {identity['tensor_parallel']}. Times are medians of "
+            "steps; efficiency is against the fewest ranks.",
         ]
-    head: Sequence[str] = (
-        "variant",
-        "ranks",
-        "micro-batches",
-        "step, ms",
-        "tokens/s",
-        "tokens/s/GPU",
-        "efficiency",
-        "peak, GiB",
-    )
     for mode in ("weak", "strong"):
         if rows := [_step_cells(row) for row in found["steps"] if row["mode"] == mode]:
-            lines += ["", f"## {mode.capitalize()} scaling", "", *_table(head, rows)]
+            head = "variant | ranks | micro-batches | step, ms | tokens/s | tokens/s/GPU | efficiency | peak, GiB"
+            lines += ["", f"## {mode.capitalize()} scaling", *_table(head, rows)]
     if found["collectives"]:
         ends = (_bytes(found["collectives"][0][f"{end}_bytes"]) for end in ("smallest", "largest"))
-        lines += ["", "## Collectives", "", "Messages of {} for latency and {} for bandwidth.".format(*ends), ""]
-        head = "collective", "ranks", "link", "latency, µs", "bandwidth, GB/s", "hidden behind products"
+        lines += ["", "## Collectives", "", "Messages of {} for latency and {} for bandwidth.".format(*ends)]
+        head = "collective | ranks | link | latency, µs | bandwidth, GB/s"
         lines += _table(head, map(_collective_cells, found["collectives"]))
     if found["predictions"]:
-        lines += ["", "## Predicted: weak scaling", "", f"Links: {found['links']}.", ""]
-        head = "variant", "from ranks", "to ranks", "step, ms", "tokens/s/GPU", "efficiency, %", "measured, ms"
+        lines += ["", "## Predicted: weak scaling", "", f"Links: {found['links']}."]
+        head = "variant | from ranks | to ranks | step, ms | tokens/s/GPU | efficiency, % | measured, ms"
         lines += _table(head, map(_prediction_cells, found["predictions"]))
     for one in found["failed"]:
         lines += ["", f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}"]
@@ -159,39 +138,27 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _step_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _step_cells(row: Mapping[str, Any]) -> str:
+    peak = "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}"
     return (
-        row["variant"],
-        str(row["ranks"]),
-        str(row["accumulation"]),
-        f"{1e3 * row['seconds']:,.1f} ± {100 * row['spread']:.1f} %",
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['tokens_per_second_per_gpu']:,.0f}",
-        f"{100 * row['efficiency']:.1f} %",
-        "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}",
+        f"{row['variant']} | {row['ranks']} | {row['accumulation']} | {1e3 * row['seconds']:,.1f} ± "
+        f"{100 * row['spread']:.1f} % | {row['tokens_per_second']:,.0f} | {row['tokens_per_second_per_gpu']:,.0f} | "
+        f"{100 * row['efficiency']:.1f} % | {peak}"
     )
 
 
-def _collective_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _collective_cells(row: Mapping[str, Any]) -> str:
     return (
-        row["kind"].replace("_", "-"),
-        str(row["ranks"]),
-        row["where"],
-        f"{1e6 * row['smallest_seconds']:,.1f}",
-        f"{row['bandwidth'] / 1e9:,.2f}",
-        "-" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %",
+        f"{row['kind'].replace('_', '-')} | {row['ranks']} | {row['where']} | {1e6 * row['smallest_seconds']:,.1f} | "
+        f"{row['bandwidth'] / 1e9:,.2f}"
     )
 
 
-def _prediction_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _prediction_cells(row: Mapping[str, Any]) -> str:
+    measured = "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}"
     return (
-        row["variant"],
-        str(row["from"]),
-        str(row["ranks"]),
-        _between(row["seconds"], 1e3, 1),
-        f"{row['tokens_per_second_per_gpu'][1]:,.0f}",
-        _between(row["efficiency"], 100),
-        "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}",
+        f"{row['variant']} | {row['from']} | {row['ranks']} | {_between(row['seconds'], 1e3, 1)} | "
+        f"{row['tokens_per_second_per_gpu'][1]:,.0f} | {_between(row['efficiency'], 100)} | {measured}"
     )
 
 
@@ -201,18 +168,15 @@ def _bytes(number: float) -> str:
 
 
 def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """A picture of three panels: throughput over ranks, efficiency, times of collectives over sizes.
+    """Write a plot of throughput over ranks, efficiency, and times of collectives over sizes.
 
     Args:
         samples: measurements of collectives, each with ``kind``, ``ranks``, ``size`` and ``seconds``.
-        output: file; its suffix chooses the format.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (speed, efficiency, times) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    speed, efficiency, times = figure.subplots(1, 3)
     lines = dict.fromkeys((row["variant"], row["mode"]) for row in found["steps"])
     for index, (variant, mode) in enumerate(lines):
         rows = [row for row in found["steps"] if (row["variant"], row["mode"]) == (variant, mode)]
@@ -230,22 +194,17 @@ def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output:
     for kind, ranks in dict.fromkeys((one["kind"], one["ranks"]) for one in samples):
         rows = sorted((s for s in samples if (s["kind"], s["ranks"]) == (kind, ranks)), key=lambda one: one["size"])
         label = f"{kind.replace('_', '-')}, {ranks}"
-        times.plot(
-            [row["size"] for row in rows], [1e6 * row["seconds"] for row in rows], ".-", label=label, linewidth=1
-        )
-    panels = (
-        (speed, "ranks", "tokens/s"),
-        (efficiency, "ranks", "efficiency, %"),
-        (times, "bytes", "collectives, µs (ranks)"),
-    )
-    for axis, label, title in panels:
+        x, y = [row["size"] for row in rows], [1e6 * row["seconds"] for row in rows]
+        times.plot(x, y, ".-", label=label, linewidth=1)
+    for axis, label, title, scale in (
+        (speed, "ranks", "tokens/s", "log"),
+        (efficiency, "ranks", "efficiency, %", "linear"),
+        (times, "bytes", "collectives, µs (ranks)", "log"),
+    ):
         axis.set(xlabel=label, title=title)
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
+        if axis.lines:
             axis.set_xscale("log", base=2)
+            axis.set_yscale(scale)
             axis.legend(fontsize=7)
-    for axis, any_rows in ((speed, found["steps"]), (times, samples)):
-        if any_rows:
-            axis.set_yscale("log")
     figure.savefig(output, dpi=130)
-    plt.close(figure)
