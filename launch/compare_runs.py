@@ -45,14 +45,10 @@ def smoothed(values: Sequence[float], amount: float) -> list[float]:
 class Gap:
     """How far a run's loss is from a baseline's."""
 
-    steps: list[int]
-    """Steps at which both have a finite loss."""
-    relative: list[float]
-    """(run - baseline) / baseline at these, of smoothed losses."""
-    one_only: int
-    """Steps that one of the two does not have, beyond its end or before its beginning, too."""
-    not_finite: int
-    """Steps that both have, and at which a loss is missing, not finite or, of the baseline, zero."""
+    steps: list[int]  # steps at which both have a finite loss
+    relative: list[float]  # (run - baseline) / baseline at these, of smoothed losses
+    one_only: int  # steps that one of the two does not have, beyond its end or before its beginning, too
+    not_finite: int  # steps that both have, and at which a loss is missing, not finite or, of the baseline, zero
 
     @property
     def at_the_end(self) -> float:

@@ -64,7 +64,7 @@ def _measure(args: arguments.ScalingOptions) -> int:
 
 def _publish(args: arguments.ScalingOptions, there: Mapping[str, Any], folder: Path | None) -> None:
     """Print the tables; with a folder write them and a plot there, too."""
-    found = summary(there, predictions(there, args.predict, dict(args.link), args.gpus_per_node))
+    found = summary(there, predictions(there, args.predict, args.gpus_per_node))
     text = markdown(found)
     say(text)
     if folder is not None:

@@ -23,26 +23,18 @@ class GPU:
     """One kind of GPU."""
 
     name: str
-    memory: int
-    """Bytes that the driver reports, which are less than the name says."""
-    bf16: float
-    """Operations a second of matrix products."""
-    fp8: float
-    """The same of FP8; of a GPU without them, those of BF16."""
-    attention: float
-    """Operations a second of causal attention, forward and backward together."""
-    copy: float
-    """Bytes a second, read plus written."""
+    memory: int  # bytes that the driver reports, which are less than the name says
+    bf16: float  # operations a second of matrix products
+    fp8: float  # the same of FP8; of a GPU without them, those of BF16
+    attention: float  # operations a second of causal attention, forward and backward together
+    copy: float  # bytes a second, read plus written
     passes: float
     """The same of the flow's and the optimizer's kernels that pass over tensors, as though all were copies. An H200's
     arithmetic bounds some of them, not its memory: an H100, with the same arithmetic, is closer than by its memory."""
-    link: float
-    """Bytes a second at which a rank gathers or scatters, within a host."""
+    link: float  # bytes a second at which a rank gathers or scatters, within a host
     measured: bool = False
-    other: int | None = None
-    """Bytes that are not torch's, where that is known."""
-    in_use: int = 0
-    """Bytes that other programs have taken."""
+    other: int | None = None  # bytes that are not torch's, where that is known
+    in_use: int = 0  # bytes that other programs have taken
 
     def but(self, **changes: Any) -> GPU:
         """This GPU with other values."""

@@ -20,20 +20,16 @@ class Run:
     """One configuration of one model on so many GPUs."""
 
     model: ModelConfig
-    settings: Mapping[str, Any]
-    """The DeepSpeed configuration."""
+    settings: Mapping[str, Any]  # the DeepSpeed configuration
     coat: CoatConfig | None
-    dp: int = 1
-    """Data-parallel ranks."""
+    dp: int = 1  # data-parallel ranks
     tp: int = 1
     sequence_parallel: bool = False
-    micro: int = 1
-    """Samples of a forward pass on one rank."""
+    micro: int = 1  # samples of a forward pass on one rank
     accumulation: int = 1
     recompute: Mapping[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
-    notes: tuple[str, ...] = ()
-    """Warnings of the run's own plan."""
+    notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
         if self.model.num_moe_experts is not None:

@@ -38,12 +38,9 @@ class Peak:
     """The moment at which most is held."""
 
     moment: str
-    held: dict[str, int]
-    """Bytes by what they are for; the sum is what torch has allocated."""
-    reserved: int
-    """What torch's allocator needs for it: each stream's own peak."""
-    other_peaks: dict[str, int]
-    """The largest sum of other phases: forward, backward, step, building the engine."""
+    held: dict[str, int]  # bytes by what they are for; the sum is what torch has allocated
+    reserved: int  # what torch's allocator needs for it: each stream's own peak
+    other_peaks: dict[str, int]  # the largest sum of other phases: forward, backward, step, building the engine
 
     @property
     def allocated(self) -> int:

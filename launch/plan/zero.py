@@ -29,27 +29,18 @@ _PREFETCH = 50_000_000
 class States:
     """Bytes of one rank, unless another unit is named."""
 
-    elements: int
-    """Parameters of the rank before ZeRO shards them."""
+    elements: int  # parameters of the rank before ZeRO shards them
     weights: int
     master: int
     moments: int
-    gradients: int
-    """What waits for the step after the last backward."""
-    shard: int
-    """Elements that this rank updates, padding included."""
-    largest: int
-    """Elements of the largest gradient whose norm this rank takes."""
-    bucket: int
-    """Elements of a bucket."""
-    bucket_bytes: int
-    """Of all buckets that exist at a time."""
-    gathered: int
-    """ZeRO-3: weights that are whole between their uses."""
-    sub_group: int
-    """ZeRO-3: elements that are stepped at a time."""
-    full_gradients: int
-    """ZeRO-1: bytes of all bfloat16 gradients, before they are reduced."""
+    gradients: int  # what waits for the step after the last backward
+    shard: int  # elements that this rank updates, padding included
+    largest: int  # elements of the largest gradient whose norm this rank takes
+    bucket: int  # elements of a bucket
+    bucket_bytes: int  # of all buckets that exist at a time
+    gathered: int  # ZeRO-3: weights that are whole between their uses
+    sub_group: int  # ZeRO-3: elements that are stepped at a time
+    full_gradients: int  # ZeRO-1: bytes of all bfloat16 gradients, before they are reduced
 
 
 def states(run: Run) -> States:

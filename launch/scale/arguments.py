@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from launch.plan.gpus import memory_bytes
 from launch.plan.recompute import check_recompute
 
 from .crew import Crew
-from .predict import NIC, NVLINK, Link
 
 __all__ = ["VARIANTS", "ScalingOptions", "parse", "sub_groups"]
 
@@ -46,19 +44,6 @@ def _variant(text: str) -> str:
 
 _Ranks = Annotated[tuple[int, ...], _several(_rank_count, "numbers of ranks")]
 _Sizes = Annotated[tuple[int, ...], _several(memory_bytes, "sizes such as 64KiB,16MiB")]
-
-
-def link(text: str) -> tuple[str, Link]:
-    """Where a link is, "inside" a node or "between" nodes, and the link, as a type of an option."""
-    found = re.fullmatch(r"(nvlink|nic)=(\d+(?:\.\d+)?)G([bB])/s(?:,(\d+(?:\.\d+)?)us)?", text)
-    if found is None or not float(found[2]):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, accepted: NAME=BANDWIDTH[,LATENCY] of a GPU in one direction, such as nvlink=400GB/s,3us "
-            "(within a node) or nic=400Gb/s (between nodes; b are bits)"
-        )
-    where, assumed = ("between", NIC) if found[1] == "nic" else ("inside", NVLINK)
-    rate = float(found[2]) * (1e9 if found[3] == "B" else 1e9 / 8)
-    return where, Link(rate, float(found[4]) / 1e6 if found[4] else assumed.latency, source="given")
 
 
 _model, _measure, _predict = (partial(option, group=name) for name in ("model", "measuring", "predicting"))
@@ -118,8 +103,6 @@ class ScalingOptions(RunOptions):
     """an earlier --output; measure nothing"""
     gpus_per_node: int | None = _predict(None, metavar="N", least=1)
     """(default: as started here, else 8)"""
-    link: list[Annotated[tuple[str, Link], link]] = _predict([], metavar="NAME=BANDWIDTH[,LATENCY]", action="extend")
-    """in place of what was measured: nvlink=400GB/s,3us within a node, nic=400Gb/s,8us between nodes"""
     log_level: Literal["debug", "info", "warning", "error"] = option("info")
     """how much the program and libraries print"""
 

@@ -19,11 +19,14 @@ from launch.plan.zero import states
 from .bench import share
 from .tables import spread_of
 
-__all__ = ["NIC", "NVLINK", "Link", "Network", "data_parallel", "network_of", "predictions"]
+__all__ = ["Link", "Network", "data_parallel", "network_of", "predictions"]
+
+_CASES = ((0.0, 1.2), (0.5, 1.0), (1.0, 0.75))
+"""Best, middle, worst: the part of hidden collectives that shows after all, and a factor of links' bandwidths."""
 
 
 class Link(NamedTuple):
-    """What one GPU sends over in one direction: bytes a second, seconds of a hop and of starting a collective."""
+    """Rate of one GPU in one direction, in bytes a second; seconds of a hop and of starting a collective."""
 
     bandwidth: float
     latency: float
@@ -31,14 +34,10 @@ class Link(NamedTuple):
     source: str = "assumed"
 
 
-NVLINK = Link(240e9, 3e-6, 18e-6)
+_NVLINK = Link(240e9, 3e-6, 18e-6)
 """Within a node. Two H200s: an all-gather of 8192 x 4096 takes 161 us in BF16 and 91 us in FP8 (docs/flow.md)."""
-NIC = Link(40e9, 8e-6, 18e-6)
+_NIC = Link(40e9, 8e-6, 18e-6)
 """Between nodes: a 400 Gb/s card for each GPU (data sheets of DGX H100 and ConnectX-7), 80 % of it. Not measured."""
-
-
-CASES = ((0.0, 1.2), (0.5, 1.0), (1.0, 0.75))
-"""Best, middle, worst: the part of hidden collectives that shows after all, and a factor of links' bandwidths."""
 
 
 class Network(NamedTuple):
@@ -52,18 +51,43 @@ class Network(NamedTuple):
         """One collective of ``size`` bytes over ``ranks`` ranks (2 or more), every ``stride``-th one."""
         a_node = max(1, min(ranks, self.gpus_per_node // stride))
         nodes = ceil(ranks / a_node)
-        rates = [self.inside.bandwidth] if a_node > 1 else []
-        if nodes > 1:  # all GPUs of a node send at once, each by its own card
-            rates.append(a_node * self.between.bandwidth)
+        # All GPUs of a node send at once, each by its own card.
+        rates = [self.inside.bandwidth] * (a_node > 1) + [a_node * self.between.bandwidth] * (nodes > 1)
         outer = hops(kind, nodes)
         latency = outer * self.between.latency + (hops(kind, ranks) - outer) * self.inside.latency
         start = (self.between if nodes > 1 else self.inside).start
         return start + latency + size * share(kind, ranks) / (min(rates) * faster)
 
+    def describe(self) -> str:
+        """The links for a reader."""
+        inside, between = (
+            f"{link.bandwidth / 1e9:,.1f} GB/s and {1e6 * link.latency:.1f} µs a hop ({link.source})"
+            for link in self[:2]
+        )
+        return f"nodes of {self.gpus_per_node}, within a node {inside}, between nodes {between}"
+
 
 def hops(kind: str, ranks: int) -> int:
     """Messages that wait for one another: of a tree for all-reduces and of a ring for the others, as NCCL has them."""
     return 2 * ceil(log2(ranks)) if kind == "all_reduce" else ranks - 1
+
+
+def network_of(records: Sequence[Mapping[str, Any]], gpus_per_node: int) -> Network:
+    """Links by measured all-reduces, or assumed ones."""
+    links = {"inside": _NVLINK, "between": _NIC}
+    for where in links:
+        samples = [
+            sample
+            for one in records
+            if where == ("inside" if one["a_node"] == one["ranks"] else "between" if one["a_node"] == 1 else "")
+            for sample in one.get("samples", ())
+            if sample["kind"] == "all_reduce"
+        ]
+        if samples:
+            rate = max(one["size"] * share("all_reduce", one["ranks"]) / one["seconds"] for one in samples)
+            latency = min(one["seconds"] / hops("all_reduce", one["ranks"]) for one in samples)
+            links[where] = Link(rate, latency, source="measured")
+    return Network(**links, gpus_per_node=gpus_per_node)
 
 
 class Message(NamedTuple):
@@ -107,60 +131,41 @@ def _shown(run: Run, network: Network, shows: float, bandwidth: float, computing
     return total
 
 
-def network_of(records: Sequence[Any], given: Mapping[str, Link], node: int) -> tuple[Network, str]:
-    """Links that were given, else those of measured all-reduces, else assumed ones; and what they are, for a reader."""
-    seen: dict[str, list[tuple[float, float]]] = {}
-    for one in records:
-        where = "inside" if one["a_node"] == one["ranks"] else "between" if one["a_node"] == 1 else ""
-        for sample in one.get("samples", ()):
-            if where and sample["kind"] == "all_reduce":
-                each, sent = sample["seconds"], sample["size"] * share("all_reduce", sample["ranks"])
-                seen.setdefault(where, []).append((sent / each, each / hops("all_reduce", sample["ranks"])))
-    links = {"inside": NVLINK, "between": NIC, **given}
-    for where in seen.keys() - given:
-        links[where] = Link(max(r for r, _ in seen[where]), min(s for _, s in seen[where]), source="measured")
-    said = [
-        f"{where} {link.bandwidth / 1e9:,.1f} GB/s and {1e6 * link.latency:.1f} µs a hop ({link.source})"
-        for where, link in (("within a node", links["inside"]), ("between nodes", links["between"]))
-    ]
-    return Network(**links, gpus_per_node=node), f"nodes of {node}, {', '.join(said)}"
-
-
 def predictions(
-    there: Mapping[str, Any],
-    predict: Sequence[int] = (),
-    given: Mapping[str, Link] | None = None,
-    gpus_per_node: int | None = None,
+    there: Mapping[str, Any], predict: Sequence[int] = (), gpus_per_node: int | None = None
 ) -> dict[str, Any]:
     """Weak scaling of a measured run to ``predict`` ranks; as a check, the most measured ranks from fewer.
 
     Args:
         there: what ``measured.json`` holds.
-        given: links "inside" a node and "between" nodes in place of measured ones.
     """
-    identity = there["identity"]
-    tp, passes, own_node = identity["tensor_parallel"], identity.get("accumulation"), identity["gpus_per_node"]
+    identity, own_node = there["identity"], there["identity"]["gpus_per_node"]
     node = gpus_per_node or (own_node if identity["nodes"] > 1 else max(8, own_node))
-    network, links = network_of(there["records"], given or {}, node)
+    network, rows = network_of(there["records"], node), []
     training: dict[str, dict[int, dict[int, list[float]]]] = {}
     for one in there["records"]:
         if "steps" in one:
             seconds = {measured["accumulation"]: measured["seconds"] for measured in one["steps"]}
             training.setdefault(one["key"]["variant"], {})[one["ranks"]] = seconds
-    rows = []
     for variant, own in training.items():
         *fewer, most = sorted(own)
+        passes = identity["accumulation"]
+        tokens = identity["micro_batch"] * passes * identity["model"]["seq_length"] / identity["tensor_parallel"]
         first = statistics.median(own[min(own)][passes])
-        for start, ranks in [*((fewer[-1], most) for _ in fewer[:1]), *((most, ranks) for ranks in predict)]:
+        for start, ranks in [*((one, most) for one in fewer[-1:]), *((most, ranks) for ranks in predict)]:
             steps = _steps(identity, variant, own[start], start, ranks, network)
-            tokens = identity["micro_batch"] * passes * identity["model"]["seq_length"] / tp
-            rows.append({
-                "variant": variant, "from": start, "ranks": ranks, "seconds": steps,
-                "tokens_per_second_per_gpu": [tokens / one for one in steps[::-1]],
-                "efficiency": [first / one for one in steps[::-1]],
-                "measured": statistics.median(own[most][passes]) if start != most else None,
-            })  # fmt: skip
-    return {"rows": rows, "links": links}
+            rows.append(
+                {
+                    "variant": variant,
+                    "from": start,
+                    "ranks": ranks,
+                    "seconds": steps,
+                    "tokens_per_second_per_gpu": [tokens / one for one in steps[::-1]],
+                    "efficiency": [first / one for one in steps[::-1]],
+                    "measured": statistics.median(own[most][passes]) if start != most else None,
+                }
+            )
+    return {"rows": rows, "links": network.describe()}
 
 
 def _steps(
@@ -168,18 +173,12 @@ def _steps(
 ) -> list[float]:
     """A measured step of ``start`` ranks, with the update and the collectives of ``ranks`` in place of its own."""
     settings, passes, tp = identity["settings"][variant], identity["accumulation"], identity["tensor_parallel"]
-    run = Run(
-        model=described_model(identity["model"], []),
-        settings=settings,
-        coat=CoatConfig.from_deepspeed(settings),
-        tp=tp,
-        micro=identity["micro_batch"],
-        accumulation=passes,
-    )
+    model, coat = described_model(identity["model"]), CoatConfig.from_deepspeed(settings)
+    run = Run(model=model, settings=settings, coat=coat, tp=tp, micro=identity["micro_batch"], accumulation=passes)
     once, twice = (statistics.median(own[count]) for count in (passes, 2 * passes))
     error, found = max(0.03, 2 * spread_of(own[passes])), []
     runs = [run.but(dp=ranks // tp), run.but(dp=start // tp), run.but(dp=start // tp, accumulation=2 * passes)]
-    for case, factor in zip(CASES, (exp(-error), 1.0, exp(error)), strict=True):
+    for case, factor in zip(_CASES, (exp(-error), 1.0, exp(error)), strict=True):
         more, less, less2 = (_shown(one, network, *case, once * one.accumulation / passes) for one in runs)
         # Twice the micro-batches take less than twice the time by what a step does once: the update, which ZeRO shares
         # over ranks, and collectives. More than half of a step is noise.

@@ -12,6 +12,7 @@ from coat_dist import CoatConfig
 from launch.model.config import described_model
 from launch.train import build, runtime
 from launch.train.arguments import PretrainOptions
+from launch.train.auto import random_batch
 from launch.train.plan import Plan, assemble
 from launch.train.settings import MICRO, STEPS, TOTAL
 
@@ -39,8 +40,6 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     Args:
         job: as :func:`plan_of`; ``warmup`` and ``steps`` that are timed.
     """
-    from megatron.core import parallel_state
-
     from megatron_patches import initialize_model_parallel
 
     p = plan_of(job, torch.distributed.get_world_size())
@@ -48,7 +47,7 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     engine = build.build_engine(p, lambda text: None)
     loss = build.language_model_loss(p.args.tensor_parallel, device)
-    batch = _random_batch(p, parallel_state.get_data_parallel_rank(), device)
+    batch = random_batch(p)
     measured, values = [], []
     for accumulation in job["accumulations"]:
         engine.set_train_batch_size(p.batch.micro * accumulation * p.dp)
@@ -65,17 +64,3 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         measured.append({"accumulation": accumulation, "seconds": seconds})
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {"steps": measured, "peak_memory_bytes": peak, "first_loss": values[0]}
-
-
-def _random_batch(p: Plan, dp_rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tokens ``[micro, seq]`` int64, other ones on each data-parallel rank."""
-    generator = torch.Generator().manual_seed(p.args.seed + dp_rank)
-    shape = (p.batch.micro, p.model.seq_length)
-    tokens = torch.randint(p.model.vocab_size or 1, (shape[0], shape[1] + 1), generator=generator)
-    batch = {
-        "tokens": tokens[:, :-1],
-        "labels": tokens[:, 1:],
-        "position_ids": torch.arange(shape[1]).expand(shape),
-        "loss_mask": torch.ones(shape),
-    }
-    return {key: value.to(device).contiguous() for key, value in batch.items()}

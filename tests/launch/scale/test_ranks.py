@@ -90,7 +90,6 @@ def test_a_measurement_that_fails_fails_alone():
         ([*TINY, "--gpus", "2", "--tensor-parallel", "3"], "--tensor-parallel: got 3, accepted: "),
         ([*TINY, "--ranks", "1,x"], "--ranks: got '1,x', accepted: numbers of ranks"),
         ([*TINY, "--variants", "fp8"], "--variants: got 'fp8', accepted: coat, bf16"),
-        ([*TINY, "--link", "nvlink"], "--link: got 'nvlink', accepted: NAME=BANDWIDTH[,LATENCY]"),
         ([*TINY, "--message-sizes", "4 apples"], "--message-sizes: got '4 apples', accepted: sizes"),
         ([*TINY, "--output", "/dev/null/x"], "--output: "),
         (["--model", "tiny-moe", "--vocab-size", "128"], "model.num_moe_experts: got 8, accepted: null"),

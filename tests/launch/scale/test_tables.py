@@ -20,7 +20,7 @@ def summarized(change=lambda records: None):
 
 
 def test_the_page_has_the_measured_tables(tmp_path, capsys):
-    argv = ["--measured", str(MEASURED), "--predict", "8,64", "--link", "nic=400Gb/s,8us", "--output", str(tmp_path)]
+    argv = ["--measured", str(MEASURED), "--predict", "8,64", "--output", str(tmp_path)]
     assert scaling.main(argv) == 0
     page = (ROOT / "docs" / "scaling.md").read_text()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
