@@ -46,7 +46,7 @@ def _measure(args: arguments.ScalingOptions) -> int:
     crew = Crew.of_launcher() or Crew(nodes=1, per_node=here)
     sizes = arguments.sub_groups(args, crew)
     identity = measuring.identity_of(args, crew)
-    jobs = list(measuring.jobs(args, identity, sizes, crew))
+    jobs = measuring.jobs(args, identity, sizes, crew)
     folder = Path(args.output or "runs/scaling")
     if int(os.environ.get("LOCAL_RANK", 0)):
         return 0

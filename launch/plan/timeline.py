@@ -16,7 +16,7 @@ from .layer import backward_moments, saved
 from .run import Parameter, Run, parameters
 from .zero import BUCKET, GROUPS, local_elements, states
 
-__all__ = ["Peak", "kept_for_backward", "simulate"]
+__all__ = ["Peak", "Step", "simulate"]
 
 _CHUNK = 2**26
 """Logits of a chunk (``coat_dist/flow/blocks/loss.py``)."""
@@ -47,7 +47,7 @@ class Peak:
         return sum(self.held.values())
 
 
-class _Step:
+class Step:
     """A training step of one rank: what is held at the moment, and the largest sums so far."""
 
     def __init__(self, run: Run, rank: int | None = None) -> None:
@@ -285,7 +285,7 @@ def simulate(run: Run, rank: int | None = None) -> Peak:
             first, while the activations of all other layers are still there; rank 0 allocates its own much later.
             None = the last, which needs most.
     """
-    step = _Step(run, rank)
+    step = Step(run, rank)
     step.build()
     step.begin()
     step.forward()
@@ -293,19 +293,6 @@ def simulate(run: Run, rank: int | None = None) -> Peak:
     step.backward()
     step.update()
     return Peak(step.moment, dict(step.at), step.main + step.aside, dict(step.phases))
-
-
-def kept_for_backward(run: Run) -> int:
-    """Bytes that one forward pass keeps for backward, the loss's included, without parameters."""
-    step = _Step(run)
-    step.forward()
-    graphs = step.held["CUDA graphs"] - step.in_graphs() if step.graphed else 0
-    logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
-    shared = set(range(run.model.num_layers)) - step.again - run.bf16_layers and not run.model.qk_norm
-    # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which patched layers share.
-    per_position = (4 if step.again else 0) + (8 if shared else 0)
-    tables = per_position * run.model.seq_length * run.model.head_channels
-    return step.held["activations"] + graphs + logits + tables + 28 * run.tokens
 
 
 def _units(run: Run) -> list[list[int]]:

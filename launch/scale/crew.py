@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coat_dist.nodes import free_port
+from launch.plan.allocator import expandable_segments
 
 __all__ = ["Crew"]
 
@@ -62,7 +63,8 @@ class Crew(NamedTuple):
         port = int(os.environ["MASTER_PORT"]) + 1 + number if several else free_port()
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | environment
+        expandable_segments(environment)
         with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
             launcher = ["--nnodes", job["nodes"], "--node-rank", self.node, "--nproc-per-node", job["a_node"]]
             launcher += ["--master-addr", address, "--master-port", port, "-m", "launch.scale.worker"]

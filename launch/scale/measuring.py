@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ _OPTIONS = (
     *("tensor_parallel", "sequence_parallel", "recompute_granularity", "recompute_method"),
     *("recompute_num_layers", "recompute_modules"),
 )
-_KEY = ("what", "variant", "most", "strong", "accumulations", "warmup", "steps", "sizes")
 
 
 def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
@@ -47,6 +46,7 @@ def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
         "gpus_per_node": crew.per_node,
         "device": "unknown",  # until a measurement names it: this process must not hold memory of a GPU
         "versions": {"torch": torch.__version__},
+        "settings": {},
     }
     if args.only == "collectives":
         return found
@@ -69,54 +69,38 @@ def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
     }
 
 
-def jobs(
-    args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int], crew: Crew
-) -> Iterator[dict[str, Any]]:
+def jobs(args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int], crew: Crew) -> list[dict[str, Any]]:
     """What is to be measured, the quick things first, on the first ranks of nodes: ``nodes``, ``a_node`` ranks of each.
 
     Raises:
         CoatConfigError: a training that cannot be measured.
     """
-    shared = {"timeout": 60 * args.timeout_minutes}
+    found: list[dict[str, Any]] = []
     shapes = [(max(1, size // crew.per_node), min(size, crew.per_node)) for size in sizes]
     if args.only != "training":
         apart = [(2**k, 1) for k in range(1, 20) if 2**k <= crew.nodes]  # the link between nodes
         for nodes, a_node in dict.fromkeys(shapes + apart):
             if nodes * a_node > 1:
-                yield {"what": "collectives", "sizes": args.message_sizes, "nodes": nodes, "a_node": a_node, **shared}
-    if args.only == "collectives":
-        return
-    weak, most, strong = identity["accumulation"], max(sizes), not args.no_strong
+                found.append({"what": "collectives", "nodes": nodes, "a_node": a_node, "sizes": args.message_sizes})
+    most, strong = max(sizes), not args.no_strong
     for size, (nodes, a_node) in zip(sizes, shapes, strict=True):
-        passes = {weak, 2 * weak}  # twice that tells computing from the update
-        if strong and weak * most % size == 0:
-            passes.add(weak * most // size)
-        for variant, settings in identity["settings"].items():
-            job = {
-                "what": "training",
-                "variant": variant,
-                "nodes": nodes,
-                "a_node": a_node,
-                "most": most,
-                "strong": strong,
-                "settings": settings,
-                "model": identity["model"],
-                "options": identity["options"],
-                "micro": identity["micro_batch"],
-                "accumulations": sorted(passes),
-                "warmup": args.warmup,
-                "steps": args.steps,
-                **shared,
-            }
-            plan_of(job, size)
-            yield job
+        for variant in identity["settings"]:
+            weak = identity["accumulation"]
+            passes = {weak, 2 * weak}  # twice that tells computing from the update
+            if strong and weak * most % size == 0:
+                passes.add(weak * most // size)
+            job = {"what": "training", "nodes": nodes, "a_node": a_node, "variant": variant, "most": most}
+            job |= {"strong": strong, "accumulations": sorted(passes), "warmup": args.warmup, "steps": args.steps}
+            plan_of({**job, "identity": identity}, size)
+            found.append(job)
+    return [{**job, "timeout": 60 * args.timeout_minutes} for job in found]
 
 
 def measure(crew: Crew, identity: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
     """Run this node's part of the jobs; on node 0 what :data:`FILE` holds, which is written after every measurement."""
     there: dict[str, Any] = {"format": 1, "identity": dict(identity), "records": []}
     for number, job in enumerate(jobs):
-        found, ranks = crew.measure(number, job), job["nodes"] * job["a_node"]
+        found, ranks = crew.measure(number, {**job, "identity": identity}), job["nodes"] * job["a_node"]
         if crew.node:
             continue
         name = f"{job['what']}{', ' + job['variant'] if 'variant' in job else ''} on {ranks} of {crew.world} ranks"
@@ -125,8 +109,7 @@ def measure(crew: Crew, identity: Mapping[str, Any], jobs: Sequence[Mapping[str,
         else:
             say(f"{name}: {_described(found)}")
             there["identity"]["device"] = found["device"]
-        key = {key: job[key] for key in _KEY if key in job}
-        there["records"].append({"key": key, "ranks": ranks, "a_node": job["a_node"], **found})
+        there["records"].append({"key": job, "ranks": ranks, "a_node": job["a_node"], **found})
         write_text(folder / FILE, json.dumps(there, indent=1))
     return there
 

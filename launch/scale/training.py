@@ -1,4 +1,4 @@
-"""Steps of pretraining on the ranks that are here, timed: pretrain.py's engine and loss, random tokens."""
+"""Timed steps of pretraining: pretrain.py's engine and loss on random tokens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def plan_of(job: Mapping[str, Any], world: int) -> Plan:
     """The plan of a run on ``world`` ranks; touches no device.
 
     Args:
-        job: ``options``, of pretrain.py; ``model``, ``settings``, ``micro`` and ``accumulations``.
+        job: ``variant``, ``accumulations``, and the ``identity`` of :func:`launch.scale.measuring.identity_of`.
 
     Raises:
         CoatConfigError: as :func:`launch.train.plan.assemble`.
     """
-    settings = {k: v for k, v in job["settings"].items() if k != TOTAL}
-    settings |= {MICRO: job["micro"], STEPS: max(job["accumulations"])}
-    args = PretrainOptions(deepspeed_config="", data=[], train_steps=1, **job["options"])
-    return assemble(args, world, settings, CoatConfig.from_deepspeed(settings), described_model(job["model"]))
+    identity = job["identity"]
+    settings = {key: value for key, value in identity["settings"][job["variant"]].items() if key != TOTAL}
+    settings |= {MICRO: identity["micro_batch"], STEPS: max(job["accumulations"])}
+    args = PretrainOptions(deepspeed_config="", data=[], train_steps=1, **identity["options"])
+    return assemble(args, world, settings, CoatConfig.from_deepspeed(settings), described_model(identity["model"]))
 
 
 def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -47,8 +48,7 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     engine = build.build_engine(p, lambda text: None)
     loss = build.language_model_loss(p.args.tensor_parallel, device)
-    batch = random_batch(p)
-    measured, values = [], []
+    batch, measured, values = random_batch(p), [], []
     for accumulation in job["accumulations"]:
         engine.set_train_batch_size(p.batch.micro * accumulation * p.dp)
         seconds = []

@@ -9,6 +9,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from launch.log_level import set_log_level
+from launch.scale import bench, training
+from launch.train import runtime
+from launch.train.exhausted import is_out_of_memory
+
 
 def _end_with_parent() -> None:
     while os.read(0, 1):  # has no end while the program that started the measurement is there
@@ -17,11 +24,6 @@ def _end_with_parent() -> None:
 
 
 def _measure(job: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from launch.scale import bench, training
-    from launch.train import runtime
-
     device = runtime.start(None, job["timeout"] / 60)
     collectives = job["what"] == "collectives"
     found = bench.measure(device, job["sizes"]) if collectives else training.measure(job, device)
@@ -33,13 +35,6 @@ def main() -> None:
     """Measure what the job says; rank 0 writes the result, a rank that fails its reason."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job, folder, rank = json.loads(sys.argv[1]), Path(sys.argv[2]), os.environ["RANK"]
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from launch.plan.allocator import expandable_segments
-
-    expandable_segments()  # read when torch's allocator begins
-    from launch.log_level import set_log_level
-    from launch.train.exhausted import is_out_of_memory
-
     set_log_level("error")
     try:
         found = _measure(job)

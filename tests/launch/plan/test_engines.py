@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch.plan.timeline import kept_for_backward, simulate
+from launch.plan.timeline import simulate
 from launch.plan.zero import states
-from tests.launch.plan.engines import MODEL, measured, planned, settings_of
+from tests.launch.plan.engines import MODEL, kept_for_backward, measured, planned, settings_of
 from tests.support import run_ranks
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}

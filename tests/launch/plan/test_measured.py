@@ -13,8 +13,9 @@ from launch.plan.gpus import find_gpu
 from launch.plan.run import Run
 from launch.plan.search import need
 from launch.plan.speed import step_time
-from launch.plan.timeline import kept_for_backward, simulate
+from launch.plan.timeline import simulate
 from launch.plan.zero import states
+from tests.launch.plan.engines import kept_for_backward
 
 GIB = 2**30
 MEASURED = json.loads(result_path("speed/planner-check").read_text())["results"]

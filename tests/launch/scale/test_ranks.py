@@ -69,9 +69,10 @@ def test_two_nodes(tmp_path):
 def failures(rank, world):
     """A measurement that a rank cannot do, and one that is not disturbed."""
     shared, two = {"nodes": 1, "a_node": 2, "timeout": 60}, Crew(1, 2)
-    broken = {"what": "training", "settings": {"bf16": {}, "optimizer": {}}, "model": {}, "options": {}}
+    identity = {"settings": {"coat": {"bf16": {}, "optimizer": {}}}, "model": {}, "options": {}, "micro_batch": 1}
+    broken = {"what": "training", "variant": "coat", "accumulations": [1], "identity": identity}
     with forked_programs():
-        failed = two.measure(0, {**shared, **broken, "micro": 1, "accumulations": [1]})
+        failed = two.measure(0, {**shared, **broken})
         return failed, two.measure(1, {**shared, "what": "collectives", "sizes": [4096]})
 
 
