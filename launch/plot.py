@@ -18,20 +18,85 @@ if __name__ == "__main__":
     leave_quietly("plot")
 
 import io
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from coat_dist.checkpoint.write.durable import write_bytes
 from launch.command_line import Parser, local_path, number
-from launch.compare_runs import gap, series, smoothed
 from launch.log_level import add_log_level, say, set_log_level
 from launch.train.metrics import read_metrics
 
-__all__ = ["draw", "main"]
+__all__ = ["draw", "gap", "main", "series", "smoothed"]
 
 Records = list[dict[str, Any]]
 _LOSSES = ("loss", "valid_loss", "test_loss")
+
+
+def series(records: Records, key: str) -> dict[int, float]:
+    """The finite numbers under ``key`` by step, in order; of a step that is there twice, the later record's."""
+    found: dict[int, float] = {}
+    for record in records:
+        value = record.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[record["step"]] = float(value)
+        else:
+            found.pop(record["step"], None)
+    return dict(sorted(found.items()))
+
+
+def smoothed(values: Sequence[float], amount: float) -> list[float]:
+    """Each value with those before it.
+
+    Args:
+        amount: 1 or more: the mean of so many values (of fewer at the beginning); below 1: an exponential moving
+            average that gives the past this weight, as TensorBoard does, divided by the weights so far.
+    """
+    if amount >= 1:
+        window, sums = int(amount), [0.0]
+        for value in values:
+            sums.append(sums[-1] + value)
+        return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window) for i in range(len(values))]
+    result, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = amount * total + (1 - amount) * value, amount * weight + (1 - amount)
+        result.append(total / weight)
+    return result
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a run's loss is from a baseline's."""
+
+    steps: list[int]  # steps at which both have a finite loss
+    relative: list[float]  # (run - baseline) / baseline at these, of smoothed losses
+    one_only: int  # steps that one of the two does not have, beyond its end or before its beginning, too
+    not_finite: int  # steps that both have, and at which a loss is missing, not finite or, of the baseline, zero
+
+    @property
+    def at_the_end(self) -> float:
+        """Mean over the last tenth of the steps."""
+        last = self.relative[-max(1, len(self.relative) // 10) :]
+        return sum(last) / len(last)
+
+
+def gap(run: Records, baseline: Records, key: str = "loss", smooth: float = 1) -> Gap:
+    """Compare two runs step by step. Both are smoothed over the same steps: those at which both have a loss.
+
+    Args:
+        run, baseline: records of ``metrics.jsonl``.
+        key: "loss" or "valid_loss".
+        smooth: see :func:`smoothed`.
+    """
+    ours, theirs = series(run, key), series(baseline, key)
+    both = {r["step"] for r in run} & {r["step"] for r in baseline}
+    either = {r["step"] for r in run} | {r["step"] for r in baseline}
+    steps = [step for step, value in ours.items() if theirs.get(step)]
+    a, b = (smoothed([values[step] for step in steps], smooth) for values in (ours, theirs))
+    relative = [(x - y) / y for x, y in zip(a, b, strict=True)]
+    return Gap(steps, relative, len(either - both), len(both) - len(steps))
 
 
 def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_gap: bool = False) -> list[str]:
@@ -40,7 +105,7 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
     Args:
         runs: records of ``metrics.jsonl`` by the name shown in the legend.
         output: file; its suffix chooses the format (.png, .pdf, .svg).
-        smooth: of the line drawn over the loss, see :func:`launch.compare_runs.smoothed`; 1 = none.
+        smooth: of the line drawn over the loss, see :func:`smoothed`; 1 = none.
         with_gap: also draw how far the losses are from those of the first run.
 
     Returns:
@@ -110,11 +175,10 @@ def _draw_gap(axis: Any, runs: dict[str, Records], smooth: float) -> list[str]:
         found, valid = gap(records, baseline, smooth=smooth), gap(records, baseline, "valid_loss")
         if not found.steps:
             raise ValueError(f"--gap: {name} and {first} have no step at which both have a loss")
-        style: dict[str, Any] = {"color": f"C{index}"}
-        axis.plot(found.steps, [100 * x for x in found.relative], label=name, linewidth=1.2, **style)
+        color = f"C{index}"
+        axis.plot(found.steps, [100 * x for x in found.relative], color=color, label=name, linewidth=1.2)
         if valid.steps:
-            percent = [100 * x for x in valid.relative]
-            axis.plot(valid.steps, percent, "o", markersize=5, label=f"{name}, valid", **style)
+            axis.plot(valid.steps, [100 * x for x in valid.relative], "o", color=color, label=f"{name}, valid")
         notes.append(
             f"{name} against {first}: {100 * found.at_the_end:+.3f} % over the last tenth of {len(found.steps)} common "
             f"steps ({found.steps[0]} to {found.steps[-1]}); left out: {found.one_only} steps of one run only, "
@@ -145,26 +209,14 @@ def _named(folders: Sequence[str]) -> dict[str, Records]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; the exit status."""
-    p = Parser(
-        prog="plot.py",
-        description="Draw loss, throughput and memory of one or several runs.",
-        meant={"smoothing": "--smooth", "baseline": "--gap", "out": "--output"},
-    )
+    p = Parser(prog="plot.py", description="Draw loss, throughput and memory of one or several runs.")
     p.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file")
     p.add_argument("--output", type=local_path, default="loss.png", help="plot to write (.png, .pdf, .svg)")
-    p.add_argument(
-        "--smooth",
-        type=number,
-        default=1,
-        metavar="STEPS|WEIGHT",
-        help="of the loss: a whole number is a mean over so many steps; 0.9, say, an exponential moving average with "
-        "that weight on the past, as in TensorBoard",
-    )
-    p.add_argument(
-        "--gap",
-        action="store_true",
-        help="a fourth panel: relative difference of (smoothed) losses to the first run's, step by step",
-    )
+    smooth = "of the loss: a whole number is a mean over so many steps; 0.9, say, an exponential moving average with "
+    smooth += "that weight on the past, as in TensorBoard"
+    p.add_argument("--smooth", type=number, default=1, metavar="STEPS|WEIGHT", help=smooth)
+    gap_help = "a fourth panel: relative difference of (smoothed) losses to the first run's, step by step"
+    p.add_argument("--gap", action="store_true", help=gap_help)
     add_log_level(p)
     args = p.parse_args(argv)
     set_log_level(args.log_level)

@@ -86,14 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence_deepspeed()
         if args.measured is None:
             return _measure(args)
+        there = json.loads(Path(args.measured, measuring.FILE).read_text(encoding="utf-8"))
         if rank == 0:
-            _publish(args, measuring.read(args.measured), None if args.output is None else Path(args.output))
+            _publish(args, there, None if args.output is None else Path(args.output))
         return 0
-    except CoatConfigError as problem:
+    except (OSError, ValueError) as problem:  # a CoatConfigError is a ValueError
         failing.end(str(problem), rank)
-        return 2
-    except OSError as problem:
-        failing.end(f"--output: {problem}, accepted: a folder to write to", rank)
         return 2
     except KeyboardInterrupt:
         if rank == 0:

@@ -34,10 +34,6 @@ __all__ = ["chosen_gpu", "dry_run", "parse", "silence_deepspeed"]
 
 _CONTEXT = 2**29
 """Bytes of this process's own CUDA context."""
-_MEANT = {
-    **dict.fromkeys(("nproc-per-node", "num-gpus", "world-size"), "--gpus"),
-    **dict.fromkeys(("gpu-mem", "memory"), "--gpu-memory"),
-}
 _settings = partial(option, None, group="in place of the configuration's")
 
 
@@ -108,7 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
         CoatConfigError: settings that cannot be used or planned.
         CheckpointError: --model is a folder without weights.
     """
-    args = parse_options(PlannerOptions, options_parser(PlannerOptions, "planner.py", _MEANT), argv)
+    args = parse_options(PlannerOptions, options_parser(PlannerOptions, "planner.py"), argv)
     set_log_level(args.log_level)
     silence_deepspeed()
     from launch.train.arguments import PretrainOptions

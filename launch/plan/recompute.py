@@ -40,10 +40,9 @@ def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) ->
     """Arguments of Megatron's ``TransformerConfig``; none where nothing is computed again.
 
     Raises:
-        CoatConfigError: more layers than the model has, or parts of BF16 layers with which Megatron's own fail
-            (docs/megatron.md): ``layernorm`` needs Transformer Engine, ``mlp`` with biases never ends.
+        CoatConfigError: parts of BF16 layers with which Megatron's own fail (docs/megatron.md): ``layernorm`` needs
+            Transformer Engine, ``mlp`` with biases never ends.
     """
-    num_layers = model.num_layers
     if args.recompute_granularity is None:
         return {}
     if args.recompute_granularity == "selective":
@@ -57,18 +56,8 @@ def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) ->
                 f"--recompute-modules: got {found[0]}, accepted: {possible}; in BF16 layers Megatron's {found[0]} {why}"
             )
         return {"recompute_granularity": "selective", "recompute_modules": modules}
-    layers, whose = args.recompute_num_layers or 1, "the model's"
-    if (parts := args.pipeline_parallel * args.virtual_stages) > 1:
-        num_layers, whose = max(num_layers // parts, 1), "a stage's" if args.virtual_stages == 1 else "a stage part's"
-    if layers > num_layers:
-        raise CoatConfigError(f"--recompute-num-layers: got {layers}, accepted: up to {whose} {num_layers} layers")
-    if args.recompute_method != "block" and num_layers % layers:  # Megatron's last unit would go beyond the last layer
-        raise CoatConfigError(
-            f"--recompute-num-layers: got {layers}, accepted: a divisor of {whose} {num_layers} layers, or "
-            "--recompute-method block"
-        )
     return {
         "recompute_granularity": "full",
         "recompute_method": args.recompute_method or "uniform",
-        "recompute_num_layers": layers,
+        "recompute_num_layers": args.recompute_num_layers or 1,
     }

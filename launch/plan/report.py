@@ -14,8 +14,6 @@ from .zero import states
 __all__ = ["answer", "show", "size", "table", "text"]
 
 GIB = 2**30
-_SHOWN = 2**20 // 20
-"""Savings in bytes below which :func:`size` would print 0.0 MiB."""
 _ACCURACY = (
     "memory: within 5 % of measured peaks, 10 % of a 1B model's; time: within about 20 %, but up to 2.4 times as long "
     "where the host sets the pace, as with micro-batches of 1 and 2 of 1B (docs/memory.md)"
@@ -164,9 +162,9 @@ def text(run: Run, gpu: GPU) -> str:
     if found["fits"]:
         parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in found["step"]["parts_seconds"].items())
         lines.append(f"a step of {1e3 * found['step']['seconds']:.0f} ms: {parts}")
-    if shown := [one for one in found["savings"] if one["bytes"] >= _SHOWN]:
+    if found["savings"]:
         lines.append("what would save most:")
-        lines += [f"  {size(one['bytes']):>11}  {one['setting']}" for one in shown]
+        lines += [f"  {size(one['bytes']):>11}  {one['setting']}" for one in found["savings"]]
     lines += [f"note: {note}" for note in found["notes"]]
     return "\n".join([*lines, found["accuracy"]])
 

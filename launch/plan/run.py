@@ -27,8 +27,7 @@ class Run:
     sequence_parallel: bool = False
     micro: int = 1  # samples of a forward pass on one rank
     accumulation: int = 1
-    recompute: Mapping[str, Any] = field(default_factory=dict)
-    """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
+    recompute: Mapping[str, Any] = field(default_factory=dict)  # arguments of Megatron's ``TransformerConfig``
     notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
@@ -38,12 +37,9 @@ class Run:
                 "on the tokens that are routed to them, so no plan can be made)"
             )
         for key in ("offload_param", "offload_optimizer"):
-            device = look_up(self.settings, f"zero_optimization.{key}.device") or "none"
-            if device != "none":
-                raise CoatConfigError(
-                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: absent (the planner knows states "
-                    "on the GPU only)"
-                )
+            if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (None, "none"):
+                accepted = "absent (the planner knows states on the GPU only)"
+                raise CoatConfigError(f"zero_optimization.{key}: got {json.dumps(device)}, accepted: {accepted}")
 
     @classmethod
     def of_plan(cls, p: Any) -> Run:
@@ -97,9 +93,8 @@ class Run:
     @property
     def remainder(self) -> bool:
         """Whether master weights are bfloat16 weights and remainders."""
-        if self.coat is not None and self.coat.optimizer.master_weights == "bf16_remainder":
-            return True
-        return look_up(self.settings, "optimizer.params.master_weights") == "bf16_remainder"
+        given = look_up(self.settings, "optimizer.params.master_weights")
+        return "bf16_remainder" in (given, self.coat and self.coat.optimizer.master_weights)
 
     @property
     def group_size(self) -> int:

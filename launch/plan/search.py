@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from coat_dist import CoatConfig
 from coat_dist.config import OptimizerConfig, look_up
@@ -29,8 +29,7 @@ _MOST = 2**20
 _REMAINDER = 'master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder (docs/optimizer.md)'
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes of one GPU that a run takes."""
 
     peak: Peak
@@ -39,12 +38,11 @@ class Need:
 
     @property
     def total(self) -> int:
-        """What must be there for the run to be said to fit."""
+        """Memory with which the run is predicted to fit."""
         return self.peak.reserved + self.not_torchs + self.margin
 
 
-@dataclass(frozen=True)
-class Saving:
+class Saving(NamedTuple):
     """A change of settings and the bytes that the peak is smaller by."""
 
     what: str
@@ -54,8 +52,7 @@ class Saving:
 def need(run: Run, gpu: GPU | None = None) -> Need:
     """What the rank that needs most takes; on ``gpu``, of which more may be known."""
     peak = simulate(run)
-    building = peak.other_peaks.get("building the engine", 0)
-    peak = replace(peak, reserved=max(peak.reserved, building))
+    peak = replace(peak, reserved=max(peak.reserved, peak.other_peaks["building the engine"]))
     other = _ALONE if run.dp * run.tp == 1 else _TOGETHER
     if gpu is not None:
         other = other + gpu.in_use if gpu.other is None else gpu.other
@@ -87,13 +84,9 @@ def candidates(run: Run, gpu: GPU, total: int | None, accumulation: int | None =
         accumulation: ``gradient_accumulation_steps`` where it is given.
     """
     for micro in range(largest_micro_batch(run, gpu), 0, -1):
-        if total is None:
-            found = run.but(micro=micro, accumulation=accumulation or 1)
-        elif total % (micro * run.dp) or (accumulation and total != micro * run.dp * accumulation):
-            continue
-        else:
-            found = run.but(micro=micro, accumulation=total // (micro * run.dp))
-        if fits(found, gpu):
+        passes, rest = (accumulation or 1, 0) if total is None else divmod(total, micro * run.dp)
+        found = run.but(micro=micro, accumulation=passes)
+        if not rest and passes == (accumulation or passes) and fits(found, gpu):
             yield found
 
 

@@ -22,7 +22,7 @@ from .arguments import VARIANTS, ScalingOptions
 from .crew import Crew
 from .training import plan_of
 
-__all__ = ["FILE", "identity_of", "jobs", "measure", "read"]
+__all__ = ["FILE", "identity_of", "jobs", "measure"]
 
 FILE = "measured.json"
 _VOCABULARY = 32_000
@@ -120,17 +120,3 @@ def _described(found: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{1e3 * statistics.median(one['seconds']):.1f} ms a step of {one['accumulation']}" for one in found["steps"]
     )
-
-
-def read(folder: str) -> dict[str, Any]:
-    """The measurements in a folder, for ``--measured``.
-
-    Raises:
-        CoatConfigError: no such file, or a damaged one.
-    """
-    try:
-        return json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise CoatConfigError(
-            f"--measured: got {folder}, accepted: a folder in which scaling.py has written {FILE} ({problem})"
-        ) from None

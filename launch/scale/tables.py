@@ -49,7 +49,6 @@ def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str,
         "failed": [
             {**one["key"], "ranks": one["ranks"], "why": one["failed"]} for one in there["records"] if "failed" in one
         ],
-        "missing": {kind: why for one in collectives for kind, why in one["missing"].items()},
     }
 
 
@@ -133,8 +132,6 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines += _table(head, map(_prediction_cells, found["predictions"]))
     for one in found["failed"]:
         lines += ["", f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}"]
-    for kind, why in found["missing"].items():
-        lines += ["", f"Not measured: {kind}: {why}"]
     return "\n".join(lines) + "\n"
 
 

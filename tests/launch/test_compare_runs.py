@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from launch.compare_runs import gap, series, smoothed
-from launch.plot import main
+from launch.plot import gap, main, series, smoothed
 
 
 def records(losses, start=1, **more):

@@ -125,9 +125,6 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys, work) -> None:
     for given in (folder, f"{folder}/config.json"):
         assert say(capsys, "--model", given, "--seq-length", "16", "--gpu", "h200") == found
     assert pretrain.main(dry) == 0 and capsys.readouterr().out == before
-    assert planner.main(["--model", folder, "--seq-length", "16", "--micro-batch", "2"]) == 0
-    assert " 0.0 MiB" not in capsys.readouterr().out  # of a model so small
-
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.safetensors").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "theirs.json").write_bytes((tmp_path / "hf" / "config.json").read_bytes())

@@ -92,10 +92,10 @@ def test_a_measurement_that_fails_fails_alone():
         ([*TINY, "--ranks", "1,x"], "--ranks: got '1,x', accepted: numbers of ranks"),
         ([*TINY, "--variants", "fp8"], "--variants: got 'fp8', accepted: coat, bf16"),
         ([*TINY, "--message-sizes", "4 apples"], "--message-sizes: got '4 apples', accepted: sizes"),
-        ([*TINY, "--output", "/dev/null/x"], "--output: "),
+        ([*TINY, "--output", "/dev/null/x"], "[Errno "),
         (["--model", "tiny-moe", "--vocab-size", "128"], "model.num_moe_experts: got 8, accepted: null"),
         ([*TINY, "--tensor-parallel", "2", "--gpus", "2", "--predict", "3"], "--predict: got 3, accepted: multiples"),
-        (["--measured", "none"], "--measured: got none, accepted: a folder in which scaling.py has written"),
+        (["--measured", "none"], "[Errno 2] No such file or directory: 'none/measured.json'"),
     ],
 )
 def test_errors_are_one_line(argv, error, capsys, tmp_path, monkeypatch):
