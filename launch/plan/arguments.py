@@ -32,8 +32,7 @@ from .search import with_largest_micro_batch
 
 __all__ = ["chosen_gpu", "dry_run", "parse", "silence_deepspeed"]
 
-_CONTEXT = 2**29
-"""Bytes of this process's own CUDA context."""
+_CONTEXT = 2**29  # bytes of this process's own CUDA context
 _settings = partial(option, None, group="in place of the configuration's")
 
 

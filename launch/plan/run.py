@@ -128,11 +128,6 @@ class Run:
         return self.stage == 1 and self.fp32_gradients
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients of earlier micro-batches are there when a forward pass begins."""
-        return self.accumulation > 1
-
-    @property
     def tokens(self) -> int:
         """Tokens of a forward pass on one rank, before sequence parallelism shares them."""
         return self.micro * self.model.seq_length

@@ -18,19 +18,16 @@ from .zero import BUCKET, GROUPS, local_elements, states
 
 __all__ = ["Peak", "Step", "simulate"]
 
-_CHUNK = 2**26
-"""Logits of a chunk (``coat_dist/flow/blocks/loss.py``)."""
-_WORKSPACE = 2 * 32 * 2**20
-"""cuBLAS's on Hopper, of two streams; torch allocates it."""
+_CHUNK = 2**26  # logits of a chunk (coat_dist/flow/blocks/loss.py)
+_WORKSPACE = 2 * 32 * 2**20  # cuBLAS's on Hopper, of two streams; torch allocates it
+# ZeRO-1: parameters keep them, filled with zeros after each pass, until the step.
 _BESIDE_FP32 = "BF16 gradients beside fp32 sums"
-"""ZeRO-1: parameters keep them, filled with zeros after each pass, until the step."""
 _RETURNED = {"gradient of proj": "mlp.", "gradient of qkv": "self_attention.linear_proj"}
 """Of a patched layer, whose gradients are complete when a moment comes: those of functions that have returned."""
 _MADE = {"gradient of fc2": "mlp.linear_fc2", "gradient of fc1": "mlp.linear_fc1"}
 _MADE["gradient of proj"] = "self_attention.linear_proj"
 """Of a BF16 layer, whose gradient is complete after a moment."""
-_SIDE = ("gradients", "DeepSpeed's reduction")
-"""Allocated on DeepSpeed's second stream."""
+_SIDE = ("gradients", "DeepSpeed's reduction")  # allocated on DeepSpeed's second stream
 
 
 @dataclass(frozen=True)
@@ -53,23 +50,20 @@ class Step:
     def __init__(self, run: Run, rank: int | None = None) -> None:
         self.run, self.states, self.parameters = run, states(run), parameters(run)
         self.local = local_elements(run, run.dp - 1 if rank is None else rank)
-        self.stream = 2 * run.model.hidden_size * run.tokens // run.shared
-        """Bytes of the residual stream in BF16."""
+        self.stream = 2 * run.model.hidden_size * run.tokens // run.shared  # bytes of the residual stream
         self.units = _units(run)
         self.again = {layer for unit in self.units for layer in unit}
+        # Layers that run as CUDA graphs: what they save and compute is in memory that nothing else can use.
         on = run.flow is not None and run.flow.cuda_graphs
         self.graphed = set(range(run.model.num_layers)) - run.bf16_layers if on else set()
-        """Layers that run as CUDA graphs: what they save and compute lies in memory that nothing else can use."""
         own_stream = run.overlap and not run.fp32_gradients_whole
         self.side = _SIDE if own_stream and run.stage == 2 else _SIDE[1:] if own_stream else ()
         self.held: Counter[str] = Counter()
         self.at: dict[str, int] = {}
         self.moment, self.main, self.aside = "", 0, 0
         self.phases: Counter[str] = Counter()
-        self.kept: list[int] = []
-        """Bytes that each layer has saved, 0 for those that are recomputed or in graphs."""
-        self.waiting: list[Parameter] = []
-        """Parameters whose gradients are in a bucket."""
+        self.kept: list[int] = []  # bytes that each layer has saved, 0 for those that are recomputed or in graphs
+        self.waiting: list[Parameter] = []  # whose gradients are in a bucket
 
     def look(self, phase: str, moment: str, **temporary: int) -> None:
         """Note this moment if nothing larger has been seen; ``temporary`` is held at it alone."""
@@ -111,11 +105,11 @@ class Step:
             held["DeepSpeed's buckets"] = found.bucket_bytes
         if run.stage == 3 or run.fp32_gradients_whole:
             held["gradients"] = found.gradients
-        elif run.keeps_gradients:
+        elif run.accumulation > 1:
             held["gradients"] = found.full_gradients or found.gradients
         if run.stage == 3:
             held["gathered parameters"] = found.gathered
-        if run.fp32_gradients_whole and run.keeps_gradients:
+        if run.fp32_gradients_whole and run.accumulation > 1:
             held[_BESIDE_FP32] = found.full_gradients
         if run.flow is not None and run.flow.weights == "cached":
             held["cached FP8 weights"] = sum(p.numel for p in self.parameters if p.matrix and p.layer is not None)
@@ -225,7 +219,7 @@ class Step:
         if run.stage < 3 and not run.fp32_gradients_whole:  # allocated for the first gradient
             self.held["DeepSpeed's buckets"] = found.bucket_bytes
         if run.fp32_gradients_whole or (found.full_gradients and not run.overlap):  # reduced when backward is over
-            if not run.keeps_gradients:
+            if run.accumulation == 1:
                 self.held[_BESIDE_FP32 if run.fp32_gradients_whole else "gradients"] += 2 * p.numel
             return
         if sum(one.numel for one in self.waiting) + p.numel > found.bucket:

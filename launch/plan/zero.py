@@ -15,12 +15,11 @@ from .run import Parameter, Run, parameters
 
 __all__ = ["BUCKET", "GROUPS", "States", "local_elements", "states"]
 
+# Matrices decay and may have 8-bit moments, vectors have neither (coat_dist.param_groups).
 GROUPS = (True, False)
-"""Matrices decay and may have 8-bit moments, vectors have neither (``coat_dist.param_groups``)."""
 _PERSISTENT = 100_000
 _SUB_GROUP = 1_000_000_000
-BUCKET = 500_000_000
-"""Elements, unless ``reduce_bucket_size`` says otherwise."""
+BUCKET = 500_000_000  # elements, unless reduce_bucket_size says otherwise
 _LIVE = 1_000_000_000
 _PREFETCH = 50_000_000
 

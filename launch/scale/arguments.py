@@ -17,8 +17,7 @@ from .crew import Crew
 
 __all__ = ["VARIANTS", "ScalingOptions", "parse", "sub_groups"]
 
-VARIANTS = ("coat", "bf16")
-"""With the "coat" block and without."""
+VARIANTS = ("coat", "bf16")  # with the "coat" block and without
 
 
 def _several(convert: Callable[[str], Any], accepted: str) -> Callable[[str], tuple]:
@@ -32,17 +31,11 @@ def _several(convert: Callable[[str], Any], accepted: str) -> Callable[[str], tu
     return several
 
 
-def _rank_count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise ValueError(text)
-    return count
-
-
 def _variant(text: str) -> str:
     return VARIANTS[VARIANTS.index(text)]
 
 
-_Ranks = Annotated[tuple[int, ...], _several(_rank_count, "numbers of ranks")]
+_Ranks = Annotated[tuple[int, ...], _several(int, "numbers of ranks")]
 _Sizes = Annotated[tuple[int, ...], _several(memory_bytes, "sizes such as 64KiB,16MiB")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
+from launch.command_line import RunOptions
 from launch.log_level import say
 from launch.model.gpt import load_model_config
 from launch.plan.run import Run
@@ -25,12 +27,7 @@ from .training import plan_of
 __all__ = ["FILE", "identity_of", "jobs", "measure"]
 
 FILE = "measured.json"
-_VOCABULARY = 32_000
-"""Llama 2's, of a model that names none: its tokens are random anyway."""
-_OPTIONS = (
-    *("tensor_parallel", "sequence_parallel", "recompute_granularity", "recompute_method"),
-    *("recompute_num_layers", "recompute_modules"),
-)
+_VOCABULARY = 32_000  # Llama 2's, of a model that names none: its tokens are random anyway
 
 
 def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
@@ -63,7 +60,7 @@ def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
         "model_name": args.model,
         "model": model.model_dump(exclude_defaults=True, mode="json"),
         "settings": {name: dict(variants[name].settings) for name in VARIANTS if name in args.variants},
-        "options": {name: getattr(args, name) for name in _OPTIONS},
+        "options": {one.name: getattr(args, one.name) for one in fields(RunOptions)},
         "micro_batch": micro,
         "accumulation": args.accumulation or settings.get(STEPS) or 1,
     }

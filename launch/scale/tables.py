@@ -32,12 +32,7 @@ def spread_of(seconds: Sequence[float]) -> float:
 
 
 def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values of all tables: times in seconds, bandwidths in bytes a second.
-
-    Args:
-        there: what ``measured.json`` holds.
-        predicted: from :func:`launch.scale.predict.predictions`.
-    """
+    """Plain values of all tables from ``measured.json`` and predictions: seconds, bytes a second."""
     good = [one for one in there["records"] if "failed" not in one]
     collectives = [one for one in good if one["key"]["what"] == "collectives"]
     return {
@@ -165,11 +160,7 @@ def _bytes(number: float) -> str:
 
 
 def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Write a plot of throughput over ranks, efficiency, and times of collectives over sizes.
-
-    Args:
-        samples: measurements of collectives, each with ``kind``, ``ranks``, ``size`` and ``seconds``.
-    """
+    """Write a plot of throughput over ranks, efficiency, and the times of collectives (``samples``) over sizes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.2), layout="constrained")
