@@ -30,31 +30,39 @@ from .report import show
 from .run import Run
 from .search import with_largest_micro_batch
 
-__all__ = ["chosen_gpu", "dry_run", "parse", "silence_deepspeed"]
+__all__ = ["ConfiguredOptions", "chosen_gpu", "dry_run", "parse", "silence_deepspeed"]
 
 _CONTEXT = 2**29  # bytes of this process's own CUDA context
 _settings = partial(option, None, group="in place of the configuration's")
 
 
 @dataclass(kw_only=True)
-class PlannerOptions(RunOptions):
-    """What a training run needs of a GPU's memory, whether it fits, the largest micro-batch, with the "coat" block and
-    without, and how long a step takes. Needs no GPU and no data."""
+class ConfiguredOptions(RunOptions):
+    """Options of programs that plan or measure."""
 
-    model: LocalPath = option(group="model", metavar="FILE", meant="model-config")
-    """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a checkpoint"""
     model_override: list[str] = option([], group="model", metavar="KEY=VALUE", action="extend")
     """replace values of the description"""
     deepspeed_config: LocalPath = option(
         "zero2", flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE", meant="config ds-config"
     )
     """DeepSpeed JSON: a path, or a name such as zero2-bf16"""
-    seq_length: int | None = option(None, group="model", metavar="N", least=1)
-    """tokens of a sample"""
     vocab_size: int | None = option(None, group="model", metavar="N", least=1)
     """where the model names none"""
-    accumulation: int | None = _settings(metavar="N", least=1)
-    """forward passes of a step"""
+    accumulation: int | None = option(None, metavar="N", least=1)
+    """forward passes of a step, in place of the configuration's"""
+    log_level: Literal["debug", "info", "warning", "error"] = option("info")
+    """how much the program and libraries print"""
+
+
+@dataclass(kw_only=True)
+class PlannerOptions(ConfiguredOptions):
+    """What a training run needs of a GPU's memory, whether it fits, the largest micro-batch, with the "coat" block and
+    without, and how long a step takes. Needs no GPU and no data."""
+
+    model: LocalPath = option(group="model", metavar="FILE", meant="model-config")
+    """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a checkpoint"""
+    seq_length: int | None = option(None, group="model", metavar="N", least=1)
+    """tokens of a sample"""
     zero_stage: int | None = _settings(type=whole_number, choices=[1, 2, 3], meant="stage zero")
     """ZeRO stage"""
     attention: Literal["bf16", "fp8"] | None = _settings(meant="attention-backend")
@@ -63,16 +71,10 @@ class PlannerOptions(RunOptions):
     """whether all logits are held"""
     json: bool = option(False)
     """print plain values: sizes in bytes, times in seconds"""
-    log_level: Literal["debug", "info", "warning", "error"] = option("info")
-    """how much the program and libraries print"""
 
 
 def chosen_gpu(args: Any) -> GPU:
-    """The GPU that ``--gpu`` and ``--gpu-memory`` mean; without either the one of this machine, else an H100.
-
-    Raises:
-        CoatConfigError: an unknown GPU or size.
-    """
+    """The GPU that ``--gpu`` and ``--gpu-memory`` mean; without either the one of this machine, else an H100."""
     import torch
 
     gpu, changes = GPUS["h100"] if args.gpu is None else find_gpu(args.gpu), {}
@@ -174,11 +176,7 @@ def _with_activation(args: PlannerOptions, settings: dict[str, Any], coat: CoatC
 
 
 def dry_run(p: Any, rank: int = 0) -> int:
-    """Print, on rank 0, what a ``launch.train`` plan needs, without a process group, a GPU or a model; exit status.
-
-    Raises:
-        CoatConfigError: a run that cannot be planned; names the key.
-    """
+    """Print, on rank 0, what a ``launch.train`` plan needs, without a process group, a GPU or a model; exit status."""
     gpu = chosen_gpu(p.args)
     run = _planned(p, gpu)
     if rank == 0:

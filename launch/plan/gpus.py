@@ -76,11 +76,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """The GPU of the table that ``name`` means, which may be torch's name ("NVIDIA H100 80GB HBM3").
-
-    Raises:
-        CoatConfigError: an unknown one; lists the names.
-    """
+    """The GPU of the table that ``name`` means, which may be torch's name; CoatConfigError lists the known ones."""
     text = re.sub(r"rtx\W", "rtx", name.lower())
     for key in sorted(GPUS, key=len, reverse=True):  # an "h100-pcie" is an "h100", too
         if all(re.search(rf"(?<![a-z0-9]){part}(?!\d)", text) for part in key.split("-")):
@@ -89,11 +85,7 @@ def find_gpu(name: str) -> GPU:
 
 
 def memory_bytes(text: str, option: str = "--gpu-memory") -> int:
-    """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920".
-
-    Raises:
-        CoatConfigError: anything else; names ``option``.
-    """
+    """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920"; CoatConfigError names ``option``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] not in _UNITS or not float(found[1]):
         raise CoatConfigError(f"{option}: got {text!r}, accepted: a size such as 80GiB or 141GB")

@@ -1,11 +1,8 @@
 """What one transformer layer keeps for backward, and what else it holds at the worst moments of its backward.
 
-Of patched layers, from the flow's own functions (docs/flow.md, "What is saved"): the allocator's peak of a stack of
-layers is this sum to 0.2 % (`benchmarks/speed/layer_memory.py`). Of BF16 layers, from what torch's and Megatron's
-operations save, which is counted in autograd's own storage by `benchmarks/speed/saved_bytes.py`.
-
-All bytes are of one rank. Tokens are those of the whole sequence; under sequence parallelism a rank keeps its share of
-what lies between the linears.
+Patched layers follow the flow's own functions (docs/flow.md, "What is saved"): the allocator's peak of a stack of
+layers is this sum to 0.2 % (`benchmarks/speed/layer_memory.py`). BF16 layers follow what torch's and Megatron's
+operations save (`benchmarks/speed/saved_bytes.py`). All bytes are of one rank, tokens those of the whole sequence.
 """
 
 from __future__ import annotations

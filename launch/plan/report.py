@@ -122,15 +122,9 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
 
 
 def _notes(run: Run, gpu: GPU) -> list[str]:
-    notes = []
-    if not gpu.measured:
-        notes.append(f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets")
-    if run.dp * run.tp > _GPUS_OF_A_NODE:
-        notes.append(
-            f"times are those of links within one node, also with more GPUs than the usual {_GPUS_OF_A_NODE}: "
-            "`launch/scaling.py --predict` predicts several nodes from a measured run"
-        )
-    return notes
+    rates = f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"
+    links = f"times are those of links within one node, also with more than {_GPUS_OF_A_NODE} GPUs"
+    return [rates] * (not gpu.measured) + [links] * (run.dp * run.tp > _GPUS_OF_A_NODE)
 
 
 def text(run: Run, gpu: GPU) -> str:

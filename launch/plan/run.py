@@ -32,10 +32,8 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.model.num_moe_experts is not None:
-            raise CoatConfigError(
-                f"model.num_moe_experts: got {self.model.num_moe_experts}, accepted: null (what experts keep depends "
-                "on the tokens that are routed to them, so no plan can be made)"
-            )
+            accepted = "null (what experts keep depends on the tokens that are routed to them)"
+            raise CoatConfigError(f"model.num_moe_experts: got {self.model.num_moe_experts}, accepted: {accepted}")
         for key in ("offload_param", "offload_optimizer"):
             if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (None, "none"):
                 accepted = "absent (the planner knows states on the GPU only)"
@@ -43,16 +41,10 @@ class Run:
 
     @classmethod
     def of_plan(cls, p: Any) -> Run:
-        """What the planner needs of a ``launch.train`` plan.
-
-        Raises:
-            CoatConfigError: it cannot plan this one; names the key.
-        """
-        if p.args.pipeline_parallel > 1:
-            raise CoatConfigError(
-                f"--pipeline-parallel: got {p.args.pipeline_parallel}, accepted: 1 with --dry-run and "
-                "--micro-batch auto (the planner knows runs of one stage)"
-            )
+        """What the planner needs of a ``launch.train`` plan; CoatConfigError names a key that it cannot plan."""
+        if (stages := p.args.pipeline_parallel) > 1:
+            accepted = "1 with --dry-run and --micro-batch auto (the planner knows runs of one stage)"
+            raise CoatConfigError(f"--pipeline-parallel: got {stages}, accepted: {accepted}")
         return cls(
             model=p.model,
             settings=p.settings,

@@ -119,8 +119,8 @@ def _shared_params(run: Run) -> dict[str, Any]:
     return {key: given[key] for key in ("lr", "betas", "eps", "weight_decay") if key in given}
 
 
+# Keys of DeepSpeed's "bf16" block: with AdamW they mean something else than beside our remainders.
 _BF16_STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
-"""Keys of DeepSpeed's "bf16" block: with AdamW they mean something else than beside our remainders."""
 
 
 def _drop_bf16_states(settings: dict[str, Any]) -> None:

@@ -168,8 +168,7 @@ class Step:
         run, held, tied, embedding = self.run, self.held, self.run.model.tie_embeddings, self.parameters[0]
         if tied:  # autograd holds it until the embedding's part is there
             held["gradients outside of the buckets"] += 2 * embedding.numel
-        after_layers = [p for p in self.parameters[1:] if p.layer is None]
-        for p in reversed(after_layers):
+        for p in reversed([p for p in self.parameters[1:] if p.layer is None]):
             self.take(p)
         held["activations"] -= self.final_norm()
         first, last = ({unit[end]: unit for unit in self.units} for end in (0, -1))

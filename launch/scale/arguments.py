@@ -9,7 +9,8 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from coat_dist import CoatConfigError
-from launch.command_line import LocalPath, RunOptions, option, options_parser, out_of_range, parse_options
+from launch.command_line import LocalPath, option, options_parser, out_of_range, parse_options
+from launch.plan.arguments import ConfiguredOptions
 from launch.plan.gpus import memory_bytes
 from launch.plan.recompute import check_recompute
 
@@ -39,11 +40,11 @@ _Ranks = Annotated[tuple[int, ...], _several(int, "numbers of ranks")]
 _Sizes = Annotated[tuple[int, ...], _several(memory_bytes, "sizes such as 64KiB,16MiB")]
 
 
-_model, _measure, _predict = (partial(option, group=name) for name in ("model", "measuring", "predicting"))
+_measure, _predict = partial(option, group="measuring"), partial(option, group="predicting")
 
 
 @dataclass(kw_only=True)
-class ScalingOptions(RunOptions):
+class ScalingOptions(ConfiguredOptions):
     """Measure training and collectives on 1, 2, 4, ... of the ranks that are here, and predict larger clusters. Started
     by `torchrun launch/scaling.py ...` or `deepspeed launch/scaling.py ...` (srun: `srun python ...`) on one node or
     several, or by its path on one."""
@@ -56,16 +57,8 @@ class ScalingOptions(RunOptions):
     gpu_memory: str | None = None
     other_memory: str | None = None
 
-    model: LocalPath | None = _model(None, metavar="FILE")
+    model: LocalPath | None = option(None, group="model", metavar="FILE")
     """a path, or a name such as llama2-7b"""
-    model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
-    """replace values of the description"""
-    vocab_size: int | None = _model(None, metavar="N", least=1)
-    """where the model names none (default: 32000)"""
-    deepspeed_config: LocalPath = _model("zero2", flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE")
-    """DeepSpeed JSON: a path, or a name such as zero2"""
-    accumulation: int | None = _model(None, metavar="N", least=1)
-    """micro-batches a step of weak scaling (default: the configuration's, else 1)"""
     deepspeed: bool = _measure(False)
     """accepted for habit; DeepSpeed always runs"""
     local_rank: int | None = _measure(None, flags=("--local_rank", "--local-rank"))
@@ -96,16 +89,10 @@ class ScalingOptions(RunOptions):
     """an earlier --output; measure nothing"""
     gpus_per_node: int | None = _predict(None, metavar="N", least=1)
     """(default: as started here, else 8)"""
-    log_level: Literal["debug", "info", "warning", "error"] = option("info")
-    """how much the program and libraries print"""
 
 
 def parse(argv: Sequence[str] | None = None) -> ScalingOptions:
-    """Parse and check the command line.
-
-    Raises:
-        CoatConfigError: a line for each option that cannot be used.
-    """
+    """Parse and check the command line; CoatConfigError names what cannot be used."""
     args = parse_options(ScalingOptions, options_parser(ScalingOptions, "scaling.py"), argv)
     problems = [*out_of_range(args), *check_recompute(args)]
     if not (args.model or args.measured or args.only == "collectives"):
@@ -119,11 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> ScalingOptions:
 
 
 def sub_groups(args: ScalingOptions, crew: Crew) -> list[int]:
-    """Numbers of ranks to measure.
-
-    Raises:
-        CoatConfigError: more than there are, no multiple of ``--tensor-parallel``, or parts of several nodes.
-    """
+    """Numbers of ranks to measure; those of several nodes are all of these nodes'."""
     tp, world, per_node = args.tensor_parallel, crew.world, crew.per_node
     if world % tp:
         raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")

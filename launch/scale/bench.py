@@ -24,11 +24,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def share(kind: str, ranks: int) -> float:
-    """Part of a collective's bytes that each rank sends, as in a ring.
-
-    The bytes are those of the whole tensor: what is reduced, what a rank has after a gather or before a scatter, what
-    a rank sends to all others together, what one rank sends to another.
-    """
+    """Part of a collective's bytes, those of the whole tensor, that each rank sends, as in a ring."""
     if kind == "p2p":
         return 1.0
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks

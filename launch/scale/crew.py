@@ -69,26 +69,17 @@ class Crew(NamedTuple):
             launcher = ["--nnodes", job["nodes"], "--node-rank", self.node, "--nproc-per-node", job["a_node"]]
             launcher += ["--master-addr", address, "--master-port", port, "-m", "launch.scale.worker"]
             command = [sys.executable, "-m", "torch.distributed.run", *map(str, launcher), json.dumps(job), folder]
-            with subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,  # workers end when this process does
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            ) as running:
-                assert running.stdout is not None
-                output = running.stdout.read()
+            alive, held = os.pipe()
+            with open(alive, "rb") as stdin, open(held, "wb"):  # workers end when this process, and so the pipe, does
+                done = subprocess.run(
+                    command, env=environment, stdin=stdin, capture_output=True, text=True, check=False
+                )
             written = [file.read_text(encoding="utf-8") for file in Path(folder).glob("*.json")]
         results = [json.loads(text) for text in written if text]  # torchrun may end a rank that begins to write
         # The reason is the error that is no consequence of another rank's end.
-        failed = sorted((one["failed"] for one in results if "failed" in one), key=_is_consequence)
-        if failed or running.returncode:
-            status = re.search(r"(rank *: .*)\n *(exitcode *: -?\d+)", output)
-            return {"failed": failed[0] if failed else " ".join(status.groups()) if status else output[-300:]}
-        return next(one for one in results if "device" in one)
-
-
-def _is_consequence(reason: str) -> bool:
-    return any(word in reason for word in _CONSEQUENCES)
+        failed = [one["failed"] for one in results if "failed" in one]
+        failed.sort(key=lambda reason: any(word in reason for word in _CONSEQUENCES))
+        if failed or done.returncode:
+            status = re.search(r"(rank *: .*)\n *(exitcode *: -?\d+)", done.stderr)
+            return {"failed": failed[0] if failed else " ".join(status.groups()) if status else done.stderr[-300:]}
+        return next((one for one in results if "device" in one), {})

@@ -31,11 +31,7 @@ _VOCABULARY = 32_000  # Llama 2's, of a model that names none: its tokens are ra
 
 
 def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
-    """What is trained and on what, as plain values.
-
-    Raises:
-        CoatConfigError: settings that cannot be used.
-    """
+    """What is trained and on what, as plain values; CoatConfigError names settings that cannot be used."""
     found: dict[str, Any] = {
         "tensor_parallel": args.tensor_parallel,
         "world": crew.world,
@@ -69,8 +65,7 @@ def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
 def jobs(args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int], crew: Crew) -> list[dict[str, Any]]:
     """What is to be measured, the quick things first, on the first ranks of nodes: ``nodes``, ``a_node`` ranks of each.
 
-    Raises:
-        CoatConfigError: a training that cannot be measured.
+    CoatConfigError names what cannot be trained.
     """
     found: list[dict[str, Any]] = []
     shapes = [(max(1, size // crew.per_node), min(size, crew.per_node)) for size in sizes]

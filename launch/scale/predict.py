@@ -33,6 +33,9 @@ class Link(NamedTuple):
     start: float = 0.0
     source: str = "assumed"
 
+    def __str__(self) -> str:
+        return f"{self.bandwidth / 1e9:,.1f} GB/s and {1e6 * self.latency:.1f} µs a hop ({self.source})"
+
 
 _NVLINK = Link(240e9, 3e-6, 18e-6)
 """Within a node. Two H200s: an all-gather of 8192 x 4096 takes 161 us in BF16 and 91 us in FP8 (docs/flow.md)."""
@@ -60,11 +63,7 @@ class Network(NamedTuple):
 
     def describe(self) -> str:
         """The links for a reader."""
-        inside, between = (
-            f"{link.bandwidth / 1e9:,.1f} GB/s and {1e6 * link.latency:.1f} µs a hop ({link.source})"
-            for link in self[:2]
-        )
-        return f"nodes of {self.gpus_per_node}, within a node {inside}, between nodes {between}"
+        return f"nodes of {self.gpus_per_node}, within a node {self.inside}, between nodes {self.between}"
 
 
 def hops(kind: str, ranks: int) -> int:

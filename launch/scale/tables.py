@@ -171,14 +171,6 @@ def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output:
         x, color = [row["ranks"] for row in rows], f"C{index}"
         speed.plot(x, [row["tokens_per_second"] for row in rows], "o-", color=color, label=f"{variant}, {mode}")
         efficiency.plot(x, [100 * row["efficiency"] for row in rows], "o-", color=color, label=f"{variant}, {mode}")
-        ahead = [row for row in found["predictions"] if row["variant"] == variant and row["measured"] is None]
-        if ahead and mode == "weak":
-            x = [row["ranks"] for row in ahead]
-            speeds = [[row["ranks"] * row["tokens_per_second_per_gpu"][end] for row in ahead] for end in range(3)]
-            parts = [[100 * row["efficiency"][end] for row in ahead] for end in range(3)]
-            for axis, (low, middle, high) in ((speed, speeds), (efficiency, parts)):
-                axis.plot(x, middle, "--", color=color)
-                axis.fill_between(x, low, high, color=color, alpha=0.2, label=f"{variant}, predicted")
     for kind, ranks in dict.fromkeys((one["kind"], one["ranks"]) for one in samples):
         rows = sorted((s for s in samples if (s["kind"], s["ranks"]) == (kind, ranks)), key=lambda one: one["size"])
         label = f"{kind.replace('_', '-')}, {ranks}"

@@ -20,13 +20,10 @@ __all__ = ["measure", "plan_of"]
 
 
 def plan_of(job: Mapping[str, Any], world: int) -> Plan:
-    """The plan of a run on ``world`` ranks; touches no device.
+    """The plan of a run on ``world`` ranks; touches no device. Errors are those of :func:`assemble`.
 
     Args:
         job: ``variant``, ``accumulations``, and the ``identity`` of :func:`launch.scale.measuring.identity_of`.
-
-    Raises:
-        CoatConfigError: as :func:`launch.train.plan.assemble`.
     """
     identity = job["identity"]
     settings = {key: value for key, value in identity["settings"][job["variant"]].items() if key != TOTAL}
