@@ -83,13 +83,7 @@ class Gap:
 
 
 def gap(run: Records, baseline: Records, key: str = "loss", smooth: float = 1) -> Gap:
-    """Compare two runs step by step. Both are smoothed over the same steps: those at which both have a loss.
-
-    Args:
-        run, baseline: records of ``metrics.jsonl``.
-        key: "loss" or "valid_loss".
-        smooth: see :func:`smoothed`.
-    """
+    """Compare two runs step by step, both :func:`smoothed` over the steps at which both have a loss."""
     ours, theirs = series(run, key), series(baseline, key)
     both = {r["step"] for r in run} & {r["step"] for r in baseline}
     either = {r["step"] for r in run} | {r["step"] for r in baseline}
@@ -112,8 +106,7 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         A line for each run that has no finite loss and, with ``with_gap``, for each but the first.
 
     Raises:
-        ValueError: no run has a finite loss; a format that matplotlib does not write; runs without a common step;
-            the file cannot be written, and is what it was before.
+        ValueError: no finite loss, no common step, no such format, or the file, which stays as it was, is not writable.
     """
     without = [name for name, records in runs.items() if not any(series(records, key) for key in _LOSSES)]
     if len(without) == len(runs):

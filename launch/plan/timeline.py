@@ -78,7 +78,7 @@ class Step:
             self.at, self.moment = {k: v for k, v in now.items() if v}, f"{phase}: {moment}"
 
     def build(self) -> None:
-        """The engine is built: weights before and after they are laid out, the copy that becomes the master weights."""
+        """Weights before and after they are laid out, and the copy that becomes the master weights."""
         run, found, phase = self.run, self.states, "building the engine"
         shard, weights = found.shard, found.weights
         if run.stage == 3:  # in shards, whole one parameter at a time
@@ -134,7 +134,6 @@ class Step:
         return 2 * self.stream + per_token * self.run.tokens // self.run.shared
 
     def forward(self) -> None:
-        """Layers save what backward needs."""
         last = self.run.model.num_layers - 1
         self.kept = [0 if i in self.again else self.layer_bytes(i) for i in range(last + 1)]
         if self.graphed:
@@ -245,7 +244,6 @@ class Step:
         self.waiting = []
 
     def end_reduction(self) -> None:
-        """Backward is over."""
         self.flush()
         run, found = self.run, self.states
         if run.fp32_gradients_whole:
@@ -257,7 +255,6 @@ class Step:
             self.held["DeepSpeed's buckets"] = 0
 
     def update(self) -> None:
-        """The optimizer's step."""
         run, found, moment = self.run, self.states, "gradients are put together"
         self.look("step", "gradient norm", computing=8 * found.largest)
         if run.stage == 3:

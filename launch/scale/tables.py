@@ -33,17 +33,14 @@ def spread_of(seconds: Sequence[float]) -> float:
 
 def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values of all tables from ``measured.json`` and predictions: seconds, bytes a second."""
-    good = [one for one in there["records"] if "failed" not in one]
-    collectives = [one for one in good if one["key"]["what"] == "collectives"]
+    records = there["records"]
     return {
         "identity": there["identity"],
-        "steps": _steps([one for one in good if one["key"]["what"] == "training"], there["identity"]),
-        "collectives": [row for one in collectives for row in _collectives(one)],
+        "steps": _steps([one for one in records if "steps" in one], there["identity"]),
+        "collectives": [row for one in records if "samples" in one for row in _collectives(one)],
         "predictions": predicted["rows"],
         "links": predicted["links"],
-        "failed": [
-            {**one["key"], "ranks": one["ranks"], "why": one["failed"]} for one in there["records"] if "failed" in one
-        ],
+        "failed": [one["key"] | {"ranks": one["ranks"], "why": one["failed"]} for one in records if "failed" in one],
     }
 
 
