@@ -1,8 +1,7 @@
 """GPUs by name: how much memory a program finds on them, and the rates that a step's time is made of.
 
-Rates were measured on one H200 (`benchmarks/results/speed`, `docs/results.md`); those of other GPUs follow from it
-by the ratio of their data sheets' numbers, and are marked so. With an H100's, and its own rate of kernels that pass
-over tensors, times are those that were measured on it.
+Rates were measured on one H200 and, for kernels that pass over tensors, one H100 (`docs/results.md`); those of other
+GPUs follow from it by the ratio of their data sheets' numbers, and are marked so.
 """
 
 from __future__ import annotations

@@ -63,10 +63,7 @@ def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
 
 
 def jobs(args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int], crew: Crew) -> list[dict[str, Any]]:
-    """What is to be measured, the quick things first, on the first ranks of nodes: ``nodes``, ``a_node`` ranks of each.
-
-    CoatConfigError names what cannot be trained.
-    """
+    """What is to be measured on the first ``nodes`` and ``a_node`` ranks of each; CoatConfigError names what cannot."""
     found: list[dict[str, Any]] = []
     shapes = [(max(1, size // crew.per_node), min(size, crew.per_node)) for size in sizes]
     if args.only != "training":

@@ -133,11 +133,7 @@ def _shown(run: Run, network: Network, shows: float, bandwidth: float, computing
 def predictions(
     there: Mapping[str, Any], predict: Sequence[int] = (), gpus_per_node: int | None = None
 ) -> dict[str, Any]:
-    """Weak scaling of a measured run to ``predict`` ranks; as a check, the most measured ranks from fewer.
-
-    Args:
-        there: what ``measured.json`` holds.
-    """
+    """Weak scaling of ``measured.json`` to ``predict`` ranks; as a check, the most measured ranks from fewer."""
     identity, own_node = there["identity"], there["identity"]["gpus_per_node"]
     node = gpus_per_node or (own_node if identity["nodes"] > 1 else max(8, own_node))
     network, rows = network_of(there["records"], node), []
