@@ -48,19 +48,15 @@ def test_a_row_that_does_not_fit_has_no_speed(capsys) -> None:
     assert " ms" not in capsys.readouterr().out
 
 
-def test_the_largest_micro_batch_fits_and_the_next_does_not(capsys) -> None:
+def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path, capsys) -> None:
+    """Where none fits, a step has its samples all the same."""
     said = say(capsys, *SEVEN, "--micro-batch", "auto")
     assert said["fits"] and said["micro_batch"] == said["largest_micro_batch"]
     assert not say(capsys, *SEVEN, "--micro-batch", str(said["micro_batch"] + 1))["fits"]
-
-
-@pytest.mark.parametrize(("batch", "accumulation"), [({}, 1), ({"train_batch_size": 64}, 8)])
-def test_where_nothing_fits_a_step_has_its_samples_all_the_same(tmp_path, capsys, batch, accumulation) -> None:
-    config = configuration(tmp_path, 2, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None, **batch)
-    options = ["--deepspeed_config", config, "--micro-batch", "auto", "--gpu-memory", "4GiB"]
-    said = say(capsys, *SEVEN, *options)
+    config = configuration(tmp_path, 2, gradient_accumulation_steps=None, train_batch_size=64)
+    said = say(capsys, *SEVEN, "--deepspeed_config", config, "--micro-batch", "auto", "--gpu-memory", "4GiB")
     assert not said["fits"] and said["largest_micro_batch"] == 0
-    assert (said["micro_batch"], said["gradient_accumulation_steps"]) == (1, accumulation)
+    assert (said["micro_batch"], said["gradient_accumulation_steps"]) == (1, 8)
 
 
 @pytest.mark.parametrize(
@@ -167,20 +163,17 @@ def test_parameters_are_those_of_the_model(name) -> None:
 
 def test_gpus_by_every_name() -> None:
     names = {
-        "H100": "h100",
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA H100 PCIe": "h100-pcie",
-        "NVIDIA H100 NVL": "h100-nvl",
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "NVIDIA A100-SXM4-40GB": "a100-40",
-        "a100-80": "a100",
-        "NVIDIA H200": "h200",
-        "NVIDIA GeForce RTX 4090": "rtx4090",
-        "NVIDIA GH200 480GB": "gh200",
-        "NVIDIA H20": "h20",
-        "L40S 48GB": "l40s",
+        "h100": ("H100", "NVIDIA H100 80GB HBM3"),
+        "h100-pcie": ("NVIDIA H100 PCIe",),
+        "h100-nvl": ("NVIDIA H100 NVL",),
+        "a100": ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        "a100-40": ("NVIDIA A100-SXM4-40GB",),
+        "rtx4090": ("NVIDIA GeForce RTX 4090",),
+        "gh200": ("NVIDIA GH200 480GB",),
+        "h20": ("NVIDIA H20",),
     }
-    assert {given: find_gpu(given).name for given in names} == names
+    for name, spelt in names.items():
+        assert {find_gpu(one).name for one in spelt} == {name}
     for unknown in ("h1000", "ah100"):
         with pytest.raises(CoatConfigError, match=f"--gpu: got '{unknown}', accepted: "):
             find_gpu(unknown)
@@ -188,22 +181,17 @@ def test_gpus_by_every_name() -> None:
     assert all(gpu.memory > 0 and gpu.bf16 <= gpu.fp8 for gpu in GPUS.values())
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
-        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, None),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
-            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"},
-        ),
-    ],
-)
-def test_segments_are_expandable_unless_the_user_has_said(before, after) -> None:
-    environment = dict(before)
-    expandable_segments(environment)
-    assert environment == (before if after is None else after)
+def test_segments_are_expandable_unless_the_user_has_set_that() -> None:
+    name, on = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    for before, after in (
+        ({}, {"PYTORCH_ALLOC_CONF": on}),
+        ({name: "expandable_segments:False"}, {name: "expandable_segments:False"}),
+        ({name: "backend:cudaMallocAsync"}, {name: "backend:cudaMallocAsync"}),
+        ({name: "max_split_size_mb:512"}, {name: f"max_split_size_mb:512,{on}"}),
+    ):
+        environment = dict(before)
+        expandable_segments(environment)
+        assert environment == after
 
 
 @pytest.mark.parametrize(

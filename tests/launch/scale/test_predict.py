@@ -66,11 +66,9 @@ def cluster(*sizes, shows=0.5, update=0.02, micro=0.06):
         steps = [{"accumulation": passes, "seconds": [step(ranks, passes)] * 8} for passes in (1, 2)]
         records.append({"key": {"variant": "coat"}, **about, "steps": steps})
         if ranks > 1:
-            samples = [
-                {"kind": "all_reduce", "ranks": ranks, "size": size,
-                 "seconds": NETWORK.seconds("all_reduce", ranks, 1, size)} for size in (4096, 2**32)
-            ]  # fmt: skip
-            records.append({**about, "samples": samples})
+            common = {"kind": "all_reduce", "ranks": ranks}
+            times = {size: NETWORK.seconds("all_reduce", ranks, 1, size) for size in (4096, 2**32)}
+            records.append({**about, "samples": [{**common, "size": k, "seconds": v} for k, v in times.items()]})
     identity = {
         "model": run.model.model_dump(exclude_defaults=True, mode="json"), "settings": {"coat": dict(run.settings)},
         "tensor_parallel": 1, "micro_batch": 2, "accumulation": 1, "nodes": 1, "gpus_per_node": 8,
