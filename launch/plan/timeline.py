@@ -47,9 +47,9 @@ class Peak:
 class Step:
     """A training step of one rank: what is held at the moment, and the largest sums so far."""
 
-    def __init__(self, run: Run, rank: int | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.states, self.parameters = run, states(run), parameters(run)
-        self.local = local_elements(run, run.dp - 1 if rank is None else rank)
+        self.local = local_elements(run, run.dp - 1)
         self.stream = 2 * run.model.hidden_size * run.tokens // run.shared  # bytes of the residual stream
         self.units = _units(run)
         self.again = {layer for unit in self.units for layer in unit}
@@ -267,15 +267,13 @@ class Step:
             self.look("step", moment, computing=(2 if run.remainder else 6) * found.shard)
 
 
-def simulate(run: Run, rank: int | None = None) -> Peak:
+def simulate(run: Run) -> Peak:
     """The largest moment of a training step, not of the first one, which lacks moments while it runs.
 
-    Args:
-        rank: data-parallel rank. Under ZeRO-2 they differ: the last one has the last layers' gradients, which come
-            first, while the activations of all other layers are still there; rank 0 allocates its own much later.
-            None = the last, which needs most.
+    Under ZeRO-2 the last data-parallel rank needs most, and is simulated: it has the last layers' gradients, which come
+    first, while the activations of all other layers are still there.
     """
-    step = Step(run, rank)
+    step = Step(run)
     step.build()
     step.begin()
     step.forward()

@@ -74,16 +74,11 @@ def test_models_and_options(stage, changes, coat, more) -> None:
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+BLOCK = FULL | {"recompute_method": "block", "recompute_num_layers": 2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coat", [{}, None])
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        *(FULL, FULL | {"recompute_method": "block", "recompute_num_layers": 2}),
-        *(SELECTIVE, SELECTIVE | {"recompute_modules": ["core_attn"]}),
-    ],
-)
+@pytest.mark.parametrize("recompute", [FULL, BLOCK, SELECTIVE, SELECTIVE | {"recompute_modules": ["core_attn"]}])
 def test_recomputation(coat, recompute) -> None:
     compare(MODEL, settings_of(2, coat, **FP32), recompute=recompute)

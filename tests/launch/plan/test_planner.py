@@ -96,8 +96,8 @@ def test_errors_name_what_was_given(capsys, options, said) -> None:
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
-def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys, work) -> None:
-    """config.json is enough, also by its name, and for a dry run that starts from the folder."""
+def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
+    """config.json is enough, also by its name."""
     pytest.importorskip("transformers")
     from launch.weights import open_weights
     from tests.launch.hf.folders import make
@@ -110,27 +110,14 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys, work) -> None:
     longer = str(2 * model.seq_length)
     (note,) = say(capsys, "--model", folder, "--seq-length", longer, "--gpu", "h200")["notes"]
     assert note.startswith(f"model.seq_length: got {longer}, more than the {model.seq_length} that ")
-
-    dry = ["--init-from", folder, "--model-override", "seq_length=16", "--gpus", "2", "--dry-run", "--json"]
-    dry += ["--deepspeed_config", configuration(tmp_path, 2), "--data", str(work / "data"), "--train-steps", "5"]
-    assert pretrain.main(dry) == 0
-    before = capsys.readouterr().out
     for file in (tmp_path / "hf").iterdir():
         if file.name != "config.json":
             file.unlink()
     for given in (folder, f"{folder}/config.json"):
         assert say(capsys, "--model", given, "--seq-length", "16", "--gpu", "h200") == found
-    assert pretrain.main(dry) == 0 and capsys.readouterr().out == before
     (tmp_path / "empty").mkdir()
-    (tmp_path / "model.safetensors").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "theirs.json").write_bytes((tmp_path / "hf" / "config.json").read_bytes())
-    for name, error in (
-        ("empty", f"{tmp_path / 'empty'}: holds no model, accepted: a Hugging Face folder"),
-        ("model.safetensors", f"--model: {tmp_path / 'model.safetensors'} is not JSON: "),
-        ("theirs.json", f"--model: {tmp_path / 'theirs.json'} is of Hugging Face, accepted: a description of ours"),
-    ):
-        assert planner.main(["--model", str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err.startswith(f"error: {error}")
+    assert planner.main(["--model", str(tmp_path / "empty")]) == 2
+    assert f"{tmp_path / 'empty'}: holds no model, accepted: a Hugging Face folder" in capsys.readouterr().err
 
 
 def test_notes_name_guesses(capsys) -> None:
@@ -198,10 +185,7 @@ def test_segments_are_expandable_unless_the_user_has_set_that() -> None:
     ("batch", "micro"),
     [
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, ["--micro-batch", "4"]),
-        (
-            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2},
-            ["--micro-batch", "auto", "--gpu-memory", "1GiB"],
-        ),
+        ({"train_batch_size": 64}, ["--micro-batch", "auto", "--gpu-memory", "1GiB"]),
         ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3}, []),
         ({"train_batch_size": 62, "train_micro_batch_size_per_gpu": "auto"}, []),
     ],
@@ -234,13 +218,3 @@ def test_parts_that_megatron_cannot_recompute_in_bf16_are_refused(capsys, overri
     assert planner.main([*argv, "--deepspeed_config", "zero2"]) == 0
     assert planner.main([*argv, "--deepspeed_config", "zero2-bf16"]) == 2
     assert f"--recompute-modules: got {module}, accepted: {accepted}; in BF16 layers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("zero", [{}, {"zero_optimization": {"stage": 0}}])
-def test_the_stage_is_that_of_the_option_also_where_the_file_has_none(tmp_path, capsys, zero) -> None:
-    settings = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "coat": {}, **zero}
-    settings["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-3}}
-    (tmp_path / "ds.json").write_text(json.dumps(settings))
-    for stage in (1, 3):
-        argv = [*SEVEN, "--deepspeed_config", str(tmp_path / "ds.json"), "--zero-stage", str(stage)]
-        assert say(capsys, *argv)["zero_stage"] == stage

@@ -102,18 +102,6 @@ def test_noise_is_no_update():
         assert row["seconds"][0] > 0.4 * there["records"][0]["steps"][0]["seconds"][0]
 
 
-def test_the_check_uses_fewer_ranks_alone():
-    there, _ = cluster(1, 2, 4)
-    (before,) = predictions(there)["rows"]
-    for one in there["records"]:
-        if one["ranks"] == 4:
-            for measured in one.get("steps", []):
-                measured["seconds"] = [3 * seconds for seconds in measured["seconds"]]
-    (after,) = predictions(there)["rows"]
-    assert before["from"] == 2 and after["seconds"] == before["seconds"]
-    assert after["measured"] == 3 * before["measured"] > after["seconds"][2]
-
-
 def test_links_are_measured_or_assumed():
     there, _ = cluster(1, 2)
     network = network_of(there["records"], 8)

@@ -6,20 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import python_path
 from launch import scaling
 from launch.scale import bench
 from launch.scale.crew import Crew
+from tests.launch.test_nodes import ENVIRONMENT
 from tests.support import Program, forked_programs, free_port, run_ranks
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="starts ranks on the CPU")
-ENVIRONMENT = {
-    "PYTHONPATH": python_path(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 SMALL = ["--model-override", "num_layers=1", "hidden_size=64", "ffn_hidden_size=128", "seq_length=32"]
 TINY = ["--model", "tiny", "--micro-batch", "1", "--steps", "3", "--warmup", "1", *SMALL]
 
