@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_dist import CoatConfig
 from coat_dist.checkpoint.manifest import read_manifest
 from launch import pretrain
-from launch.model.gpt import load_model_config
 from launch.plan.gpus import GPUS
-from launch.plan.run import Run
 from launch.plan.search import need
 from launch.train import exhausted
 from tests.launch.plan.auto_runs import limited
+from tests.launch.plan.engines import planned
 from tests.launch.pretrain_runs import command, configuration, losses
 from tests.support import run_ranks
 
@@ -24,10 +22,9 @@ SMALL = {"stage": 2, "reduce_bucket_size": 100000}
 
 def memory_for(work, config, micro, ranks=1):
     """Bytes with which ``micro`` is the planner's largest micro-batch."""
-    settings = json.loads(Path(config).read_text())
-    model = load_model_config(work / "model.json").with_vocab(250)
-    run = Run(model=model, settings=settings, coat=CoatConfig.from_deepspeed(settings), dp=ranks, micro=micro)
-    return need(run, GPUS["h100"].but(other=0)).total
+    settings = json.loads(Path(config).read_text()) | {"train_micro_batch_size_per_gpu": micro}
+    model = json.loads((work / "model.json").read_text()) | {"vocab_size": 250}
+    return need(planned(model, settings, ranks), GPUS["h100"].but(other=0)).total
 
 
 def auto(tmp_path, **more):
@@ -52,12 +49,10 @@ def test_it_trains_as_with_the_number_and_continues_with_it(work, tmp_path) -> N
 
 
 def test_all_ranks_take_the_next_one_that_fits_them_all(work, tmp_path) -> None:
-    found = auto(tmp_path, train_batch_size=24, gradient_accumulation_steps=None)
-    memory = memory_for(work, found, 7, ranks=2)
-    save = tmp_path / "save"
-    argv = command(work, tmp_path / "run", found, "--save", save, "--gpu-memory", memory, steps=2)
-    ends = run_ranks(2, limited, argv, 3)
-    assert all("finished 2 steps" in end for end in ends)
+    found, save = auto(tmp_path, train_batch_size=24, gradient_accumulation_steps=None), tmp_path / "save"
+    more = ["--save", save, "--gpu-memory", memory_for(work, found, 7, ranks=2)]
+    argv = command(work, tmp_path / "run", found, *more, steps=2)
+    assert all("finished 2 steps" in end for end in run_ranks(2, limited, argv, 3))
     batch = read_manifest(save / "step00000002")["run"]["batch"]
     # 6 and 4 were tried, 5 divides nothing
     assert batch == {"micro": 3, "accumulation": 4, "total": 24, "found": "auto"}
@@ -74,8 +69,8 @@ def test_all_ranks_take_the_next_one_that_fits_them_all(work, tmp_path) -> None:
     ],
 )
 def test_what_leaves_no_choice_is_refused(work, tmp_path, more, options, said) -> None:
-    found = auto(tmp_path, **more)
-    end = run_ranks(1, limited, command(work, tmp_path / "run", found, *options, steps=2))[0]
+    argv = command(work, tmp_path / "run", auto(tmp_path, **more), *options, steps=2)
+    end = run_ranks(1, limited, argv)[0]
     assert end.startswith("CoatConfigError: ") and said in end
 
 

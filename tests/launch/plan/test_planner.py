@@ -12,9 +12,9 @@ from coat_dist import CoatConfigError
 from launch import planner, pretrain
 from launch.model.gpt import load_model_config, parameter_count
 from launch.plan.allocator import expandable_segments
-from launch.plan.gpus import GPUS, find_gpu, memory_bytes
+from launch.plan.gpus import find_gpu, memory_bytes
 from launch.plan.run import parameters
-from tests.launch.plan.engines import MODEL, planned, settings_of
+from tests.launch.plan.engines import planned, settings_of
 from tests.launch.pretrain_runs import command, configuration
 
 SEVEN = ["--model", "llama2-7b", "--gpus", "8", "--gpu", "h100"]
@@ -64,12 +64,10 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path, capsys) ->
     [
         (["--zero-stage", "3"], False),
         (["--zero-stage", "1"], True),
-        (["--recompute-granularity", "full"], False),
         (["--attention", "fp8"], False),
         (["--loss", "plain", "--micro-batch", "8"], True),
         (["--tensor-parallel", "2", "--sequence-parallel"], False),
         (["--deepspeed_config", "zero2-bf16"], True),
-        (["--seq-length", "8192"], True),
     ],
 )
 def test_settings_change_the_peak(capsys, options, larger) -> None:
@@ -145,7 +143,6 @@ def test_parameters_are_those_of_the_model(name) -> None:
     model = load_model_config(name)
     run = planned(model.model_dump(exclude_unset=True), settings_of(2, {}))
     assert sum(p.numel for p in parameters(run)) == parameter_count(model)
-    assert sum(p.numel for p in parameters(planned({**MODEL, "qk_norm": True}, settings_of(2, {}), tp=2))) > 0
 
 
 def test_gpus_by_every_name() -> None:
@@ -165,7 +162,6 @@ def test_gpus_by_every_name() -> None:
         with pytest.raises(CoatConfigError, match=f"--gpu: got '{unknown}', accepted: "):
             find_gpu(unknown)
     assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes("141 GB") == 141 * 10**9 == memory_bytes("141g")
-    assert all(gpu.memory > 0 and gpu.bf16 <= gpu.fp8 for gpu in GPUS.values())
 
 
 def test_segments_are_expandable_unless_the_user_has_set_that() -> None:

@@ -96,7 +96,8 @@ def test_suggestions_save_what_they_say(capsys, tmp_path, name, gpus) -> None:
     before = answer(capsys, tmp_path, settings, *argv)
     assert before["savings"]
     for one in before["savings"]:
-        after = answer(capsys, tmp_path, *(lambda s, a: (s, *a))(*pasted(settings, argv, one["setting"])))
+        changed, options = pasted(settings, argv, one["setting"])
+        after = answer(capsys, tmp_path, changed, *options)
         saved = before["peak"]["needed_bytes"] - after["peak"]["needed_bytes"]
         assert saved == one["bytes"], one["setting"]
         samples = [x["micro_batch"] * x["gradient_accumulation_steps"] for x in (before, after)]

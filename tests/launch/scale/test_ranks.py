@@ -55,7 +55,7 @@ def test_two_nodes(tmp_path):
     texts = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
-    assert found["identity"]["nodes"] == 2 and "nodes of 1" in found["links"]
+    assert found["identity"]["nodes"] == 2
     assert {(r["kind"], r["where"]) for r in found["collectives"]} == {(kind, "between nodes") for kind in bench.KINDS}
     assert "# Scaling" in texts[0] and "# Scaling" not in texts[1]
 
@@ -84,7 +84,6 @@ def test_a_measurement_that_fails_fails_alone():
         ([*TINY, "--gpus", "2", "--ranks", "4"], "--ranks: got 4, accepted: up to 2, the ranks"),
         ([*TINY, "--gpus", "2", "--tensor-parallel", "3"], "--tensor-parallel: got 3, accepted: "),
         ([*TINY, "--ranks", "1,x"], "--ranks: got '1,x', accepted: numbers of ranks"),
-        ([*TINY, "--variants", "fp8"], "--variants: got 'fp8', accepted: coat, bf16"),
         ([*TINY, "--message-sizes", "4 apples"], "--message-sizes: got '4 apples', accepted: sizes"),
         ([*TINY, "--output", "/dev/null/x"], "[Errno "),
         (["--model", "tiny-moe", "--vocab-size", "128"], "model.num_moe_experts: got 8, accepted: null"),
