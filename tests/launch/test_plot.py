@@ -54,9 +54,8 @@ def test_bad_input_is_one_line(tmp_path, capsys, content):
 
 def test_runs_without_a_finite_loss_are_named(tmp_path, capsys):
     """All of them: an error, and no empty plot; some of them: a line."""
-    good, *worse = (
-        write(tmp_path / name, range(1, 3), loss=loss) for name, loss in (("a", 1), ("b", None), ("c", None))
-    )
+    without = {"losses": [None, None], "valid_loss": None}
+    good, *worse = write(tmp_path / "a"), write(tmp_path / "b", **without), write(tmp_path / "c", **without)
     picture = tmp_path / "x.png"
     assert main([*worse, "--output", str(picture)]) == 2
     assert "b, c: no finite loss in any step, accepted: " in capsys.readouterr().err and not picture.exists()
