@@ -108,7 +108,7 @@ def test_suggestions_save_what_they_say(capsys, tmp_path, name, gpus) -> None:
 def test_what_stands_beside_is_the_users_own_configuration_with_and_without_us(tmp_path, name) -> None:
     """Training accepts both; the run itself is the one with the block where it has all."""
     (tmp_path / "config.json").write_text(json.dumps(FILES[name]))
-    run, _, _ = parse([*RUN, "--deepspeed_config", str(tmp_path / "config.json"), "--micro-batch", "1"])
+    run, _, _ = parse([*RUN, "--deepspeed_config", str(tmp_path / "config.json")])
     for variant in (search.with_block(run), search.without_block(run)):
         (tmp_path / "variant.json").write_text(json.dumps(dict(variant.settings)))
         _, coat = load_settings(str(tmp_path / "variant.json"), tp=1)
