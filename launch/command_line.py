@@ -327,7 +327,7 @@ class RunOptions:
     """compute whole layers again in backward, or parts of them (default: keep what backward needs)"""
     recompute_method: Literal["uniform", "block"] | None = _memory(None)
     """with full: units of so many layers, or only the first so many layers (default: uniform)"""
-    recompute_num_layers: int | None = _memory(None, metavar="N")
+    recompute_num_layers: int | None = _memory(None, metavar="N", least=1)
     """with full: how many (default: 1)"""
     recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] | None = _memory(None)
     """with selective: which parts of a layer (default: core_attn)"""

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.plan.arguments import as_json, parse
-from launch.plan.report import answer, text
+from launch.plan.arguments import parse
+from launch.plan.report import show
 
 __all__ = ["main"]
 
@@ -33,11 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
     try:
         run, gpu, args = parse(argv)
-        said = as_json(answer(run, gpu)) if args.json else text(run, gpu)
+        show(run, gpu, args.json)
     except (CoatConfigError, CheckpointError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    print(said)
     return 0
 
 

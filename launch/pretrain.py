@@ -43,8 +43,7 @@ from coat_dist.deepspeed.without_launcher import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank
 from launch import failing
 from launch.model.gpt import flops_per_token
-from launch.plan.arguments import silence_deepspeed
-from launch.plan.dry_run import dry_run
+from launch.plan.arguments import dry_run, silence_deepspeed
 from launch.prep import DataError
 from launch.train import arguments, auto, build, checkpoint, exhausted, layout, runtime, stages
 from launch.train.data_source import DataSource, Progress, TokenData

@@ -24,91 +24,55 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Read when these are imported: this process holds no GPU, and leaves them to those that it starts.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.write.durable import make_folder, sync_folder, write_text
+from coat_dist.checkpoint.write.durable import make_folder, write_text
 from coat_dist.deepspeed.without_launcher import take_ranks
 from launch import failing
 from launch.log_level import say, set_log_level
 from launch.plan.arguments import silence_deepspeed
 from launch.scale import arguments, measuring
 from launch.scale.crew import Crew
-from launch.scale.predict import paper, predictions
-from launch.scale.records import Records, read
+from launch.scale.predict import predictions
 from launch.scale.tables import draw, markdown, summary
 
 __all__ = ["main"]
 
 
-def _measure(args: Any) -> int:
-    """Measure, then say what was found; the exit status. All ranks come here."""
+def _measure(args: arguments.ScalingOptions) -> int:
+    """Measure, then print the tables; the exit status. All ranks come here."""
     import torch
 
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     here = args.gpus or (max(args.ranks) if args.ranks else max(1, torch.cuda.device_count()))
-    if not launched and torch.cuda.is_available() and here > torch.cuda.device_count():
-        raise CoatConfigError(f"--gpus: got {here}, accepted: up to {torch.cuda.device_count()}, the GPUs here")
-    world = int(os.environ["WORLD_SIZE"]) if launched and args.gpus is None else here
-    sizes = arguments.sub_groups(args, world)
-    identity = measuring.identity_of(args)
-    measuring.check(args, identity, sizes)
-    crew = Crew(None if launched and args.gpus is None and world > 1 else world)
-    if not crew.first:
-        crew.follow()
+    crew = Crew.of_launcher() or Crew(nodes=1, per_node=here)
+    sizes = arguments.sub_groups(args, crew)
+    identity = measuring.identity_of(args, crew)
+    jobs = measuring.jobs(args, identity, sizes, crew)
+    folder = Path(args.output or "runs/scaling")
+    if int(os.environ.get("LOCAL_RANK", 0)):
         return 0
-    try:
-        records = Records(args.output, {**identity, **measuring.machine(crew)}, args.overwrite)
-        failed = measuring.measure(args, crew, identity, sizes, records)
-    finally:
-        crew.dismiss()
-    there = {"identity": records.identity, "records": records.found}
-    _publish(args, there, args.output)
-    return 1 if failed else 0
+    if crew.node == 0:
+        if (folder / measuring.FILE).exists() and not args.overwrite:
+            raise CoatConfigError(
+                f"--output: got {folder}, which holds measurements, accepted: another folder, or --overwrite"
+            )
+        make_folder(folder)
+    there = measuring.measure(crew, identity, jobs, folder)
+    if crew.node == 0:
+        _publish(args, there, folder)
+    return 1 if any("failed" in one for one in there["records"]) else 0
 
 
-def _publish(args: Any, there: Mapping[str, Any], folder: str | None) -> None:
-    """Print the tables, and write them with a picture.
-
-    Raises:
-        CoatConfigError: something that was asked for cannot be predicted; after all else was printed and written.
-    """
-    links, wrong = arguments.links(args), None
-    try:
-        predicted = predictions(there, args.predict, links, args.gpus_per_node, args.hold_out)
-    except CoatConfigError as problem:
-        wrong = problem
-        predicted = predictions(there, (), links, args.gpus_per_node)
-    found = summary(there, predicted)
+def _publish(args: arguments.ScalingOptions, there: Mapping[str, Any], folder: Path | None) -> None:
+    """Print the tables; with a folder write them and a plot there, too."""
+    found = summary(there, predictions(there, args.predict, args.gpus_per_node))
     text = markdown(found)
     say(text)
     if folder is not None:
-        _write(found, text, there, folder)
-    if wrong is not None:
-        raise wrong
-
-
-def _write(found: Mapping[str, Any], text: str, there: Mapping[str, Any], folder: str) -> None:
-    place = Path(folder)
-    make_folder(place)
-    write_text(place / "scaling.json", json.dumps(found, indent=1))
-    write_text(place / "scaling.md", text)
-    samples = [sample for one in there["records"] for sample in one.get("samples", ())]
-    temporary = place / ".scaling.new.png"
-    draw(found, samples, temporary)
-    os.replace(temporary, place / "scaling.png")
-    sync_folder(place)
-    say(f"wrote scaling.md, scaling.json and scaling.png in {folder}")
-
-
-def _paper(args: Any) -> None:
-    """Print the table of predictions; with ``--output`` also write it."""
-    text = paper(args, arguments.links(args))
-    say(text)
-    if args.output is not None:
-        make_folder(Path(args.output))
-        write_text(Path(args.output) / "paper.md", text + "\n")
+        make_folder(folder)
+        write_text(folder / "scaling.json", json.dumps(found, indent=1))
+        write_text(folder / "scaling.md", text)
+        draw(found, [sample for one in there["records"] for sample in one.get("samples", ())], folder / "scaling.png")
+        say(f"wrote scaling.md, scaling.json and scaling.png in {folder}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,24 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = arguments.parse(argv)
         set_log_level(args.log_level)
         silence_deepspeed()
-        if args.paper:
-            if rank == 0:
-                _paper(args)
-            return 0
-        if args.measured is not None:
-            if rank == 0:
-                _publish(args, read(args.measured), args.output)
-            return 0
-        return _measure(args)
-    except CoatConfigError as problem:
+        if args.measured is None:
+            return _measure(args)
+        there = json.loads(Path(args.measured, measuring.FILE).read_text(encoding="utf-8"))
+        if rank == 0:
+            _publish(args, there, None if args.output is None else Path(args.output))
+        return 0
+    except (OSError, ValueError) as problem:  # a CoatConfigError is a ValueError
         failing.end(str(problem), rank)
-        return 2
-    except OSError as problem:
-        failing.end(f"--output: {problem}, accepted: a folder to write to", rank)
         return 2
     except KeyboardInterrupt:
         if rank == 0:
-            print("scaling: interrupted; the same command goes on with what is not measured yet", file=sys.stderr)
+            print("scaling: interrupted; --measured shows what was measured", file=sys.stderr)
         return 130
 
 

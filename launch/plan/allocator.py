@@ -12,14 +12,11 @@ _NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CO
 
 
 def expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let segments of the allocator grow, unless the user has said whether they should.
+    """Let segments of the allocator grow, unless the user has set that, or CUDA's allocator, which has none.
 
-    Without it memory that is free lies in pieces that no large tensor fits into, and a run dies far from the GPU's
-    size. Other settings that the user has made stay; CUDA's own allocator, which has no segments, is left alone.
+    Without it free memory is in pieces that no large tensor fits into, and a run dies far from the GPU's size.
     """
-    given = [name for name in _NAMES if environment.get(name)]
-    if any("expandable_segments" in environment[name] or "cudaMallocAsync" in environment[name] for name in given):
-        return
-    name = given[0] if given else _NAMES[0]
-    before = f"{environment[name]}," if given else ""
-    environment[name] = f"{before}expandable_segments:True"
+    name = next((name for name in _NAMES if environment.get(name)), _NAMES[0])
+    given = environment.get(name, "")
+    if "expandable_segments" not in given and "cudaMallocAsync" not in given:
+        environment[name] = f"{given},expandable_segments:True".removeprefix(",")

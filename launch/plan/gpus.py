@@ -1,15 +1,13 @@
 """GPUs by name: how much memory a program finds on them, and the rates that a step's time is made of.
 
-Rates were measured on one H200 (`benchmarks/results/speed`, `docs/results.md`); those of other GPUs follow from it
-by the ratio of their data sheets' numbers, and are marked so. With an H100's, and its own rate of kernels that pass
-over tensors, times are those that were measured on it.
+Rates were measured on one H200 and, for kernels that pass over tensors, one H100 (`docs/results.md`); those of other
+GPUs follow from it by the ratio of their data sheets' numbers, and are marked so.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from coat_dist import CoatConfigError
@@ -24,26 +22,18 @@ class GPU:
     """One kind of GPU."""
 
     name: str
-    memory: int
-    """Bytes that the driver reports, which are less than the name says."""
-    bf16: float
-    """Operations a second of matrix products."""
-    fp8: float
-    """The same of FP8; of a GPU without them, those of BF16."""
-    attention: float
-    """Operations a second of causal attention, forward and backward together."""
-    copy: float
-    """Bytes a second, read plus written."""
+    memory: int  # bytes that the driver reports, which are less than the name says
+    bf16: float  # operations a second of matrix products
+    fp8: float  # the same of FP8; of a GPU without them, those of BF16
+    attention: float  # operations a second of causal attention, forward and backward together
+    copy: float  # bytes a second, read plus written
     passes: float
     """The same of the flow's and the optimizer's kernels that pass over tensors, as though all were copies. An H200's
     arithmetic bounds some of them, not its memory: an H100, with the same arithmetic, is closer than by its memory."""
-    link: float
-    """Bytes a second at which a rank gathers or scatters, within a host."""
+    link: float  # bytes a second at which a rank gathers or scatters, within a host
     measured: bool = False
-    other: int | None = None
-    """Bytes that are not torch's, where that is known."""
-    in_use: int = 0
-    """Bytes that other programs have taken."""
+    other: int | None = None  # bytes that are not torch's, where that is known
+    in_use: int = 0  # bytes that other programs have taken
 
     def but(self, **changes: Any) -> GPU:
         """This GPU with other values."""
@@ -82,61 +72,20 @@ GPUS = {
         _like("rtx4090", 23.5, 165, 330, 1.0, 32),
     )
 }
-_ALSO = {"h100-80": "h100", "h100-sxm": "h100", "h100-80gb": "h100", "a100-80": "a100", "a100-80gb": "a100"}
-_ALSO |= {"a100-40gb": "a100-40", "h200-141": "h200", "4090": "rtx4090"}
 
 
-def find_gpu(name: str, any_memory: bool = False) -> GPU:
-    """The GPU that ``name`` means, in any case: one of the table, or what torch calls one ("NVIDIA H100 80GB HBM3").
-
-    Args:
-        name: it.
-        any_memory: a name with another memory than the table's is taken too; the caller knows its memory.
-
-    Raises:
-        CoatConfigError: none of them; lists the names. Or one with another memory; names both.
-    """
-    gpu = _meant(name)
-    said = re.search(r"(?<![\d.])(\d+)\s*gi?b?\b", name.lower())
-    own = gpu.memory / 2**30
-    host = gpu.name == "gh200" and said is not None and said[1] == "480"  # its CPU's memory
-    # What is sold as 48 GB reports 44.3 GiB, as 192 GB 178.3.
-    if said is not None and not host and not any_memory and not 0.9 < own / float(said[1]) < 1.1:
-        raise CoatConfigError(
-            f"--gpu: got {name!r}, accepted: {gpu.name} for {own:.1f} GiB, with --gpu-memory for other memory"
-        )
-    return gpu
-
-
-def _meant(name: str) -> GPU:
-    text = name.lower().strip()
-    if (found := GPUS.get(_ALSO.get(text, text))) is not None:
-        return found
-    if "a100" in text and re.search(r"(?<!\d)40(?!\d)", text):
-        return GPUS["a100-40"]
-    if "h100" in text and "pcie" in text:
-        return GPUS["h100-pcie"]
-    if "h100" in text and ("nvl" in text or "94" in text):
-        return GPUS["h100-nvl"]
-    words = re.split(r"[^a-z0-9]+", text)
-    parts = [*words, *map("".join, pairwise(words))]  # "h100sxm", "rtx 4090"
-    for key, gpu in GPUS.items():
-        if key == "h20" and not ("h20" in words and "3e" not in words):  # an h20-3e has other memory
-            continue
-        if "-" not in key and any(re.match(rf"{key}(?!\d)", one) for one in parts):
-            return gpu
+def find_gpu(name: str) -> GPU:
+    """The GPU of the table that ``name`` means, which may be torch's name; CoatConfigError lists the known ones."""
+    text = re.sub(r"rtx\W", "rtx", name.lower())
+    for key in sorted(GPUS, key=len, reverse=True):  # an "h100-pcie" is an "h100", too
+        if all(re.search(rf"(?<![a-z0-9]){part}(?!\d)", text) for part in key.split("-")):
+            return GPUS[key]
     raise CoatConfigError(f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)")
 
 
 def memory_bytes(text: str, option: str = "--gpu-memory") -> int:
-    """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920".
-
-    Raises:
-        CoatConfigError: anything else; names ``option``.
-    """
+    """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920"; CoatConfigError names ``option``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] not in _UNITS or not float(found[1]):
         raise CoatConfigError(f"{option}: got {text!r}, accepted: a size such as 80GiB or 141GB")
-    if not found[2] and float(found[1]) < _UNITS["m"]:  # "80" means 80 GiB to whoever types it, and bytes to us
-        raise CoatConfigError(f"{option}: got {text!r}, accepted: a size with its unit, such as {text.strip()}GiB")
     return int(float(found[1]) * _UNITS[found[2]])

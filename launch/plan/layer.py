@@ -1,11 +1,8 @@
 """What one transformer layer keeps for backward, and what else it holds at the worst moments of its backward.
 
-Of patched layers, from the flow's own functions (docs/flow.md, "What is saved"): the allocator's peak of a stack of
-layers is this sum to 0.2 % (`benchmarks/speed/layer_memory.py`). Of BF16 layers, from what torch's and Megatron's
-operations save, which is counted in autograd's own storage by `benchmarks/speed/saved_bytes.py`.
-
-All bytes are of one rank. Tokens are those of the whole sequence; under sequence parallelism a rank keeps its share of
-what lies between the linears.
+Patched layers follow the flow's own functions (docs/flow.md, "What is saved"): the allocator's peak of a stack of
+layers is this sum to 0.2 % (`benchmarks/speed/layer_memory.py`). BF16 layers follow what torch's and Megatron's
+operations save (`benchmarks/speed/saved_bytes.py`). All bytes are of one rank, tokens those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -26,19 +23,13 @@ __all__ = ["Moment", "Sizes", "backward_moments", "bf16_moments", "bf16_saved", 
 class Sizes:
     """Widths of a layer on one rank."""
 
-    h: int
-    """Of the residual stream."""
-    q: int
-    """Queries."""
-    w: int
-    """Queries, keys and values."""
-    f: int
-    """The activation's output."""
-    wide: int
-    """fc1's output."""
+    h: int  # of the residual stream
+    q: int  # queries
+    w: int  # queries, keys and values
+    f: int  # the activation's output
+    wide: int  # fc1's output
     heads: int
-    share: int = 1
-    """Ranks that share the residual stream."""
+    share: int = 1  # ranks that share the residual stream
 
     @classmethod
     def of(cls, model: ModelConfig, tp: int = 1, share: int = 1) -> Sizes:
@@ -53,14 +44,10 @@ class Moment:
     """One of the largest moments of a layer's backward."""
 
     name: str
-    released: int
-    """Bytes of what the layer saved that are released by then."""
-    gradients: int
-    """Bytes of weights' gradients of this layer that exist by then, with the one that is being made."""
-    own: int
-    """Those of them that the running function has made and not yet handed over."""
-    made: int
-    """Bytes of everything else that the running function holds."""
+    released: int  # bytes of what the layer saved that are released by then
+    gradients: int  # bytes of weights' gradients of this layer that exist by then, with the one that is being made
+    own: int  # those of them that the running function has made and not yet handed over
+    made: int  # bytes of everything else that the running function holds
 
 
 def coat_saved(model: ModelConfig, settings: ActivationConfig, sizes: Sizes) -> tuple[float, int, float]:

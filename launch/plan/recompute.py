@@ -1,4 +1,4 @@
-"""What backward computes again instead of keeping it: Megatron's recompute settings, as options of the programs."""
+"""Activation recomputation: Megatron's settings from the programs' options."""
 
 from __future__ import annotations
 
@@ -6,46 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch.command_line import RunOptions, add_options
 from launch.model.config import ModelConfig
 
-__all__ = ["MODULES", "add_recompute_options", "check_recompute", "recompute_options", "recompute_without_flow"]
+__all__ = ["check_recompute", "recompute_options", "recompute_without_flow"]
 
-MODULES = ("core_attn", "mlp", "layernorm")
-"""Parts of a layer that ``--recompute-granularity selective`` can name."""
-
-
-def add_recompute_options(group: Any) -> None:
-    """Add Megatron's options to a group of a parser."""
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-    add_options(group, RunOptions, names)
+_MODULES = ("core_attn", "mlp", "layernorm")
 
 
 def check_recompute(args: Any) -> list[str]:
-    """A line for every option that does not fit the others."""
-    problems = []
-    for name, needs in (
-        ("recompute_method", "full"),
-        ("recompute_num_layers", "full"),
-        ("recompute_modules", "selective"),
-    ):
-        given = getattr(args, name)
-        if given is not None and args.recompute_granularity != needs:
-            problems.append(
-                f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity {needs}"
-            )
-    if args.recompute_num_layers is not None and args.recompute_num_layers < 1:
-        problems.append(f"--recompute-num-layers: got {args.recompute_num_layers}, accepted: an integer >= 1")
-    return problems
+    """A line for every option that would be ignored beside the others."""
+    needed = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+    return [
+        f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity {granularity}"
+        for name, granularity in needed.items()
+        if (given := getattr(args, name)) is not None and args.recompute_granularity != granularity
+    ]
 
 
 def _fail_in_bf16(model: ModelConfig) -> set[str]:
-    """Parts that Megatron's own layers cannot compute again (docs/megatron.md)."""
+    """Modules that Megatron's own layers cannot recompute (docs/megatron.md)."""
     return {"layernorm", "mlp"} if model.linear_bias else {"layernorm"}
 
 
 def recompute_without_flow(options: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """What of :func:`recompute_options` BF16 layers can do."""
+    """The part of :func:`recompute_options` that BF16 layers support."""
     if "recompute_modules" not in options:
         return dict(options)
     modules = [name for name in options["recompute_modules"] if name not in _fail_in_bf16(model)]
@@ -56,10 +40,9 @@ def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) ->
     """Arguments of Megatron's ``TransformerConfig``; none where nothing is computed again.
 
     Raises:
-        CoatConfigError: more layers than the model has, or parts of BF16 layers with which Megatron's own fail
-            (docs/megatron.md): ``layernorm`` needs Transformer Engine, ``mlp`` with biases never ends.
+        CoatConfigError: parts of BF16 layers with which Megatron's own fail (docs/megatron.md): ``layernorm`` needs
+            Transformer Engine, ``mlp`` with biases never ends.
     """
-    num_layers = model.num_layers
     if args.recompute_granularity is None:
         return {}
     if args.recompute_granularity == "selective":
@@ -67,24 +50,14 @@ def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) ->
         bf16 = coat is None or not coat.activation.enabled or bool(coat.activation.bf16_layers)
         fail = _fail_in_bf16(model) if bf16 else set()
         if found := [name for name in modules if name in fail]:
-            possible = ", ".join(name for name in MODULES if name not in fail)
+            possible = ", ".join(name for name in _MODULES if name not in fail)
             why = "needs Transformer Engine" if found[0] == "layernorm" else "never ends with biases (linear_bias)"
             raise CoatConfigError(
                 f"--recompute-modules: got {found[0]}, accepted: {possible}; in BF16 layers Megatron's {found[0]} {why}"
             )
         return {"recompute_granularity": "selective", "recompute_modules": modules}
-    layers, whose = args.recompute_num_layers or 1, "the model's"
-    if (parts := getattr(args, "pipeline_parallel", 1) * getattr(args, "virtual_stages", 1)) > 1:
-        num_layers, whose = max(num_layers // parts, 1), "a stage's" if args.virtual_stages == 1 else "a stage part's"
-    if layers > num_layers:
-        raise CoatConfigError(f"--recompute-num-layers: got {layers}, accepted: up to {whose} {num_layers} layers")
-    if args.recompute_method != "block" and num_layers % layers:  # Megatron's last unit would go beyond the last layer
-        raise CoatConfigError(
-            f"--recompute-num-layers: got {layers}, accepted: a divisor of {whose} {num_layers} layers, or "
-            "--recompute-method block"
-        )
     return {
         "recompute_granularity": "full",
         "recompute_method": args.recompute_method or "uniform",
-        "recompute_num_layers": layers,
+        "recompute_num_layers": args.recompute_num_layers or 1,
     }

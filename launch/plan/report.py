@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from .gpus import GPU
@@ -10,41 +11,32 @@ from .search import MARGIN, fits, largest_micro_batch, need, savings, with_block
 from .speed import step_time
 from .zero import states
 
-__all__ = ["ACCURACY", "answer", "size", "table", "text"]
+__all__ = ["answer", "show", "size", "table", "text"]
 
 GIB = 2**30
-_SHOWN = 2**20 // 20
-"""Bytes below which :func:`size` says 0.0 MiB."""
-ACCURACY = (
+_ACCURACY = (
     "memory: within 5 % of measured peaks, 10 % of a 1B model's; time: within about 20 %, but up to 2.4 times as long "
     "where the host sets the pace, as with micro-batches of 1 and 2 of 1B (docs/memory.md)"
 )
-GPUS_OF_A_NODE = 8
-_ORDER = (
-    "parameters",
-    "gathered parameters",
-    "cached FP8 weights",
-    "master weights",
-    "moments",
-    "gradients",
-    "BF16 gradients beside fp32 sums",
-    "gradients outside of the buckets",
-    "DeepSpeed's buckets",
-    "DeepSpeed's reduction",
-    "activations",
-    "logits",
-    "computing",
-    "temporary",
-    "tables, batch, workspaces",
-)
-_SAID = {
+_GPUS_OF_A_NODE = 8
+_ORDER = {
+    "parameters": "",
     "gathered parameters": "parameters, gathered (ZeRO-3)",
+    "cached FP8 weights": "",
+    "master weights": "",
+    "moments": "",
+    "gradients": "",
+    "BF16 gradients beside fp32 sums": "",
+    "gradients outside of the buckets": "",
+    "DeepSpeed's buckets": "",
+    "DeepSpeed's reduction": "DeepSpeed's copies of a bucket",
+    "activations": "activations (saved for backward)",
     "logits": "logits and their gradients",
     "computing": "temporary, of backward or step",
     "temporary": "gradient of the residual stream",
-    "activations": "activations (saved for backward)",
-    "DeepSpeed's reduction": "DeepSpeed's copies of a bucket",
+    "tables, batch, workspaces": "",
 }
+"""Order of a table's rows, and their labels where these are longer than the keys."""
 
 
 def size(number: int) -> str:
@@ -52,32 +44,26 @@ def size(number: int) -> str:
     return f"{number / GIB:.2f} GiB" if abs(number) >= GIB / 10 else f"{number / 2**20:.1f} MiB"
 
 
-def rows(run: Run, gpu: GPU | None = None) -> list[tuple[str, int]]:
-    """What is held at the peak, and what is added to it: name and bytes."""
+def table(run: Run, gpu: GPU | None = None) -> str:
+    """What is held at the peak and what is added to it, a line each."""
     needed = need(run, gpu)
     peak = needed.peak
-    found = [(_SAID.get(key, key), peak.held[key]) for key in _ORDER if peak.held.get(key)]
-    found += [(key, number) for key, number in peak.held.items() if key not in _ORDER]
-    return [
-        *found,
+    rows = [(label or key, peak.held[key]) for key, label in _ORDER.items() if peak.held.get(key)]
+    rows += [(key, number) for key, number in peak.held.items() if key not in _ORDER]
+    rows += [
         ("= peak allocated by torch", peak.allocated),
         ("+ allocator: pools of two streams", peak.reserved - peak.allocated),
         ("+ not torch's: CUDA, NCCL, kernels", needed.not_torchs),
         (f"+ margin, {MARGIN:.0%}", needed.margin),
         ("= needed", needed.total),
     ]
-
-
-def table(run: Run, gpu: GPU | None = None) -> str:
-    """What takes how much at the peak, a line each."""
     lines = [f"{'memory of the rank that needs most':<40}{'GiB':>9}"]
-    lines += [f"  {name:<38}{number / GIB:>9.2f}" for name, number in rows(run, gpu)]
-    return "\n".join([*lines, f"  the peak is in {need(run).peak.moment}"])
+    lines += [f"  {name:<38}{number / GIB:>9.2f}" for name, number in rows]
+    return "\n".join([*lines, f"  the peak is in {peak.moment}"])
 
 
-def _short(run: Run, name: str, gpu: GPU) -> dict[str, Any]:
-    largest = largest_micro_batch(run, gpu)
-    needed = need(run, gpu)
+def _variant(run: Run, name: str, gpu: GPU) -> dict[str, Any]:
+    largest, needed = largest_micro_batch(run, gpu), need(run, gpu)
     result: dict[str, Any] = {
         "name": name,
         "micro_batch": run.micro,
@@ -88,20 +74,18 @@ def _short(run: Run, name: str, gpu: GPU) -> dict[str, Any]:
         "largest_micro_batch": largest,
     }
     if largest:
-        best = step_time(run.but(micro=largest), gpu)
-        result["at_largest"] = {
-            "step_seconds": best.seconds,
-            "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
-        }
+        result["at_largest"] = _speed(run.but(micro=largest), gpu)
+    return result | _speed(run, gpu)
+
+
+def _speed(run: Run, gpu: GPU) -> dict[str, float]:
     time = step_time(run, gpu)
-    result["step_seconds"], result["tokens_per_second_per_gpu"] = time.seconds, time.tokens_per_second_per_gpu
-    return result
+    return {"step_seconds": time.seconds, "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu}
 
 
 def answer(run: Run, gpu: GPU) -> dict[str, Any]:
-    """Everything that the planner says, as plain values; sizes in bytes, times in seconds."""
+    """Everything that the planner prints, as plain values; sizes in bytes, times in seconds."""
     needed, found, time = need(run, gpu), states(run), step_time(run, gpu)
-    coat, plain = with_block(run), without_block(run)
     return {
         "gpu": {"name": gpu.name, "memory_bytes": gpu.memory, "rates_measured": gpu.measured},
         "ranks": {"gpus": run.dp * run.tp, "data_parallel": run.dp, "tensor_parallel": run.tp},
@@ -127,48 +111,38 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
         },
         "fits": fits(run, gpu),
         "largest_micro_batch": largest_micro_batch(run, gpu),
-        "with_block": _short(coat, "with the block", gpu),
-        "without_block": _short(plain, "without", gpu),
+        "with_block": _variant(with_block(run), "with the block", gpu),
+        "without_block": _variant(without_block(run), "without", gpu),
         "step": {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
         "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
         "savings": [{"setting": one.what, "bytes": one.bytes} for one in savings(run)],
-        "notes": [*run.notes(), *_of_rates(gpu), *_of_nodes(run)],
-        "accuracy": ACCURACY,
+        "notes": [*run.notes, *_notes(run, gpu)],
+        "accuracy": _ACCURACY,
     }
 
 
-def _of_rates(gpu: GPU) -> list[str]:
-    return [] if gpu.measured else [f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"]
-
-
-def _of_nodes(run: Run) -> list[str]:
-    if run.dp * run.tp <= GPUS_OF_A_NODE:
-        return []
-    return [
-        f"times are those of links within one node, also with more GPUs than the usual {GPUS_OF_A_NODE}: "
-        "`launch/scaling.py --paper` plans over several nodes"
-    ]
+def _notes(run: Run, gpu: GPU) -> list[str]:
+    rates = f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"
+    links = f"times are those of links within one node, also with more than {_GPUS_OF_A_NODE} GPUs"
+    return [rates] * (not gpu.measured) + [links] * (run.dp * run.tp > _GPUS_OF_A_NODE)
 
 
 def text(run: Run, gpu: GPU) -> str:
     """The answer for a reader."""
-    said = answer(run, gpu)
+    found = answer(run, gpu)
     ranks = f"{run.dp} data- x {run.tp} tensor-parallel ranks" + (" (sequence parallel)" if run.shared > 1 else "")
+    verdict, needed = "fits" if found["fits"] else "DOES NOT FIT", found["peak"]["needed_bytes"] / GIB
     lines = [
-        f"{said['parameters_per_rank']:,} parameters a rank before ZeRO-{run.stage}; {ranks}; micro-batch {run.micro} "
+        f"{found['parameters_per_rank']:,} parameters a rank before ZeRO-{run.stage}; {ranks}; micro-batch {run.micro} "
         f"of {run.model.seq_length} tokens, {run.accumulation} a step",
         table(run, gpu),
-    ]
-    need_gib, has = said["peak"]["needed_bytes"] / GIB, gpu.memory / GIB
-    verdict = "fits" if said["fits"] else "DOES NOT FIT"
-    lines.append(f"{verdict}: needs {need_gib:.1f} GiB of {has:.1f} GiB ({gpu.name})")
-    lines.append("")
-    lines.append(
+        f"{verdict}: needs {needed:.1f} GiB of {gpu.memory / GIB:.1f} GiB ({gpu.name})",
+        "",
         f"{'':<18}{'allocated':>11}{'needed':>9}{'fits':>6}{'largest':>9}{'step':>10}{'tokens/s/GPU':>14}"
-        f"{'at the largest':>16}"
-    )
+        f"{'at the largest':>16}",
+    ]
     for key in ("with_block", "without_block"):
-        one = said[key]
+        one = found[key]
         at = f"{one['at_largest']['tokens_per_second_per_gpu']:,.0f}" if one["largest_micro_batch"] else "-"
         step, speed = "-", "-"
         if one["fits"]:
@@ -179,12 +153,16 @@ def text(run: Run, gpu: GPU) -> str:
             f"{step:>10}{speed:>14}{at:>16}"
         )
     lines.append("")
-    if said["fits"]:
-        parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in said["step"]["parts_seconds"].items())
-        lines.append(f"a step of {1e3 * said['step']['seconds']:.0f} ms: {parts}")
-    savings_told = [(size(one["bytes"]), one["setting"]) for one in said["savings"] if one["bytes"] >= _SHOWN]
-    if savings_told:
+    if found["fits"]:
+        parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in found["step"]["parts_seconds"].items())
+        lines.append(f"a step of {1e3 * found['step']['seconds']:.0f} ms: {parts}")
+    if found["savings"]:
         lines.append("what would save most:")
-        lines += [f"  {bytes_:>11}  {setting}" for bytes_, setting in savings_told]
-    lines += [f"note: {note}" for note in said["notes"]]
-    return "\n".join([*lines, said["accuracy"]])
+        lines += [f"  {size(one['bytes']):>11}  {one['setting']}" for one in found["savings"]]
+    lines += [f"note: {note}" for note in found["notes"]]
+    return "\n".join([*lines, found["accuracy"]])
+
+
+def show(run: Run, gpu: GPU, as_json: bool) -> None:
+    """Print the answer."""
+    print(json.dumps(answer(run, gpu), indent=2) if as_json else text(run, gpu), flush=True)

@@ -14,60 +14,37 @@ from launch.model.gpt import ModelConfig
 
 __all__ = ["Parameter", "Run", "parameters"]
 
-_FREE = {"init_std", "norm_eps", "rotary_base", "rope_scaling", "vocab_multiple", "sliding_window"}
-_COUNTED = {
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_size"),
-    *("seq_length", "vocab_size", "activation", "linear_bias", "qkv_bias", "attention_output_bias", "normalization"),
-    *("norm_affine", "norm_placement", "qk_norm", "tie_embeddings", "hidden_dropout", "attention_dropout"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One configuration of one model on so many GPUs."""
 
     model: ModelConfig
-    settings: Mapping[str, Any]
-    """The DeepSpeed configuration."""
+    settings: Mapping[str, Any]  # the DeepSpeed configuration
     coat: CoatConfig | None
-    dp: int = 1
-    """Data-parallel ranks."""
+    dp: int = 1  # data-parallel ranks
     tp: int = 1
     sequence_parallel: bool = False
-    micro: int = 1
-    """Samples of a forward pass on one rank."""
+    micro: int = 1  # samples of a forward pass on one rank
     accumulation: int = 1
-    recompute: Mapping[str, Any] = field(default_factory=dict)
-    """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
-    told: tuple[str, ...] = ()
-    """What the run's own plan says, for :meth:`notes`."""
+    recompute: Mapping[str, Any] = field(default_factory=dict)  # arguments of Megatron's ``TransformerConfig``
+    notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
         if self.model.num_moe_experts is not None:
-            raise CoatConfigError(
-                f"model.num_moe_experts: got {self.model.num_moe_experts}, accepted: null (what experts keep depends "
-                "on the tokens that are routed to them, so no plan can be made)"
-            )
+            accepted = "null (what experts keep depends on the tokens that are routed to them)"
+            raise CoatConfigError(f"model.num_moe_experts: got {self.model.num_moe_experts}, accepted: {accepted}")
         for key in ("offload_param", "offload_optimizer"):
-            device = look_up(self.settings, f"zero_optimization.{key}.device") or "none"
-            if device != "none":
-                raise CoatConfigError(
-                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: absent (the planner knows states "
-                    "on the GPU only)"
-                )
+            if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (None, "none"):
+                accepted = "absent (the planner knows states on the GPU only)"
+                raise CoatConfigError(f"zero_optimization.{key}: got {json.dumps(device)}, accepted: {accepted}")
 
     @classmethod
     def of_plan(cls, p: Any) -> Run:
-        """What the planner needs of a ``launch.train`` plan.
-
-        Raises:
-            CoatConfigError: it cannot plan this one; names the key.
-        """
-        if p.args.pipeline_parallel > 1:
-            raise CoatConfigError(
-                f"--pipeline-parallel: got {p.args.pipeline_parallel}, accepted: 1 with --dry-run and "
-                "--micro-batch auto (the planner knows runs of one stage)"
-            )
+        """What the planner needs of a ``launch.train`` plan; CoatConfigError names a key that it cannot plan."""
+        if (stages := p.args.pipeline_parallel) > 1:
+            accepted = "1 with --dry-run and --micro-batch auto (the planner knows runs of one stage)"
+            raise CoatConfigError(f"--pipeline-parallel: got {stages}, accepted: {accepted}")
         return cls(
             model=p.model,
             settings=p.settings,
@@ -78,7 +55,7 @@ class Run:
             micro=p.batch.micro,
             accumulation=p.batch.accumulation,
             recompute=p.recompute,
-            told=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
+            notes=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
         )
 
     def but(self, **changes: Any) -> Run:
@@ -108,9 +85,8 @@ class Run:
     @property
     def remainder(self) -> bool:
         """Whether master weights are bfloat16 weights and remainders."""
-        if self.coat is not None and self.coat.optimizer.master_weights == "bf16_remainder":
-            return True
-        return look_up(self.settings, "optimizer.params.master_weights") == "bf16_remainder"
+        given = look_up(self.settings, "optimizer.params.master_weights")
+        return "bf16_remainder" in (given, self.coat and self.coat.optimizer.master_weights)
 
     @property
     def group_size(self) -> int:
@@ -153,16 +129,6 @@ class Run:
         """Ranks over which the residual stream is shared."""
         return self.tp if self.sequence_parallel else 1
 
-    def notes(self) -> list[str]:
-        """What the run is told anyway, and what this model has that is not counted."""
-        given = self.model.model_dump(exclude_unset=True)
-        default = {key: one.get_default() for key, one in type(self.model).model_fields.items()}
-        return [*self.told] + [
-            f"model.{key}: {json.dumps(value)} is not counted"
-            for key, value in given.items()
-            if key not in _FREE | _COUNTED and value != default[key]
-        ]
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -183,7 +149,7 @@ def parameters(run: Run) -> list[Parameter]:
     two = 2 if m.normalization == "layernorm" else 1
     norm = h * two if m.norm_affine else 0
     qk = 2 * d * two if m.qk_norm is True else (q + kv) * two if m.qk_norm else 0
-    out_bias = m.linear_bias or getattr(m, "attention_output_bias", False)
+    out_bias = m.linear_bias or m.attention_output_bias
     layer = [
         ("input_layernorm", norm, False),
         ("self_attention.linear_proj.weight", h * q, True),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from coat_dist import CoatConfig
 from coat_dist.config import OptimizerConfig, look_up
@@ -15,19 +14,10 @@ from .gpus import GPU
 from .recompute import recompute_without_flow
 from .run import Run
 from .timeline import Peak, simulate
+from .zero import BUCKET
 
-__all__ = [
-    "MARGIN",
-    "Need",
-    "Saving",
-    "candidates",
-    "fits",
-    "largest_micro_batch",
-    "need",
-    "savings",
-    "with_block",
-    "without_block",
-]
+__all__ = ["MARGIN", "candidates", "fits", "largest_micro_batch", "need", "savings", "with_block"]
+__all__ += ["with_largest_micro_batch", "without_block"]
 
 MARGIN = 0.02
 """Part of what the allocator reserves that is added before a run is said to fit: pages that are half used."""
@@ -39,8 +29,7 @@ _MOST = 2**20
 _REMAINDER = 'master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder (docs/optimizer.md)'
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes of one GPU that a run takes."""
 
     peak: Peak
@@ -49,24 +38,21 @@ class Need:
 
     @property
     def total(self) -> int:
-        """What must be there for the run to be said to fit."""
+        """Memory with which the run is predicted to fit."""
         return self.peak.reserved + self.not_torchs + self.margin
 
 
-@dataclass(frozen=True)
-class Saving:
+class Saving(NamedTuple):
     """A change of settings and the bytes that the peak is smaller by."""
 
     what: str
     bytes: int
-    run: Run
 
 
 def need(run: Run, gpu: GPU | None = None) -> Need:
     """What the rank that needs most takes; on ``gpu``, of which more may be known."""
     peak = simulate(run)
-    building = peak.other_peaks.get("building the engine", 0)
-    peak = Peak(peak.moment, peak.held, max(peak.reserved, building), peak.other_peaks)
+    peak = replace(peak, reserved=max(peak.reserved, peak.other_peaks["building the engine"]))
     other = _ALONE if run.dp * run.tp == 1 else _TOGETHER
     if gpu is not None:
         other = other + gpu.in_use if gpu.other is None else gpu.other
@@ -98,32 +84,33 @@ def candidates(run: Run, gpu: GPU, total: int | None, accumulation: int | None =
         accumulation: ``gradient_accumulation_steps`` where it is given.
     """
     for micro in range(largest_micro_batch(run, gpu), 0, -1):
-        if total is None:
-            found = run.but(micro=micro, accumulation=accumulation or 1)
-        elif total % (micro * run.dp) or (accumulation and total != micro * run.dp * accumulation):
-            continue
-        else:
-            found = run.but(micro=micro, accumulation=total // (micro * run.dp))
-        if fits(found, gpu):
+        passes, rest = (accumulation or 1, 0) if total is None else divmod(total, micro * run.dp)
+        found = run.but(micro=micro, accumulation=passes)
+        if not rest and passes == (accumulation or passes) and fits(found, gpu):
             yield found
 
 
+def with_largest_micro_batch(run: Run, gpu: GPU) -> Run:
+    """The first of :func:`candidates` for the run's configuration; where nothing fits, the run with micro-batch 1."""
+    from launch.train.settings import STEPS, TOTAL, batch_sizes
+
+    smallest = batch_sizes(run.settings, run.dp)  # the micro-batch is 1 in settings in which it is to be found
+    run = run.but(micro=smallest.micro, accumulation=smallest.accumulation)
+    return next(candidates(run, gpu, run.settings.get(TOTAL), run.settings.get(STEPS)), run)
+
+
 def with_block(run: Run) -> Run:
-    """The run with FP8 moments and the FP8 flow: with a "coat" block's defaults where it has none, and otherwise with
-    all that its block says but that the flow is off."""
+    """The run with FP8 moments and the FP8 flow, by its own block as far as it has one."""
     if run.flow is not None and run.fp8_moments:
         return run
     settings = copy.deepcopy(dict(run.settings))
     if not run.fp8_moments:
         settings["optimizer"] = {"type": "CoatAdamW", "params": _shared_params(run)}
         _drop_bf16_states(settings)
-    block = settings.get("coat") or {}
-    settings["coat"] = block if run.coat is None else {**block, "activation": _enabled(block.get("activation"))}
-    return run.but(settings=settings, coat=CoatConfig.parse(settings["coat"]))
-
-
-def _enabled(activation: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (activation or {}).items() if key != "enabled"}
+    block = settings.setdefault("coat", {})
+    if run.coat is not None:
+        block["activation"] = {**(block.get("activation") or {}), "enabled": True}
+    return run.but(settings=settings, coat=CoatConfig.parse(block))
 
 
 def _shared_params(run: Run) -> dict[str, Any]:
@@ -132,8 +119,8 @@ def _shared_params(run: Run) -> dict[str, Any]:
     return {key: given[key] for key in ("lr", "betas", "eps", "weight_decay") if key in given}
 
 
+# Keys of DeepSpeed's "bf16" block: with AdamW they mean something else than beside our remainders.
 _BF16_STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
-"""Of DeepSpeed's "bf16" block: with AdamW another thing than beside our remainders."""
 
 
 def _drop_bf16_states(settings: dict[str, Any]) -> None:
@@ -151,22 +138,13 @@ def without_block(run: Run) -> Run:
 
 
 def _with(run: Run, block: str, **changes: object) -> Run:
-    settings = copy.deepcopy(dict(run.settings))
-    settings[block] = {**(settings.get(block) or {}), **changes}
-    return run.but(settings=settings)
+    return run.but(settings={**run.settings, block: {**(run.settings.get(block) or {}), **changes}})
 
 
 def _with_activation(run: Run, **changes: object) -> Run:
     assert run.coat is not None
     activation = run.coat.activation.model_copy(update=changes)
     return run.but(coat=run.coat.model_copy(update={"activation": activation}))
-
-
-def _remainder(run: Run) -> tuple[str, Callable[[], Run]]:
-    """Where the option goes: beside others of the optimizer, which are in one place only."""
-    params = look_up(run.settings, "optimizer.params") or {}
-    in_params = run.coat is None or not params.keys().isdisjoint(OptimizerConfig.model_fields)
-    return f"{'optimizer.params' if in_params else 'coat.optimizer'}.{_REMAINDER}", lambda: _with_remainder(run)
 
 
 def _with_remainder(run: Run) -> Run:
@@ -176,57 +154,53 @@ def _with_remainder(run: Run) -> Run:
     return _with(found, "optimizer", params=params)
 
 
-def _half(run: Run) -> tuple[str, Callable[[], Run]]:
-    """Half the micro-batch or less, so that a step has as many samples as before."""
-    samples = run.micro * run.accumulation
-    half = max(n for n in range(1, run.micro // 2 + 1) if samples % n == 0)
-    return (
-        f"train_micro_batch_size_per_gpu {half} with gradient_accumulation_steps {samples // half}",
-        lambda: run.but(micro=half, accumulation=samples // half),
-    )
+def _changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Settings that may save memory, as they are written in a configuration or on a command line, and the changed run.
 
-
-def _only_below_stage_3(run: Run) -> bool:
-    """As ``coat_dist/deepspeed/config/table.py`` refuses it."""
-    activation = None if run.flow is None or run.coat is None else run.coat.activation
-    return activation is not None and (activation.cuda_graphs or activation.weights == "cached")
-
-
-def _changes(run: Run) -> Iterator[tuple[str, Callable[[], Run]]]:
+    A change keeps the samples of a step, and is accepted by ``coat_dist/deepspeed/config/table.py``.
+    """
+    flow = run.flow
     given = [f"bf16.{key}" for key in _BF16_STATES if look_up(run.settings, f"bf16.{key}")]
     optimizer = '"type": "CoatAdamW"' + (f" and without {' and '.join(given)}" if given else "")
-    if run.flow is None:
+    if flow is None:
         block = 'the "coat" block' if run.coat is None else "coat.activation.enabled true"
-        yield block + ("" if run.fp8_moments else f" with {optimizer}"), lambda: with_block(run)
+        yield block + ("" if run.fp8_moments else f" with {optimizer}"), with_block(run)
     elif not run.fp8_moments:
-        yield optimizer, lambda: with_block(run)
+        yield optimizer, with_block(run)
     if run.fp8_moments and not run.remainder:
-        yield _remainder(run)
+        # Options of the optimizer are in one of two places; all have to be in the same.
+        params = look_up(run.settings, "optimizer.params") or {}
+        in_params = run.coat is None or not params.keys().isdisjoint(OptimizerConfig.model_fields)
+        yield f"{'optimizer.params' if in_params else 'coat.optimizer'}.{_REMAINDER}", _with_remainder(run)
     if run.micro > 1:
-        yield _half(run)
+        samples = run.micro * run.accumulation
+        half = max(n for n in range(1, run.micro // 2 + 1) if samples % n == 0)
+        yield (
+            f"train_micro_batch_size_per_gpu {half} with gradient_accumulation_steps {samples // half}",
+            run.but(micro=half, accumulation=samples // half),
+        )
     if run.recompute.get("recompute_granularity") != "full":
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         instead = " in place of --recompute-modules" if run.recompute.get("recompute_modules") else ""
-        yield f"--recompute-granularity full{instead} (a third more time)", lambda: run.but(recompute=full)
+        yield f"--recompute-granularity full{instead} (a third more time)", run.but(recompute=full)
     if run.dp > 1:
+        below_stage_3 = flow is not None and (flow.cuda_graphs or flow.weights == "cached")
         for later in range(run.stage + 1, 4 if run.dp > 2 else min(run.stage + 2, 4)):
-            if later < 3 or not _only_below_stage_3(run):
-                yield f"zero_optimization.stage {later}", partial(_with, run, "zero_optimization", stage=later)
-    if run.flow is not None and not run.chunked:
-        yield 'coat.activation.loss "chunked"', lambda: _with_activation(run, loss="chunked")
-    if run.flow is not None and run.flow.attention == "bf16":
-        yield 'coat.activation.attention "fp8"', lambda: _with_activation(run, attention="fp8")
-    if run.flow is not None and run.flow.bf16_layers:
-        yield "coat.activation.bf16_layers []", lambda: _with_activation(run, bf16_layers=())
-    if int(run.zero("reduce_bucket_size", 500_000_000)) > 100_000_000:
-        yield (
-            "zero_optimization.reduce_bucket_size 50000000",
-            lambda: _with(run, "zero_optimization", reduce_bucket_size=50_000_000),
-        )
+            if later < 3 or not below_stage_3:
+                yield f"zero_optimization.stage {later}", _with(run, "zero_optimization", stage=later)
+    if flow is not None and flow.loss != "chunked":
+        yield 'coat.activation.loss "chunked"', _with_activation(run, loss="chunked")
+    if flow is not None and flow.attention == "bf16":
+        yield 'coat.activation.attention "fp8"', _with_activation(run, attention="fp8")
+    if flow is not None and flow.bf16_layers:
+        yield "coat.activation.bf16_layers []", _with_activation(run, bf16_layers=())
+    if int(run.zero("reduce_bucket_size", BUCKET)) > 100_000_000:
+        smaller = _with(run, "zero_optimization", reduce_bucket_size=50_000_000)
+        yield "zero_optimization.reduce_bucket_size 50000000", smaller
 
 
 def savings(run: Run, most: int = 3) -> list[Saving]:
     """The settings that save most, one at a time."""
     now = need(run).total
-    found = [Saving(what, now - need(changed).total, changed) for what, make in _changes(run) for changed in (make(),)]
+    found = [Saving(what, now - need(changed).total) for what, changed in _changes(run)]
     return sorted((one for one in found if one.bytes > 0), key=lambda one: -one.bytes)[:most]

@@ -27,8 +27,7 @@ class StepTime:
     """Seconds of one optimizer step."""
 
     parts: dict[str, float]
-    tokens: int
-    """Of all ranks."""
+    tokens: int  # of all ranks
     gpus: int
 
     @property

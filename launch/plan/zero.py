@@ -15,12 +15,11 @@ from .run import Parameter, Run, parameters
 
 __all__ = ["BUCKET", "GROUPS", "States", "local_elements", "states"]
 
+# Matrices decay and may have 8-bit moments, vectors have neither (coat_dist.param_groups).
 GROUPS = (True, False)
-"""Matrices decay and may have 8-bit moments, vectors have neither (``coat_dist.param_groups``)."""
 _PERSISTENT = 100_000
 _SUB_GROUP = 1_000_000_000
-BUCKET = 500_000_000
-"""Elements, unless ``reduce_bucket_size`` says otherwise."""
+BUCKET = 500_000_000  # elements, unless reduce_bucket_size says otherwise
 _LIVE = 1_000_000_000
 _PREFETCH = 50_000_000
 
@@ -29,27 +28,18 @@ _PREFETCH = 50_000_000
 class States:
     """Bytes of one rank, unless another unit is named."""
 
-    elements: int
-    """Parameters of the rank before ZeRO shards them."""
+    elements: int  # parameters of the rank before ZeRO shards them
     weights: int
     master: int
     moments: int
-    gradients: int
-    """What waits for the step after the last backward."""
-    shard: int
-    """Elements that this rank updates, padding included."""
-    largest: int
-    """Elements of the largest gradient whose norm this rank takes."""
-    bucket: int
-    """Elements of a bucket."""
-    bucket_bytes: int
-    """Of all buckets that exist at a time."""
-    gathered: int
-    """ZeRO-3: weights that are whole between their uses."""
-    sub_group: int
-    """ZeRO-3: elements that are stepped at a time."""
-    full_gradients: int
-    """ZeRO-1: bytes of all bfloat16 gradients, before they are reduced."""
+    gradients: int  # what waits for the step after the last backward
+    shard: int  # elements that this rank updates, padding included
+    largest: int  # elements of the largest gradient whose norm this rank takes
+    bucket: int  # elements of a bucket
+    bucket_bytes: int  # of all buckets that exist at a time
+    gathered: int  # ZeRO-3: weights that are whole between their uses
+    sub_group: int  # ZeRO-3: elements that are stepped at a time
+    full_gradients: int  # ZeRO-1: bytes of all bfloat16 gradients, before they are reduced
 
 
 def states(run: Run) -> States:
@@ -57,51 +47,45 @@ def states(run: Run) -> States:
     found = parameters(run)
     groups = [[p for p in found if p.matrix is matrix] for matrix in GROUPS]
     elements, bucket = sum(p.numel for p in found), int(run.zero("reduce_bucket_size", BUCKET))
-    gradient = 4 if run.fp32_gradients else 2
+    gradient, buckets = 4 if run.fp32_gradients else 2, 1 if run.stage == 3 or not run.overlap else 2
     if run.stage == 3:
         shards = [sum(ceil(p.numel / run.dp) for p in group) for group in groups]
-    else:
-        shards = [ceil(sum(p.numel for p in group) / (2 * run.dp)) * 2 for group in groups]
-    shard = sum(shards)
-    pieces = max(ceil(p.numel / run.dp) if run.stage == 3 else min(p.numel, shards[not p.matrix]) for p in found)
-    moments = sum(_moments(run, n, matrix) for n, matrix in zip(shards, GROUPS, strict=True))
-    master = sum(ceil(n / run.group_size) * 2 * run.group_size for n in shards) if run.remainder else 4 * shard
-    if run.stage == 3:
         threshold = int(run.zero("param_persistence_threshold", _PERSISTENT))
         persistent = sum(p.numel for p in found if p.numel < threshold) if run.dp > 1 else 0
         live = int(run.zero("max_live_parameters", _LIVE)) + int(run.zero("prefetch_bucket_size", _PREFETCH))
         size = int(run.zero("sub_group_size", _SUB_GROUP))
-        return States(
-            elements=elements,
-            weights=2 * shard + 2 * persistent,
-            master=master,
-            moments=moments,
-            gradients=gradient * shard,
-            shard=shard,
-            largest=pieces,
-            bucket=bucket,
-            bucket_bytes=2 * bucket if run.zero("contiguous_gradients", True) else 0,
-            gathered=2 * min(elements, live) if run.dp > 1 else 0,
-            sub_group=max(_sub_groups(group, run.dp, size) for group in groups if group),
-            full_gradients=0,
-        )
-    padded = sum(run.dp * n for n in shards)
-    # Of parameters that two ranks share, each has the whole gradient.
-    waiting = 2 * _most_whole(groups, shards) if gradient == 2 else gradient * shard
+        weights, gradients = 2 * sum(shards) + 2 * persistent, gradient * sum(shards)
+        gathered = 2 * min(elements, live) if run.dp > 1 else 0
+        sub_group = max(_sub_groups(group, run.dp, size) for group in groups if group)
+        largest = max(ceil(p.numel / run.dp) for p in found)
+    else:
+        shards = [_padded_shard(group, run.dp) for group in groups]
+        weights, gathered, sub_group = 2 * run.dp * sum(shards), 0, sum(shards)
+        largest = max(min(p.numel, shards[not p.matrix]) for p in found)
+        if run.fp32_gradients_whole:
+            gradients = 4 * run.dp * sum(shards)
+        else:  # of parameters that two ranks share, each has the whole gradient in BF16
+            gradients = 4 * sum(shards) if run.fp32_gradients else 2 * _most_whole(groups, shards)
+    shard = sum(shards)
     return States(
         elements=elements,
-        weights=2 * padded,
-        master=master,
-        moments=moments,
-        gradients=4 * padded if run.fp32_gradients_whole else waiting,
+        weights=weights,
+        master=sum(ceil(n / run.group_size) * 2 * run.group_size for n in shards) if run.remainder else 4 * shard,
+        moments=sum(_moments(run, n, matrix) for n, matrix in zip(shards, GROUPS, strict=True)),
+        gradients=gradients,
         shard=shard,
-        largest=pieces,
+        largest=largest,
         bucket=bucket,
-        bucket_bytes=2 * bucket * (2 if run.overlap else 1) if run.zero("contiguous_gradients", True) else 0,
-        gathered=0,
-        sub_group=shard,
+        bucket_bytes=2 * bucket * buckets if run.zero("contiguous_gradients", True) else 0,
+        gathered=gathered,
+        sub_group=sub_group,
         full_gradients=2 * elements if run.stage == 1 else 0,
     )
+
+
+def _padded_shard(group: list[Parameter], dp: int) -> int:
+    """Elements of a rank's shard of a group under ZeRO-1 and 2."""
+    return ceil(sum(p.numel for p in group) / (2 * dp)) * 2
 
 
 def _most_whole(groups: list[list[Parameter]], shards: list[int]) -> int:
@@ -121,8 +105,7 @@ def local_elements(run: Run, rank: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for matrix in GROUPS:
         group = [p for p in parameters(run) if p.matrix is matrix]
-        size = ceil(sum(p.numel for p in group) / (2 * run.dp)) * 2
-        begin = 0
+        size, begin = _padded_shard(group, run.dp), 0
         for p in group:
             found[p.name] = max(0, min(begin + p.numel, (rank + 1) * size) - max(begin, rank * size))
             begin += p.numel

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .bench import share
 
-__all__ = ["between", "draw", "markdown", "spread_of", "summary", "table"]
+__all__ = ["draw", "markdown", "spread_of", "summary"]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
+def _table(head: str, rows: Iterable[str]) -> list[str]:
+    """Lines of a Markdown table; cells are separated by " | "."""
+    return ["", f"| {head} |", "|" + "---|" * (1 + head.count(" | ")), *(f"| {row} |" for row in rows)]
 
 
-def between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
+def _between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
     """A prediction for a reader: the middle, then low to high."""
     low, middle, high = (f"{scale * one:,.{digits}f}" for one in low_middle_high)
     return f"{middle} ({low}–{high})"
@@ -36,55 +32,21 @@ def spread_of(seconds: Sequence[float]) -> float:
 
 
 def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values of all tables: times in seconds, bandwidths in bytes a second.
-
-    Args:
-        there: what ``measured.json`` holds.
-        predicted: from :func:`launch.scale.predict.predictions`.
-    """
-    good = [one for one in there["records"] if "failed" not in one]
-    collectives = [one for one in good if one["key"]["what"] == "collectives"]
+    """Plain values of all tables from ``measured.json`` and predictions: seconds, bytes a second."""
+    records = there["records"]
     return {
         "identity": there["identity"],
-        "steps": _steps([one for one in good if one["key"]["what"] == "training"], there["identity"]),
-        "collectives": [row for one in collectives for row in _collectives(one)],
+        "steps": _steps([one for one in records if "steps" in one], there["identity"]),
+        "collectives": [row for one in records if "samples" in one for row in _collectives(one)],
         "predictions": predicted["rows"],
         "links": predicted["links"],
-        "failed": [
-            {**one["key"], "ranks": one["ranks"], "why": one["failed"]} for one in there["records"] if "failed" in one
-        ],
-        "missing": {kind: why for one in collectives for kind, why in one["missing"].items()},
+        "failed": [one["key"] | {"ranks": one["ranks"], "why": one["failed"]} for one in records if "failed" in one],
     }
 
 
 def _steps(training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of weak and strong scaling, each with its efficiency against the fewest ranks."""
-    rows = []
-    largest = max((one["key"]["most"] for one in training), default=0)
-    for one in training:
-        ranks, most = one["ranks"], one["key"]["most"]
-        for measured in one["steps"]:
-            accumulation, seconds = measured["accumulation"], statistics.median(measured["seconds"])
-            modes = ["weak"] if accumulation == identity["accumulation"] else []
-            # An earlier call with fewer ranks at most had another batch of strong scaling.
-            if one["key"]["strong"] and most == largest and accumulation * ranks == identity["accumulation"] * most:
-                modes.append("strong")
-            samples = identity["micro_batch"] * accumulation * (ranks // identity["tensor_parallel"])
-            speed = samples * identity["model"]["seq_length"] / seconds
-            rows += [
-                {
-                    "variant": one["key"]["variant"],
-                    "mode": mode,
-                    "ranks": ranks,
-                    "accumulation": accumulation,
-                    "seconds": seconds,
-                    "spread": spread_of(measured["seconds"]),
-                    "tokens_per_second": speed,
-                    "tokens_per_second_per_gpu": speed / ranks,
-                    "peak_memory_bytes": one["peak_memory_bytes"],
-                }
-                for mode in modes
-            ]
+    rows = [row for one in training for measured in one["steps"] for row in _of_modes(one, measured, identity)]
     rows.sort(key=lambda row: (row["mode"] != "weak", row["variant"] != "coat", row["ranks"]))
     for row in rows:
         first = next(r for r in rows if (r["variant"], r["mode"]) == (row["variant"], row["mode"]))
@@ -92,109 +54,101 @@ def _steps(training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -
     return rows
 
 
-def _collectives(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each kind: the smallest and the largest message, and what products hide of the largest."""
-    rows = []
+def _of_modes(
+    record: Mapping[str, Any], measured: Mapping[str, Any], identity: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A measurement as a row of weak scaling, of strong scaling or of both."""
+    ranks, key, accumulation = record["ranks"], record["key"], measured["accumulation"]
+    samples = identity["micro_batch"] * accumulation * (ranks // identity["tensor_parallel"])
+    seconds = statistics.median(measured["seconds"])
+    speed = samples * identity["model"]["seq_length"] / seconds
+    weak = accumulation == identity["accumulation"]
+    strong = key["strong"] and accumulation * ranks == identity["accumulation"] * key["most"]
+    for mode in ["weak"] * weak + ["strong"] * strong:
+        yield {
+            "variant": key["variant"],
+            "mode": mode,
+            "ranks": ranks,
+            "accumulation": accumulation,
+            "seconds": seconds,
+            "spread": spread_of(measured["seconds"]),
+            "tokens_per_second": speed,
+            "tokens_per_second_per_gpu": speed / ranks,
+            "peak_memory_bytes": record["peak_memory_bytes"],
+        }
+
+
+def _collectives(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each kind: the smallest and the largest message."""
     a_node, nodes = record["a_node"], -(-record["ranks"] // record["a_node"])
     for kind in dict.fromkeys(one["kind"] for one in record["samples"]):
         own = sorted((one for one in record["samples"] if one["kind"] == kind), key=lambda one: one["size"])
-        beside = max((one for one in record["overlaps"] if one["kind"] == kind), key=lambda o: o["size"], default=None)
-        hidden = None
-        if beside is not None:
-            both = beside["computing"] + beside["collective"]
-            hidden = (both - beside["together"]) / min(beside["computing"], beside["collective"])
         first, last = own[0], own[-1]
-        rows.append({
+        yield {
             "kind": kind,
             "ranks": last["ranks"],
             "where": "in a node" if nodes == 1 else "between nodes" if a_node == 1 else f"{nodes} nodes",
             "smallest_bytes": first["size"],
             "smallest_seconds": first["seconds"],
             "largest_bytes": last["size"],
-            "largest_seconds": last["seconds"],
             "bandwidth": last["size"] * share(kind, last["ranks"]) / last["seconds"],
-            "hidden": None if hidden is None else min(1.0, max(0.0, hidden)),
-        })  # fmt: skip
-    return rows
+        }
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """All tables, as one page."""
     identity = found["identity"]
     nodes = f"{identity['nodes']} node{'s' if identity['nodes'] > 1 else ''}"
-    lines = [
-        "# Scaling",
-        "",
-        f"Measured on {identity['world']} x {identity['device']} on {nodes}; torch {identity['versions']['torch']}, "
-        f"backend {identity['backend']}.",
-    ]
+    versions = f"torch {identity['versions']['torch']}"
+    lines = ["# Scaling", "", f"Measured on {identity['world']} x {identity['device']} on {nodes}; {versions}."]
     if found["steps"]:
+        model = identity["model"]
         lines += [
             "",
-            f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of "
-            f"{identity['model']['seq_length']} tokens, vocabulary {identity['model']['vocab_size']}, tensor-parallel "
-            f"{identity['tensor_parallel']}. Times are medians of steps; efficiency is against the fewest ranks.",
+            f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of {model['seq_length']} tokens, "
+            f"vocabulary {model['vocab_size']}, tensor-parallel {identity['tensor_parallel']}. Times are medians of "
+            "steps; efficiency is against the fewest ranks.",
         ]
     for mode in ("weak", "strong"):
-        rows = [row for row in found["steps"] if row["mode"] == mode]
-        if not rows:
-            continue
-        lines += ["", f"## {mode.capitalize()} scaling", ""]
-        lines += table(
-            ("variant", "ranks", "micro-batches", "step, ms", "tokens/s", "tokens/s/GPU", "efficiency", "peak, GiB"),
-            [
-                (
-                    row["variant"],
-                    str(row["ranks"]),
-                    str(row["accumulation"]),
-                    f"{1e3 * row['seconds']:,.1f} ± {100 * row['spread']:.1f} %",
-                    f"{row['tokens_per_second']:,.0f}",
-                    f"{row['tokens_per_second_per_gpu']:,.0f}",
-                    f"{100 * row['efficiency']:.1f} %",
-                    "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}",
-                )
-                for row in rows
-            ],
-        )
+        if rows := [_step_cells(row) for row in found["steps"] if row["mode"] == mode]:
+            head = "variant | ranks | micro-batches | step, ms | tokens/s | tokens/s/GPU | efficiency | peak, GiB"
+            lines += ["", f"## {mode.capitalize()} scaling", *_table(head, rows)]
     if found["collectives"]:
         ends = (_bytes(found["collectives"][0][f"{end}_bytes"]) for end in ("smallest", "largest"))
-        lines += ["", "## Collectives", "", "Messages of {} for latency and {} for bandwidth.".format(*ends), ""]
-        lines += table(
-            ("collective", "ranks", "link", "latency, µs", "bandwidth, GB/s", "hidden behind products"),
-            [
-                (
-                    row["kind"].replace("_", "-"),
-                    str(row["ranks"]),
-                    row["where"],
-                    f"{1e6 * row['smallest_seconds']:,.1f}",
-                    f"{row['bandwidth'] / 1e9:,.2f}",
-                    "-" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %",
-                )
-                for row in found["collectives"]
-            ],
-        )
+        lines += ["", "## Collectives", "", "Messages of {} for latency and {} for bandwidth.".format(*ends)]
+        head = "collective | ranks | link | latency, µs | bandwidth, GB/s"
+        lines += _table(head, map(_collective_cells, found["collectives"]))
     if found["predictions"]:
-        lines += ["", "## Predicted: weak scaling", "", f"Links: {found['links']}.", ""]
-        lines += table(
-            ("variant", "from ranks", "to ranks", "step, ms", "tokens/s/GPU", "efficiency, %", "measured, ms"),
-            [
-                (
-                    row["variant"],
-                    str(row["from"]),
-                    str(row["ranks"]),
-                    between(row["seconds"], 1e3, 1),
-                    f"{row['tokens_per_second_per_gpu'][1]:,.0f}",
-                    between(row["efficiency"], 100),
-                    "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}",
-                )
-                for row in found["predictions"]
-            ],
-        )
+        lines += ["", "## Predicted: weak scaling", "", f"Links: {found['links']}."]
+        head = "variant | from ranks | to ranks | step, ms | tokens/s/GPU | efficiency, % | measured, ms"
+        lines += _table(head, map(_prediction_cells, found["predictions"]))
     for one in found["failed"]:
         lines += ["", f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}"]
-    for kind, why in found["missing"].items():
-        lines += ["", f"Not measured: {kind}: {why}"]
     return "\n".join(lines) + "\n"
+
+
+def _step_cells(row: Mapping[str, Any]) -> str:
+    peak = "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}"
+    return (
+        f"{row['variant']} | {row['ranks']} | {row['accumulation']} | {1e3 * row['seconds']:,.1f} ± "
+        f"{100 * row['spread']:.1f} % | {row['tokens_per_second']:,.0f} | {row['tokens_per_second_per_gpu']:,.0f} | "
+        f"{100 * row['efficiency']:.1f} % | {peak}"
+    )
+
+
+def _collective_cells(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['kind'].replace('_', '-')} | {row['ranks']} | {row['where']} | {1e6 * row['smallest_seconds']:,.1f} | "
+        f"{row['bandwidth'] / 1e9:,.2f}"
+    )
+
+
+def _prediction_cells(row: Mapping[str, Any]) -> str:
+    measured = "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}"
+    return (
+        f"{row['variant']} | {row['from']} | {row['ranks']} | {_between(row['seconds'], 1e3, 1)} | "
+        f"{row['tokens_per_second_per_gpu'][1]:,.0f} | {_between(row['efficiency'], 100)} | {measured}"
+    )
 
 
 def _bytes(number: float) -> str:
@@ -203,52 +157,31 @@ def _bytes(number: float) -> str:
 
 
 def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """A picture of three panels: throughput over ranks, efficiency, times of collectives over sizes.
+    """Write a plot of throughput over ranks, efficiency, and the times of collectives (``samples``) over sizes."""
+    from matplotlib.figure import Figure
 
-    Args:
-        samples: measurements of collectives, each with ``kind``, ``ranks``, ``size`` and ``seconds``.
-        output: file; its suffix chooses the format.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (speed, efficiency, times) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    names = list(dict.fromkeys((row["variant"], row["mode"]) for row in found["steps"]))
-    for index, (variant, mode) in enumerate(names):
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    speed, efficiency, times = figure.subplots(1, 3)
+    lines = dict.fromkeys((row["variant"], row["mode"]) for row in found["steps"])
+    for index, (variant, mode) in enumerate(lines):
         rows = [row for row in found["steps"] if (row["variant"], row["mode"]) == (variant, mode)]
         x, color = [row["ranks"] for row in rows], f"C{index}"
         speed.plot(x, [row["tokens_per_second"] for row in rows], "o-", color=color, label=f"{variant}, {mode}")
         efficiency.plot(x, [100 * row["efficiency"] for row in rows], "o-", color=color, label=f"{variant}, {mode}")
-        ahead = [row for row in found["predictions"] if row["variant"] == variant and row["measured"] is None]
-        if ahead and mode == "weak":
-            x = [row["ranks"] for row in ahead]
-            speeds = [[row["ranks"] * row["tokens_per_second_per_gpu"][end] for row in ahead] for end in range(3)]
-            parts = [[100 * row["efficiency"][end] for row in ahead] for end in range(3)]
-            for axis, (low, middle, high) in ((speed, speeds), (efficiency, parts)):
-                axis.plot(x, middle, "--", color=color)
-                axis.fill_between(x, low, high, color=color, alpha=0.2, label=f"{variant}, predicted")
-    groups = list(dict.fromkeys((one["kind"], one["ranks"]) for one in samples))
-    for kind, ranks in groups:
+    for kind, ranks in dict.fromkeys((one["kind"], one["ranks"]) for one in samples):
         rows = sorted((s for s in samples if (s["kind"], s["ranks"]) == (kind, ranks)), key=lambda one: one["size"])
         label = f"{kind.replace('_', '-')}, {ranks}"
-        times.plot(
-            [row["size"] for row in rows], [1e6 * row["seconds"] for row in rows], ".-", label=label, linewidth=1
-        )
-    panels = (
-        (speed, "ranks", "tokens/s"),
-        (efficiency, "ranks", "efficiency, %"),
-        (times, "bytes", "collectives, µs (ranks)"),
-    )
-    for axis, label, title in panels:
+        x, y = [row["size"] for row in rows], [1e6 * row["seconds"] for row in rows]
+        times.plot(x, y, ".-", label=label, linewidth=1)
+    for axis, label, title, scale in (
+        (speed, "ranks", "tokens/s", "log"),
+        (efficiency, "ranks", "efficiency, %", "linear"),
+        (times, "bytes", "collectives, µs (ranks)", "log"),
+    ):
         axis.set(xlabel=label, title=title)
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
+        if axis.lines:
             axis.set_xscale("log", base=2)
+            axis.set_yscale(scale)
             axis.legend(fontsize=7)
-    for axis, any_rows in ((speed, found["steps"]), (times, samples)):
-        if any_rows:
-            axis.set_yscale("log")
     figure.savefig(output, dpi=130)
-    plt.close(figure)

@@ -1,7 +1,4 @@
-"""One rank of one measurement, a process of its own: what a measurement leaves in memory and on a GPU ends with it.
-
-Started by :mod:`launch.scale.crew`, with a launcher's variables for its sub-group of ranks, and ends when that ends.
-"""
+"""One rank of one measurement, a process of its own, started by :mod:`launch.scale.crew` through torchrun."""
 
 from __future__ import annotations
 
@@ -12,65 +9,42 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from launch.log_level import set_log_level
+from launch.scale import bench, training
+from launch.train import runtime
+from launch.train.exhausted import is_out_of_memory
+
 
 def _end_with_parent() -> None:
-    """What this reads has no end while the process that started this one is there."""
-
-    def wait() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    while os.read(0, 1):  # has no end while the program that started the measurement is there
+        pass
+    os._exit(1)
 
 
-def main() -> int:
-    """Measure what the job says; rank 0 writes the result."""
-    _end_with_parent()
-    job: dict[str, Any] = json.loads(sys.argv[1])
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from launch.plan.allocator import expandable_segments
-
-    expandable_segments()  # read when torch's allocator begins
-
-    import torch
-
-    from launch.log_level import set_log_level
-    from launch.train import runtime
-
-    set_log_level("error")
-    if job["what"] == "collectives":  # needs torch alone
-        device = _join(job)
-        from .bench import measure
-
-        found = measure(device, job["sizes"])
-    else:
-        device = runtime.start(None, job["timeout"] / 60)
-        from . import train
-
-        found = train.measure(job, device)
-    found["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    if torch.distributed.get_rank() == 0:
-        Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+def _measure(job: dict[str, Any]) -> dict[str, Any]:
+    device = runtime.start(None, job["timeout"] / 60)
+    collectives = job["what"] == "collectives"
+    found = bench.measure(device, job["sizes"]) if collectives else training.measure(job, device)
     torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # what libraries do at their ends takes seconds, and all is written
+    return {**found, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
 
 
-def _join(job: dict[str, Any]) -> Any:
-    from datetime import timedelta
-
-    import torch
-
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=job["timeout"]))
-    if gpu:
-        torch.distributed.all_reduce(torch.zeros(1, device=device))
-    return device
+def main() -> None:
+    """Measure what the job says; rank 0 writes the result, a rank that fails its reason."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job, folder, rank = json.loads(sys.argv[1]), Path(sys.argv[2]), os.environ["RANK"]
+    set_log_level("error")
+    try:
+        found = _measure(job)
+    except Exception as problem:
+        reason = "out of memory" if is_out_of_memory(problem) else f"{type(problem).__name__}: {problem}"
+        found = {"failed": f"rank {rank}: {reason}".split("\n")[0][:300]}
+    if rank == "0" or "failed" in found:
+        (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    os._exit(1 if "failed" in found else 0)  # what libraries do at their ends takes seconds, and all is written
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,7 +27,7 @@ from launch.train.exhausted import OutOfMemory, explanation, is_out_of_memory
 from launch.train.plan import Plan
 from launch.train.settings import MICRO, STEPS, TOTAL, batch_sizes
 
-__all__ = ["settle"]
+__all__ = ["random_batch", "settle"]
 
 PATIENCE = 60.0
 """Seconds in which all ranks have to have said how their trial ended, after the first has."""
@@ -120,7 +120,7 @@ def _trial(p: Plan, device: torch.device) -> BaseException | None:
         short = replace(p, settings=settings, batch=batch_sizes(settings, p.dp))
         engine = build.build_engine(short, lambda text: None)
         loss_of = build.language_model_loss(p.args.tensor_parallel, device)
-        batch = _random_batch(p)
+        batch = random_batch(p)
         for _ in range(2 * few):
             engine.backward(loss_of(engine, batch))
             engine.step()
@@ -141,7 +141,8 @@ def _trial(p: Plan, device: torch.device) -> BaseException | None:
     return problem
 
 
-def _random_batch(p: Plan) -> dict[str, torch.Tensor]:
+def random_batch(p: Plan) -> dict[str, torch.Tensor]:
+    """A micro-batch of random tokens: ``[micro, seq]`` int64, on the CPU."""
     shape = (p.batch.micro, p.model.seq_length)
     assert p.model.vocab_size is not None
     generator = torch.Generator().manual_seed(p.args.seed)

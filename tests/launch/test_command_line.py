@@ -225,7 +225,7 @@ def test_outputs_are_tried_first(tmp_path, capsys):
         line = said(capsys, plot.main, str(tmp_path / "in"), "--output", f"{folder}/x.png")
         assert line.startswith(f"error: --output: got {folder}/x.png, accepted: a file to write to")
     assert "--output: cannot write" in said(capsys, prepare_data.main, *prepare, str(tmp_path / ("x" * 300)))
-    assert "a file name that ends in one of" in said(capsys, plot.main, str(tmp_path / "in"), "--output", "x.docx")
+    assert "Format 'docx' is not supported" in said(capsys, plot.main, str(tmp_path / "in"), "--output", "x.docx")
     assert sorted(tmp_path.rglob("*")) == before
 
 

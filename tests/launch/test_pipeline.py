@@ -223,39 +223,6 @@ def test_what_cannot_be_divided_is_refused(work, tmp_path, world, more, changes,
         pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, *more)), world)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "more", "said"),
-    [
-        (["--pipeline-parallel", "2"], ["4"], "got 4, accepted: up to a stage's 3 layers"),
-        (
-            ["--pipeline-parallel", "2"],
-            ["2"],
-            "got 2, accepted: a divisor of a stage's 3 layers, or --recomp",
-        ),
-        (
-            ["--pipeline-parallel", "2", "--virtual-stages", "3"],
-            ["3"],
-            "got 3, accepted: up to a stage part's 1 lay",
-        ),
-        (["--tensor-parallel", "2"], ["4"], "got 4, accepted: a divisor of the model's 6 layers"),
-        (["--pipeline-parallel", "2"], ["2", "--recompute-method", "block"], None),
-        (["--pipeline-parallel", "2"], ["3"], None),
-    ],
-)
-def test_layers_to_recompute_are_a_stages(work, tmp_path, parallel, more, said):
-    """Megatron counts them in each stage, and its uniform method must not end within a unit."""
-    from launch import pretrain
-    from launch.train import arguments
-
-    given = ["--model-override", "num_layers=6", *parallel, "--recompute-granularity", "full", "--recompute-num-layers"]
-    line = command(work, tmp_path / "run", configuration(tmp_path, 1), *given, *more)
-    if said is None:
-        assert pretrain.plan(arguments.parse(line), 2).recompute["recompute_num_layers"] == int(more[0])
-    else:
-        with pytest.raises(CoatConfigError, match=said):
-            pretrain.plan(arguments.parse(line), 2)
-
-
 def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monkeypatch):
     from megatron.core import parallel_state
 

@@ -8,11 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.speed import collectives
 from benchmarks.speed.collectives import hidden, recorded
-from coat_dist import CoatConfig
 from coat_dist.flow import TensorParallel
-from launch.model.gpt import load_model_config
-from launch.plan.run import Run
-from launch.scale.predict import tensor_parallel
 from megatron_patches import initialize_model_parallel
 from tests.support import run_ranks
 
@@ -59,29 +55,6 @@ def test_collectives_of_a_layer() -> None:
         assert (base["calls"], ours["calls"], tensor["calls"]) == (10, 12, 14)
         assert seen == [("max", 12, "float32"), ("sum", 20, "float32"), ("max", 28, "float32")]
         assert nothing == []
-        # launch/scaling.py predicts with what is sent here.
-        for name, one in found.items():
-            parts = tensor_parallel(planned(name))
-            head = [p for p in parts if p.kind == "all_gather"][-1]  # the output layer's is none of a layer
-            parts.remove(head)
-            assert sum(p.often * p.size for p in parts if p.kind == "all_gather") == one["gathered_bytes"] * 2
-            assert sum(p.often for p in parts) == one["calls"] * 2, name
-
-
-def planned(name: str, **more) -> Run:
-    """The run whose two layers :func:`measured` counts."""
-    layers = ["num_layers=2", f"seq_length={ROWS // 2}", *SMALL]
-    model = load_model_config("llama2-7b", layers)
-    scales = "tensor" if name == "coat tensor scales" else "row"
-    coat = None if name == "bf16" else CoatConfig.parse({"activation": {"forward_scales": scales}})
-    return Run(model=model, settings={}, coat=coat, tp=2, sequence_parallel=True, micro=2, **more)
-
-
-def test_recomputed_layers_send_forwards_collectives_again() -> None:
-    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    once, again = (tensor_parallel(planned("coat", recompute=recompute)) for recompute in ({}, full))
-    more = [(a.kind, a.size, a.often - o.often) for o, a in zip(once, again, strict=True) if a.often > o.often]
-    assert more == [("all_gather", H * ROWS + 4 * ROWS, 4), ("reduce_scatter", 2 * H * ROWS, 4)]
 
 
 def test_hidden_time() -> None:

@@ -1,9 +1,5 @@
 """What engines on ranks hold, beside what the planner says of them."""
 
-from types import SimpleNamespace
-
-import torch
-
 MODEL = {
     "num_layers": 3,
     "hidden_size": 128,
@@ -51,38 +47,37 @@ def planned(model, settings, dp=1, tp=1, recompute=None):
     )
 
 
+def kept_for_backward(run):
+    """Bytes that one forward pass keeps for backward, the loss's included, without parameters."""
+    from launch.plan.timeline import Step
+
+    step = Step(run)
+    step.forward()
+    graphs = step.held["CUDA graphs"] - step.in_graphs() if step.graphed else 0
+    logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
+    shared = set(range(run.model.num_layers)) - step.again - run.bf16_layers and not run.model.qk_norm
+    # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which patched layers share.
+    per_position = (4 if step.again else 0) + (8 if shared else 0)
+    tables = per_position * run.model.seq_length * run.model.head_channels
+    return step.held["activations"] + graphs + logits + tables + 28 * run.tokens
+
+
 def measured(rank, world, model, settings, tp=1, recompute=None):
     """Rows of a ``MemoryReport`` after one step: bytes by name, of this rank."""
-    from coat_dist import CoatConfig
-    from launch.model.gpt import ModelConfig
     from launch.train import build, runtime
+    from launch.train.arguments import PretrainOptions
+    from launch.train.auto import random_batch
     from launch.train.memory import MemoryReport
-    from launch.train.settings import batch_sizes
+    from launch.train.plan import assemble
     from megatron_patches import initialize_model_parallel
 
-    device = runtime.start(rank)
+    device, run = runtime.start(rank), planned(model, settings)
     initialize_model_parallel(tp, seed=3, create_gloo_process_groups=False)
-    config = ModelConfig.model_validate(model)
-    p = SimpleNamespace(
-        model=config,
-        args=SimpleNamespace(
-            tensor_parallel=tp, sequence_parallel=tp > 1, expert_parallel=1, pipeline_parallel=1, virtual_stages=1
-        ),
-        batch=batch_sizes(settings, world // tp),
-        settings=settings,
-        coat=CoatConfig.from_deepspeed(settings),
-        recompute=recompute or {},
-    )
-    engine = build.build_engine(p, lambda text: None)
-    shape = (p.batch.micro, config.seq_length)
-    tokens = torch.randint(0, config.vocab_size, shape)
-    batch = {
-        "tokens": tokens,
-        "labels": tokens.roll(1, 1),
-        "loss_mask": torch.ones(shape),
-        "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
-    }
-    report = MemoryReport(engine, p.batch.micro * config.seq_length)
+    shared = {"tensor_parallel": tp, "sequence_parallel": tp > 1, **(recompute or {})}
+    options = PretrainOptions(deepspeed_config="", data=[], train_steps=1, **shared)
+    p = assemble(options, world, settings, run.coat, run.model)
+    engine, batch = build.build_engine(p, lambda text: None), random_batch(p)
+    report = MemoryReport(engine, run.tokens)
     with report.forward():
         loss = build.language_model_loss(tp, device)(engine, batch)
     engine.backward(loss)

@@ -2,17 +2,18 @@
 
 import pytest
 
-from launch.plan.timeline import kept_for_backward, simulate
+from launch.plan.timeline import simulate
 from launch.plan.zero import states
-from tests.launch.plan.engines import MODEL, measured, planned, settings_of
+from tests.launch.plan.engines import MODEL, kept_for_backward, measured, planned, settings_of
 from tests.support import run_ranks
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+WITH_REMAINDERS = {"optimizer": {"master_weights": "bf16_remainder"}}
 OLMO2 = {"norm_placement": "post", "qk_norm": "full"}
 REMAINDER = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
-def compare(model, settings, tp=1, recompute=None, tolerance=0.001):
+def compare(model, settings, tp=1, recompute=None):
     run = planned(model, settings, 2 // tp, tp, recompute)
     found = states(run)
     expected = {
@@ -30,19 +31,19 @@ def compare(model, settings, tp=1, recompute=None, tolerance=0.001):
         assert simulate(run).other_peaks["building the engine"] >= shards
         assert simulate(run).other_peaks["building the engine"] < shards + 2 * found.elements
     for row in ranks:
-        assert row["activations"] == pytest.approx(kept_for_backward(run), rel=tolerance)
+        assert row["activations"] == pytest.approx(kept_for_backward(run), rel=0.001)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("stage", "coat", "more", "tp"),
-    [(1, {}, {}, 1), (1, {}, FP32, 1), (2, {}, FP32, 1), (3, {}, FP32, 1), (2, {}, FP32, 2)]
-    + [
-        pytest.param(stage, coat, more, tp, marks=pytest.mark.slow)
-        for stage, coat, more, tp in ((1, None, {}, 1), (2, None, FP32, 1), (3, None, FP32, 1), (1, {}, {}, 2))
-    ]
-    + [
-        pytest.param(stage, coat, more, 2, marks=pytest.mark.slow)
-        for stage, coat, more in ((3, {}, FP32), (1, None, {}), (2, None, FP32), (3, None, FP32))
+    [
+        *((1, {}, {}, 1), (1, {}, FP32, 1), (2, {}, FP32, 1), (3, {}, FP32, 1), (2, {}, FP32, 2)),
+        *(slow(1, None, {}, 1), slow(2, None, FP32, 1), slow(3, None, FP32, 1), slow(1, {}, {}, 2)),
+        *(slow(3, {}, FP32, 2), slow(1, None, {}, 2), slow(2, None, FP32, 2), slow(3, None, FP32, 2)),
     ],
 )
 def test_stages(stage, coat, more, tp) -> None:
@@ -50,44 +51,34 @@ def test_stages(stage, coat, more, tp) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "coat", "more"),
+    ("stage", "changes", "coat", "more"),
     [
-        ({"num_query_groups": 2, "tie_embeddings": True}, {"activation": {"attention": "fp8"}}, FP32),
-        ({"norm_affine": False, "normalization": "layernorm"}, None, FP32),
-        pytest.param({"qk_norm": True}, None, FP32, marks=pytest.mark.slow),
-        pytest.param(
-            {"activation": "gelu", "normalization": "layernorm", "linear_bias": True}, {}, FP32, marks=pytest.mark.slow
-        ),
-        ({}, {"activation": {"loss": "plain", "bf16_layers": [0, -1], "group_size": 16, "scale": "bf16"}}, FP32),
-        ({}, {"optimizer": {"master_weights": "bf16_remainder"}}, REMAINDER),
-        (OLMO2, {}, FP32),
-        pytest.param(OLMO2, None, FP32, marks=pytest.mark.slow),
-        pytest.param(
-            {"norm_placement": "post", "normalization": "layernorm", "qkv_bias": True}, {}, FP32, marks=pytest.mark.slow
-        ),
-        pytest.param({"qk_norm": True, "num_query_groups": 2}, {}, FP32, marks=pytest.mark.slow),
-        pytest.param({"qk_norm": True, "num_query_groups": 2}, None, FP32, marks=pytest.mark.slow),
+        (2, {"num_query_groups": 2, "tie_embeddings": True}, {"activation": {"attention": "fp8"}}, FP32),
+        (2, {"norm_affine": False, "normalization": "layernorm"}, None, FP32),
+        slow(2, {"qk_norm": True}, None, FP32),
+        slow(2, {"activation": "gelu", "normalization": "layernorm", "linear_bias": True}, {}, FP32),
+        (2, {}, {"activation": {"loss": "plain", "bf16_layers": [0, -1], "group_size": 16, "scale": "bf16"}}, FP32),
+        (2, {}, WITH_REMAINDERS, REMAINDER),
+        (2, {}, WITH_REMAINDERS, REMAINDER | FP32),
+        (3, {}, WITH_REMAINDERS, REMAINDER | FP32),
+        (2, OLMO2, {}, FP32),
+        slow(2, OLMO2, None, FP32),
+        slow(2, {"norm_placement": "post", "normalization": "layernorm", "qkv_bias": True}, {}, FP32),
+        slow(2, {"qk_norm": True, "num_query_groups": 2}, {}, FP32),
+        slow(2, {"qk_norm": True, "num_query_groups": 2}, None, FP32),
     ],
 )
-def test_models_and_options(changes, coat, more) -> None:
-    compare({**MODEL, **changes}, settings_of(2, coat, **more))
+def test_models_and_options(stage, changes, coat, more) -> None:
+    compare({**MODEL, **changes}, settings_of(stage, coat, **more))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_fp32_sums_of_gradients_beside_remainders(stage) -> None:
-    compare(MODEL, settings_of(stage, {"optimizer": {"master_weights": "bf16_remainder"}}, **REMAINDER, **FP32))
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+BLOCK = FULL | {"recompute_method": "block", "recompute_num_layers": 2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coat", [{}, None])
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    ],
-)
+@pytest.mark.parametrize("recompute", [FULL, BLOCK, SELECTIVE, SELECTIVE | {"recompute_modules": ["core_attn"]}])
 def test_recomputation(coat, recompute) -> None:
     compare(MODEL, settings_of(2, coat, **FP32), recompute=recompute)

@@ -4,29 +4,21 @@ import json
 
 import pytest
 
-from benchmarks.common import ROOT, result_path
+from benchmarks.common import result_path
 from benchmarks.speed import whole_rank
-from benchmarks.speed.planner_cases import CASES, VERIFY, planned, settings_of
+from benchmarks.speed.planner_cases import planned
 from coat_dist import CoatConfig
 from launch.model.gpt import load_model_config
 from launch.plan.gpus import find_gpu
 from launch.plan.run import Run
 from launch.plan.search import need
 from launch.plan.speed import step_time
-from launch.plan.timeline import kept_for_backward, simulate
+from launch.plan.timeline import simulate
 from launch.plan.zero import states
+from tests.launch.plan.engines import kept_for_backward
 
-GIB = 2**30
 MEASURED = json.loads(result_path("speed/planner-check").read_text())["results"]
-
 MEASURED_ON_TWO = json.loads(result_path("speed/planner-check-2-ranks").read_text())["results"]
-
-
-def two_gpus(config, layers, micro, tp=1, model="llama2-7b") -> Run:
-    settings = json.loads((ROOT / f"configs/deepspeed/{config}.json").read_text())
-    described = load_model_config(model, [f"num_layers={layers}"])
-    coat = CoatConfig.from_deepspeed(settings)
-    return Run(model=described, settings=settings, coat=coat, dp=2 // tp, tp=tp, sequence_parallel=tp > 1, micro=micro)
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -60,27 +52,6 @@ def test_two_gpus(name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "micro", "tp", "model", "gib", "tolerance"),
-    [
-        ("zero2-bf16", 8, 2, 1, "llama2-7b", 27.10, 0.01),
-        ("zero2", 8, 2, 1, "llama2-7b", 16.42, 0.05),
-        ("zero2-bf16", 8, 2, 2, "llama2-7b", 21.3, 0.02),
-        ("zero2", 8, 2, 2, "llama2-7b", 14.6, 0.02),
-        ("zero2-bf16", 32, 2, 1, "llama2-7b", 95.6, 0.01),
-        ("zero2", 32, 8, 1, "llama2-7b", 98.7, 0.01),
-        ("zero2", 32, 10, 1, "llama2-7b", 115, 0.01),
-        ("zero2", 32, 11, 1, "llama2-7b", 123, 0.01),
-        ("zero2", 40, 2, 1, "llama2-13b", 100.6, 0.01),
-    ],
-)
-def test_rank_0_of_two_gpus(config, layers, micro, tp, model, gib, tolerance) -> None:
-    """Peaks that pretrain.py printed on H200s, which are rank 0's."""
-    run = two_gpus(config, layers, micro, tp, model)
-    assert simulate(run, 0).allocated / GIB == pytest.approx(gib, rel=tolerance)
-    assert simulate(run).allocated >= simulate(run, 0).allocated  # the last rank needs more
-
-
-@pytest.mark.parametrize(
     ("result", "most", "variants"),
     [
         ("whole", 1.02, {"BF16", "both", "both, remainders"}),
@@ -108,16 +79,3 @@ def test_whole_models(result, most, variants) -> None:
                 assert 1e3 * seconds == pytest.approx(step["step_ms"], rel=0.1)
             checked.add(case["variant"])
     assert variants <= checked
-
-
-def test_recorded_runs_of_two_gpus() -> None:
-    recorded = json.loads(result_path("speed/train-2-ranks").read_text())
-    for one in recorded["runs"]:
-        if not one["config"].startswith("TE"):  # layers that the planner does not know
-            seconds = step_time(two_gpus(one["config"], 8, 2), find_gpu("NVIDIA H200")).seconds
-            assert 1e3 * seconds == pytest.approx(one["step_ms"], rel=0.2)
-
-
-def test_cases_have_settings() -> None:
-    for case in (*CASES.values(), *VERIFY.values()):
-        assert CoatConfig.from_deepspeed(settings_of(case)) is not None or case["config"].endswith("bf16")

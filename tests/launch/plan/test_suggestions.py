@@ -9,10 +9,9 @@ import pytest
 from benchmarks.common import ROOT
 from launch import planner
 from launch.plan import report, search
+from launch.plan.arguments import parse
 from launch.train.settings import load_settings
 
-OFF = {"activation": {"enabled": False}}
-REMAINDER = {"master_weights": "bf16_remainder"}
 RUN = ["--model", "llama2-7b", "--model-override", "num_layers=3", "--gpu", "h100"]
 
 
@@ -68,27 +67,19 @@ def pasted(settings, argv, text):
     return settings, argv
 
 
+BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 FILES = {
     "coat": config("zero2"),
     "plain": config("zero1-bf16"),
-    "plain, with DeepSpeed's bf16 states": config(
-        "zero2-bf16",
-        bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-        data_types=None,
-    ),
+    "plain, with DeepSpeed's bf16 states": config("zero2-bf16", bf16=BF16_STATES, data_types=None),
     "remainders": config("zero2-remainder"),
     "optimizer only": config("zero2", coat__activation={"enabled": False}),
-    "optimizer only, remainders": config("zero2-remainder", coat__activation={"enabled": False}),
     "optimizer only, no block": config("zero2", coat=None),
     "remainders, no block": config("zero2-remainder", coat=None, optimizer__params__master_weights="bf16_remainder"),
     "options of the optimizer beside the flow's block": config(
         "zero2", coat={"activation": {"bf16_layers": [0]}}, optimizer__params__group_size=64
     ),
-    "flow only": config(
-        "zero2",
-        optimizer__type="AdamW",
-        coat={"activation": {"attention": "bf16", "loss": "plain", "bf16_layers": [0]}},
-    ),
+    "flow only": config("zero2", optimizer__type="AdamW", coat={"activation": {"loss": "plain", "bf16_layers": [0]}}),
     "a micro-batch of five": config("zero2", train_micro_batch_size_per_gpu=5, train_batch_size=5),
     "ZeRO-1 with fp32 sums": config("zero2", zero_optimization__stage=1),
     "cached weights": config("zero1", coat={"activation": {"weights": "cached"}}),
@@ -105,7 +96,8 @@ def test_suggestions_save_what_they_say(capsys, tmp_path, name, gpus) -> None:
     before = answer(capsys, tmp_path, settings, *argv)
     assert before["savings"]
     for one in before["savings"]:
-        after = answer(capsys, tmp_path, *(lambda s, a: (s, *a))(*pasted(settings, argv, one["setting"])))
+        changed, options = pasted(settings, argv, one["setting"])
+        after = answer(capsys, tmp_path, changed, *options)
         saved = before["peak"]["needed_bytes"] - after["peak"]["needed_bytes"]
         assert saved == one["bytes"], one["setting"]
         samples = [x["micro_batch"] * x["gradient_accumulation_steps"] for x in (before, after)]
@@ -113,9 +105,10 @@ def test_suggestions_save_what_they_say(capsys, tmp_path, name, gpus) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_stands_beside_is_the_users_own_configuration_with_and_without_us(capsys, tmp_path, name) -> None:
+def test_what_stands_beside_is_the_users_own_configuration_with_and_without_us(tmp_path, name) -> None:
     """Training accepts both; the run itself is the one with the block where it has all."""
-    run = planner_run(tmp_path, FILES[name])
+    (tmp_path / "config.json").write_text(json.dumps(FILES[name]))
+    run, _, _ = parse([*RUN, "--deepspeed_config", str(tmp_path / "config.json")])
     for variant in (search.with_block(run), search.without_block(run)):
         (tmp_path / "variant.json").write_text(json.dumps(dict(variant.settings)))
         _, coat = load_settings(str(tmp_path / "variant.json"), tp=1)
@@ -123,15 +116,4 @@ def test_what_stands_beside_is_the_users_own_configuration_with_and_without_us(c
     full = search.with_block(run)
     assert full.flow is not None and full.fp8_moments and full.remainder == run.remainder
     assert (full == run) == (run.flow is not None and run.fp8_moments)
-    if run.flow is not None:
-        assert full.flow == run.flow
-
-
-def planner_run(tmp_path, settings):
-    """The planner's run of a file."""
-    from launch.model.gpt import load_model_config
-    from launch.plan.run import Run
-
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    found, coat = load_settings(str(tmp_path / "config.json"), tp=1)
-    return Run(model=load_model_config("llama2-7b", ["num_layers=3"]), settings=found, coat=coat, micro=1)
+    assert run.flow in (None, full.flow)

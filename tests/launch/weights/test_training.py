@@ -185,7 +185,7 @@ def test_sequences_longer_than_the_weights_are_made_for_are_told(work, tmp_path)
             f"model.seq_length: got {length}, more than the {longest} that {tmp_path / 'hf'} (--init-from) is made for"
         )
         assert (f"note: {line}" in (p.warning or "")) == said
-        assert any(note.startswith(line) for note in Run.of_plan(p).notes()) == said
+        assert any(note.startswith(line) for note in Run.of_plan(p).notes) == said
 
 
 def heard(rank, world, argv):
