@@ -98,8 +98,8 @@ def _tensor_kernel(
     x, scale, blocks, out, turned, rows, columns, stride, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
     PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` elements apart; 0: nothing is
-    transposed. ROWS: ``out`` is written.
+    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0: nothing is transposed.
+    ROWS: ``out`` is written.
     ``blocks``: which scale is that of each BLOCK rows."""
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
@@ -124,7 +124,7 @@ def _tensor_kernel(
                 packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
         inside = (packet < rows // PACK) & (column < columns)
-        store_turned(turned, packed, packet, column, stride, inside)
+        store_turned(turned, packed, packet, column, stride // PACK, inside)
 
 
 def launch_rows(x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def launch_quantize(
         # columns of a wider matrix have to begin at whole words
         aligned = turned.stride(0) % 4 == 0 and turned.storage_offset() % 4 == 0
         pack, word = packet(rows if aligned else 1)
-        turned, stride = turned.view(word), turned.stride(0) // pack
+        turned, stride = turned.view(word), turned.stride(0)
     bm //= max(pack, 1)
     _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
         x, scale, blocks, out, turned, rows, columns, stride, C=c, COPY=c is None, ROWS=out is not None, PACK=pack,
