@@ -98,8 +98,8 @@ def _tensor_kernel(
     x, scale, blocks, out, turned, rows, columns, stride, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
     PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0: nothing is transposed.
-    ROWS: ``out`` is written.
+    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0: nothing is
+    transposed. ROWS: ``out`` is written.
     ``blocks``: which scale is that of each BLOCK rows."""
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
