@@ -66,6 +66,7 @@ class FusedAttention(Patched):
             return *plain(self, *args, **kwargs)[:2], x
         del kwargs["hidden_states"]
         kind, scope = attention_kind(self), inspect.unwrap(self.coat_original.forward).__globals__
+        assert kind is not None
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in _CACHES if name in kwargs), None)

@@ -26,7 +26,7 @@ IGNORED = -100
 
 
 class _Given(threading.local):
-    head: nn.Module | None = None
+    head: Any = None
     """The output layer that is to return losses per token."""
     labels: torch.Tensor | None = None
     """Of each position's next token, ``IGNORED`` where there is none."""
@@ -88,7 +88,7 @@ def why_plain_now(model: Any) -> bool:
 class LossHead(Patched):
     """An output layer that returns losses per token where a model asks for them."""
 
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    def coat_forward(self: Any, plain: Callable[..., Any], x: Any) -> torch.Tensor:
         labels = _given.labels
         if _given.head is not self or labels is None or not fits(x) or x.shape[:-1] != labels.shape:
             return plain(self, x)
@@ -127,7 +127,7 @@ class LogitsOnRead:
     A tensor is not made before, and never kept by a program that looks at the loss alone.
     """
 
-    def __init__(self, hidden: torch.Tensor, head: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden: torch.Tensor, head: Any, dtype: torch.dtype | None = None) -> None:
         self._parts, self._dtype = (hidden, head), dtype
         self._made: torch.Tensor | None = None
 

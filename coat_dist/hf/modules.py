@@ -88,10 +88,14 @@ class Patched:
         raise NotImplementedError
 
 
-@functools.cache
-def swapped(original: type, mixin: type) -> type:
+def swapped(original: type, mixin: type) -> Any:
     """A class that is ``original`` but for what ``mixin`` computes while it trains."""
-    plain = original.forward  # type: ignore[attr-defined]
+    return _swapped(original, mixin)
+
+
+@functools.cache
+def _swapped(original: Any, mixin: Any) -> type:
+    plain = original.forward
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,8 +225,8 @@ class MLP(Patched):
             return plain(self, norm(x)), x
         weights = [m.weight for m in linears]
         biases = None if linears[0].bias is None else [m.bias for m in linears]
-        rest = weights, self.down_proj.weight, activation_of(self), ONE, self.coat.settings, biases
+        rest: tuple[Any, ...] = weights, self.down_proj.weight, activation_of(self), ONE, self.coat.settings, biases
         if norm is None:
             return bias_of(flow.mlp(x, *rest), self.down_proj)
-        y, alias = flow.norm_mlp(x, norm_of(norm), *rest, residual=True)
+        y, alias = flow.norm_mlp(x, norm_of(norm), *rest, residual=True)  # type: ignore[misc]
         return bias_of(y, self.down_proj), alias

@@ -1,8 +1,9 @@
 """Patch a built transformers model in place: its layers keep parameters and names, and run the FP8 flow.
 
 Two tiers. A decoder layer that reads as Llama's is *fused*: norm, queries, keys and values, rotation, output
-projection, MLP and residuals, with the bytes saved that a Megatron layer saves. In other layers the model's own code runs, with its
-norms, projections and gated MLPs in the flow. What is not recognized stays in BF16, with the reason in the report.
+projection, MLP and residuals, with the bytes saved that a Megatron layer saves. In other layers the model's own code
+runs, with its norms, projections and gated MLPs in the flow. What is not recognized stays in BF16, with the reason in
+the report.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def patch_model(
 ) -> PatchReport:
     """Let the layers of a built transformers model run the FP8 flow while it trains; all or nothing changes.
 
-    Call it before DDP, ``fully_shard`` or ``deepspeed.initialize``, which does it by itself where the block asks for it.
+    Call it before DDP or ``fully_shard``; ``deepspeed.initialize`` does it by itself where the block asks for it.
     Evaluation and generation run the model's own forward.
 
     Args:
@@ -105,9 +106,10 @@ def unpatch_model(model: nn.Module) -> None:
     if "coat_patch_report" not in vars(model):
         raise CoatConfigError("model: got one that is not patched, accepted: what patch_model has patched")
     for module in model.modules():
-        own = next((c for c in type(module).__mro__ if "coat_original" in vars(c)), None)
+        cls: Any = type(module)
+        own = next((c for c in cls.__mro__ if "coat_original" in vars(c)), None)
         if own is not None:
-            module.__class__ = restored(type(module), own, own.coat_original)  # type: ignore[attr-defined]
+            module.__class__ = restored(cls, own, own.coat_original)
             vars(module).pop("coat", None)
     del model.coat_patch_report
 
@@ -160,7 +162,7 @@ def _patch_layer(name: str, layer: Any, settings: ActivationConfig, changes: Cha
 
 
 def _patch_projections(attention: Any, settings: ActivationConfig, changes: Changes) -> None:
-    linears = [getattr(attention, n, None) for n in QKV]
+    linears: list[Any] = [getattr(attention, n, None) for n in QKV]
     if all(type(m) is nn.Linear for m in linears) and len({m.bias is None for m in linears}) == 1:
         first, *others = linears
         changes.swap(first, swapped(nn.Linear, FirstProjection), Part(settings, tuple(others)))

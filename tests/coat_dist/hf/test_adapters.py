@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-
 from coat_dist.config import ActivationConfig
 from coat_dist.hf import patch_model
 
 from .tiny import relative, step, tiny, tokens
 
+peft = pytest.importorskip("peft")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"], "task_type": "CAUSAL_LM"}
 
 
