@@ -96,11 +96,45 @@ class FusedAttention(Patched):
             kwargs["sliding_window"] = self.sliding_window
         elif kind.window == "config":
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
-        attend = _interface(self.config._attn_implementation, scope["eager_attention_forward"])
-        dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        y = flow.linear(out.reshape(*x.shape[:-1], -1), self.o_proj.weight, ONE, self.coat.settings)
-        return bias_of(y, self.o_proj), weights, alias
+        documents = _compressed(self, q, k, mask, kwargs) if self.coat.settings.attention == "fp8" else None
+        weights, o8 = None, None
+        if documents is not None:
+            given = (t.permute(2, 0, 1, 3) for t in (q, k, v))
+            out, o8 = flow.attention(*given, self.coat.settings, scale=self.scaling, documents=documents[0])
+        else:
+            attend = _interface(self.config._attn_implementation, scope["eager_attention_forward"])
+            dropout = self.attention_dropout if self.training else 0.0
+            out, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+            out = out.reshape(*x.shape[:-1], -1)
+        y = flow.linear(out, self.o_proj.weight, ONE, self.coat.settings, o8)
+        return bias_of(y if o8 is None else y.transpose(0, 1), self.o_proj), weights, alias
+
+
+def _compressed(
+    module: Any, q: torch.Tensor, k: torch.Tensor, mask: Any, given: dict[str, Any]
+) -> tuple[flow.Documents | None] | None:
+    """Whether attention may keep its tensors in FP8, and the documents of the sequence, if there are several.
+
+    Not with masks, windows, dropout, earlier keys or attention weights on request: those are transformers'.
+    """
+    window = given.get("sliding_window")
+    if (
+        mask is not None
+        or q.shape[2] != k.shape[2]
+        or (window is not None and window < k.shape[2])
+        or (module.training and module.attention_dropout)
+        or given.get("output_attentions")
+        or not getattr(module, "is_causal", True)
+        or not given.get("is_causal", True)
+        or module.config._attn_implementation == "eager"
+    ):
+        return None
+    starts = given.get("cu_seq_lens_q")
+    if starts is None:
+        return (None,)
+    if q.shape[0] != 1 or given.get("max_length_q") is None:
+        return None
+    return (flow.Documents(starts, int(given["max_length_q"])),)
 
 
 _CACHES = ("cache", "past_key_values", "past_key_value")

@@ -105,6 +105,39 @@ def test_outputs_on_request_padding_and_autocast(name):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fp8_attention(name):
+    """Where nothing stands against it; else attention is transformers'."""
+    model, ids = tiny(name, attn_implementation="sdpa"), tokens()
+    wanted, grads = step(model)
+    patch_model(model, ActivationConfig(attention="fp8"))
+    loss, found = step(model, use_cache=False)
+    assert abs(loss / wanted - 1) < 2e-3
+    whole = [torch.cat([g[key].flatten() for key in grads]) for g in (found, grads)]
+    assert relative(*whole) < 0.16
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    masked, _ = step(model, attention_mask=mask)
+    unpatch_model(model)
+    patch_model(model, DEFAULT)
+    assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(step(model)[0], loss)
+
+
+def test_packed_documents_are_as_alone():
+    """By flash attention's arguments, with FP8 attention; each document has the loss that it has alone."""
+    model = tiny("llama", attn_implementation="sdpa")
+    patch_model(model, ActivationConfig(attention="fp8"))
+    lengths, ids = (9, 15), tokens(1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    starts = torch.tensor([0, 9, 24], dtype=torch.int32)
+    hidden = model.model(
+        ids, position_ids=positions, cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=15, max_length_k=15
+    ).last_hidden_state
+    for part, n in zip(ids.split(lengths, 1), (slice(0, 9), slice(9, 24)), strict=True):
+        alone = model.model(part).last_hidden_state
+        torch.testing.assert_close(hidden[:, n], alone, rtol=2e-2, atol=2e-2)
+
+
 def test_tied_and_resized_embeddings_and_frozen_parts():
     model = tiny("llama", tie_word_embeddings=True)
     patch_model(model, DEFAULT)
