@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +38,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
-from ..ops import quantize_tensor, transpose
+from ..ops import amax, quantize_rows, quantize_tensor, transpose
 from .parallel.gathered import GatheredWeight
 from .parallel.tensor_parallel import TensorParallel
 from .products import gemm
-from .scaling import Operand, quantize_input, row_operand
+from .scaling import Operand, quantize_input, row_operand, shared_scale
 
 __all__ = [
+    "JoinedWeight",
     "Weight",
     "cacheable",
     "cached_weight_bytes",
@@ -126,6 +127,76 @@ class Weight:
         return gemm(d8_t, x8_t, self.parameter.dtype, self.settings)
 
 
+class JoinedWeight:
+    """Several weights ``[out_i, in]`` of one product, one below the other: queries, keys and values, or gate and up.
+
+    They are joined in FP8 alone: each is quantized into its rows of one buffer, and gets its rows of one gradient.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], tp: TensorParallel, settings: ActivationConfig) -> None:
+        self.parts = [Weight(p, tp, settings) for p in parameters]
+        self.rows = [p.shape[0] for p in parameters]
+        self.tp, self.settings = tp, settings
+        self._cached: weakref.ref[QuantizedTensor] | None = None
+
+    def quantized(self) -> Operand:
+        """As :meth:`Weight.quantized`, ``[sum of out_i, in]``, with one scale for backward."""
+        first, *others = (part.parameter for part in self.parts)
+        if not others:
+            return self.parts[0].quantized()
+        if self.settings.weights == "cached" and all(cacheable(p) for p in (first, *others)):
+            shared_by = self.tp.group if self.settings.tp_invariant else None
+            operand = from_cache(first, self.settings, (shared_by, False), self._quantize, others)
+            if operand.q8.layout == "tensor":
+                self._cached = weakref.ref(operand.q8)
+            return operand
+        return self._quantize()
+
+    def _quantize(self) -> Operand:
+        fmt, parameters = fp8_format(self.settings.format), [part.parameter for part in self.parts]
+        first = parameters[0]
+        codes = torch.empty(sum(self.rows), first.shape[1], dtype=fmt.dtype, device=first.device)
+        if self.settings.forward_scales == "row":
+            scales, top = first.new_empty(len(codes), 1, dtype=torch.float32), first.new_zeros((), dtype=torch.float32)
+            for p, c, s in zip(parameters, codes.split(self.rows), scales.split(self.rows), strict=True):
+                quantize_rows(p, fmt, True, QuantizedTensor(c, s, "row", top=top))
+            return row_operand(QuantizedTensor(codes, scales, "row", top=top), self.tp, self.settings)
+        top = torch.stack([amax(p) for p in parameters]).amax()
+        scale = shared_scale(top, fmt, self.tp, self.settings.tp_invariant)
+        for p, part in zip(parameters, codes.split(self.rows), strict=True):
+            quantize_tensor(p, fmt, scale, out=part)
+        return Operand(QuantizedTensor(codes, scale, "tensor"), scale)
+
+    def transposed(self, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> QuantizedTensor:
+        """As :meth:`Weight.transposed`, ``[in, sum of out_i]``."""
+        if len(weights) == 1:
+            return self.parts[0].transposed(weights[0], scale)
+        if (w8 := None if self._cached is None else self._cached()) is not None:
+            return transpose(w8)
+        fmt, first = fp8_format(self.settings.format), weights[0]
+        codes = torch.empty(first.shape[1], sum(self.rows), dtype=fmt.dtype, device=first.device)
+        for w, part in zip(weights, codes.split(self.rows, 1), strict=True):
+            quantize_tensor(w, fmt, scale, True, part)
+        return QuantizedTensor(codes, scale, "tensor")
+
+    def gradients(
+        self, d8_t: QuantizedTensor, x8_t: QuantizedTensor, wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """As :meth:`Weight.gradient`, of each weight; None for those that are not ``wanted``.
+
+        They are views of the rows of one product, which autograd takes for ``.grad`` without a copy.
+        """
+        dtypes = {part.parameter.dtype for part in self.parts}
+        if len(self.parts) == 1:
+            return [self.parts[0].gradient(d8_t, x8_t)]
+        if all(wanted) and self.settings.wgrad == "grad" and len(dtypes) == 1:
+            return list(gemm(d8_t, x8_t, dtypes.pop(), self.settings).split(self.rows))
+        rows = [QuantizedTensor(codes, d8_t.scales, d8_t.layout) for codes in d8_t.codes.split(self.rows)]
+        return [
+            part.gradient(d8, x8_t) if want else None for part, d8, want in zip(self.parts, rows, wanted, strict=True)
+        ]
+
+
 def into_main_grad(
     weight: Any, products: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 ) -> torch.Tensor | None:
@@ -175,8 +246,8 @@ def row_blocks(
 
 class _CachedOperand(NamedTuple):
     stamp: tuple
-    storage: StorageWeakRef
-    """Of the parameter then. While this reference lives, no other storage is taken for it; it keeps no memory."""
+    storages: list[StorageWeakRef]
+    """Of the parameters then. While these references live, no others are taken for them; they keep no memory."""
     operand: Operand
 
 
@@ -233,20 +304,27 @@ def cacheable(parameter: torch.Tensor) -> bool:
 
 
 def from_cache(
-    parameter: torch.Tensor, settings: ActivationConfig, kind: Any, quantize: Callable[[], Operand]
+    parameter: torch.Tensor,
+    settings: ActivationConfig,
+    kind: Any,
+    quantize: Callable[[], Operand],
+    others: Sequence[torch.Tensor] = (),
 ) -> Operand:
     """The codes of forward that are kept for ``parameter``, or those that ``quantize`` makes, which are kept then.
 
     Args:
-        kind: what ``quantize`` depends on besides the parameter and ``settings``.
+        kind: what ``quantize`` depends on besides the parameters and ``settings``.
+        others: further parameters of which the codes are made.
     """
     # The address alone says little: what `p.data = ...` brings may lie where an earlier storage was, in one version.
-    storage = parameter.untyped_storage()
-    state = parameter.data_ptr(), parameter._version, parameter.dtype, parameter.shape, parameter.stride()
-    stamp = (*state, settings.format, settings.forward_scales, kind)
+    parameters = parameter, *others
+    storages = [p.untyped_storage() for p in parameters]
+    states = [(p.data_ptr(), p._version, p.dtype, p.shape, p.stride()) for p in parameters]
+    stamp = (*states, settings.format, settings.forward_scales, kind)
     found = _cache.get(parameter)
-    if found is None or found.stamp != stamp or found.storage.cdata != storage._cdata:
+    known = [] if found is None else [storage.cdata for storage in found.storages]
+    if found is None or found.stamp != stamp or known != [storage._cdata for storage in storages]:
         # Tensors made in inference mode could not be saved for backward later. Leaving it switches gradients on.
         with torch.inference_mode(False), torch.no_grad():
-            found = _cache[parameter] = _CachedOperand(stamp, StorageWeakRef(storage), quantize())
+            found = _cache[parameter] = _CachedOperand(stamp, [StorageWeakRef(s) for s in storages], quantize())
     return found.operand

@@ -95,10 +95,11 @@ def tensor_scale(amax: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> t
 @fast_launch
 @triton.jit
 def _tensor_kernel(
-    x, scale, blocks, out, turned, rows, columns, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
+    x, scale, blocks, out, turned, rows, columns, stride, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
     PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PACK rows of codes make an element of ``turned``; 0: nothing is transposed. ROWS: ``out`` is written.
+    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0: nothing is
+    transposed. ROWS: ``out`` is written.
     ``blocks``: which scale is that of each BLOCK rows."""
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
@@ -123,7 +124,7 @@ def _tensor_kernel(
                 packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
         inside = (packet < rows // PACK) & (column < columns)
-        store_turned(turned, packed, packet, column, rows // PACK, inside)
+        store_turned(turned, packed, packet, column, stride // PACK, inside)
 
 
 def launch_rows(x: torch.Tensor) -> torch.Tensor:
@@ -184,14 +185,16 @@ def launch_quantize(
     if not x.numel():
         return
     bm, bn, warps = ROWS_TILE if turned is None else TURNED_TILE if blocks is None else TURNED_BLOCK
-    pack = 0
+    pack = stride = 0
     if turned is not None:
-        pack, word = packet(rows)
-        turned = turned.view(word)
+        # columns of a wider matrix have to begin at whole words
+        aligned = turned.stride(0) % 4 == 0 and turned.storage_offset() % 4 == 0
+        pack, word = packet(rows if aligned else 1)
+        turned, stride = turned.view(word), turned.stride(0)
     bm //= max(pack, 1)
     _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        x, scale, blocks, out, turned, rows, columns, C=c, COPY=c is None, ROWS=out is not None, PACK=pack, BM=bm,
-        BN=bn, BLOCK=BLOCK, num_warps=warps,
+        x, scale, blocks, out, turned, rows, columns, stride, C=c, COPY=c is None, ROWS=out is not None, PACK=pack,
+        BM=bm, BN=bn, BLOCK=BLOCK, num_warps=warps,
     )  # fmt: skip
 
 
@@ -259,14 +262,19 @@ def _rows_kernel(
             tl.store(out + first + column, to_fp8(more * factor[:, None], C), mask=inside)
 
 
-def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> QuantizedTensor:
+def quantize_rows(
+    x: torch.Tensor, fmt: FP8Format, aligned: bool = False, out: QuantizedTensor | None = None
+) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.quantize_rows`."""
     flat = launch_rows(x)
     rows, columns = flat.shape
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     width, held, long, warps = row_tiles(columns, *HELD_TILES)
-    top = amax_buffer(x.device) if rows else None
+    if out is None:
+        codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+        scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        top = amax_buffer(x.device) if rows else None
+    else:
+        codes, scales, top = out.codes, out.scales, out.top
     if rows:
         _rows_kernel[(rows,)](
             flat, codes, scales, top, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held,

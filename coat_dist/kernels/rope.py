@@ -50,13 +50,17 @@ def _store(mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, val
 @fast_launch
 @triton.jit
 def _split_rope_kernel(
-    mixed, q, k, v, cos, sin, amax, batch,
+    mixed, q, k, v, cos, sin, amax, inner,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, table_s, table_b,
     GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
-    GAP: tl.constexpr, INVERSE: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
+    GAP: tl.constexpr, INVERSE: tl.constexpr, BLOCKS: tl.constexpr, BATCH_FIRST: tl.constexpr, BS: tl.constexpr,
+    BH: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    """``inner``: the size of the second dimension."""
     token = tl.program_id(0).to(tl.int64)
-    s, b = token // batch, token % batch
+    s, b = token // inner, token % inner
+    if BATCH_FIRST:
+        s, b = b, s
     SLOTS: tl.constexpr = GROUPS * (PER_GROUP + 2)
     pair = tl.arange(0, BH)[None, :]
     first, second = pair * STEP, pair * STEP + GAP
@@ -70,10 +74,15 @@ def _split_rope_kernel(
     top = tl.zeros((BS,), tl.int32)
     for start in range(0, SLOTS, BS):
         slot = start + tl.arange(0, BS)[:, None]
-        group, member = slot // (PER_GROUP + 2), slot % (PER_GROUP + 2)
-        is_q, is_k = member < PER_GROUP, member == PER_GROUP
+        if BLOCKS:
+            is_q, is_k = slot < GROUPS * PER_GROUP, (slot >= GROUPS * PER_GROUP) & (slot < GROUPS * (PER_GROUP + 1))
+            query, group = slot, (slot - GROUPS * PER_GROUP) % GROUPS
+        else:
+            group, member = slot // (PER_GROUP + 2), slot % (PER_GROUP + 2)
+            is_q, is_k = member < PER_GROUP, member == PER_GROUP
+            query = group * PER_GROUP + member
         at = (token * SLOTS + slot) * SIZE
-        at_q = s * q_s + b * q_b + (group * PER_GROUP + member).to(tl.int64) * q_h
+        at_q = s * q_s + b * q_b + query.to(tl.int64) * q_h
         at_k = s * k_s + b * k_b + group.to(tl.int64) * k_h
         at_v = s * v_s + b * v_b + group.to(tl.int64) * v_h
         if HALF > 0:
@@ -107,9 +116,8 @@ def split_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`coat_dist.reference.rope.split_rope`."""
     heads.check(mixed.shape, table)
-    s, b, _ = mixed.shape
-    counts = (heads.groups * heads.per_group, heads.groups, heads.groups)
-    q, k, v = (torch.empty(s, b, n, heads.size, dtype=mixed.dtype, device=mixed.device) for n in counts)
+    leading = mixed.shape[:2]
+    q, k, v = (torch.empty(*leading, n, heads.size, dtype=mixed.dtype, device=mixed.device) for n in heads.counts)
     _launch(mixed.contiguous(), q, k, v, None, heads, table)
     return q, k, v
 
@@ -118,8 +126,7 @@ def split_rope_backward(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, heads: Heads, table: RopeTable | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`coat_dist.reference.rope.split_rope_backward`."""
-    s, b = dq.shape[:2]
-    dmixed = torch.empty(s, b, heads.width, dtype=dq.dtype, device=dq.device)
+    dmixed = torch.empty(*dq.shape[:2], heads.width, dtype=dq.dtype, device=dq.device)
     amax = amax_buffer(dq.device)
     dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
     _launch(dmixed, dq, dk, dv, amax, heads, table)
@@ -135,18 +142,21 @@ def _launch(
     heads: Heads,
     table: RopeTable | None,
 ) -> None:
-    s, b, _ = mixed.shape
+    outer, inner, _ = mixed.shape
     if not mixed.numel():
         return
     half = 0 if table is None else table.cos.shape[2] // 2
     cos, sin = (None, None) if table is None else (table.cos.contiguous(), table.sin.contiguous())
     interleaved = table is not None and table.interleaved
     slots = heads.groups * (heads.per_group + 2)
-    _split_rope_kernel[(s * b,)](
-        mixed, q, k, v, cos, sin, amax, b, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+    # by position, batch and head
+    strides = [t.stride()[:3] if not heads.batch_first else (t.stride(1), t.stride(0), t.stride(2)) for t in (q, k, v)]
+    _split_rope_kernel[(outer * inner,)](
+        mixed, q, k, v, cos, sin, amax, inner, *strides[0], *strides[1], *strides[2],
         0 if cos is None else cos.stride(0), 0 if cos is None or cos.shape[1] == 1 else cos.stride(1),
         GROUPS=heads.groups, PER_GROUP=heads.per_group, SIZE=heads.size,
         HALF=half, STEP=2 if interleaved else 1, GAP=1 if interleaved else half, INVERSE=amax is not None,
+        BLOCKS=heads.blocks, BATCH_FIRST=heads.batch_first,
         # A first choice, not measured yet: 16 heads of 128 elements are one 16-byte access a thread and half head.
         BS=min(16, next_power_of_2(slots)), BH=next_power_of_2(max(half, 1)),
         BT=next_power_of_2(max(heads.size - 2 * half, 1)),

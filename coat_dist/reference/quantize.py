@@ -87,7 +87,7 @@ def quantize_tensor(
         scale: fp32 scalar.
         transpose: return codes ``[n, rows]`` of the tensor seen as ``[rows, n]``, contiguous: the layout in which FP8
             GEMMs want an operand whose summed dimension is ``rows``.
-        out: contiguous, takes the codes.
+        out: takes the codes: contiguous, or with ``transpose`` whole columns of a wider contiguous matrix.
     """
     codes = _codes(x.float(), scale, fmt)
     if transpose:
@@ -154,7 +154,9 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     return QuantizedTensor(codes.contiguous(), scales, "group", group_size)
 
 
-def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> QuantizedTensor:
+def quantize_rows(
+    x: torch.Tensor, fmt: FP8Format, aligned: bool = False, out: QuantizedTensor | None = None
+) -> QuantizedTensor:
     """Quantize with one scale per row: :func:`tensor_scale` of the row's own amax.
 
     As that function is monotone, the largest of the row scales is the scale that the whole tensor would have.
@@ -162,6 +164,7 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
     Args:
         x: ``[..., k]``, any floating dtype.
         aligned: make scales powers of two.
+        out: takes codes and scales, both contiguous; its ``top`` is raised to the largest of these scales.
 
     Returns:
         layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``, and the largest of these, unless there are none; a
@@ -169,6 +172,11 @@ def quantize_rows(x: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> Qua
     """
     q = requantize_rows(x, fmt, tensor_scale(amaxes(x, -1), fmt, aligned)[..., None])
     q.top = q.scales.amax() if q.scales.numel() else None
+    if out is not None:
+        assert out.top is not None
+        out.codes.copy_(q.codes), out.scales.copy_(q.scales)
+        out.top.copy_(torch.maximum(out.top, q.scales.amax()) if q.scales.numel() else out.top)
+        return out
     return q
 
 

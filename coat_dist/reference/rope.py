@@ -1,7 +1,9 @@
 """Split of a query-key-value projection into heads, with rotary position embedding of queries and keys.
 
 The projection's output is ``[s, b, groups * (per_group + 2) * size]``: for each group of grouped-query attention its
-queries, then its key, then its value (Megatron-core's interleaved layout). Rotation turns pairs (a, b) of the first
+queries, then its key, then its value (Megatron-core's interleaved layout); or all queries, all keys and all values
+(``blocks``, transformers' three projections side by side). With ``batch_first`` the first two dimensions are ``[b, s]``
+everywhere but in the table. Rotation turns pairs (a, b) of the first
 ``rot`` elements of a head by an angle that depends on the position:
 
     a' = a * cos_a - b * sin_a
@@ -37,6 +39,15 @@ class Heads:
     groups: int
     per_group: int
     size: int
+    blocks: bool = False
+    """A token's elements are all queries, then all keys, then all values, instead of one group after the other."""
+    batch_first: bool = False
+    """Tensors are ``[b, s, ...]`` instead of ``[s, b, ...]``."""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values."""
+        return self.groups * self.per_group, self.groups, self.groups
 
     @property
     def width(self) -> int:
@@ -46,12 +57,14 @@ class Heads:
     def check(self, shape: Sequence[int], table: RopeTable | None) -> None:
         """Raises ValueError where a projection's output of ``shape``, or a table, does not fit these heads."""
         if len(shape) != 3 or shape[2] != self.width:
-            raise ValueError(f"qkv: got shape {list(shape)}, accepted: [s, b, {self.width}] for {self}")
+            leading = "b, s" if self.batch_first else "s, b"
+            raise ValueError(f"qkv: got shape {list(shape)}, accepted: [{leading}, {self.width}] for {self}")
         if table is None:
             return
         s, b, rot = table.cos.shape
-        if rot > self.size or s != shape[0] or b not in (1, shape[1]):
-            accepted = f"[{shape[0]}, 1 or {shape[1]}, at most {self.size}]"
+        length, batch = (shape[1], shape[0]) if self.batch_first else shape[:2]
+        if rot > self.size or s != length or b not in (1, batch):
+            accepted = f"[{length}, 1 or {batch}, at most {self.size}]"
             raise ValueError(f"rope table: got shape {[s, b, rot]}, accepted: {accepted}")
 
 
@@ -66,6 +79,10 @@ class RopeTable:
     def pair(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The two elements of every pair of ``x`` ``[..., rot]``, each ``[..., rot / 2]``."""
         return (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, -1)  # type: ignore[return-value]
+
+    def for_batch_first(self) -> RopeTable:
+        """The table seen as ``[1 or b, s, rot]``."""
+        return RopeTable(self.cos.transpose(0, 1), self.sin.transpose(0, 1), self.interleaved)
 
     def join(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`pair`."""
@@ -95,22 +112,27 @@ def split_rope(
     """Queries, keys and values, queries and keys rotated.
 
     Args:
-        mixed: ``[s, b, heads.width]``, bfloat16 or float32.
+        mixed: ``[s, b, heads.width]``, bfloat16 or float32; ``[b, s, heads.width]`` with ``batch_first``.
         table: None for a split alone.
 
     Returns:
-        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]``, contiguous, in mixed's dtype: the
-        layout that SDPA reads without copies and whose output is an alias of what the projection that follows takes.
+        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` (``[b, s, ...]`` with ``batch_first``),
+        contiguous, in mixed's dtype: the layout that SDPA reads without copies and whose output is an alias of what the
+        projection that follows takes.
         None shares memory with mixed.
 
     Raises:
         ValueError: a shape that does not fit.
     """
     heads.check(mixed.shape, table)
-    s, b, _ = mixed.shape
-    grouped = mixed.view(s, b, heads.groups, heads.per_group + 2, heads.size)
-    q = grouped[..., : heads.per_group, :].flatten(2, 3)
-    k, v = grouped[..., heads.per_group, :], grouped[..., heads.per_group + 1, :]
+    if heads.blocks:
+        q, k, v = mixed.unflatten(-1, (-1, heads.size)).split(heads.counts, 2)
+    else:
+        grouped = mixed.view(*mixed.shape[:2], heads.groups, heads.per_group + 2, heads.size)
+        q = grouped[..., : heads.per_group, :].flatten(2, 3)
+        k, v = grouped[..., heads.per_group, :], grouped[..., heads.per_group + 1, :]
+    if table is not None and heads.batch_first:
+        table = table.for_batch_first()
     rotated = (q, k) if table is None else (_rotate(q, table), _rotate(k, table))
     q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (*rotated, v))
     return q, k, v
@@ -124,11 +146,15 @@ def split_rope_backward(
     Returns:
         dmixed ``[s, b, heads.width]``, contiguous, in dq's dtype, and its amax (fp32 scalar).
     """
-    s, b = dq.shape[:2]
+    leading = dq.shape[:2]
     if table is not None:
+        table = table.for_batch_first() if heads.batch_first else table
         dq, dk = _rotate_back(dq, table), _rotate_back(dk, table)
-    parts = (dq.reshape(s, b, heads.groups, heads.per_group, heads.size), dk.unsqueeze(3), dv.unsqueeze(3))
-    dmixed = torch.cat(parts, 3).view(s, b, heads.width)
+    if heads.blocks:
+        dmixed = torch.cat((dq, dk, dv), 2).flatten(2)
+    else:
+        parts = (dq.reshape(*leading, heads.groups, heads.per_group, heads.size), dk.unsqueeze(3), dv.unsqueeze(3))
+        dmixed = torch.cat(parts, 3).view(*leading, heads.width)
     return dmixed, amax(dmixed)
 
 

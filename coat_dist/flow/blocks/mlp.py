@@ -31,8 +31,9 @@ from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input, gemm, summed_gemm
 from ..scaling import Operand, gradient_amax, quantize_gradient, row_operand, saved_format, share_rows, shared_scale
-from ..weights import Weight
+from ..weights import JoinedWeight, Weight
 from .norm import Norm
+from .norm_linear import Weights, joined
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
 
@@ -41,36 +42,36 @@ __all__ = ["mlp", "norm_mlp", "scale_rows"]
 def norm_mlp(
     x: torch.Tensor,
     norm: Norm,
-    fc1_weight: torch.Tensor,
+    fc1_weight: Weights,
     fc2_weight: torch.Tensor,
     activation: str,
     tp: TensorParallel,
     settings: ActivationConfig,
-    fc1_bias: torch.Tensor | None = None,
+    fc1_bias: Weights | None = None,
     residual: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
 def norm_mlp(
     x: torch.Tensor,
     norm: Norm,
-    fc1_weight: torch.Tensor,
+    fc1_weight: Weights,
     fc2_weight: torch.Tensor,
     activation: str,
     tp: TensorParallel,
     settings: ActivationConfig,
-    fc1_bias: torch.Tensor | None = None,
+    fc1_bias: Weights | None = None,
     *,
     residual: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def norm_mlp(
     x: torch.Tensor,
     norm: Norm,
-    fc1_weight: torch.Tensor,
+    fc1_weight: Weights,
     fc2_weight: torch.Tensor,
     activation: str,
     tp: TensorParallel,
     settings: ActivationConfig,
-    fc1_bias: torch.Tensor | None = None,
+    fc1_bias: Weights | None = None,
     residual: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """An MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
@@ -79,11 +80,12 @@ def norm_mlp(
 
     Args:
         x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
-        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows; ``[f / tp, h]`` without a gate.
+        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows, also as two weights (gate, up);
+            ``[f / tp, h]`` without a gate.
         fc2_weight: this rank's ``[h, f / tp]``.
         activation: with a gate "swiglu", "geglu" (erf), "geglu_tanh" or "quick_geglu"; without "gelu" (erf),
             "gelu_tanh", "quick_gelu" or "squared_relu".
-        fc1_bias: this rank's ``[2 f / tp]`` or ``[f / tp]``; added in fp32.
+        fc1_bias: this rank's ``[2 f / tp]`` or ``[f / tp]``, or one for each weight; added in fp32.
         residual: also return x's alias for the residual connection, as :func:`~coat_dist.flow.norm_linear` does.
 
     Returns:
@@ -93,42 +95,47 @@ def norm_mlp(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     check_normed(x, norm, tp)
-    _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
-    alias, weights = residual_alias(x, residual), (fc1_weight, fc1_bias, fc2_weight)
-    out = _MLP.apply(x, norm.weight, norm.bias, *weights, norm, activation, tp, settings, alias)
+    weights, biases = joined(fc1_weight, fc1_bias)
+    _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
+    alias, fc1 = residual_alias(x, residual), (*weights, *biases)
+    options = norm, activation, tp, settings, alias, len(weights)
+    out = _MLP.apply(x, norm.weight, norm.bias, fc2_weight, *options, *fc1)
     return out if alias or not residual else (out, x)
 
 
 def mlp(
     x: torch.Tensor,
-    fc1_weight: torch.Tensor,
+    fc1_weight: Weights,
     fc2_weight: torch.Tensor,
     activation: str,
     tp: TensorParallel,
     settings: ActivationConfig,
-    fc1_bias: torch.Tensor | None = None,
+    fc1_bias: Weights | None = None,
 ) -> torch.Tensor:
     """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router, and norms after the MLP.
 
     Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any number of tokens will
     do, also none.
     """
-    _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias)
-    return _MLP.apply(x, None, None, fc1_weight, fc1_bias, fc2_weight, None, activation, tp, settings, False)
+    weights, biases = joined(fc1_weight, fc1_bias)
+    _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
+    return _MLP.apply(x, None, None, fc2_weight, None, activation, tp, settings, False, len(weights), *weights, *biases)
 
 
-def _check_mlp(x, fc1_weight, fc2_weight, activation, tp, settings, fc1_bias) -> None:
+def _check_mlp(x, fc1_weights, fc2_weight, activation, tp, settings, fc1_biases) -> None:
     check_settings(settings)
-    check_input(x, fc1_weight, "fc1_weight")
+    for weight in fc1_weights:
+        check_input(x, weight, "fc1_weight")
     parts = check_activation(activation).parts
-    rows, width = fc1_weight.shape[0], fc2_weight.shape[-1]
+    rows, width = sum(weight.shape[0] for weight in fc1_weights), fc2_weight.shape[-1]
     if fc2_weight.dim() != 2 or rows != parts * width:
         raise ValueError(
             f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/{parts}], as many columns as "
             f"fc1_weight has rows for each of the {parts} tensors that {activation!r} takes"
         )
-    if fc1_bias is not None and fc1_bias.shape != (rows,):
-        raise ValueError(f"fc1_bias: got shape {list(fc1_bias.shape)}, accepted: [{rows}]")
+    for weight, bias in zip(fc1_weights, fc1_biases, strict=False):
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"fc1_bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}")
     if settings.tp_invariant and tp.size > 1 and width % settings.group_size:
         raise ValueError(
             f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a multiple of group_size "
@@ -162,38 +169,32 @@ class _MLP(torch.autograd.Function):
         x,
         norm_weight,
         norm_bias,
-        fc1_weight,
-        fc1_bias,
         fc2_weight,
         norm: Norm | None,
         activation: str,
         tp: TensorParallel,
         settings: ActivationConfig,
         alias: bool,
+        count: int,
+        *fc1,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
-        ctx.fc1, ctx.fc2 = Weight(fc1_weight, tp, settings), Weight(fc2_weight, tp, settings, split=True)
+        fc1_weights, fc1_biases = fc1[:count], fc1[count:]
+        ctx.fc1, ctx.fc2 = JoinedWeight(fc1_weights, tp, settings), Weight(fc2_weight, tp, settings, split=True)
         w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
         if isinstance(y8, Rows):
             block_input.received(y8)
         del y8
+        fc1_bias = (torch.cat(fc1_biases) if len(fc1_biases) > 1 else fc1_biases[0]) if fc1_biases else None
         pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
         del pre
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         ctx.save_for_backward(
-            *block_input.save(),
-            pre8.codes,
-            pre8.scales,
-            a_scale,
-            fc1_weight,
-            w1_scale,
-            fc1_bias,
-            fc2_weight,
-            w2_scale,
+            *block_input.save(), pre8.codes, pre8.scales, a_scale, w1_scale, fc2_weight, w2_scale, *fc1
         )
-        ctx.args = block_input.options(), activation, x.shape
+        ctx.args = block_input.options(), activation, x.shape, count, len(fc1_biases)
         ctx.set_materialize_grads(False)
         out = shaped(out, *x.shape[:-1], fc2_weight.shape[0])
         return (out, x.view_as(x)) if alias else out
@@ -203,14 +204,19 @@ class _MLP(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: torch.Tensor | None, residual: torch.Tensor | None = None):
         if dout is None:  # the alias alone was used
-            return residual, *[None] * 10
-        *saved, codes, scales, a_scale, fc1_weight, w1_scale, fc1_bias, fc2_weight, w2_scale = ctx.saved_tensors
-        options, activation, shape = ctx.args
+            return residual, *[None] * (len(ctx.needs_input_grad) - 1)
+        options, activation, shape, n, biased = ctx.args
+        tensors = ctx.saved_tensors
+        rest, fc1 = tensors[: -n - biased], tensors[-n - biased :]
+        *saved, codes, scales, a_scale, w1_scale, fc2_weight, w2_scale = rest
         block_input = restore_input(saved, *options)
         tp, settings, dtype = block_input.tp, block_input.settings, block_input.dtype
         fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
         pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
-        dx = dnorm_weight = dnorm_bias = dfc1 = dfc1_bias = dfc2 = None
+        dx = dnorm_weight = dnorm_bias = dfc2 = None
+        dfc1: list[torch.Tensor | None] = [None] * n
+        dfc1_biases: list[torch.Tensor | None] = [None] * biased
+        want_weights, want_biases = ctx.needs_input_grad[10 : 10 + n], ctx.needs_input_grad[10 + n :]
 
         dout = dout.reshape(-1, fc2_weight.shape[0])
         agreed = gradient_amax(dout, tp, settings, gather=True)
@@ -221,30 +227,31 @@ class _MLP(torch.autograd.Function):
         top = activation_grad_amax(da, pre8, activation)
         d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
         bias_sum = None
-        if ctx.needs_input_grad[4]:
+        if any(want_biases):
             bias_sum = torch.float64 if settings.tp_invariant else torch.float32
         inner = activation_backward(da, pre8, activation, grad_fmt, d_scale, fmt, a_scale, bias_sum)
         del da
         if inner.dbias is not None:
-            dfc1_bias = inner.dbias.to(fc1_bias.dtype)
+            sums = zip(inner.dbias.split(ctx.fc1.rows), fc1[n:], want_biases, strict=True)
+            dfc1_biases = [s.to(b.dtype) if want else None for s, b, want in sums]
         # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while wgrad is.
-        y8_t = block_input.y8(block_input.x8, transpose=True) if ctx.needs_input_grad[3] else None
-        if ctx.needs_input_grad[5]:
+        y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
+        if ctx.needs_input_grad[3]:
             dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
         d8, d8_t = inner.d8, inner.d8_t
         del inner
         dinput = None
         if any(wanted := ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.fc1.transposed(fc1_weight, w1_scale), dtype, tp, settings)
+            dy = summed_gemm(d8, ctx.fc1.transposed(fc1[:n], w1_scale), dtype, tp, settings)
             dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8
         if y8_t is not None:
-            dfc1 = ctx.fc1.gradient(d8_t, y8_t.wait())
+            dfc1 = ctx.fc1.gradients(d8_t, y8_t.wait(), want_weights)
         if dinput is not None:
             dx, (dnorm_weight, dnorm_bias) = dinput.wait()
             dx = None if dx is None else dx.view(shape)
-        return dx, dnorm_weight, dnorm_bias, dfc1, dfc1_bias, dfc2, None, None, None, None, None
+        return dx, dnorm_weight, dnorm_bias, dfc2, *[None] * 6, *dfc1, *dfc1_biases
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:

@@ -73,6 +73,29 @@ def check_quantize_rows(device="cpu", shapes=((5, 70), (3, 2, 64), (4, 1))):
                 assert spoilt[-1].all() and not spoilt[:-1].any()
 
 
+def check_into(device="cpu", heights=((5, 3), (8, 4, 12)), n=70):
+    """Several matrices into one buffer: the codes, scales and largest scale of all of them below one another."""
+    for fmt, rows, dtype in itertools.product((E4M3, E5M2), heights, (torch.float32, torch.bfloat16)):
+        whole = wide_rows(sum(rows), n, subnormal=device != "cpu" or dtype == torch.float32).to(device, dtype)
+        for bad in (None, torch.nan):
+            if bad is not None:
+                whole[rows[0], 2] = bad
+            wanted = reference.quantize_rows(whole, fmt, aligned=True)
+            scale = tensor_scale(reference.amax(whole), fmt, aligned=True)
+            turned = reference.quantize_tensor(whole, fmt, scale, transpose=True)
+            for module in (quantize, reference):
+                codes = torch.full(whole.shape, 3.0, device=device).to(fmt.dtype)
+                scales, top = torch.full((len(whole), 1), 3.0, device=device), torch.zeros((), device=device)
+                out = QuantizedTensor(codes, scales, "row", top=top)
+                columns = torch.full(whole.shape[::-1], 3.0, device=device).to(fmt.dtype)
+                parts = zip(*(t.split(rows) for t in (whole, codes, scales)), columns.split(rows, 1), strict=True)
+                for x, c, s, t in parts:
+                    module.quantize_rows(x, fmt, True, QuantizedTensor(c, s, "row", top=top))
+                    module.quantize_tensor(x, fmt, scale, True, t)
+                same_rows(out, wanted)
+                same(columns, turned.codes)
+
+
 def wide_rows(*shape, subnormal=True):
     """Rows of many magnitudes; the first is zero, the next subnormal, the last has one subnormal element."""
     x = torch.randn(shape) * torch.exp(5 * torch.randn(*shape[:-1], 1))

@@ -8,7 +8,10 @@ from coat_dist.kernels import rope
 from coat_dist.reference import rope as reference
 from coat_dist.reference.rope import Heads, rope_table
 
-SMALL = Heads(2, 3, 24), Heads(3, 1, 22)
+SMALL = (
+    *(Heads(2, 3, 24), Heads(3, 1, 22)),
+    *(Heads(2, 3, 24, blocks, first) for blocks, first in ((True, False), (False, True), (True, True))),
+)
 
 
 def same(got, wanted):
@@ -44,7 +47,8 @@ def check_rope(device="cpu", heads=SMALL, shape=(2, 2)):
             table = None
             if rot:
                 table = rope_table(torch.randn(s, batch, 1, rot, device=device).mul(300), interleaved, 1.3)
-            mixed = torch.randn(s, b, h.width, device=device).mul(3).exp().to(dtype)
+            leading = (b, s) if h.batch_first else (s, b)
+            mixed = torch.randn(*leading, h.width, device=device).mul(3).exp().to(dtype)
             mixed.view(-1)[::5] = 0
             if mixed.is_cuda or dtype == torch.float32:  # the interpreter misreads BF16's denormals
                 mixed.view(-1)[3] = 1e-39

@@ -267,6 +267,10 @@ def test_kernel_with_no_rows_and_with_one_element(agreement):
     agreement.check_no_rows_and_one_element(DEVICE)
 
 
+def test_kernels_and_definitions_write_into_parts_of_a_buffer(agreement):
+    agreement.check_into(DEVICE)
+
+
 def test_dequantizing_kernel(agreement):
     agreement.check_dequantize(DEVICE, on_device(((3, 72), (2, 5, 40), (130, 4096)), ((3, 72), (2, 5, 40))))
 

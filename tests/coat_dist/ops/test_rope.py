@@ -1,5 +1,7 @@
 """The definition of split and rotation, against complex numbers and against autograd."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,6 +53,24 @@ def test_backward_is_autograds(interleaved, rot):
     assert torch.equal(top, amax(wanted))
 
 
+@pytest.mark.parametrize("blocks, batch_first", [(True, False), (False, True), (True, True)])
+def test_other_orders_are_the_same_numbers_elsewhere(blocks, batch_first):
+    mixed, table = torch.randn(5, 3, HEADS.width), rope_table(angles(b=3))
+    other = mixed
+    if blocks:
+        grouped = mixed.unflatten(-1, (2, 5, 16))
+        other = torch.cat((grouped[..., :3, :].flatten(2, 3), grouped[..., 3, :], grouped[..., 4, :]), 2).flatten(2)
+    turn = (lambda t: t.transpose(0, 1).contiguous()) if batch_first else (lambda t: t)
+    heads = replace(HEADS, blocks=blocks, batch_first=batch_first)
+    wanted, got = split_rope(mixed, HEADS, table), split_rope(turn(other), heads, table)
+    assert all(torch.equal(g, turn(w)) for g, w in zip(got, wanted, strict=True))
+    other.requires_grad_()
+    gradients = [torch.randn_like(g) for g in got]
+    (expected,) = torch.autograd.grad(split_rope(turn(other), heads, table), other, gradients)
+    dmixed, top = split_rope_backward(*gradients, heads, table)
+    assert torch.equal(turn(dmixed), expected) and torch.equal(top, amax(expected))
+
+
 def test_bfloat16_is_fp32_rounded_once():
     mixed, table = torch.randn(5, 3, HEADS.width).bfloat16(), rope_table(angles())
     for got, exact in zip(split_rope(mixed, HEADS, table), split_rope(mixed.float(), HEADS, table), strict=True):
@@ -74,7 +94,10 @@ def test_shapes_that_do_not_fit_are_named():
             rope_table(torch.zeros(shape))
 
 
-LARGE = Heads(2, 3, 24), Heads(3, 1, 22), Heads(32, 1, 128), Heads(8, 4, 128), Heads(1, 71, 64)
+LARGE = (
+    *(Heads(2, 3, 24), Heads(3, 1, 22), Heads(32, 1, 128), Heads(8, 4, 128), Heads(1, 71, 64)),
+    *(Heads(8, 4, 128, True, True), Heads(3, 1, 22, True), Heads(2, 3, 24, False, True)),
+)
 
 
 def test_kernels(agreement):

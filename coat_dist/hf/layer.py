@@ -1,0 +1,149 @@
+"""Decoder layers in one piece: norm, queries, keys and values, rotation, attention, projection, norm, MLP, residuals.
+
+The layer passes its norms to the attention and the MLP, which run them with their first product and return an alias of
+their input for the residual connection. Both are still called as modules, so hooks of transformers and of DeepSpeed run
+as before. Attention itself stays behind transformers' interface, with its masks, windows, dropout and caches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import flow
+from .modules import ONE, Patched, bias_of, fits, norm_of, plain_linears, running
+from .recognize import attention_kind
+
+__all__ = ["FusedAttention", "FusedLayer"]
+
+_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Cosines -> the table of the same pass: all layers share one."""
+
+
+def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
+    """From ``[1 or b, s, rot]`` of any floating dtype."""
+    found = _tables.get(cos)
+    if found is None:
+        cosines, sines = (t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin))
+        found = _tables[cos] = flow.RopeTable(cosines, sines)
+    return found
+
+
+class FusedLayer(Patched):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with the norms and residual gradients inside the blocks."""
+
+    def coat_forward(
+        self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not fits(hidden_states):
+            return plain(self, hidden_states, *args, **kwargs)
+        if args:
+            names = list(inspect.signature(plain).parameters)[2:]
+            kwargs |= dict(zip(names, args, strict=False))
+        with running():
+            y, _, x = self.self_attn(hidden_states=hidden_states, coat_norm=self.input_layernorm, **kwargs)
+            y, x = self.mlp(x + y, norm=self.post_attention_layernorm)
+        return x + y
+
+
+class FusedAttention(Patched):
+    """Attention; with ``coat_norm`` the norm before it as well, and the alias of its input for the residual."""
+
+    def coat_forward(
+        self: Any, plain: Callable[..., Any], *args: Any, coat_norm: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        if coat_norm is None:
+            return plain(self, *args, **kwargs)
+        x = kwargs["hidden_states"]
+        linears = self.q_proj, self.k_proj, self.v_proj
+        if not plain_linears(*linears, self.o_proj):  # adapters that came later
+            kwargs["hidden_states"] = coat_norm(x)
+            return *plain(self, *args, **kwargs)[:2], x
+        del kwargs["hidden_states"]
+        kind, scope = attention_kind(self), inspect.unwrap(self.coat_original.forward).__globals__
+        assert kind is not None
+        cos, sin = kwargs.pop("position_embeddings")
+        mask = kwargs.pop("attention_mask", None)
+        cache = next((kwargs.pop(name) for name in _CACHES if name in kwargs), None)
+        groups = self.k_proj.weight.shape[0] // self.head_dim if not hasattr(self.k_proj.weight, "ds_shape") else 0
+        groups = groups or self.k_proj.weight.ds_shape[0] // self.head_dim
+        heads = flow.Heads(groups, self.num_key_value_groups, self.head_dim, blocks=True, batch_first=True)
+        biases = None if self.q_proj.bias is None else [m.bias for m in linears]
+        q, k, v, alias = flow.norm_qkv(
+            x,
+            norm_of(coat_norm),
+            [m.weight for m in linears],
+            biases,
+            heads,
+            None if kind.normed else _table(cos, sin),
+            ONE,
+            self.coat.settings,
+            residual=True,
+        )
+        if kind.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if kind.normed:
+            q, k = scope["apply_rotary_pos_emb"](q, k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        if kind.window == "self":
+            kwargs["sliding_window"] = self.sliding_window
+        elif kind.window == "config":
+            kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
+        documents = _compressed(self, q, k, mask, kwargs) if self.coat.settings.attention == "fp8" else None
+        weights, o8 = None, None
+        if documents is not None:
+            given = (t.permute(2, 0, 1, 3) for t in (q, k, v))
+            out, o8 = flow.attention(*given, self.coat.settings, scale=self.scaling, documents=documents[0])
+        else:
+            attend = _interface(self.config._attn_implementation, scope["eager_attention_forward"])
+            dropout = self.attention_dropout if self.training else 0.0
+            out, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+            out = out.reshape(*x.shape[:-1], -1)
+        y = flow.linear(out, self.o_proj.weight, ONE, self.coat.settings, o8)
+        return bias_of(y if o8 is None else y.transpose(0, 1), self.o_proj), weights, alias
+
+
+def _compressed(
+    module: Any, q: torch.Tensor, k: torch.Tensor, mask: Any, given: dict[str, Any]
+) -> tuple[flow.Documents | None] | None:
+    """Whether attention may keep its tensors in FP8, and the documents of the sequence, if there are several.
+
+    Not with masks, windows, dropout, earlier keys or attention weights on request: those are transformers'.
+    """
+    window = given.get("sliding_window")
+    if (
+        mask is not None
+        or q.shape[2] != k.shape[2]
+        or (window is not None and window < k.shape[2])
+        or (module.training and module.attention_dropout)
+        or given.get("output_attentions")
+        or not getattr(module, "is_causal", True)
+        or not given.get("is_causal", True)
+        or module.config._attn_implementation == "eager"
+    ):
+        return None
+    starts = given.get("cu_seq_lens_q")
+    if starts is None:
+        return (None,)
+    if q.shape[0] != 1 or given.get("max_length_q") is None:
+        return None
+    return (flow.Documents(starts, int(given["max_length_q"])),)
+
+
+_CACHES = ("cache", "past_key_values", "past_key_value")
+
+
+def _interface(name: str, eager: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention that a configuration names."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):
+        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]

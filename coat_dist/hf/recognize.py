@@ -1,0 +1,168 @@
+"""What a transformers module computes, recognized by the code of its ``forward``.
+
+Names do not say it: a Granite layer reads like Llama's by its attributes and multiplies the residual. So the code of
+each forward, without annotations, docstrings and renamed arguments, is compared by digest with code that was read.
+A module whose forward is unknown stays as it is, and the report says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+__all__ = [
+    "ACTIVATIONS",
+    "Attention",
+    "attention_kind",
+    "fingerprint",
+    "gate",
+    "is_causal_lm",
+    "is_decoder_layer",
+    "norm_kind",
+    "shares_input",
+]
+
+_RENAMED = {"past_key_values": "cache", "past_key_value": "cache"}
+"""Arguments that transformers 5.24 calls otherwise than earlier versions."""
+
+
+class Attention(NamedTuple):
+    """How an attention differs from Llama's."""
+
+    window: str | None = None
+    """Where its sliding window stands: "self", or "config"."""
+    normed: bool = False
+    """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
+
+
+ATTENTIONS = {
+    "fd3aba4fff74": Attention(),  # Llama
+    "2ff6cd2af2f1": Attention(window="config"),  # Mistral
+    "38e82a8a2b4b": Attention(window="self"),  # Qwen2
+    "e2f0978b8f29": Attention(window="self", normed=True),  # Qwen3
+}
+"""Attentions that run in one piece with the norm before them."""
+SELF_ATTENTIONS = {
+    *ATTENTIONS,
+    "a1505232e26d",  # OLMo-2
+    "cfd5975cb071",  # OLMo-3
+    "f58ee7b386cc",  # Gemma-2
+    "a1b04ba3d9e0",  # Gemma-3
+    "38a5ba830f24",  # Phi-3
+    "73b23898e279",  # SmolLM3
+    "a983391ce478",  # Cohere
+    "b153fd4a2f88",  # OLMo
+}
+"""Attentions whose projections of queries, keys and values read one input, and whose ``o_proj`` reads the rest."""
+DECODER_LAYERS = {"dc2a7e8a52a4"}
+"""x + attention(norm(x)), then x + mlp(norm(x)): Llama and 66 others of transformers 5.24."""
+GATED_MLPS = {"d9e9fc411102"}
+"""down(act(gate(x)) * up(x)): Llama and 126 others."""
+JOINED_MLPS = {"cc9ee1739c1f"}
+"""The same with gate and up in one weight, ``gate_up_proj``: Phi-3, GLM-4."""
+NORMS = {"075c8d198279": "rms", "2c29d28177de": "rms", "072c442d528d": "centered"}
+"""RMSNorms. "rms" multiplies by its weight (Llama, and OLMo-2, which rounds last); "centered" by one more (Gemma)."""
+CAUSAL_LMS = {"49dd0a217873"}
+"""A model, its last hidden states through ``lm_head``, and the loss of these logits and ``labels``."""
+ROTATIONS = {"6e071d28b2d6"}
+"""``apply_rotary_pos_emb`` of pairs (i, i + d / 2) over whole heads, in the dtype of the heads."""
+ACTIVATIONS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "quick_gelu": "quick_geglu",
+}
+"""``hidden_act`` of a configuration, and the flow's activation."""
+
+
+@functools.cache
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Digest of what a function computes: its arguments and its body, without annotations and docstring.
+
+    "" where its source cannot be read.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    if not isinstance(tree, ast.FunctionDef):
+        return ""
+    tree = _Plain().visit(tree)
+    text = "\n".join([ast.unparse(tree.args), *map(ast.unparse, tree.body)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class _Plain(ast.NodeTransformer):
+    """Takes away what does not compute."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:  # noqa: N802
+        self.generic_visit(node)
+        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return ast.copy_location(ast.arg(_RENAMED.get(node.arg, node.arg), None), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
+        return ast.copy_location(ast.Name(_RENAMED.get(node.id, node.id), node.ctx), node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        self.generic_visit(node)
+        return ast.copy_location(ast.keyword(_RENAMED.get(node.arg or "", node.arg), node.value), node)
+
+
+def _forward(module: nn.Module) -> str:
+    """Of the class that ``module`` had before it was patched; "" where its forward was replaced on the instance."""
+    cls = type(module)
+    return "" if "forward" in vars(module) else fingerprint(getattr(cls, "coat_original", cls).forward)
+
+
+def is_decoder_layer(module: nn.Module) -> bool:
+    """Whether it is x + attention(norm(x)), then x + mlp(norm(x))."""
+    return _forward(module) in DECODER_LAYERS
+
+
+def attention_kind(module: nn.Module) -> Attention | None:
+    """What is special of an attention that runs in the flow from norm to heads; None of others."""
+    kind = ATTENTIONS.get(_forward(module))
+    if kind is None:
+        return None
+    original = getattr(type(module), "coat_original", type(module)).forward
+    rotate = inspect.unwrap(original).__globals__.get("apply_rotary_pos_emb")
+    return kind if rotate is not None and fingerprint(rotate) in ROTATIONS else None
+
+
+def shares_input(module: nn.Module) -> bool:
+    """Whether queries, keys and values of an attention are linear in one tensor, its input."""
+    return _forward(module) in SELF_ATTENTIONS
+
+
+def gate(module: nn.Module) -> tuple[str, ...] | None:
+    """Names of the weights of a gated MLP's first product, ("gate_proj", "up_proj") or ("gate_up_proj",); else None."""
+    found = _forward(module)
+    return ("gate_proj", "up_proj") if found in GATED_MLPS else ("gate_up_proj",) if found in JOINED_MLPS else None
+
+
+def norm_kind(module: nn.Module) -> str | None:
+    """ "rms" or "centered" of an RMSNorm, "layer" of torch's LayerNorm over one dimension; else None."""
+    if type(module) is nn.LayerNorm:
+        return "layer" if len(module.normalized_shape) == 1 and module.elementwise_affine else None
+    return NORMS.get(_forward(module))
+
+
+def is_causal_lm(module: nn.Module) -> bool:
+    """Whether it is a language model whose loss is that of ``lm_head``'s logits alone."""
+    return _forward(module) in CAUSAL_LMS

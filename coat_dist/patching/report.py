@@ -1,0 +1,92 @@
+"""What patching did, as an object that prints as a table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..config import ActivationConfig, CoatConfigError
+
+__all__ = ["PatchReport", "check_settings", "is_patched", "reports_of"]
+
+
+@dataclass
+class PatchReport:
+    """What :func:`patch_model` did. ``str()`` is a table; names are those of ``model.named_modules()``."""
+
+    settings: ActivationConfig
+    """What the model was patched with."""
+    patched: list[str] = field(default_factory=list)
+    """Blocks that run the flow."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Blocks that stay BF16, and why."""
+    unfused: dict[str, str] = field(default_factory=dict)
+    """Passes that stay Megatron's or autograd's in patched blocks, and why: of ``self_attention`` the rotary embedding
+    of queries and keys; of ``self_attn_bda`` and ``mlp_bda`` the sum of a norm's and the residual's gradient;
+    ``post_self_attn_layernorm`` and ``post_mlp_layernorm``, norms after their blocks."""
+    loss: dict[str, str] = field(default_factory=dict)
+    """Output layers of language models: "chunked", or "plain" and why."""
+    notes: list[str] = field(default_factory=list)
+    """Settings of the model that patching overrides, and what else is not as one may expect."""
+
+    def note(self, text: str) -> None:
+        """Add to the notes, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def __str__(self) -> str:
+        lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]
+        lines += [f"  patched  {names}" for names in _condensed(self.patched)]
+        for word, reasons in (("left   ", self.left), ("unfused", self.unfused)):
+            by_reason: dict[str, list[str]] = {}
+            for name, reason in reasons.items():
+                by_reason.setdefault(reason, []).append(name)
+            for reason, group in by_reason.items():
+                lines += [f"  {word}  {names}: {reason}" for names in _condensed(group)]
+        lines += [f"  loss     {name}: {how}" for name, how in self.loss.items()]
+        return "\n".join(lines + [f"  note     {note}" for note in self.notes])
+
+
+def reports_of(model: nn.Module) -> list[PatchReport]:
+    """The reports of what is patched in ``model``: none where nothing is, several where parts were one by one."""
+    return [vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)]
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether ``model`` is patched: it has a report, be it of nothing, or is a part of what has one."""
+    return bool(reports_of(model)) or any(getattr(type(m), "coat_patched", False) for m in model.modules())
+
+
+def check_settings(model: nn.Module, block: ActivationConfig) -> None:
+    """Raises CoatConfigError where ``model``, or a part of it, was patched with other settings than ``block``."""
+    for report in reports_of(model):
+        if report.settings != block:
+            pairs = [(key, getattr(report.settings, key), asked) for key, asked in block]
+            different = ", ".join(
+                f"{key} {had!r} where the block says {asked!r}" for key, had, asked in pairs if had != asked
+            )
+            raise CoatConfigError(
+                f"coat.activation: got a model that is patched already with {different}; accepted: the same settings, "
+                "or an unpatched model"
+            )
+
+
+def _condensed(names: list[str]) -> list[str]:
+    """``a.0.b, a.1.b, a.2.b`` → ``a.[0-2].b``."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?\.)(\d+)(\..*)", name)
+        groups.setdefault((match[1], match[3]) if match else (name, ""), []).append(int(match[2]) if match else -1)
+    lines = []
+    for (before, after), numbers in groups.items():
+        runs: list[list[int]] = []
+        for n in sorted(numbers):
+            if runs and n == runs[-1][1] + 1:
+                runs[-1][1] = n
+            else:
+                runs.append([n, n])
+        span = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+        lines.append(before if numbers == [-1] else f"{before}[{span}]{after}")
+    return lines

@@ -1,0 +1,49 @@
+"""Adapters of PEFT: put on before patching, their base weights are multiplied in FP8; put on later, never bypassed."""
+
+import pytest
+import torch
+
+from coat_dist.config import ActivationConfig
+from coat_dist.hf import patch_model
+
+from .tiny import relative, step, tiny, tokens
+
+peft = pytest.importorskip("peft")
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"], "task_type": "CAUSAL_LM"}
+
+
+def adapted(model):
+    found = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    torch.manual_seed(1)
+    for name, p in found.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(0, 0.1)
+    return found.train()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_before(name):
+    model = adapted(tiny(name))
+    loss, grads = step(model)
+    report = patch_model(model, ActivationConfig())
+    assert any("self_attn" in block for block in report.patched), report
+    got, found = step(model)
+    assert abs(got / loss - 1) < 2e-3 and found.keys() == grads.keys()
+    assert all("lora_" in key for key in found)
+    whole = [torch.cat([g[key].flatten() for key in grads]) for g in (found, grads)]
+    assert relative(*whole) < 0.15
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_after(name):
+    plain = adapted(tiny(name))
+    loss, grads = step(plain)
+    model = tiny(name)
+    patch_model(model, ActivationConfig())
+    model = adapted(model)
+    got, found = step(model)
+    assert abs(got / loss - 1) < 2e-3 and found.keys() == grads.keys()
+    for key in grads:
+        assert found[key].any() == grads[key].any() and relative(found[key], grads[key]) < 0.4, key
+    with model.disable_adapter():
+        assert torch.equal(model.eval()(tokens()).logits, tiny(name).eval()(tokens()).logits)

@@ -1,0 +1,191 @@
+"""Every family: near its unpatched self in training, itself in evaluation, and itself again when unpatched."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from coat_dist.config import ActivationConfig, CoatConfigError
+from coat_dist.hf import is_transformers_model, patch_model, unpatch_model
+from coat_dist.hf.layer import FusedLayer
+
+from .tiny import FUSED, GENERIC, relative, same, step, tiny, tokens
+
+DEFAULT = ActivationConfig()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*FUSED, *GENERIC])
+def test_losses_and_gradients_are_near_and_undoing_gives_the_old_bits(name, dtype):
+    model = tiny(name, dtype)
+    keys, names = list(model.state_dict()), [type(m).__name__ for m in model.modules()]
+    before, grads = step(model)
+    report = patch_model(model, DEFAULT)
+    assert report is model.coat_patch_report and not report.left, report
+    assert isinstance(model.model.layers[0], FusedLayer) == (name in FUSED)
+    assert list(model.state_dict()) == keys and [type(m).__name__ for m in model.modules()] == names
+    loss, found = step(model)
+    assert loss.dtype == torch.float32 and abs(loss / before - 1) < 2e-3
+    assert found.keys() == grads.keys()
+    for key in grads:
+        assert found[key].dtype == dtype and relative(found[key], grads[key]) < 0.35, key
+    whole = [torch.cat([g[key].flatten().float() for key in grads]) for g in (found, grads)]
+    assert relative(*whole) < 0.16
+    unpatch_model(model)
+    again, old = step(model)
+    assert torch.equal(again, before) and same(old, grads) and not hasattr(model, "coat_patch_report")
+
+
+@pytest.mark.parametrize("name", [*FUSED, "olmo2", "phi3"])
+def test_evaluation_and_generation_are_the_models_own(name):
+    model = tiny(name).eval()
+    ids = tokens()
+    logits = model(ids).logits
+    text = model.generate(ids[:, :5], max_new_tokens=6, do_sample=False)
+    patch_model(model, DEFAULT)
+    assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids[:, :5], max_new_tokens=6, do_sample=False), text)
+    model.train()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, logits), "training mode without gradients"
+    assert torch.equal(model(ids, labels=ids).logits.argmax(-1), logits.argmax(-1)) or name != "llama"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(name, reentrant):
+    model = tiny(name)
+    patch_model(model, DEFAULT)
+    loss, grads = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    again, found = step(model, use_cache=False)
+    assert torch.equal(again, loss) and same(found, grads)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "olmo2"])
+def test_copies_and_pickles_train_alike(name, tmp_path):
+    model = tiny(name)
+    patch_model(model, DEFAULT)
+    loss, grads = step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        again, found = step(other)
+        assert torch.equal(again, loss) and same(found, grads)
+        unpatch_model(other)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).coat_original.from_pretrained(tmp_path).eval()
+    assert loaded.config.architectures == [type(model).__name__]
+    assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_outputs_on_request_padding_and_autocast(name):
+    model = tiny(name)
+    ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+    mask[0, :7] = 0  # left
+    mask[1, 20:] = 0  # right
+    given = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "output_hidden_states": True}
+    plain = model(ids, **given)
+    patch_model(model, DEFAULT)
+    out = model(ids, **given)
+    assert abs(out.loss / plain.loss - 1) < 2e-3
+    assert len(out.hidden_states) == len(plain.hidden_states) == 3
+    inside = mask.bool()
+    assert all(
+        relative(a[inside], b[inside]) < 0.1 for a, b in zip(out.hidden_states, plain.hidden_states, strict=True)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model(ids, labels=ids)
+    assert mixed.loss.dtype == torch.float32
+    mixed.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fp8_attention(name):
+    """Where nothing stands against it; else attention is transformers'."""
+    model, ids = tiny(name, attn_implementation="sdpa"), tokens()
+    wanted, grads = step(model)
+    patch_model(model, ActivationConfig(attention="fp8"))
+    loss, found = step(model, use_cache=False)
+    assert abs(loss / wanted - 1) < 2e-3
+    whole = [torch.cat([g[key].flatten() for key in grads]) for g in (found, grads)]
+    assert relative(*whole) < 0.16
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    masked, _ = step(model, attention_mask=mask)
+    unpatch_model(model)
+    patch_model(model, DEFAULT)
+    assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(step(model)[0], loss)
+
+
+def test_packed_documents_are_as_alone():
+    """By flash attention's arguments, with FP8 attention; each document has the loss that it has alone."""
+    model = tiny("llama", attn_implementation="sdpa")
+    patch_model(model, ActivationConfig(attention="fp8"))
+    lengths, ids = (9, 15), tokens(1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    starts = torch.tensor([0, 9, 24], dtype=torch.int32)
+    hidden = model.model(
+        ids, position_ids=positions, cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=15, max_length_k=15
+    ).last_hidden_state
+    for part, n in zip(ids.split(lengths, 1), (slice(0, 9), slice(9, 24)), strict=True):
+        alone = model.model(part).last_hidden_state
+        torch.testing.assert_close(hidden[:, n], alone, rtol=2e-2, atol=2e-2)
+
+
+def test_tied_and_resized_embeddings_and_frozen_parts():
+    model = tiny("llama", tie_word_embeddings=True)
+    patch_model(model, DEFAULT)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    loss, grads = step(model)
+    assert "lm_head.weight" not in grads
+    model.resize_token_embeddings(144)
+    assert model.lm_head.weight.shape[0] == 144 and step(model)[0].isfinite()
+    for p in model.model.layers[0].parameters():
+        p.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    _, grads = step(model)
+    assert not any("layers.0" in key for key in grads) and "model.layers.1.mlp.up_proj.weight" in grads
+
+
+def test_accumulated_gradients_are_sums():
+    model = tiny()
+    patch_model(model, DEFAULT)
+    singles = [step(model, tokens(seed=i))[1] for i in range(2)]
+    model.zero_grad()
+    for i in range(2):
+        ids = tokens(seed=i)
+        model(ids, labels=ids).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, singles[0][name] + singles[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_stays_bf16_is_named():
+    model = tiny("llama", num_hidden_layers=3)
+    report = patch_model(model, ActivationConfig(bf16_layers=[0, -1]))
+    assert report.left["model.layers.2.mlp"] == "bf16_layers" and len(report.patched) == 2
+    assert step(model)[0].isfinite()
+    odd = tiny("llama", intermediate_size=100)
+    report = patch_model(odd, DEFAULT)
+    assert "whose sizes are not multiples of 16" in report.left["model.layers.0.mlp"]
+    assert "model.layers.0.self_attn" in report.patched and step(odd)[0].isfinite()
+    with pytest.raises(CoatConfigError, match="bf16_layers: got 3, accepted: -3 to 2"):
+        patch_model(tiny("llama", num_hidden_layers=3), ActivationConfig(bf16_layers=[3]))
+    with pytest.raises(CoatConfigError, match="patched already"):
+        patch_model(model, DEFAULT)
+    with pytest.raises(CoatConfigError, match="nothing to patch"):
+        patch_model(tiny("gpt2", n_embd=64, n_head=4, n_layer=1), DEFAULT)
+    assert is_transformers_model(model) and not is_transformers_model(torch.nn.Linear(2, 2))
+
+
+def test_a_replaced_forward_and_an_unknown_one_stay():
+    model = tiny("llama")
+    model.model.layers[0].mlp.forward = lambda x: x * 0
+    report = patch_model(model, DEFAULT)
+    assert report.left["model.layers.0.mlp"] == "an MLP that is not known"
+    assert step(model)[0].isfinite()

@@ -1,0 +1,88 @@
+"""The loss in chunks is transformers' loss, with every keyword; logits are made where somebody reads them."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from coat_dist.config import ActivationConfig
+from coat_dist.hf import patch_model, unpatch_model
+from coat_dist.hf.loss import LogitsOnRead
+
+from .tiny import step, tiny, tokens
+
+
+def loss_alone(model):
+    """Patch the loss, and nothing else: what is left are differences of the loss itself."""
+    patch_model(model, ActivationConfig())
+    for module in model.model.modules():
+        if getattr(type(module), "coat_patched", False):
+            module.__class__ = type(module).coat_original
+    return model
+
+
+CASES = list(
+    itertools.product((None, 17, torch.tensor(17)), (False, True), (-100, 5), (True, False), (0, 3))
+)  # num_items_in_batch, shift_labels, ignore_index, return_dict, logits_to_keep
+
+
+@pytest.mark.parametrize("items, shifted, ignored, as_dict, keep", CASES)
+def test_every_keyword(items, shifted, ignored, as_dict, keep):
+    ids = tokens()
+    labels = ids.clone()
+    labels[0, :6] = ignored
+    given = {"labels": labels, "return_dict": as_dict}
+    if items is not None:
+        given["num_items_in_batch"] = items
+    if ignored != -100:
+        given["ignore_index"] = ignored
+    if shifted:
+        given["shift_labels"] = torch.roll(labels, -1, 1)
+    if keep:
+        given |= {"logits_to_keep": keep, "labels": labels[:, -keep:]}
+        given.pop("shift_labels", None)
+    model = tiny()
+    wanted, grads = step(model, ids, **given)
+    got, found = step(loss_alone(model), ids, **given)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    for name in grads:
+        torch.testing.assert_close(found[name], grads[name], rtol=1e-4, atol=1e-6)
+
+
+def test_logits_are_made_when_they_are_read():
+    model, ids = tiny(), tokens()
+    wanted = model(ids, labels=ids).logits
+    out = loss_alone(model)(ids, labels=ids)
+    assert isinstance(out.logits, LogitsOnRead) and out.logits._made is None
+    assert out.logits.float()._made is None
+    assert torch.equal(out.logits[..., :-1, :], wanted[..., :-1, :]) and out.logits.shape == wanted.shape
+    fresh = model(ids, labels=ids)
+    assert torch.equal(torch.argmax(fresh.logits, -1), wanted.argmax(-1))
+    assert torch.equal(torch.nn.functional.log_softmax(fresh.logits, -1), wanted.log_softmax(-1))
+    assert model(ids, labels=ids, return_dict=False)[1].shape == wanted.shape
+    assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), "without labels"
+
+
+def test_a_loss_function_of_the_program_is_its_own():
+    model, ids = tiny(), tokens()
+    loss_alone(model)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    out = model(ids, labels=ids)
+    assert torch.equal(out.loss, out.logits.square().mean())
+    other = tiny()
+    other.loss_function = lambda logits, labels, **_: logits.sum()
+    assert "a loss function of its own" in patch_model(other, ActivationConfig()).loss["lm_head"]
+
+
+def test_plain_on_request():
+    model = tiny()
+    report = patch_model(model, ActivationConfig(loss="plain"))
+    assert report.loss == {"lm_head": "plain: loss: plain"}
+    loss, grads = step(model)
+    unpatch_model(model)
+    patch_model(model, ActivationConfig())
+    chunked, found = step(model)
+    torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=1e-6)
+    assert found.keys() == grads.keys()

@@ -1,0 +1,43 @@
+"""Tiny transformers models with random weights, and what a step of training gives."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+GENERIC = ("olmo", "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "glm", "glm4", "granite", "smollm3", "cohere")
+VOCABULARY = 128
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def tiny(name="llama", dtype=torch.float32, seed=0, **changes):
+    """A causal language model of a family, in training."""
+    config = AutoConfig.for_model(name, **{**SIZES, **changes})
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def tokens(rows=2, length=24, seed=0):
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, ids=None, **given):
+    """Loss and gradients by name."""
+    ids = tokens() if ids is None else ids
+    model.zero_grad(set_to_none=True)
+    out = model(input_ids=ids, **{"labels": ids, **given})
+    loss = out[0]
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def relative(got, wanted):
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)).item()
