@@ -63,7 +63,11 @@ setup(
         *("launch.configs.models", "launch.configs.deepspeed"),
     ],
     package_dir={"launch.configs": "configs"},
-    package_data={"launch.configs.models": ["*.json"], "launch.configs.deepspeed": ["*.json"]},
+    package_data={
+        "coat_dist": ["children/*.py"],
+        "launch.configs.models": ["*.json"],
+        "launch.configs.deepspeed": ["*.json"],
+    },
     install_requires=REQUIRES,
     extras_require=EXTRAS,
 )

@@ -20,8 +20,10 @@ __all__ = [
     "convert_to_universal",
     "initialize",
     "param_groups",
+    "patch_model",
     "safe_get_full_moment",
     "safe_set_full_moment",
+    "unpatch_model",
 ]
 __version__ = "0.1.0"
 
@@ -33,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from .deepspeed.engine import initialize
 
         return initialize
+    if name in ("patch_model", "unpatch_model"):
+        from . import hf
+
+        return getattr(hf, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

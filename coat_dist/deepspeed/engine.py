@@ -47,8 +47,9 @@ def initialize(
     With ``"optimizer": {"type": "CoatAdamW"}`` and no ``optimizer`` argument, a :class:`CoatAdamW` is built with the
     block's settings. Its parameter groups are those of ``model_parameters`` where that is a list of dicts
     (:func:`coat_dist.optim.split_groups`); otherwise :func:`coat_dist.optim.param_groups` of the model, restricted to
-    ``model_parameters`` where given. A model whose layers should run the FP8 flow is patched before this call;
-    ``megatron_patches.initialize`` does that, and all else that a Megatron model needs, and then calls this.
+    ``model_parameters`` where given. A transformers model is patched where the block asks for the flow
+    (:func:`coat_dist.patch_model`); ``megatron_patches.initialize`` patches a Megatron model, does all else that such a
+    model needs, and then calls this.
 
     Raises:
         CoatConfigError: anything in the configuration that cannot be honoured, named by its key; ranks that were
@@ -92,6 +93,10 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
         return engine, *others
     settings = dict(request.settings)
+    if request.to_patch:
+        from ..hf import patch_model
+
+        patch_model(given["model"], facts.coat.activation)
     if facts.compressed:
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
         lightning = not sys.modules.keys().isdisjoint(("lightning", "pytorch_lightning"))

@@ -99,8 +99,8 @@ class FusedAttention(Patched):
         documents = _compressed(self, q, k, mask, kwargs) if self.coat.settings.attention == "fp8" else None
         weights, o8 = None, None
         if documents is not None:
-            given = (t.permute(2, 0, 1, 3) for t in (q, k, v))
-            out, o8 = flow.attention(*given, self.coat.settings, scale=self.scaling, documents=documents[0])
+            q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))
+            out, o8 = flow.attention(q, k, v, self.coat.settings, scale=self.scaling, documents=documents[0])
         else:
             attend = _interface(self.config._attn_implementation, scope["eager_attention_forward"])
             dropout = self.attention_dropout if self.training else 0.0

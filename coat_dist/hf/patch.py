@@ -8,16 +8,16 @@ the report.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import ActivationConfig, CoatConfig, CoatConfigError
+from ..config import ActivationConfig, CoatConfigError
 from ..patching.changes import Changes, all_or_none, restored
 from ..patching.report import PatchReport, is_patched
+from ..patching.settings import Config, coat_block
 from .layer import FusedAttention, FusedLayer
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
@@ -48,9 +48,7 @@ def is_transformers_model(model: Any) -> bool:
     )
 
 
-def patch_model(
-    model: nn.Module, config: str | os.PathLike | Mapping[str, Any] | CoatConfig | ActivationConfig
-) -> PatchReport:
+def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchReport:
     """Let the layers of a built transformers model run the FP8 flow while it trains; all or nothing changes.
 
     Call it before DDP or ``fully_shard``; ``deepspeed.initialize`` does it by itself where the block asks for it.
@@ -69,10 +67,7 @@ def patch_model(
             ``bf16_layers`` out of range; a model that is patched already.
     """
     if not isinstance(config, ActivationConfig):
-        block = config if isinstance(config, CoatConfig) else CoatConfig.from_deepspeed(config)
-        if block is None:
-            raise CoatConfigError('config: got one without a "coat" block, accepted: a configuration with it')
-        config = block.activation
+        config = coat_block(config).activation
     if is_patched(model):
         raise CoatConfigError("model: got one that is patched already, accepted: one that is not (unpatch_model first)")
     report = PatchReport(config)

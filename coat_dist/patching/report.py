@@ -23,9 +23,8 @@ class PatchReport:
     left: dict[str, str] = field(default_factory=dict)
     """Blocks that stay BF16, and why."""
     unfused: dict[str, str] = field(default_factory=dict)
-    """Passes that stay Megatron's or autograd's in patched blocks, and why: of ``self_attention`` the rotary embedding
-    of queries and keys; of ``self_attn_bda`` and ``mlp_bda`` the sum of a norm's and the residual's gradient;
-    ``post_self_attn_layernorm`` and ``post_mlp_layernorm``, norms after their blocks."""
+    """Passes that stay Megatron's or autograd's in patched blocks, and why: rotary embedding (``self_attention``), the
+    sum of a norm's and the residual's gradient (``self_attn_bda``, ``mlp_bda``), norms after their blocks."""
     loss: dict[str, str] = field(default_factory=dict)
     """Output layers of language models: "chunked", or "plain" and why."""
     notes: list[str] = field(default_factory=list)

@@ -15,11 +15,11 @@ from coat_dist.config import CoatConfig, CoatConfigError, load_json
 from coat_dist.deepspeed.build.replicated_grads import SUMMED
 from coat_dist.deepspeed.config.validate import read_block
 from coat_dist.deepspeed.engine import configurations
+from coat_dist.patching.report import PatchReport, check_settings, is_patched, reports_of
 from coat_dist.ranks import gather
 
 from ..patch.blocks import language_models
 from ..patch.patch import patch_model, unpatch_model
-from ..patch.report import PatchReport, check_settings, is_patched, reports_of
 from .groups import MPUAdapter
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks

@@ -26,9 +26,8 @@ from coat_dist.deepspeed.build.replicated_grads import SUMMED
 from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
-
-from ..patch.report import check_settings, is_patched
-from ..patch.settings import Config, coat_block
+from coat_dist.patching.report import check_settings, is_patched
+from coat_dist.patching.settings import Config, coat_block
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
 

@@ -15,6 +15,8 @@ from torch import nn
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel
 from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
+from coat_dist.patching.changes import Changes, all_or_none
+from coat_dist.patching.report import PatchReport
 
 from ..layers.activations import activation_name
 from ..layers.attached import Patch
@@ -32,8 +34,6 @@ from ..layers.residual import AliasedAdd, why_residual_unfused
 from ..parallel.groups import tensor_parallel
 from .blocks import NORMS, layers_of
 from .plan import Plan
-from .report import PatchReport
-from .swap import Changes, all_or_none
 
 __all__ = ["apply_plan"]
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from torch import nn
 
 from coat_dist.config import ActivationConfig
+from coat_dist.patching.report import PatchReport
+from coat_dist.patching.settings import Config, coat_block
 
 from ..compat import check_version
 from .apply import apply_plan
 from .plan import check_model, check_plan, make_plan
-from .report import PatchReport
-from .settings import Config, coat_block
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
 from coat_dist.config import ActivationConfig
+from coat_dist.patching.report import PatchReport
 
 from ..layers.attention import why_no_fp8_attention
 from ..layers.cuda_graphs import layers_to_graph, why_no_graphs
@@ -22,7 +23,6 @@ from ..layers.linear import why_bf16_output_layer
 from ..layers.loss import why_plain_loss
 from .blocks import Block, blocks_of, configs_of, language_models, layers_of, pipelined
 from .config_check import why_bf16_config
-from .report import PatchReport
 from .why_bf16 import WHY_BF16, why_bf16_layer, why_bf16_sharing
 
 __all__ = ["Plan", "check_model", "check_plan", "make_plan"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coat_dist.config import ActivationConfig
+from coat_dist.patching import changes
 from megatron_patches import patch_model, patched, unpatch_model
-from megatron_patches.patch import swap
 
 from .tiny import BLOCKS, assert_close, assert_equal, gradients, selective, state, tiny_batch, tiny_gpt
 
@@ -66,7 +66,7 @@ def test_what_layers_share(change, left, device):
 def test_patching_that_fails_anywhere_changes_nothing(invariant, monkeypatch):
     options = {} if invariant else selective("layernorm", "mlp")
     model, settings = tiny_gpt(**options), ActivationConfig(tp_invariant=invariant)
-    before, set_, count = state(model), swap.Changes.set, 0
+    before, set_, count = state(model), changes.Changes.set, 0
 
     def fail_later(self, *args):
         nonlocal count
@@ -75,7 +75,7 @@ def test_patching_that_fails_anywhere_changes_nothing(invariant, monkeypatch):
         count -= 1
         set_(self, *args)
 
-    monkeypatch.setattr(swap.Changes, "set", fail_later)
+    monkeypatch.setattr(changes.Changes, "set", fail_later)
     failures = 0
     while True:
         count = failures

@@ -35,6 +35,7 @@ class Request:
     tied: set[int] = field(default_factory=set)  # weights that several stages of a PipelineModule hold
     make: Callable | None = None  # makes the CoatAdamW that the configuration names, of `groups`
     groups: list[dict[str, Any]] = field(default_factory=list)
+    to_patch: bool = False  # the block asks for the flow in a transformers model that has none yet
     error: Exception | None = None  # why it is refused
 
     @property
@@ -119,7 +120,7 @@ def _validate(request: Request, explicit: bool) -> None:
     if not pipeline:
         check_replicated_grads(model, mpu, tp)
     if coat is not None:
-        _check_patched(model, coat)
+        request.to_patch = _to_patch(model, coat)
     frozen = not any(p.requires_grad for p in model.parameters())
     facts = request.facts = Facts(as_read(settings), coat, object_given, tp, ep, frozen=frozen)
     request.source, request.settings = sources[0], settings
@@ -243,14 +244,19 @@ def _check_effect(coat: CoatConfig | None, optimizer: str) -> None:
         raise CoatConfigError(Problem("coat", given, accepted))
 
 
-def _check_patched(model: torch.nn.Module, coat: CoatConfig) -> None:
-    """Refuse a block that says another thing than the model does."""
+def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
+    """Whether a transformers model is to be patched; refuse a block that says another thing than the model does."""
     patched, key = _is_patched(model), "coat.activation.enabled"
     if coat.activation.enabled and not patched:
-        accepted = "megatron_patches.patch_model(model, config) first, or megatron_patches.initialize instead, or false"
+        from ...hf import is_transformers_model
+
+        if is_transformers_model(model):
+            return True
+        accepted = "a transformers model, megatron_patches.initialize instead for a Megatron model, or false"
         raise CoatConfigError(Problem(key, f"got true, but no module of {type(model).__name__} is patched", accepted))
     if patched and not coat.activation.enabled:
         raise CoatConfigError(Problem(key, "got false, but the model is patched", "true, or an unpatched model"))
+    return False
 
 
 def _is_patched(model: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from coat_dist.config import CoatConfig, CoatConfigError
+from ..config import CoatConfig, CoatConfigError
 
 __all__ = ["Config", "coat_block"]
 
