@@ -19,16 +19,15 @@ from launch.model.rope import checked_rope_scaling
 __all__ = ["ModelConfig", "described_model", "load_model_config"]
 
 
-_YOUNGER = ("attention_output_bias", "norm_placement", "rope_scaling", "sliding_window")
-"""Keys that descriptions in older checkpoints lack."""
+_NO_FUNCTION = {
+    *("seq_length", "sliding_window", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype"),
+}
+"""Keys that change a model's training, precision or storage, but not what it computes."""
 
 
 def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
-
-
-_OF_GROUPED = [act for name, act in ACTIVATIONS.items() if not act.gated or name in ("swiglu", "geglu")]
-"""What Megatron's ``GroupedMLP`` takes."""
 
 
 class ModelConfig(ExpertsConfig):
@@ -72,7 +71,7 @@ class ModelConfig(ExpertsConfig):
     heads (Qwen3); "full" = RMSNorm over all heads together, of all tensor-parallel ranks (OLMo-2)."""
     rotary_base: Annotated[float, AfterValidator(_whole)] = Field(default=10000, gt=1, allow_inf_nan=False)
     """Of rotary embedding, called rope_theta elsewhere. 1000000.0 is 1000000."""
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Annotated[dict[str, Any] | None, AfterValidator(checked_rope_scaling)] = None
     """Scaling of rotary frequencies in Hugging Face's layout, for example {"rope_type": "llama3", "factor": 8.0,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}; also "linear" (factor)
     and "yarn" (factor, original_max_position_embeddings; attention_factor, beta_fast, beta_slow, mscale,
@@ -87,13 +86,6 @@ class ModelConfig(ExpertsConfig):
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rope_scaling(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "rope_scaling" not in values:
-            return values
-        return {**values, "rope_scaling": checked_rope_scaling(values["rope_scaling"])}
-
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
         if self.head_size is None and self.hidden_size % self.num_attention_heads:
@@ -106,22 +98,8 @@ class ModelConfig(ExpertsConfig):
                 f"num_query_groups: got {self.num_query_groups}, accepted: a divisor of num_attention_heads "
                 f"({self.num_attention_heads})"
             )
-        if self.head_channels % 2:
-            raise ValueError(
-                f"head_size: got {self.head_channels}, accepted: an even number (rotary embedding turns pairs)"
-            )
         if self.num_moe_experts is not None and self.linear_bias:
             raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
-        if isinstance(self.moe_layer_freq, list) and len(self.moe_layer_freq) != self.num_layers:
-            raise ValueError(
-                f"moe_layer_freq: got a list of {len(self.moe_layer_freq)}, accepted: one of num_layers "
-                f"({self.num_layers}), or an integer"
-            )
-        if self.moe_grouped_gemm and ACTIVATIONS[self.activation] not in _OF_GROUPED:
-            raise ValueError(
-                f'moe_grouped_gemm: got true with activation "{self.activation}", accepted: false, or an activation '
-                "that Megatron has there: all without a gate, swiglu, geglu"
-            )
         if self.qk_norm == "full" and self.normalization != "rmsnorm":
             raise ValueError(f'qk_norm: got "full" with normalization "{self.normalization}", accepted: true or false')
         if self.sliding_window is not None and self.sliding_window < self.seq_length:
@@ -132,9 +110,35 @@ class ModelConfig(ExpertsConfig):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """As for experts; keys that are younger than some checkpoints appear where they say something."""
-        usual = {key: field.default for key, field in type(self).model_fields.items() if key in _YOUNGER}
-        return {key: value for key, value in super().identity().items() if key not in usual or value != usual[key]}
+        """Plain values that say what this model is; of a dense one, no keys of experts."""
+        return self.model_dump(exclude=set(ExpertsConfig.model_fields) if self.num_moe_experts is None else None)
+
+    def function(self) -> dict[str, Any]:
+        """Values that decide what the model computes, in one spelling each, by their keys."""
+        values = self.model_dump(exclude=_NO_FUNCTION) | {
+            "num_query_groups": self.kv_heads,
+            "head_size": self.head_channels,
+            "qkv_bias": self.qkv_bias or self.linear_bias,
+            "attention_output_bias": self.attention_output_bias or self.linear_bias,
+        }
+        if self.num_moe_experts is None:
+            return {key: value for key, value in values.items() if not key.startswith("moe_")}
+        layers = [self.has_experts(layer) for layer in range(self.num_layers)]
+        values |= {"moe_layer_freq": layers, "moe_ffn_hidden_size": self.expert_size}
+        if all(layers):
+            values["ffn_hidden_size"] = None
+        if self.moe_router_score_function != "softmax":
+            values["moe_router_pre_softmax"] = None
+        return values
+
+    def different(self, other: ModelConfig, where: str) -> list[str]:
+        """A line for each key in which ``other``, the model of ``where``, computes something else."""
+        ours, theirs = self.function(), other.function()
+        return [
+            f"model.{key}: got {ours.get(key)!r}, accepted: {theirs.get(key)!r}, which {where} has"
+            for key in ours | theirs
+            if ours.get(key) != theirs.get(key)
+        ]
 
     @property
     def kv_heads(self) -> int:
@@ -143,6 +147,11 @@ class ModelConfig(ExpertsConfig):
     @property
     def head_channels(self) -> int:
         return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def expert_size(self) -> int:
+        """Inner size of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def padded_vocab(self) -> int:
@@ -166,7 +175,7 @@ class ModelConfig(ExpertsConfig):
         return self
 
     def check_parallel(self, tp: int, sequence_parallel: bool) -> None:
-        """Refuse a tensor-parallel size that does not divide what it must.
+        """Refuse a tensor-parallel size that does not divide the model.
 
         Raises:
             CoatConfigError: names each key that is not divisible.
@@ -176,11 +185,10 @@ class ModelConfig(ExpertsConfig):
             "num_query_groups": self.kv_heads,
             "ffn_hidden_size": self.ffn_hidden_size,
             "padded vocab_size": self.padded_vocab,
+            "moe_ffn_hidden_size": self.moe_ffn_hidden_size or 0,
+            "moe_shared_expert_intermediate_size": self.moe_shared_expert_intermediate_size or 0,
+            "seq_length": self.seq_length if sequence_parallel else 0,
         }
-        if sequence_parallel:
-            sizes["seq_length"] = self.seq_length
-        for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-            sizes[key] = getattr(self, key) or 0
         wrong = [
             f"model.{k}: got {v}, accepted: a multiple of --tensor-parallel ({tp})" for k, v in sizes.items() if v % tp
         ]
@@ -204,11 +212,7 @@ class ModelConfig(ExpertsConfig):
         Raises:
             CoatConfigError: says what is accepted.
         """
-        if ep == 1:
-            return
-        experts = self.num_moe_experts
-        if experts is None:
-            raise CoatConfigError(f"--expert-parallel: got {ep}, accepted: 1 (a model without num_moe_experts)")
+        experts = self.num_moe_experts or 1
         if ep < 1 or experts % ep or dp % ep:
             raise CoatConfigError(
                 f"--expert-parallel: got {ep}, accepted: a divisor of model.num_moe_experts ({experts}) and of the "
@@ -226,13 +230,7 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
     Raises:
         CoatConfigError: no such file, unknown key, wrong type or contradictory sizes; names the key.
     """
-    values = read_config("--model", given, "models")
-    if "model_type" in values:
-        raise CoatConfigError(f"--model: {given} is of Hugging Face, accepted: a description of ours, or its folder")
-    needed = [key for key, field in ModelConfig.model_fields.items() if field.is_required()]
-    if not any(key in values for key in needed):
-        raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with {', '.join(needed)}")
-    return described_model(values, overrides)
+    return described_model(read_config("--model", given, "models"), overrides)
 
 
 def described_model(values: dict[str, Any], overrides: Sequence[str] = ()) -> ModelConfig:

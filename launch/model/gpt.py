@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from coat_dist import CoatConfigError
 from launch.model.config import ModelConfig, load_model_config
+from launch.model.experts import ExpertsConfig
 from launch.model.rope import scale_rope
 from launch.model.sizes import flops_per_token, parameter_count
 from launch.model.stages import build_stage, pipeline
@@ -47,7 +47,7 @@ def transformer_config(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
-        **model.expert_options(model.ffn_hidden_size, ep),
+        **_expert_options(model, ep),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -58,6 +58,16 @@ def transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         **extra,
     )
+
+
+def _expert_options(model: ModelConfig, ep: int) -> dict[str, Any]:
+    """Arguments of ``TransformerConfig`` with ``ep`` ranks that divide the experts; none for a dense model."""
+    if model.num_moe_experts is None:
+        return {}
+    options = {key: getattr(model, key) for key in ExpertsConfig.model_fields}
+    if ep > 1:
+        options |= {"expert_model_parallel_size": ep, "moe_token_dispatcher_type": "alltoall"}
+    return options | {"moe_ffn_hidden_size": model.expert_size, "moe_router_load_balancing_type": "aux_loss"}
 
 
 def layer_spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
@@ -90,12 +100,7 @@ def build_model(
 
     ``tp`` ranks share each layer, ``ep`` ranks divide the experts. ``model(tokens, position_ids, None)`` with int64
     ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
-
-    Raises:
-        CoatConfigError: a token dispatcher that this machine cannot run.
     """
-    if ep == 1 and (problem := model.check_dispatcher()) is not None:
-        raise CoatConfigError(problem)
     from megatron.core.models.gpt import GPTModel
 
     config = transformer_config(
