@@ -46,7 +46,7 @@ def filled(rank, world, folder, tp, pp):
 
     from launch.model.gpt import layer_spec, transformer_config
     from launch.weights import fill, open_weights
-    from launch.weights.fill import _global_names
+    from launch.weights.fill import global_names
     from megatron_patches import initialize_model_parallel
 
     initialize_model_parallel(tp, pipeline_model_parallel_size=pp)
@@ -66,5 +66,5 @@ def filled(rank, world, folder, tp, pp):
         post_process=stage == pp - 1,
     ).bfloat16()
     fill(built, weights)
-    names = _global_names(built)
-    return {names[name]: p.detach().clone() for name, p in built.named_parameters()}
+    names = global_names(built)
+    return {names[name][0]: p.detach().clone() for name, p in built.named_parameters()}
