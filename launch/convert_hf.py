@@ -27,20 +27,22 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from tqdm import tqdm
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.command_line import Parser, local_path, whole_number
+from launch.command_line import LocalPath, Parser, add_options, option, parse_options
 from launch.data.blend import without_suffix
 from launch.data.tokenizer import SentencePieceTokenizer, for_data
-from launch.hf.convert import HUGGING_FACE, MEGATRON, Conversion, plan_hugging_face, plan_megatron
+from launch.hf.convert import MEGATRON, Conversion, plan_hugging_face, plan_megatron
 from launch.hf.families import FAMILIES
 from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
 from launch.hf.output import Output
-from launch.log_level import add_log_level, say, set_log_level, shows
+from launch.log_level import say, set_log_level, shows
 from launch.model.config import load_model_config
 from launch.plan.gpus import memory_bytes
 from launch.prep import DataError
@@ -52,44 +54,41 @@ from launch.weights.tensor_files import TensorFiles, read_header
 __all__ = ["convert", "main"]
 
 
-def _parser() -> Parser:
-    p = Parser(prog="convert_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@dataclass(kw_only=True)
+class ConvertOptions:
+    """Options of ``convert_hf.py``."""
 
-    def option(*names: str, **more: object) -> None:
-        p.add_argument(*names, **more)  # type: ignore[arg-type]
-
-    path = {"type": local_path, "metavar": "DIR"}
-    what = "a Hugging Face folder, a training checkpoint, or a folder that this program wrote"
-    option("--from", "--input", "--load", "--checkpoint", dest="source", required=True, help=what, **path)
-    what = "folder that is made: ours from a Hugging Face folder, a Hugging Face folder from anything else"
-    option("--to", "--output", "--save", dest="target", required=True, help=what, **path)
-    what = "of --to, to round or to divide into other files (default: the other one than --from's)"
-    option("--format", choices=[HUGGING_FACE, MEGATRON], help=what)
-    what = (
-        "of the tensors (default: as they are stored; of a training checkpoint bfloat16, what the run multiplied with; "
-        "float32 gives its master weights)"
-    )
-    option("--dtype", choices=sorted(DTYPES), help=what)
-    what = "most bytes of tensors in a file, such as 5GB or 500MiB (default: 5GB)"
-    option("--max-shard-size", default="5GB", metavar="SIZE", help=what)
-    what = (
-        "folder whose tokenizer files and config.json a Hugging Face folder gets, or prepared data with its tokenizer "
-        "(default: those that came with the weights, else the tokenizer of the run's data)"
-    )
-    option("--like", type=local_path, metavar="DIR|PREFIX", help=what)
-    what = "model_type of a Hugging Face folder (default: that of config.json, or the first that fits)"
-    option("--family", choices=sorted(FAMILIES), help=what)
-    what = "description of the model, of a training checkpoint that has none in it (not of pretrain.py)"
-    option("--model", type=local_path, metavar="FILE", help=what)
-    option("--verify", action="store_true", help="read the result again and compare it with --from, bit by bit")
-    option("--overwrite", action="store_true", help="replace a model that is in --to")
-    for name in ("--tensor-parallel", "--pipeline-parallel"):
-        option(name, type=whole_number, metavar="N", help="no effect: the result fits any number of ranks")
-    add_log_level(p)
-    return p
+    source: LocalPath = option(flags=("--from", "--input", "--load", "--checkpoint"), metavar="DIR")
+    """a Hugging Face folder, a training checkpoint, or a folder that this program wrote"""
+    target: LocalPath = option(flags=("--to", "--output", "--save"), metavar="DIR")
+    """folder that is made: ours from a Hugging Face folder, a Hugging Face folder from anything else"""
+    format: Literal["hugging-face", "megatron"] | None = option(None)
+    """of --to, to round or to divide into other files (default: the other one than --from's)"""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option(None)
+    """of the tensors (default: as they are stored; of a training checkpoint bfloat16, what the run multiplied with;
+    float32 gives its master weights)"""
+    max_shard_size: str = option("5GB", metavar="SIZE")
+    """most bytes of tensors in a file, such as 5GB or 500MiB (default: 5GB)"""
+    like: LocalPath | None = option(None, metavar="DIR|PREFIX")
+    """folder whose tokenizer files and config.json a Hugging Face folder gets, or prepared data with its tokenizer
+    (default: those that came with the weights, else the tokenizer of the run's data)"""
+    family: Literal[tuple(FAMILIES)] | None = option(None)  # type: ignore[valid-type]
+    """model_type of a Hugging Face folder (default: that of config.json, or the first that fits)"""
+    model: LocalPath | None = option(None, metavar="FILE")
+    """description of the model, of a training checkpoint that has none in it (not of pretrain.py)"""
+    verify: bool = option(False)
+    """read the result again and compare it with --from, bit by bit"""
+    overwrite: bool = option(False)
+    """replace a model that is in --to"""
+    tensor_parallel: int | None = option(None, metavar="N")
+    """no effect: the result fits any number of ranks"""
+    pipeline_parallel: int | None = option(None, metavar="N")
+    """no effect: the result fits any number of ranks"""
+    log_level: Literal["debug", "info", "warning", "error"] = option("info")
+    """what is printed: warning leaves out progress and notes"""
 
 
-def convert(args: argparse.Namespace) -> Path:
+def convert(args: ConvertOptions) -> Path:
     """Do what the command line says.
 
     Returns:
@@ -98,10 +97,10 @@ def convert(args: argparse.Namespace) -> Path:
     Raises:
         CoatConfigError, CheckpointError: an input, or an output folder, that cannot be used; nothing is changed then.
     """
-    dtype, shard_bytes = DTYPES.get(args.dtype), memory_bytes(args.max_shard_size, "--max-shard-size")
+    dtype, shard_bytes = DTYPES.get(str(args.dtype)), memory_bytes(args.max_shard_size, "--max-shard-size")
     described = None if args.model is None else load_model_config(args.model)
     weights = open_weights(args.source, dtype, model=described)
-    if (args.format or (MEGATRON if isinstance(weights, HuggingFaceWeights) else HUGGING_FACE)) == MEGATRON:
+    if args.format == MEGATRON or (args.format is None and isinstance(weights, HuggingFaceWeights)):
         conversion, made = plan_megatron(weights, dtype), "weights of this program"
     else:
         conversion = _plan_hugging_face(weights, dtype, args.like, args.family)
@@ -144,10 +143,7 @@ def _plan_hugging_face(weights: Weights, dtype: torch.dtype | None, like: str | 
                 copies, texts, end = _data_tokenizer(trained[0], vocab_size)
                 say(f"tokenizer: that of {trained[0]}, the data that the run was trained on")
     if not has_tokenizer({**files, **copies}):
-        say(
-            f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files along, --like PREFIX that of "
-            "prepared data"
-        )
+        say(f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files, --like PREFIX that of data")
     found = plan_hugging_face(weights, dtype, {**files, **copies}, family, end)
     return found._replace(texts={**found.texts, **texts})
 
@@ -183,22 +179,20 @@ def _compare(conversion: Conversion, weights: Weights, folder: Path) -> None:
     headers = [read_header(file) for file in folder.glob("*.safetensors")]
     there = TensorFiles({name: entry for header in headers for name, entry in header.items()})
     read = conversion.reader(weights)
-    for tensor in conversion.tensors:
-        written, wanted = there.read(tensor.name), read(tensor)
+    for name in conversion.tensors:
+        written, wanted = there.read(name), read(name)
         if not torch.equal(written.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
-            raise CheckpointError(f"{there.entries[tensor.name].file}: {tensor.name} is not what was converted")
+            raise CheckpointError(f"{there.entries[name].file}: {name} is not what was converted")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    args = _parser().parse_args(argv)
+    p = Parser(prog="convert_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(p, ConvertOptions)
+    args = parse_options(ConvertOptions, p, argv)
     set_log_level(args.log_level)
-    for name in ("tensor", "pipeline"):
-        if getattr(args, f"{name}_parallel") is not None:
-            say(
-                f"note: --{name}-parallel has no effect: the result has whole tensors, for any number of ranks",
-                "warning",
-            )
+    if args.tensor_parallel or args.pipeline_parallel:
+        say("note: --tensor-parallel and --pipeline-parallel have no effect: the result has whole tensors", "warning")
     try:
         final = convert(args)
     except (CoatConfigError, CheckpointError, OSError) as problem:
@@ -207,13 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"convert_hf: interrupted; {args.target} is what it was before, or complete", file=sys.stderr)
         return 130
-    size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
-    how = (
-        f"AutoModelForCausalLM.from_pretrained({str(final)!r}) loads it"
-        if (final / CONFIG).is_file()
-        else f"pretrain.py --init-from {final} starts from it"
-    )
-    say(f"{final}: {size:,} bytes; {how}")
+    loads = "AutoModelForCausalLM.from_pretrained" if (final / CONFIG).is_file() else "pretrain.py --init-from"
+    say(f"{final}: complete; {loads} loads it")
     return 0
 
 

@@ -43,6 +43,7 @@ from coat_dist.deepspeed.build.slurm import take_ranks
 from coat_dist.deepspeed.config.agreement import make_folders
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank, on_rank_0
 from launch import failing
+from launch.model import gpt
 from launch.model.gpt import flops_per_token
 from launch.plan.arguments import silence_deepspeed
 from launch.plan.dry_run import dry_run
@@ -205,7 +206,7 @@ def saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Callab
 def router_losses(p: Plan) -> dict[str, torch.Tensor]:
     """Losses of the routers of a model with experts, in the step that is done."""
     a = p.args
-    return p.model.router_losses(p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel)
+    return gpt.router_losses(p.model, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

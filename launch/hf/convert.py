@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from launch.hf.folder import CONFIG, GENERATION
 from launch.hf.recipes import Piece, Recipe, put_together, to_hugging_face
 from launch.weights.converted import KIND, MODEL, TYPES
 from launch.weights.source import CARRIED, DTYPES, Weights
-from launch.weights.tensor_files import Planned, write_tensors
+from launch.weights.tensor_files import write_tensors
 
 __all__ = ["HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
 
@@ -31,7 +32,8 @@ class Conversion(NamedTuple):
     """Of the manifest."""
     stem: str
     """Of the names of the tensors' files."""
-    tensors: list[Planned]
+    tensors: dict[str, torch.Tensor]
+    """By name, without memory (device "meta")."""
     recipes: Mapping[str, Recipe]
     """Each tensor, made of the source's rows."""
     texts: Mapping[str, str]
@@ -41,7 +43,7 @@ class Conversion(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.bytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, weights: Weights, folder: Path, shard_bytes: int, progress: Callable[[int], object]) -> None:
         """Write everything into a folder that is there.
@@ -59,17 +61,10 @@ class Conversion(NamedTuple):
         read = self.reader(weights)
         write_tensors(folder, self.stem, self.tensors, read, shard_bytes=shard_bytes, progress=progress)
 
-    def reader(self, weights: Weights) -> Callable[[Planned], torch.Tensor]:
+    def reader(self, weights: Weights) -> Callable[[str], torch.Tensor]:
         """A function that makes the written tensors of those of ``weights``; the last one read is kept for the next."""
-        kept: dict[str, torch.Tensor] = {}
-
-        def read(name: str) -> torch.Tensor:
-            if name not in kept:
-                kept.clear()
-                kept[name] = weights.read(name)
-            return kept[name]
-
-        return lambda tensor: put_together(self.recipes[tensor.name], tensor.dtype, read)
+        read = lru_cache(maxsize=1)(weights.read)
+        return lambda name: put_together(self.recipes[name], self.tensors[name].dtype, read)
 
 
 def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Conversion:
@@ -84,7 +79,7 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Convers
     return Conversion(
         kind=KIND,
         stem="weights",
-        tensors=[Planned(name, dtype or weights.dtype(name), shape) for name, shape in shapes.items()],
+        tensors={n: torch.empty(s, dtype=dtype or weights.dtype(n), device="meta") for n, s in shapes.items()},
         recipes={name: Recipe(shape, [Piece(name, 0, shape[0])]) for name, shape in shapes.items()},
         texts={
             MODEL: json.dumps(weights.model.model_dump(exclude_defaults=True), indent=2) + "\n",
@@ -122,11 +117,12 @@ def plan_hugging_face(
     config, known = config_for(weights.model, whole, remembered, family, end)
     recipes = to_hugging_face(weights.model, known)
     types = {} if dtype else weights.parts_types()
-    tensors = []
+    tensors = {}
     for name, recipe in recipes.items():
         sources = {piece.name for piece in recipe.pieces if piece.name is not None}
         own = {types[name]} if name in types else {dtype or weights.dtype(source) for source in sources}
-        tensors.append(Planned(name, own.pop() if len(own) == 1 else torch.float32, recipe.shape))
+        one = own.pop() if len(own) == 1 else torch.float32
+        tensors[name] = torch.empty(recipe.shape, dtype=one, device="meta")
     texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if end is not None and remembered is None and GENERATION not in copies:
         texts[GENERATION] = json.dumps({"eos_token_id": end}, indent=2) + "\n"

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coat_dist import CoatConfigError
 from coat_dist.config import explain
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.find_config import read_config
-from launch.model.experts import ExpertsConfig
 from launch.model.rope import checked_rope_scaling
 
-__all__ = ["ModelConfig", "described_model", "load_model_config"]
-
+__all__ = ["EXPERT_KEYS", "ModelConfig", "described_model", "load_model_config"]
 
 _NO_FUNCTION = {
     *("seq_length", "sliding_window", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"),
@@ -30,8 +28,13 @@ def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-class ModelConfig(ExpertsConfig):
-    """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's."""
+class ModelConfig(BaseModel):
+    """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's.
+
+    Keys of experts are named as in Megatron's ``TransformerConfig``.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     num_layers: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
@@ -86,6 +89,35 @@ class ModelConfig(ExpertsConfig):
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
 
+    num_moe_experts: int | None = Field(default=None, gt=0)
+    """Experts of a layer; null = a dense model."""
+    moe_router_topk: int = Field(default=2, gt=0)
+    """Experts that a token goes to."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice; false = over the chosen ones."""
+    moe_ffn_hidden_size: int | None = Field(default=None, gt=0)
+    """Inner size of an expert; null = ffn_hidden_size."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits. Sigmoids of the chosen experts are divided by their sum."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Type of the router's logits and probabilities; null = bfloat16 logits, softmax in fp32."""
+    moe_shared_expert_intermediate_size: int | None = Field(default=None, gt=0)
+    """Inner size of an expert that every token goes to, beside the chosen ones; null = there is none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a learnt projection of its input (Qwen2-MoE)."""
+    moe_layer_freq: Annotated[int, Field(gt=0)] | list[Literal[0, 1]] = 1
+    """Layers 0, n, 2n, ... have experts, the others an MLP of ffn_hidden_size. A list says 1 or 0 for each layer."""
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Factor of the load-balancing loss (Switch Transformer, arXiv 2101.03961, equation 4), per layer and rank."""
+    moe_z_loss_coeff: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Factor of the z loss of the router's logits (ST-MoE, arXiv 2202.08906, equation 5); null = none."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """How Megatron sorts tokens by expert, on one rank. "alltoall" needs a GPU. With ``--expert-parallel`` it is taken
+    whatever stands here."""
+    moe_grouped_gemm: bool = False
+    """All experts of a layer in one product each for fc1 and fc2; no package is needed. Parameters are stored as
+    Megatron's ``GroupedMLP`` has them, so a checkpoint is for the one or the other."""
+
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
         if self.head_size is None and self.hidden_size % self.num_attention_heads:
@@ -98,8 +130,6 @@ class ModelConfig(ExpertsConfig):
                 f"num_query_groups: got {self.num_query_groups}, accepted: a divisor of num_attention_heads "
                 f"({self.num_attention_heads})"
             )
-        if self.num_moe_experts is not None and self.linear_bias:
-            raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
         if self.qk_norm == "full" and self.normalization != "rmsnorm":
             raise ValueError(f'qk_norm: got "full" with normalization "{self.normalization}", accepted: true or false')
         if self.sliding_window is not None and self.sliding_window < self.seq_length:
@@ -107,11 +137,25 @@ class ModelConfig(ExpertsConfig):
                 f"sliding_window: got {self.sliding_window} with seq_length {self.seq_length}, accepted: at least "
                 f"seq_length, or null (attention sees the whole sequence), or seq_length={self.sliding_window}"
             )
+        if self.num_moe_experts is None:
+            if key := min(self.model_fields_set & EXPERT_KEYS, default=None):
+                raise ValueError(
+                    f"{key}: got {json.dumps(getattr(self, key))} without num_moe_experts, accepted: absent"
+                )
+            return self
+        if self.linear_bias:
+            raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            raise ValueError("moe_shared_expert_gate: got true, accepted: false without a shared expert")
+        softmax_of_one = self.moe_router_topk == 1 and self.moe_router_score_function == "softmax"
+        if softmax_of_one and not self.moe_router_pre_softmax:
+            accepted = "true (the softmax over one expert has no gradient)"
+            raise ValueError(f"moe_router_pre_softmax: got false with moe_router_topk 1, accepted: {accepted}")
         return self
 
     def identity(self) -> dict[str, Any]:
         """Plain values that say what this model is; of a dense one, no keys of experts."""
-        return self.model_dump(exclude=set(ExpertsConfig.model_fields) if self.num_moe_experts is None else None)
+        return self.model_dump(exclude=EXPERT_KEYS if self.num_moe_experts is None else None)
 
     def function(self) -> dict[str, Any]:
         """Values that decide what the model computes, in one spelling each, by their keys."""
@@ -122,7 +166,7 @@ class ModelConfig(ExpertsConfig):
             "attention_output_bias": self.attention_output_bias or self.linear_bias,
         }
         if self.num_moe_experts is None:
-            return {key: value for key, value in values.items() if not key.startswith("moe_")}
+            return {key: value for key, value in values.items() if key not in EXPERT_KEYS}
         layers = [self.has_experts(layer) for layer in range(self.num_layers)]
         values |= {"moe_layer_freq": layers, "moe_ffn_hidden_size": self.expert_size}
         if all(layers):
@@ -152,6 +196,13 @@ class ModelConfig(ExpertsConfig):
     def expert_size(self) -> int:
         """Inner size of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        if self.num_moe_experts is None:
+            return False
+        frequency = self.moe_layer_freq
+        return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
     @property
     def padded_vocab(self) -> int:
@@ -218,6 +269,10 @@ class ModelConfig(ExpertsConfig):
                 f"--expert-parallel: got {ep}, accepted: a divisor of model.num_moe_experts ({experts}) and of the "
                 f"number of data-parallel ranks ({dp})"
             )
+
+
+EXPERT_KEYS = {key for key in ModelConfig.model_fields if key.startswith("moe_")}
+"""Keys that only a model with experts has."""
 
 
 def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from launch.model.config import ModelConfig, load_model_config
-from launch.model.experts import ExpertsConfig
+from launch.model.config import EXPERT_KEYS, ModelConfig, load_model_config
 from launch.model.rope import scale_rope
 from launch.model.sizes import flops_per_token, parameter_count
 from launch.model.stages import build_stage, pipeline
@@ -64,7 +63,7 @@ def _expert_options(model: ModelConfig, ep: int) -> dict[str, Any]:
     """Arguments of ``TransformerConfig`` with ``ep`` ranks that divide the experts; none for a dense model."""
     if model.num_moe_experts is None:
         return {}
-    options = {key: getattr(model, key) for key in ExpertsConfig.model_fields}
+    options = {key: getattr(model, key) for key in ("num_moe_experts", *EXPERT_KEYS)}
     if ep > 1:
         options |= {"expert_model_parallel_size": ep, "moe_token_dispatcher_type": "alltoall"}
     return options | {"moe_ffn_hidden_size": model.expert_size, "moe_router_load_balancing_type": "aux_loss"}
@@ -125,3 +124,31 @@ def build_model(
     if config.pipeline_model_parallel_size == 1:
         return build()
     return build_stage(config, build, lambda whole: layer_spec(model, whole), model.padded_vocab, model.seq_length)
+
+
+def router_losses(model: ModelConfig, tp: int, accumulation: int, stages: int = 1) -> dict[str, torch.Tensor]:
+    """Losses of this rank's routers since the last call, without their factors.
+
+    Means over layers with experts and micro-batches; the mean over all ranks is what Megatron logs.
+
+    Args:
+        tp: tensor-parallel ranks, each of which has a part of the load-balancing loss.
+        accumulation: micro-batches of a step.
+        stages: of a pipeline, each of which adds up those of its own layers.
+    """
+    shares = {
+        "load_balancing_loss": tp if model.moe_aux_loss_coeff else 0,
+        "z_loss": int(bool(model.moe_z_loss_coeff)),
+    }
+    if model.num_moe_experts is None or not any(shares.values()):
+        return {}
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    kept, found = get_moe_layer_wise_logging_tracker(), {}
+    count = sum(map(model.has_experts, range(model.num_layers))) * accumulation
+    for key, share in shares.items():
+        if share:
+            values = kept[key]["values"] if key in kept else torch.zeros(1)
+            found["router_z_loss" if key == "z_loss" else key] = values.sum() * (share * stages / count)
+            values.zero_()
+    return found

@@ -77,7 +77,14 @@ def rope_frequencies(scaling: dict[str, Any] | None, base: float, dim: int) -> t
         return usual / factor, 1.0
     if scaling["rope_type"] == "llama3":
         return _llama3(usual, scaling), 1.0
-    return _yarn(usual, 1.0 / (factor * periods), scaling, base, dim), _yarn_attention_factor(scaling)
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    attention = grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1.0)
+    yarn = _yarn(usual, 1.0 / (factor * periods), scaling, base, dim)
+    return yarn, float(scaling.get("attention_factor", attention))
 
 
 def _llama3(usual: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
@@ -107,17 +114,6 @@ def _yarn(usual: torch.Tensor, stretched: torch.Tensor, scaling: dict[str, Any],
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return stretched * (1 - kept) + usual * kept
-
-
-def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
-    if "attention_factor" in scaling:
-        return float(scaling["attention_factor"])
-
-    def grown(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling["factor"]) + 1.0
-
-    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1.0)
 
 
 def scale_rope(built: Any, scaling: dict[str, Any] | None, base: float) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 
 from launch.weights.source import CheckpointError
 
-__all__ = ["Entry", "Planned", "TensorFiles", "read_header", "write_tensors"]
+__all__ = ["Entry", "TensorFiles", "read_header", "write_tensors"]
 
 _TYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 """Types of weights, as the format spells them. Codes of a quantized model are not weights."""
@@ -78,23 +77,11 @@ class TensorFiles:
             raise CheckpointError(f"{entry.file}: tensor {name} cannot be read ({problem})") from problem
 
 
-class Planned(NamedTuple):
-    """A tensor that is going to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def write_tensors(
     folder: Path,
     stem: str,
-    tensors: Sequence[Planned],
-    read: Callable[[Planned], torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    read: Callable[[str], torch.Tensor],
     *,
     shard_bytes: int,
     progress: Callable[[int], object] = lambda _: None,
@@ -106,8 +93,8 @@ def write_tensors(
     Args:
         folder: is there.
         stem: of the files' names.
-        tensors: in the order in which they are read.
-        read: gives a tensor, contiguous and in its dtype, that shares its memory with no other one.
+        tensors: without memory (device "meta"), in the order in which they are read.
+        read: gives a tensor by its name, contiguous, that shares its memory with no other one.
         shard_bytes: most bytes of tensors in a file; a larger tensor has one for itself.
         progress: called with the bytes of each file that was written.
 
@@ -115,10 +102,9 @@ def write_tensors(
         OSError, CheckpointError: a file cannot be written.
         Exception: what ``read`` raises.
     """
-    planned = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
-        planned,
-        get_storage_size=lambda tensor: tensor.bytes,
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=shard_bytes,
     )
@@ -127,11 +113,11 @@ def write_tensors(
         path.touch()
         mode = path.stat().st_mode  # the library's own file is readable by its owner alone
         try:  # transformers refuses files without this metadata
-            save_file({one: read(planned[one]) for one in shard}, path, metadata={"format": "pt"})
+            save_file({one: read(one) for one in shard}, path, metadata={"format": "pt"})
         except SafetensorError as problem:
             raise CheckpointError(f"{path}: cannot be written ({problem})") from problem
         path.chmod(mode)
-        progress(sum(planned[one].bytes for one in shard))
+        progress(sum(tensors[one].nbytes for one in shard))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -32,7 +32,7 @@ def test_the_log_level_leaves_the_lines_out(sharded, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
     assert convert_hf.main([*argv, "--overwrite", "--tensor-parallel", "2"]) == 0
     printed = capsys.readouterr()
-    assert len(printed.out.splitlines()) == 2 and printed.err.startswith("note: --tensor-parallel has no effect")
+    assert len(printed.out.splitlines()) == 2 and "--tensor-parallel" in printed.err
 
 
 def test_every_written_file_has_its_checksum(sharded):

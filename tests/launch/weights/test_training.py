@@ -100,7 +100,7 @@ def refuses_another_model(save, tmp_path, capsys):
     )
     (tmp_path / "model.json").write_text(json.dumps({**known, "vocab_size": None, "hidden_dropout": 0.1}))
     assert open_weights(save, model=load_model_config(tmp_path / "model.json")).model.vocab_size == 300
-    manifest.rename(tmp_path / "manifest.json")  # a checkpoint of another program
+    manifest.rename(tmp_path / "kept.json")  # a checkpoint of another program
     for changes, name in (
         ({"ffn_hidden_size": 48}, "decoder.layers.0.mlp.linear_fc1.weight: got [192, 64], accepted: [96, 64], by"),
         ({"num_layers": 1}, "decoder.layers.1."),
@@ -114,7 +114,7 @@ def refuses_another_model(save, tmp_path, capsys):
     assert convert_hf.main([str(a) for a in bare]) == 0
     one, other = tensors(tmp_path / "bare"), tensors(tmp_path / "out")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    (tmp_path / "manifest.json").rename(manifest)
+    (tmp_path / "kept.json").rename(manifest)
 
 
 def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
