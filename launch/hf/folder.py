@@ -13,8 +13,8 @@ import torch
 from launch.hf.config import model_from_config, read_config
 from launch.hf.families import Family
 from launch.hf.recipes import from_hugging_face, put_together, to_hugging_face
-from launch.weights.source import CheckpointError, Weights, check_shapes, own_manifest, rounded
-from launch.weights.tensor_files import Entry, TensorFiles, read_header
+from launch.weights.source import CheckpointError, Weights, check_shapes, own_manifest
+from launch.weights.tensor_files import Entry, TensorFiles, read_header, rounded
 
 __all__ = ["CONFIG", "GENERATION", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
 

@@ -16,7 +16,8 @@ from coat_dist.checkpoint.write.publish import LATEST, find
 from launch.model.config import ModelConfig
 from launch.model.sizes import parameter_shapes
 from launch.weights.fill import each_expert
-from launch.weights.source import CheckpointError, Weights, check_shapes, rounded
+from launch.weights.source import CheckpointError, Weights, check_shapes
+from launch.weights.tensor_files import rounded
 
 __all__ = ["CheckpointWeights", "Ungrouped", "find_checkpoint"]
 

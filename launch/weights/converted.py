@@ -10,8 +10,8 @@ import torch
 from coat_dist.checkpoint.manifest import read_manifest
 from launch.model.config import load_model_config
 from launch.model.sizes import parameter_shapes
-from launch.weights.source import Weights, check_shapes, rounded
-from launch.weights.tensor_files import TensorFiles, read_header
+from launch.weights.source import Weights, check_shapes
+from launch.weights.tensor_files import TensorFiles, read_header, rounded
 
 __all__ = ["KIND", "MODEL", "TYPES", "ConvertedWeights"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coat_dist.deepspeed.zero_init import copy_into
+from coat_dist.checkpoint.zero_partitions import copy_into
 from coat_dist.ranks import attempt
 from launch.weights.source import CheckpointError, Weights
 

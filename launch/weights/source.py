@@ -13,7 +13,7 @@ import torch
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, verify
 from launch.model.config import ModelConfig
 
-__all__ = ["CARRIED", "DTYPES", "CheckpointError", "Weights", "check_shapes", "files_in", "own_manifest", "rounded"]
+__all__ = ["CARRIED", "DTYPES", "CheckpointError", "Weights", "check_shapes", "files_in", "own_manifest"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Types of weights, by the names that command lines and config.json use."""
@@ -107,15 +107,3 @@ def check_shapes(
         if found.get(name) != wanted.get(name):
             has, needs = (list(one[name]) if name in one else "nothing" for one in (found, wanted))
             raise CheckpointError(f"{folder}: {name}: got {has}, accepted: {needs}, by {by}")
-
-
-def rounded(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """A tensor in another type; itself where it has it.
-
-    Raises:
-        CheckpointError: values beyond float16's largest, which would become infinite.
-    """
-    found = tensor.to(dtype)
-    if dtype == torch.float16 and tensor.dtype != dtype and not torch.equal(found.isfinite(), tensor.isfinite()):
-        raise CheckpointError(f"tensor {name}: got values beyond 65504 in float16, accepted: bfloat16 or float32")
-    return found

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from launch.weights.source import CheckpointError
 
-__all__ = ["Entry", "TensorFiles", "read_header", "write_tensors"]
+__all__ = ["Entry", "TensorFiles", "read_header", "rounded", "write_tensors"]
 
 _TYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 """Types of weights, as the format spells them. Codes of a quantized model are not weights."""
@@ -75,6 +75,18 @@ class TensorFiles:
             return file.get_tensor(entry.name) if entry.place is ... else file.get_slice(entry.name)[entry.place]
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(f"{entry.file}: tensor {name} cannot be read ({problem})") from problem
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """A tensor in another type; itself where it has it.
+
+    Raises:
+        CheckpointError: values beyond float16's largest, which would become infinite.
+    """
+    found = tensor.to(dtype)
+    if dtype == torch.float16 and tensor.dtype != dtype and not torch.equal(found.isfinite(), tensor.isfinite()):
+        raise CheckpointError(f"tensor {name}: got values beyond 65504 in float16, accepted: bfloat16 or float32")
+    return found
 
 
 def write_tensors(

@@ -97,7 +97,7 @@ def test_one_way_to_say_it():
 @pytest.mark.parametrize(
     ("scaling", "key"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type: got .*yarn"),
+        ({"rope_type": "dynamic", "factor": 2.0}, 'rope_type: got "dynamic"'),
         ({"factor": 2.0}, "rope_type: got null"),
         ({"rope_type": "linear"}, "factor: missing"),
         (LLAMA3 | {"beta_fast": 32}, "beta_fast: unknown key"),
@@ -109,12 +109,6 @@ def test_one_way_to_say_it():
 def test_errors_name_the_key(scaling, key):
     with pytest.raises(CoatConfigError, match=rf"^model\.rope_scaling\.{key}.*, accepted: "):
         described(scaling)
-
-
-@pytest.mark.parametrize("base", ["true", "1", "NaN"])
-def test_rotary_base(base):
-    with pytest.raises(CoatConfigError, match=r"^model\.rotary_base: got .*, accepted: "):
-        load_model_config(TINY, [f"rotary_base={base}"])
 
 
 def test_a_megatron_without_an_attention_factor(one_rank, monkeypatch):

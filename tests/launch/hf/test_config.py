@@ -13,6 +13,7 @@ from launch.hf.config_out import config_for
 from launch.hf.families import FAMILIES
 from launch.model.config import ModelConfig, load_model_config
 from launch.model.rope import rope_frequencies
+from tests.launch.hf.folders import LLAMA3
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,20 +41,8 @@ def read(values):
 def test_published_shapes():
     """The configurations of published models as they are downloaded, transformers 4's spelling."""
     assert read(LLAMA).function() == load_model_config("llama3-8b").function()
-    scaling = {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    }
-    newer = {
-        **LLAMA,
-        "max_position_embeddings": 131072,
-        "rope_scaling": scaling,
-        "pretraining_tp": 1,
-        "mlp_bias": False,
-    }
+    scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
+    newer = {**LLAMA, "max_position_embeddings": 131072, "rope_scaling": scaling, "pretraining_tp": 1}
     assert read(newer).function() == load_model_config("llama3.1-8b").function()
     five = {k: v for k, v in newer.items() if k not in ("rope_theta", "rope_scaling")}
     assert read({**five, "rope_parameters": {**scaling, "rope_theta": 500000.0}}) == read(newer)
@@ -61,8 +50,8 @@ def test_published_shapes():
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_either_spelling_of_rope(kind):
-    older = of(kind, rope_theta=10000.0, rope_scaling=None)
-    assert read(older).rotary_base == 10000
+    older = of(kind, rope_theta=10000.0, rope_scaling=None, num_key_value_heads=None)
+    assert read(older).rotary_base == 10000 and read(older).kv_heads == 32
     five = {k: v for k, v in older.items() if not k.startswith("rope")}
     assert read({**five, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}).rotary_base == 20000
     usual = 1000000 if kind == "mixtral" else 10000
@@ -115,13 +104,8 @@ def test_refused_values(kind, values, key):
 
 def test_of_two_spellings_of_rope_that_of_transformers_wins():
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 128,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    sizes = dict(num_hidden_layers=1, max_position_embeddings=128, hidden_size=64, **heads)
     linear, usual = {"type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 5e5}
     llama3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for more in (
@@ -137,17 +121,6 @@ def test_of_two_spellings_of_rope_that_of_transformers_wins():
         model = read({**{k: v for k, v in LLAMA.items() if k != "rope_theta"}, **sizes, **more})
         ours, _ = rope_frequencies(model.rope_scaling, model.rotary_base, 16)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_null_groups_are_as_many_as_heads(kind):
-    assert read(of(kind, num_attention_heads=16, num_key_value_heads=None, head_dim=256)).kv_heads == 16
-
-
-def test_every_problem_is_named_at_once():
-    with pytest.raises(CoatConfigError) as refused:
-        read({**LLAMA, "hidden_act": "relu", "mlp_bias": True, "clip_qkv": 1.0})
-    assert len(str(refused.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -224,3 +197,20 @@ def test_a_known_config_is_kept():
     assert read(config).function() == grown.function()
     shorter = model.model_copy(update={"seq_length": 2048})  # what it was trained at bounds nothing
     assert config_for(shorter, torch.bfloat16, known)[0]["max_position_embeddings"] == 8192
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "named"),
+    [
+        (None, {"activation": "squared_relu"}, "activation: got 'squared_relu', accepted: 'swiglu', which llama has"),
+        ("mistral", {"qk_norm": True}, "qk_norm: got True, accepted: False, which mistral has"),
+        ("mixtral", {"num_moe_experts": 4, "moe_router_score_function": "sigmoid"}, "moe_router_score_function: got"),
+        ("mixtral", {"num_moe_experts": 4, "moe_router_pre_softmax": True}, "moe_router_pre_softmax: got True"),
+        ("mixtral", {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32}, "moe_shared_expert_"),
+        ("mixtral", {"num_moe_experts": 4, "num_layers": 2, "moe_layer_freq": 2}, "moe_layer_freq: got"),
+    ],
+)
+def test_a_model_that_no_family_has(family, keys, named):
+    base = dict(num_layers=1, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, seq_length=32, vocab_size=100)
+    with pytest.raises(CoatConfigError, match=f"model.{named}"):
+        config_for(ModelConfig(**base | keys), torch.float32, family=family)

@@ -15,7 +15,7 @@ from tests.support import run_ranks
 pytest.importorskip("transformers")
 
 
-def joined(name, parts, gated=True):
+def joined(name, parts):
     """What Megatron's layout says the ranks hold together."""
     replicated = ("layernorm.weight", "proj.bias", "router.weight", "gate_weight")
     if name.endswith(replicated) and ".q_" not in name and ".k_" not in name:
