@@ -85,7 +85,7 @@ class Output:
 
     def _publish(self, temporary: Path) -> None:
         replaced = self.final.with_name(f".unfinished-replaced-{self.final.name}")
-        if self.final.exists():
+        if self.overwrite and self.final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(self.final, replaced)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def find_checkpoint(folder: Path) -> Path | None:
     Raises:
         CheckpointError: ``latest`` names what is not there.
     """
-    latest = folder / LATEST
-    named = folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+    named = folder
+    with suppress(OSError, ValueError):  # find() names what is wrong with it
+        named = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
     for one in (folder, named):
         if list(one.glob("*model_states.pt")):  # another program's has no manifest
             return one.resolve()
