@@ -67,13 +67,8 @@ class Conversion(NamedTuple):
         return lambda name: put_together(self.recipes[name], self.tensors[name].dtype, read)
 
 
-def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Conversion:
-    """The conversion into this program's form, which fits every tensor- and pipeline-parallel size.
-
-    Args:
-        weights: of any source.
-        dtype: None = each tensor as it is.
-    """
+def plan_megatron(weights: Weights, dtype: torch.dtype | None) -> Conversion:
+    """The conversion into this program's form; ``dtype``: None = each tensor as it is."""
     shapes = weights.shapes
     types = {} if dtype else {name: str(one).removeprefix("torch.") for name, one in weights.parts_types().items()}
     return Conversion(
@@ -91,29 +86,29 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Convers
 
 def plan_hugging_face(
     weights: Weights,
-    dtype: torch.dtype | None = None,
-    travelling: Mapping[str, Path] | None = None,
-    family: str | None = None,
-    end: int | None = None,
+    dtype: torch.dtype | None,
+    travelling: Mapping[str, Path],
+    family: str | None,
+    end: int | None,
 ) -> Conversion:
     """The conversion into a folder that ``AutoModelForCausalLM.from_pretrained`` reads.
 
     Args:
         weights: of any source.
         dtype: None = each tensor as it is.
-        travelling: files that go along in place of ``weights.travelling()``, by name; of a config.json among them
-            everything is kept that does not decide what the model computes.
+        travelling: files that go along, by name; of a config.json among them everything is kept that does not decide
+            what the model computes.
         family: ``model_type`` to write; None = that of config.json, or the first that can say what the model is.
         end: end-of-document id, ``eos_token_id`` of a new config.json and generation config.
 
     Raises:
         CoatConfigError: no family has such a model, by its keys, or the config.json that travels cannot be read.
     """
-    copies = dict(weights.travelling() if travelling is None else travelling)
-    remembered = read_config(copies.pop(CONFIG)) if CONFIG in copies else None
+    copies = dict(travelling)
+    remembered = read_config(copies.pop(CONFIG)) if CONFIG in copies else {}
     dtypes = {dtype or weights.dtype(name) for name in weights.names()}
-    said = DTYPES.get(str((remembered or {}).get("dtype", (remembered or {}).get("torch_dtype"))))
-    whole = dtypes.pop() if len(dtypes) == 1 else said if said is not None and said in dtypes else torch.float32
+    most = DTYPES.get(str(remembered.get("dtype", remembered.get("torch_dtype"))))
+    whole = dtypes.pop() if len(dtypes) == 1 else most if most in dtypes else torch.float32
     config, known = config_for(weights.model, whole, remembered, family, end)
     recipes = to_hugging_face(weights.model, known)
     types = {} if dtype else weights.parts_types()
@@ -124,6 +119,6 @@ def plan_hugging_face(
         one = own.pop() if len(own) == 1 else torch.float32
         tensors[name] = torch.empty(recipe.shape, dtype=one, device="meta")
     texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
-    if end is not None and remembered is None and GENERATION not in copies:
+    if end is not None and not remembered and GENERATION not in copies:
         texts[GENERATION] = json.dumps({"eos_token_id": end}, indent=2) + "\n"
     return Conversion(HUGGING_FACE, "model", tensors, recipes, texts, copies)
