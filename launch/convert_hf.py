@@ -141,7 +141,8 @@ def _plan_hugging_face(weights: Weights, dtype: torch.dtype | None, like: str | 
         if not has_tokenizer(files):
             with suppress(DataError):  # made from token files
                 copies, texts, end = _data_tokenizer(trained[0], vocab_size)
-                say(f"tokenizer: that of {trained[0]}, the data that the run was trained on")
+                for file in copies.values():
+                    say(f"tokenizer: {file}, of the data that the run was trained on")
     if not has_tokenizer({**files, **copies}):
         say(f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files, --like PREFIX that of data")
     found = plan_hugging_face(weights, dtype, {**files, **copies}, family, end)

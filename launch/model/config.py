@@ -285,7 +285,10 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
     Raises:
         CoatConfigError: no such file, unknown key, wrong type or contradictory sizes; names the key.
     """
-    return described_model(read_config("--model", given, "models"), overrides)
+    values = read_config("--model", given, "models")
+    if "num_layers" not in values:
+        raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with num_layers, or a folder")
+    return described_model(values, overrides)
 
 
 def described_model(values: dict[str, Any], overrides: Sequence[str] = ()) -> ModelConfig:

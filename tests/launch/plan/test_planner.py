@@ -127,9 +127,7 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     assert planner.main(["--model", str(tmp_path / "empty")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"error: {tmp_path / 'empty'}: holds no model, accepted: a Hugging Face folder (config.json), "
-    )
+    assert said.startswith(f"error: {tmp_path / 'empty'}: holds no weights, accepted: a Hugging Face folder ")
 
 
 def test_a_config_json_alone_is_enough(tmp_path, capsys, work) -> None:
@@ -164,7 +162,7 @@ def test_a_config_json_alone_is_enough(tmp_path, capsys, work) -> None:
         ),
         (
             tmp_path / "theirs.json",
-            "--model: .*theirs.json is of Hugging Face, accepted: a description of ours, or its",
+            "--model: .*theirs.json describes no model, accepted: an object with num_layers, or",
         ),
         (tmp_path / "hf", ".*adapter_config.json: holds an adapter .LoRA. apart from the model, accepted: the merged"),
     ):
