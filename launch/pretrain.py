@@ -42,6 +42,7 @@ from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.without_launcher import take_ranks
 from coat_dist.ranks import check_same_on_all_ranks, of_another_rank
 from launch import failing
+from launch.model import gpt
 from launch.model.gpt import flops_per_token
 from launch.plan.arguments import dry_run, silence_deepspeed
 from launch.prep import DataError
@@ -202,7 +203,7 @@ def saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Callab
 def router_losses(p: Plan) -> dict[str, torch.Tensor]:
     """Losses of the routers of a model with experts, in the step that is done."""
     a = p.args
-    return p.model.router_losses(p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel)
+    return gpt.router_losses(p.model, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,7 +58,7 @@ def flops(model: ModelConfig, tokens: int) -> float:
     """Of one layer, forward and backward; attention counts half of the keys, and its backward 2.5 times its forward."""
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
     weights = h * d * 2 * (heads + model.kv_heads)
-    weights += model.expert_weights(h, model.ffn_hidden_size, True, active=True)
+    weights += h * ((model.num_moe_experts or 0) + 3 * model.moe_router_topk * model.expert_size)
     return tokens * (6.0 * weights + 3.5 * 2 * SEQUENCE * heads * d)
 
 

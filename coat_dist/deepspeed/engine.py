@@ -93,7 +93,7 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
         return engine, *others
     settings = dict(request.settings)
-    if request.to_patch:
+    if request.to_patch and facts.coat is not None:
         from ..hf import patch_model
 
         patch_model(given["model"], facts.coat.activation)

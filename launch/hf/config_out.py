@@ -1,48 +1,18 @@
-"""``ModelConfig`` to config.json: the one that came with the weights where it still says what the model is."""
+"""``ModelConfig`` to config.json: the one that came with the weights where it still describes the model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from coat_dist import CoatConfigError
-from launch.hf.config import ACTIVATION_NAMES, model_from_config
-from launch.hf.experts import expert_keys, function_of_experts
+from launch.hf.config import ACTIVATION_NAMES, SIZES, model_from_config
 from launch.hf.families import FAMILIES, Family
-from launch.model.gpt import ModelConfig
+from launch.model.config import ModelConfig
 
-__all__ = ["config_for", "function_of"]
-
-_ORDER = ("llama", "qwen2", "qwen3", "olmo", "olmo2", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Families are tried in this order for a model that came from none."""
-
-
-def function_of(model: ModelConfig) -> dict[str, Any]:
-    """What decides what a model computes, each thing said in one way, by the keys of ``ModelConfig``."""
-    return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.kv_heads,
-        "head_size": model.head_channels,
-        "vocab_size": model.vocab_size,
-        "activation": model.activation,
-        "linear_bias": model.linear_bias,
-        "qkv_bias": model.qkv_bias or model.linear_bias,
-        "attention_output_bias": model.attention_output_bias or model.linear_bias,
-        "normalization": model.normalization,
-        "norm_affine": model.norm_affine,
-        "norm_eps": model.norm_eps,
-        "norm_placement": model.norm_placement,
-        "qk_norm": model.qk_norm,
-        "rotary_base": model.rotary_base,
-        "rope_scaling": model.rope_scaling,
-        "tie_embeddings": model.tie_embeddings,
-        **function_of_experts(model),
-    }
+__all__ = ["config_for"]
 
 
 def config_for(
@@ -59,53 +29,44 @@ def config_for(
         dtype: of the tensors.
         remembered: config.json that came with the initial weights: where it describes this model it stays as it is, but
             for the dtype; where it does not, keys that decide what the model computes are replaced.
-        family: ``model_type`` to write; None = the remembered one's, or the first that can say what the model is.
-        end: ``eos_token_id`` of a config.json that is made anew.
+        family: ``model_type`` to write; None = the remembered one's, or the first that can describe the model.
+        end: ``eos_token_id`` of a new config.json.
 
     Raises:
         CoatConfigError: no family, or not this one, has such a model; names the keys.
     """
-    known = remembered if remembered is not None and remembered.get("model_type") in FAMILIES else None
-    if known is not None and family in (None, known["model_type"]):
-        if not _differing(known, model):
+    kind = (remembered or {}).get("model_type")
+    known = remembered if remembered and kind in FAMILIES and family in (None, kind) else None
+    if known is not None:
+        if not _different(known, model):
             return _with_dtype(known, known, dtype), FAMILIES[known["model_type"]]
         family = known["model_type"]
     tried: dict[str, list[str]] = {}
-    for name in [family] if family else _ORDER:
-        if name not in FAMILIES:
-            continue
-        kept = known if known is not None and known["model_type"] == name else None
-        config = {
-            **(_without_older(kept) if kept else _HABITS | {"eos_token_id": end}),
-            **_described(model, FAMILIES[name]),
-        }
-        config = _with_dtype(config, kept or {}, dtype)
-        tried[name] = _differing(config, model)
-        if name == "llama" and kept is None and model.hidden_size % model.num_attention_heads:
-            tried[name].append("head_size")  # transformers refuses such a config.json of this family alone
+    for name in [family] if family else FAMILIES:
+        kept = {"bos_token_id": None, "pad_token_id": None, "use_cache": True, "eos_token_id": end}
+        if known is not None:  # without keys that another version of transformers spells differently
+            spelt = ("rope_parameters", "rope_theta", "rope_scaling", "num_experts", "num_local_experts")
+            kept = {key: value for key, value in known.items() if key not in spelt}
+        config = _with_dtype(kept | _described(model, FAMILIES[name]), known or {}, dtype)
+        tried[name] = _different(config, model)
+        if name == "llama" and known is None and model.hidden_size % model.num_attention_heads:
+            tried[name].append(f"model.head_size: got {model.head_size}, accepted: null, which llama needs")
         if not tried[name]:
             return config, FAMILIES[name]
-    nearest = min(tried, key=lambda name: len(tried[name]))
-    values = model.model_dump()
-    lines = [f"model.{key}: got {json.dumps(values.get(key))}, which {nearest} cannot say" for key in tried[nearest]]
-    raise CoatConfigError("\n".join([*lines, f"accepted: what one of {', '.join(FAMILIES)} has"]))
+    nearest = min(tried.values(), key=len)
+    raise CoatConfigError("\n".join(nearest))
 
 
-_HABITS = {"bos_token_id": None, "pad_token_id": None, "use_cache": True}
-
-
-def _differing(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Keys in which a config.json's model is another."""
+def _different(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """A line for each key in which the model of a config.json is another."""
     try:
-        read, _ = model_from_config(dict(config), "config.json")
+        read, family = model_from_config(dict(config), "config.json")
     except CoatConfigError as problem:
-        key = str(problem).partition(":")[2].partition(":")[0].strip()
-        return ["activation" if key == "hidden_act" else key]
-    one, other = function_of(read), function_of(model)
-    differing = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+        return [str(problem)]
+    lines = model.different(read, family.model_type)
     if read.seq_length < model.seq_length:
-        differing.append("seq_length")
-    return differing
+        lines.append(f"model.seq_length: got {model.seq_length}, accepted: at most {read.seq_length}")
+    return lines
 
 
 def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -114,14 +75,9 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
+        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
         "num_key_value_heads": model.kv_heads,
-        "max_position_embeddings": model.seq_length,
-        "hidden_act": acts.get(model.activation, model.activation),
+        "hidden_act": acts.get(model.activation, "silu"),  # of another one the caller finds the difference
         "initializer_range": model.init_std,
         "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": model.tie_embeddings,
@@ -141,13 +97,17 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
         config["use_sliding_window"] = False
     if "qkv_bias" in family.says:
         config["qkv_bias"] = model.qkv_bias or model.linear_bias
-    return config | expert_keys(model, family)
-
-
-def _without_older(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys that another version of transformers spells differently."""
-    spelt = ("rope_parameters", "rope_theta", "rope_scaling", "num_experts", "num_local_experts")
-    return {k: v for k, v in config.items() if k not in spelt}
+    if not family.experts or model.num_moe_experts is None:
+        return config
+    config |= {theirs: getattr(model, ours) for theirs, ours in family.experts.items()}
+    if "moe_intermediate_size" not in family.experts:
+        return {**config, "intermediate_size": model.expert_size}
+    return config | {
+        "moe_intermediate_size": model.expert_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(model.num_layers) if not model.has_experts(i)],
+    }
 
 
 def _with_dtype(config: Mapping[str, Any], like: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -1,24 +1,23 @@
-"""Both directions of a conversion, streamed: what is written, in which order, from which rows."""
+"""Both directions of a conversion, streamed: which files and tensors are written, from which rows."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from launch.hf.config import read_values
+from launch.hf.config import read_config
 from launch.hf.config_out import config_for
 from launch.hf.folder import CONFIG, GENERATION
 from launch.hf.recipes import Piece, Recipe, put_together, to_hugging_face
 from launch.weights.converted import KIND, MODEL, TYPES
-from launch.weights.shapes import parameter_shapes
-from launch.weights.source import CARRIED, DTYPES, CheckpointError, Weights
-from launch.weights.write import Planned, Written, write_tensors
+from launch.weights.source import CARRIED, DTYPES, Weights
+from launch.weights.tensor_files import write_tensors
 
 __all__ = ["HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
 
@@ -33,21 +32,20 @@ class Conversion(NamedTuple):
     """Of the manifest."""
     stem: str
     """Of the names of the tensors' files."""
-    tensors: list[Planned]
+    tensors: dict[str, torch.Tensor]
+    """By name, without memory (device "meta")."""
     recipes: Mapping[str, Recipe]
     """Each tensor, made of the source's rows."""
     texts: Mapping[str, str]
-    """Files that are written anew."""
+    """Content of text files, by name."""
     copies: Mapping[str, Path]
     """Files that are copied."""
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.bytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(
-        self, weights: Weights, folder: Path, shard_bytes: int, progress: Callable[[int], object] = lambda _: None
-    ) -> Written:
+    def write(self, weights: Weights, folder: Path, shard_bytes: int, progress: Callable[[int], object]) -> None:
         """Write everything into a folder that is there.
 
         Raises:
@@ -58,51 +56,25 @@ class Conversion(NamedTuple):
             (folder / name).write_text(text, encoding="utf-8")
         for name, path in self.copies.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            _copy(path, folder / name)
+            # Without the byte order mark that editors put before text and transformers does not read.
+            (folder / name).write_bytes(path.read_bytes().removeprefix(BOM_UTF8))
         read = self.reader(weights)
-        return write_tensors(folder, self.stem, self.tensors, read, shard_bytes=shard_bytes, progress=progress)
+        write_tensors(folder, self.stem, self.tensors, read, shard_bytes=shard_bytes, progress=progress)
 
-    def reader(self, weights: Weights) -> Callable[[Planned], torch.Tensor]:
-        """Gives the tensors that are written, made of those of ``weights``.
-
-        The one that was read last is kept, which the next tensor may be made of, too.
-        """
-        kept: dict[str, torch.Tensor] = {}
-
-        def read(name: str) -> torch.Tensor:
-            if name not in kept:
-                kept.clear()
-                kept[name] = weights.read(name)
-            return kept[name]
-
-        return lambda tensor: put_together(self.recipes[tensor.name], tensor.dtype, read)
+    def reader(self, weights: Weights) -> Callable[[str], torch.Tensor]:
+        """A function that makes the written tensors of those of ``weights``; the last one read is kept for the next."""
+        read = lru_cache(maxsize=1)(weights.read)
+        return lambda name: put_together(self.recipes[name], self.tensors[name].dtype, read)
 
 
-def _copy(source: Path, target: Path) -> None:
-    """A copy of a file, without the byte order mark that editors put before text and transformers does not read."""
-    with source.open("rb") as read, target.open("wb") as write:
-        if read.read(len(BOM_UTF8)) != BOM_UTF8:
-            read.seek(0)
-        shutil.copyfileobj(read, write)
-
-
-def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Conversion:
-    """The conversion into this program's form, which fits every tensor- and pipeline-parallel size.
-
-    Args:
-        weights: of any source.
-        dtype: None = each tensor as it is.
-
-    Raises:
-        CoatConfigError: a model with experts.
-    """
-    parameter_shapes(weights.model)  # or nothing could read what is written
-    shapes = {name: weights.shape(name) for name in weights.names()}
+def plan_megatron(weights: Weights, dtype: torch.dtype | None) -> Conversion:
+    """The conversion into this program's form; ``dtype``: None = each tensor as it is."""
+    shapes = weights.shapes
     types = {} if dtype else {name: str(one).removeprefix("torch.") for name, one in weights.parts_types().items()}
     return Conversion(
         kind=KIND,
         stem="weights",
-        tensors=[Planned(name, dtype or weights.dtype(name), shape) for name, shape in shapes.items()],
+        tensors={n: torch.empty(s, dtype=dtype or weights.dtype(n), device="meta") for n, s in shapes.items()},
         recipes={name: Recipe(shape, [Piece(name, 0, shape[0])]) for name, shape in shapes.items()},
         texts={
             MODEL: json.dumps(weights.model.model_dump(exclude_defaults=True), indent=2) + "\n",
@@ -114,48 +86,39 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None = None) -> Convers
 
 def plan_hugging_face(
     weights: Weights,
-    dtype: torch.dtype | None = None,
-    travelling: Mapping[str, Path] | None = None,
-    family: str | None = None,
-    end: int | None = None,
+    dtype: torch.dtype | None,
+    travelling: Mapping[str, Path],
+    family: str | None,
+    end: int | None,
 ) -> Conversion:
     """The conversion into a folder that ``AutoModelForCausalLM.from_pretrained`` reads.
 
     Args:
         weights: of any source.
         dtype: None = each tensor as it is.
-        travelling: files that go along in place of ``weights.travelling()``, by name; of a config.json among them
-            everything is kept that does not decide what the model computes.
+        travelling: files that go along, by name; of a config.json among them everything is kept that does not decide
+            what the model computes.
         family: ``model_type`` to write; None = that of config.json, or the first that can say what the model is.
-        end: end-of-document id, ``eos_token_id`` of a config.json and a generation config that are made anew.
+        end: end-of-document id, ``eos_token_id`` of a new config.json and generation config.
 
     Raises:
         CoatConfigError: no family has such a model, by its keys, or the config.json that travels cannot be read.
-        CheckpointError: the source lacks a tensor.
     """
-    copies = dict(weights.travelling() if travelling is None else travelling)
-    remembered = read_values(copies.pop(CONFIG)) if CONFIG in copies else None
+    copies = dict(travelling)
+    remembered = read_config(copies.pop(CONFIG)) if CONFIG in copies else {}
     dtypes = {dtype or weights.dtype(name) for name in weights.names()}
-    said = DTYPES.get(str((remembered or {}).get("dtype", (remembered or {}).get("torch_dtype"))))
-    whole = dtypes.pop() if len(dtypes) == 1 else said if said is not None and said in dtypes else torch.float32
+    most = DTYPES.get(str(remembered.get("dtype", remembered.get("torch_dtype"))))
+    whole = dtypes.pop() if len(dtypes) == 1 else most if most in dtypes else torch.float32
     config, known = config_for(weights.model, whole, remembered, family, end)
     recipes = to_hugging_face(weights.model, known)
-    there, types = set(weights.names()), {} if dtype else weights.parts_types()
-    tensors = []
+    types = {} if dtype else weights.parts_types()
+    tensors = {}
     for name, recipe in recipes.items():
         sources = {piece.name for piece in recipe.pieces if piece.name is not None}
-        if missing := sorted(sources - there):
-            raise CheckpointError(f"{weights.path}: has no {', '.join(missing)}, of which {name} is made")
         own = {types[name]} if name in types else {dtype or weights.dtype(source) for source in sources}
-        tensors.append(Planned(name, own.pop() if len(own) == 1 else torch.float32, recipe.shape))
+        one = own.pop() if len(own) == 1 else torch.float32
+        tensors[name] = torch.empty(recipe.shape, dtype=one, device="meta")
     texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
-    if end is not None and remembered is None and GENERATION not in copies:
+    if end is not None and not remembered and GENERATION not in copies:
         texts[GENERATION] = json.dumps({"eos_token_id": end}, indent=2) + "\n"
-    return Conversion(
-        kind=HUGGING_FACE,
-        stem="model",
-        tensors=tensors,
-        recipes=recipes,
-        texts=texts,
-        copies=copies,
-    )
+    return Conversion(HUGGING_FACE, "model", tensors, recipes, texts, copies)

@@ -1,4 +1,4 @@
-"""Where a conversion is written: what is refused, and how it gets its name when it is complete."""
+"""The folder that a conversion writes: what it does not replace, and how it gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
 from coat_dist.checkpoint.write.durable import make_folder, sync_folder, sync_tree, write_text
-from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import unfinished
 from launch.hf.folder import CONFIG, travelling_files
 from launch.outputs import checkpoint_at, lack_of_room
 from launch.weights.converted import MODEL
 from launch.weights.source import CARRIED
-from launch.weights.write import Written
 
-__all__ = ["Output", "not_replaceable"]
+__all__ = ["Output"]
 
 
 class Output:
@@ -46,95 +44,69 @@ class Output:
         Raises:
             CheckpointError: names the option and why.
         """
-        final, source = self.final, source.resolve()
-        if final == source or final.is_relative_to(source) or source.is_relative_to(final):
-            self._refuse("which is, or is in, or holds what is converted")
-        if (outer := checkpoint_at(final.parent)) is not None:  # its run would remove both
-            self._refuse(f"which is in the checkpoint {outer}")
-        if final.exists() and not final.is_dir():
-            self._refuse("which is no folder")
-        if final.is_dir() and any(path.name != ".lock" for path in final.iterdir()):
-            if not self.overwrite:
-                self._refuse("which is there already and not empty", "another folder, or --overwrite")
-            if (other := not_replaceable(final)) is not None:
-                self._refuse(f"which holds something else than a model ({other}): --overwrite does not remove it")
-        if (lack := lack_of_room(final.parent, needed)) is not None:
-            self._refuse(lack, "a larger disk")
+        final, source, why, accepted = self.final, source.resolve(), None, "another folder"
+        if final.is_relative_to(source) or source.is_relative_to(final):
+            why = "which is, or is in, or holds what is converted"
+        elif (outer := checkpoint_at(final.parent)) is not None:
+            why = f"which is in the checkpoint {outer}, and its run may remove both"
+        elif final.exists() and not (final.is_dir() and (self.overwrite or not any(final.iterdir()))):
+            why, accepted = "which is there already and not empty", "another folder, or --overwrite"
+        elif (other := _not_replaceable(final)) is not None:
+            why = f"which holds something else than a model ({other}): --overwrite does not remove it"
+        elif (why := lack_of_room(final.parent, needed)) is not None:
+            accepted = "a larger disk"
+        if why is not None:
+            raise CheckpointError(f"{self.option}: got {final}, {why}, accepted: {accepted}")
 
-    def _refuse(self, what: str, accepted: str = "another folder") -> None:
-        raise CheckpointError(f"{self.option}: got {self.final}, {what}, accepted: {accepted}")
-
-    def write(self, source: Path, needed: int, write: Callable[[Path], Written], manifest: Mapping[str, Any]) -> None:
+    def write(self, write: Callable[[Path], object], manifest: Mapping[str, Any]) -> None:
         """Let ``write`` fill a folder of another name, and give it its own when all of it is on disk.
 
-        After an error nothing is left; after a kill at most folders whose names start with ``.unfinished-`` and
-        ``.converting-``, which the next conversion to the same place removes.
+        After an error nothing is left; after a kill at most folders whose names start with ``.unfinished-``, which the
+        next conversion to the same place removes.
 
         Raises:
             CheckpointError: a file cannot be written; what was there before is untouched.
         """
-        final = self.final
-        guard = final.with_name(f".converting-{final.name}")
-        with ExitStack() as held:
-            held.callback(_remove_if_empty, guard)
-            make_folder(final.parent)
-            held.enter_context(locked_folder(guard, self.option, CheckpointError))
-            self.check(source, needed)  # again: another program may have written until the lock was ours
-            temporary = unfinished(final)
-            try:
-                if temporary.exists():
-                    shutil.rmtree(temporary)
-                temporary.mkdir()
-                held.callback(shutil.rmtree, temporary, ignore_errors=True)  # after an error; else it is gone
-                written = write(temporary)
-                files = sync_files(temporary, written.files)
-                content = {"format": FORMAT, **manifest, "files": files, "tensors": written.tensors}
-                write_text(temporary / MANIFEST, json.dumps(content, indent=1))
-                sync_tree(temporary)
-                self._publish(temporary)
-            except OSError as problem:
-                raise CheckpointError(f"{self.option}: cannot write {final}: {problem}") from problem
+        temporary = unfinished(self.final)
+        try:
+            make_folder(self.final.parent)
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir()
+            write(temporary)
+            content = {"format": FORMAT, **manifest, "files": sync_files(temporary)}
+            write_text(temporary / MANIFEST, json.dumps(content, indent=1))
+            sync_tree(temporary)
+            self._publish(temporary)
+        except OSError as problem:
+            raise CheckpointError(f"{self.option}: cannot write {self.final}: {problem}") from problem
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # after an error; else it has its name
 
     def _publish(self, temporary: Path) -> None:
         replaced = self.final.with_name(f".unfinished-replaced-{self.final.name}")
-        there = self.final.exists()
-        if there and replaced.exists():  # else a kill left it as the last one of its name
-            shutil.rmtree(replaced)
-        try:
-            if there:
-                os.rename(self.final, replaced)
-            os.rename(temporary, self.final)
-            sync_folder(self.final.parent)
+        if self.overwrite and self.final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-        except BaseException as problem:
-            if temporary.exists():
+            os.rename(self.final, replaced)
+        try:
+            os.rename(temporary, self.final)
+        except BaseException:
+            if not self.final.exists():
                 with suppress(OSError):
                     os.rename(replaced, self.final)
-            elif isinstance(problem, KeyboardInterrupt):
-                raise KeyboardInterrupt(f"{self.final} is complete") from None
             raise
+        sync_folder(self.final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
-def not_replaceable(folder: Path) -> str | None:
-    """What is in a folder beside an earlier conversion or a model of Hugging Face's; None where there is nothing else.
-
-    A trainer's checkpoints and somebody's notes lie in such folders too.
-    """
-    there = sorted(
-        path for path in folder.rglob("*") if path.name != ".lock" and (path.is_symlink() or not path.is_dir())
-    )
+def _not_replaceable(folder: Path) -> str | None:
+    """A file in a folder that belongs neither to an earlier conversion nor to a model of Hugging Face's; None where
+    there is none. Checkpoints of a trainer and somebody's notes lie in such folders too."""
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     model = {MANIFEST, MODEL, CONFIG, *travelling_files(folder)}
-    names = [path.relative_to(folder).as_posix() for path in there]
-    converted = MODEL in names
+    converted = Path(MODEL) in names
     for name in names:
-        top, _, rest = name.partition("/")
-        if name in model or (converted and top == CARRIED):
-            continue
-        if rest or not name.endswith((".safetensors", ".safetensors.index.json")):
-            return name
-    return None if not names or {MODEL, CONFIG} & set(names) else names[0]
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
+        tensors = len(name.parts) == 1 and name.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not (tensors or name.as_posix() in model or (converted and name.parts[0] == CARRIED)):
+            return str(name)
+    return None if not names or {MODEL, CONFIG} & set(map(str, names)) else str(names[0])

@@ -7,32 +7,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coat_dist import CoatConfigError
 from coat_dist.config import explain
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.find_config import read_config
-from launch.model.experts import ExpertsConfig
 from launch.model.rope import checked_rope_scaling
 
-__all__ = ["ModelConfig", "described_model", "load_model_config"]
+__all__ = ["EXPERT_KEYS", "ModelConfig", "described_model", "load_model_config"]
 
-
-_YOUNGER = ("attention_output_bias", "norm_placement", "rope_scaling", "sliding_window")
-"""Keys that descriptions in older checkpoints lack."""
+_NO_FUNCTION = {
+    *("seq_length", "sliding_window", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype"),
+}
+"""Keys that change a model's training, precision or storage, but not what it computes."""
 
 
 def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-_OF_GROUPED = [act for name, act in ACTIVATIONS.items() if not act.gated or name in ("swiglu", "geglu")]
-"""What Megatron's ``GroupedMLP`` takes."""
+class ModelConfig(BaseModel):
+    """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's.
 
+    Keys of experts are named as in Megatron's ``TransformerConfig``.
+    """
 
-class ModelConfig(ExpertsConfig):
-    """A decoder-only transformer with rotary positions. Sizes are the whole model's, not a shard's."""
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     num_layers: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
@@ -72,7 +74,7 @@ class ModelConfig(ExpertsConfig):
     heads (Qwen3); "full" = RMSNorm over all heads together, of all tensor-parallel ranks (OLMo-2)."""
     rotary_base: Annotated[float, AfterValidator(_whole)] = Field(default=10000, gt=1, allow_inf_nan=False)
     """Of rotary embedding, called rope_theta elsewhere. 1000000.0 is 1000000."""
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Annotated[dict[str, Any] | None, AfterValidator(checked_rope_scaling)] = None
     """Scaling of rotary frequencies in Hugging Face's layout, for example {"rope_type": "llama3", "factor": 8.0,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}; also "linear" (factor)
     and "yarn" (factor, original_max_position_embeddings; attention_factor, beta_fast, beta_slow, mscale,
@@ -87,12 +89,34 @@ class ModelConfig(ExpertsConfig):
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rope_scaling(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "rope_scaling" not in values:
-            return values
-        return {**values, "rope_scaling": checked_rope_scaling(values["rope_scaling"])}
+    num_moe_experts: int | None = Field(default=None, gt=0)
+    """Experts of a layer; null = a dense model."""
+    moe_router_topk: int = Field(default=2, gt=0)
+    """Experts that a token goes to."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice; false = over the chosen ones."""
+    moe_ffn_hidden_size: int | None = Field(default=None, gt=0)
+    """Inner size of an expert; null = ffn_hidden_size."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits. Sigmoids of the chosen experts are divided by their sum."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Type of the router's logits and probabilities; null = bfloat16 logits, softmax in fp32."""
+    moe_shared_expert_intermediate_size: int | None = Field(default=None, gt=0)
+    """Inner size of an expert that every token goes to, beside the chosen ones; null = there is none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a learnt projection of its input (Qwen2-MoE)."""
+    moe_layer_freq: Annotated[int, Field(gt=0)] | list[Literal[0, 1]] = 1
+    """Layers 0, n, 2n, ... have experts, the others an MLP of ffn_hidden_size. A list says 1 or 0 for each layer."""
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Factor of the load-balancing loss (Switch Transformer, arXiv 2101.03961, equation 4), per layer and rank."""
+    moe_z_loss_coeff: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Factor of the z loss of the router's logits (ST-MoE, arXiv 2202.08906, equation 5); null = none."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """How Megatron sorts tokens by expert, on one rank. "alltoall" needs a GPU. With ``--expert-parallel`` it is taken
+    whatever stands here."""
+    moe_grouped_gemm: bool = False
+    """All experts of a layer in one product each for fc1 and fc2; no package is needed. Parameters are stored as
+    Megatron's ``GroupedMLP`` has them, so a checkpoint is for the one or the other."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
@@ -106,22 +130,6 @@ class ModelConfig(ExpertsConfig):
                 f"num_query_groups: got {self.num_query_groups}, accepted: a divisor of num_attention_heads "
                 f"({self.num_attention_heads})"
             )
-        if self.head_channels % 2:
-            raise ValueError(
-                f"head_size: got {self.head_channels}, accepted: an even number (rotary embedding turns pairs)"
-            )
-        if self.num_moe_experts is not None and self.linear_bias:
-            raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
-        if isinstance(self.moe_layer_freq, list) and len(self.moe_layer_freq) != self.num_layers:
-            raise ValueError(
-                f"moe_layer_freq: got a list of {len(self.moe_layer_freq)}, accepted: one of num_layers "
-                f"({self.num_layers}), or an integer"
-            )
-        if self.moe_grouped_gemm and ACTIVATIONS[self.activation] not in _OF_GROUPED:
-            raise ValueError(
-                f'moe_grouped_gemm: got true with activation "{self.activation}", accepted: false, or an activation '
-                "that Megatron has there: all without a gate, swiglu, geglu"
-            )
         if self.qk_norm == "full" and self.normalization != "rmsnorm":
             raise ValueError(f'qk_norm: got "full" with normalization "{self.normalization}", accepted: true or false')
         if self.sliding_window is not None and self.sliding_window < self.seq_length:
@@ -129,12 +137,52 @@ class ModelConfig(ExpertsConfig):
                 f"sliding_window: got {self.sliding_window} with seq_length {self.seq_length}, accepted: at least "
                 f"seq_length, or null (attention sees the whole sequence), or seq_length={self.sliding_window}"
             )
+        if self.num_moe_experts is None:
+            if key := min(self.model_fields_set & EXPERT_KEYS, default=None):
+                raise ValueError(
+                    f"{key}: got {json.dumps(getattr(self, key))} without num_moe_experts, accepted: absent"
+                )
+            return self
+        if self.linear_bias:
+            raise ValueError("linear_bias: got true with num_moe_experts, accepted: false")
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            raise ValueError("moe_shared_expert_gate: got true, accepted: false without a shared expert")
+        softmax_of_one = self.moe_router_topk == 1 and self.moe_router_score_function == "softmax"
+        if softmax_of_one and not self.moe_router_pre_softmax:
+            accepted = "true (the softmax over one expert has no gradient)"
+            raise ValueError(f"moe_router_pre_softmax: got false with moe_router_topk 1, accepted: {accepted}")
         return self
 
     def identity(self) -> dict[str, Any]:
-        """As for experts; keys that are younger than some checkpoints appear where they say something."""
-        usual = {key: field.default for key, field in type(self).model_fields.items() if key in _YOUNGER}
-        return {key: value for key, value in super().identity().items() if key not in usual or value != usual[key]}
+        """Plain values that say what this model is; of a dense one, no keys of experts."""
+        return self.model_dump(exclude=EXPERT_KEYS if self.num_moe_experts is None else None)
+
+    def function(self) -> dict[str, Any]:
+        """Values that decide what the model computes, in one spelling each, by their keys."""
+        values = self.model_dump(exclude=_NO_FUNCTION) | {
+            "num_query_groups": self.kv_heads,
+            "head_size": self.head_channels,
+            "qkv_bias": self.qkv_bias or self.linear_bias,
+            "attention_output_bias": self.attention_output_bias or self.linear_bias,
+        }
+        if self.num_moe_experts is None:
+            return {key: value for key, value in values.items() if key not in EXPERT_KEYS}
+        layers = [self.has_experts(layer) for layer in range(self.num_layers)]
+        values |= {"moe_layer_freq": layers, "moe_ffn_hidden_size": self.expert_size}
+        if all(layers):
+            values["ffn_hidden_size"] = None
+        if self.moe_router_score_function != "softmax":
+            values["moe_router_pre_softmax"] = None
+        return values
+
+    def different(self, other: ModelConfig, where: str) -> list[str]:
+        """A line for each key in which ``other``, the model of ``where``, computes something else."""
+        ours, theirs = self.function(), other.function()
+        return [
+            f"model.{key}: got {ours.get(key)!r}, accepted: {theirs.get(key)!r}, which {where} has"
+            for key in ours | theirs
+            if ours.get(key) != theirs.get(key)
+        ]
 
     @property
     def kv_heads(self) -> int:
@@ -143,6 +191,18 @@ class ModelConfig(ExpertsConfig):
     @property
     def head_channels(self) -> int:
         return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def expert_size(self) -> int:
+        """Inner size of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        if self.num_moe_experts is None:
+            return False
+        frequency = self.moe_layer_freq
+        return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
     @property
     def padded_vocab(self) -> int:
@@ -166,7 +226,7 @@ class ModelConfig(ExpertsConfig):
         return self
 
     def check_parallel(self, tp: int, sequence_parallel: bool) -> None:
-        """Refuse a tensor-parallel size that does not divide what it must.
+        """Refuse a tensor-parallel size that does not divide the model.
 
         Raises:
             CoatConfigError: names each key that is not divisible.
@@ -176,11 +236,10 @@ class ModelConfig(ExpertsConfig):
             "num_query_groups": self.kv_heads,
             "ffn_hidden_size": self.ffn_hidden_size,
             "padded vocab_size": self.padded_vocab,
+            "moe_ffn_hidden_size": self.moe_ffn_hidden_size or 0,
+            "moe_shared_expert_intermediate_size": self.moe_shared_expert_intermediate_size or 0,
+            "seq_length": self.seq_length if sequence_parallel else 0,
         }
-        if sequence_parallel:
-            sizes["seq_length"] = self.seq_length
-        for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-            sizes[key] = getattr(self, key) or 0
         wrong = [
             f"model.{k}: got {v}, accepted: a multiple of --tensor-parallel ({tp})" for k, v in sizes.items() if v % tp
         ]
@@ -204,16 +263,16 @@ class ModelConfig(ExpertsConfig):
         Raises:
             CoatConfigError: says what is accepted.
         """
-        if ep == 1:
-            return
-        experts = self.num_moe_experts
-        if experts is None:
-            raise CoatConfigError(f"--expert-parallel: got {ep}, accepted: 1 (a model without num_moe_experts)")
+        experts = self.num_moe_experts or 1
         if ep < 1 or experts % ep or dp % ep:
             raise CoatConfigError(
                 f"--expert-parallel: got {ep}, accepted: a divisor of model.num_moe_experts ({experts}) and of the "
                 f"number of data-parallel ranks ({dp})"
             )
+
+
+EXPERT_KEYS = {key for key in ModelConfig.model_fields if key.startswith("moe_")}
+"""Keys that only a model with experts has."""
 
 
 def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> ModelConfig:
@@ -227,11 +286,8 @@ def load_model_config(given: str | Path, overrides: Sequence[str] = ()) -> Model
         CoatConfigError: no such file, unknown key, wrong type or contradictory sizes; names the key.
     """
     values = read_config("--model", given, "models")
-    if "model_type" in values:
-        raise CoatConfigError(f"--model: {given} is of Hugging Face, accepted: a description of ours, or its folder")
-    needed = [key for key, field in ModelConfig.model_fields.items() if field.is_required()]
-    if not any(key in values for key in needed):
-        raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with {', '.join(needed)}")
+    if "num_layers" not in values:
+        raise CoatConfigError(f"--model: {given} describes no model, accepted: an object with num_layers, or a folder")
     return described_model(values, overrides)
 
 

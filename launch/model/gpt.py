@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from coat_dist import CoatConfigError
-from launch.model.config import ModelConfig, load_model_config
+from launch.model.config import EXPERT_KEYS, ModelConfig, load_model_config
 from launch.model.rope import scale_rope
 from launch.model.sizes import flops_per_token, parameter_count
 from launch.model.stages import build_stage, pipeline
@@ -47,7 +46,7 @@ def transformer_config(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
-        **model.expert_options(model.ffn_hidden_size, ep),
+        **_expert_options(model, ep),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -58,6 +57,16 @@ def transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         **extra,
     )
+
+
+def _expert_options(model: ModelConfig, ep: int) -> dict[str, Any]:
+    """Arguments of ``TransformerConfig`` with ``ep`` ranks that divide the experts; none for a dense model."""
+    if model.num_moe_experts is None:
+        return {}
+    options = {key: getattr(model, key) for key in ("num_moe_experts", *EXPERT_KEYS)}
+    if ep > 1:
+        options |= {"expert_model_parallel_size": ep, "moe_token_dispatcher_type": "alltoall"}
+    return options | {"moe_ffn_hidden_size": model.expert_size, "moe_router_load_balancing_type": "aux_loss"}
 
 
 def layer_spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
@@ -90,12 +99,7 @@ def build_model(
 
     ``tp`` ranks share each layer, ``ep`` ranks divide the experts. ``model(tokens, position_ids, None)`` with int64
     ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
-
-    Raises:
-        CoatConfigError: a token dispatcher that this machine cannot run.
     """
-    if ep == 1 and (problem := model.check_dispatcher()) is not None:
-        raise CoatConfigError(problem)
     from megatron.core.models.gpt import GPTModel
 
     config = transformer_config(
@@ -120,3 +124,31 @@ def build_model(
     if config.pipeline_model_parallel_size == 1:
         return build()
     return build_stage(config, build, lambda whole: layer_spec(model, whole), model.padded_vocab, model.seq_length)
+
+
+def router_losses(model: ModelConfig, tp: int, accumulation: int, stages: int = 1) -> dict[str, torch.Tensor]:
+    """Losses of this rank's routers since the last call, without their factors.
+
+    Means over layers with experts and micro-batches; the mean over all ranks is what Megatron logs.
+
+    Args:
+        tp: tensor-parallel ranks, each of which has a part of the load-balancing loss.
+        accumulation: micro-batches of a step.
+        stages: of a pipeline, each of which adds up those of its own layers.
+    """
+    shares = {
+        "load_balancing_loss": tp if model.moe_aux_loss_coeff else 0,
+        "z_loss": int(bool(model.moe_z_loss_coeff)),
+    }
+    if model.num_moe_experts is None or not any(shares.values()):
+        return {}
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    kept, found = get_moe_layer_wise_logging_tracker(), {}
+    count = sum(map(model.has_experts, range(model.num_layers))) * accumulation
+    for key, share in shares.items():
+        if share:
+            values = kept[key]["values"] if key in kept else torch.zeros(1)
+            found["router_z_loss" if key == "z_loss" else key] = values.sum() * (share * stages / count)
+            values.zero_()
+    return found

@@ -12,7 +12,7 @@ __all__ = ["build_stage", "pipeline"]
 
 
 def pipeline() -> dict[str, Any]:
-    """What Megatron's ``TransformerConfig`` is told of the pipeline whose groups are set up; nothing of one stage."""
+    """Arguments of Megatron's ``TransformerConfig`` for the pipeline whose groups are set up; none for one stage."""
     from megatron.core import parallel_state
 
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -50,6 +50,9 @@ def build_stage(
         layers_of: the specification of all layers, by a configuration without a pipeline.
     """
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
 
     stages, stage = config.pipeline_model_parallel_size, parallel_state.get_pipeline_model_parallel_rank()
     virtual = config.virtual_pipeline_model_parallel_size
@@ -63,33 +66,13 @@ def build_stage(
         number = part * stages + stage
         first, last = number == 0, number == stages * parts - 1
         if not first and done == 0:
-            _draw_embedding(whole, vocab, seq_length)
+            LanguageModelEmbedding(whole, vocab, seq_length, position_embedding_type="rope")
         for i in range(done, number * each):
-            _draw_layer(specs[i], whole, i)
+            build_module(specs[i], config=whole, layer_number=i + 1)
         built.append(build(None if virtual is None else part, pre_process=first, post_process=last))
         done = (number + 1) * each
-    _apart(stage)
+    if stage:  # stages drop different elements: their random states have been the same until here
+        seed = (torch.initial_seed() + 100 * stage) % 2**31
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
     return built[0] if virtual is None else torch.nn.ModuleList(built)
-
-
-def _draw_embedding(config: Any, vocab: int, seq_length: int) -> None:
-    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-
-    LanguageModelEmbedding(config, vocab, seq_length, position_embedding_type="rope")
-
-
-def _draw_layer(spec: Any, config: Any, index: int) -> None:
-    from megatron.core.transformer.spec_utils import build_module
-
-    build_module(spec, config=config, layer_number=index + 1)
-
-
-def _apart(stage: int) -> None:
-    """Let stages drop other elements: their random states have been the same until here."""
-    if stage == 0:
-        return
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    seed = (torch.initial_seed() + 100 * stage) % 2**31
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)

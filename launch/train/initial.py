@@ -8,12 +8,10 @@ from typing import Any
 from coat_dist import CoatConfigError
 from launch.data.blend import DataInfo, parse_blend, read_info
 from launch.data.tokenizer import tokenizer_digest
-from launch.hf.config_out import function_of
 from launch.model.config import ModelConfig, described_model, load_model_config
 from launch.prep import DataError
 from launch.train.arguments import PretrainOptions
 from launch.weights import Weights, open_weights
-from launch.weights.checkpoint import CheckpointWeights
 
 __all__ = ["initial_weights", "length_note", "tokenizer_warning", "training_data"]
 
@@ -34,12 +32,7 @@ def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]
         model = load_model_config(args.model, args.model_override)
         if model.vocab_size is None:
             model = model.with_vocab(weights.model.vocab_size or 0)
-    ours, theirs = function_of(model), function_of(weights.model)
-    wrong = [
-        f"model.{key}: got {ours.get(key)!r}, accepted: {theirs.get(key)!r}, which {args.init_from} (--init-from) has"
-        for key in {**ours, **theirs}
-        if ours.get(key) != theirs.get(key)
-    ]
+    wrong = model.different(weights.model, f"{args.init_from} (--init-from)")
     window = weights.model.sliding_window
     if window is not None and model.seq_length > window:
         wrong.append(f"model.seq_length: got {model.seq_length}, accepted: at most {window}, the window of --init-from")
@@ -83,7 +76,7 @@ def tokenizer_warning(weights: Weights | None, prefix: str, info: DataInfo, opti
     if weights is None or info.tokenizer_digest is None:
         return None
     file = weights.travelling().get("tokenizer.json")
-    trained = training_data(weights.manifest.get("run")) if isinstance(weights, CheckpointWeights) else None
+    trained = training_data(weights.manifest.get("run"))
     if trained is not None and trained[1].tokenizer_digest is not None:
         same, theirs = trained[1].tokenizer_digest, f"{trained[1].describe()} of {trained[0]}, the training data"
     elif file is not None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.manifest import MANIFEST, read_manifest, verify
+from coat_dist.checkpoint.manifest import MANIFEST, read_manifest
 from coat_dist.checkpoint.universal.folder import UniversalFolder
 from coat_dist.checkpoint.universal.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.universal.zero_files import Shard, read
 from coat_dist.checkpoint.write.publish import LATEST, find
-from launch.model.gpt import ModelConfig
-from launch.weights.grouped import Ungrouped
-from launch.weights.shapes import check_shapes, parameter_shapes
-from launch.weights.source import CheckpointError, Weights, rounded
+from launch.model.config import ModelConfig
+from launch.model.sizes import parameter_shapes
+from launch.weights.fill import each_expert
+from launch.weights.source import CheckpointError, Weights, check_shapes
+from launch.weights.tensor_files import rounded
 
-__all__ = ["CheckpointWeights", "described", "find_checkpoint"]
+__all__ = ["CheckpointWeights", "Ungrouped", "find_checkpoint"]
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -27,14 +29,13 @@ def find_checkpoint(folder: Path) -> Path | None:
     Raises:
         CheckpointError: ``latest`` names what is not there.
     """
-    if list(folder.glob("*model_states.pt")):
-        return folder.resolve()
-    try:
+    named = folder
+    with suppress(OSError, ValueError):  # find() names what is wrong with it
         named = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        named = folder
-    # Another program's has no manifest.
-    return named.resolve() if list(named.glob("*model_states.pt")) else find(folder)
+    for one in (folder, named):
+        if list(one.glob("*model_states.pt")):  # another program's has no manifest
+            return one.resolve()
+    return find(folder)
 
 
 class CheckpointWeights(Weights):
@@ -44,25 +45,20 @@ class CheckpointWeights(Weights):
         path: the checkpoint's folder.
         dtype: None = torch.bfloat16, which is what the run multiplies with: its master weights rounded, to the bit.
             float32 gives the master weights.
-        model: of a checkpoint that does not say (of another program than pretrain.py).
+        model: of a checkpoint that does not say (of another program than pretrain.py); else both have to agree.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be read, or does not say of which model it is, or is of another one
+        CheckpointError: a checkpoint that cannot be read, or does not say which model it is of, or is of another one
             than is said; names the tensor.
-        CoatConfigError: ``model`` has no vocab_size.
+        CoatConfigError: ``model`` has no vocab_size, or is another one than the checkpoint's.
     """
 
     kind = "a training checkpoint"
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None, model: ModelConfig | None = None) -> None:
         self.path, self._dtype = path, dtype or torch.bfloat16
-        self.manifest = _manifest(path)
-        own = described(path)
-        if model is None and own is None:
-            raise CheckpointError(
-                f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
-            )
-        self.model: ModelConfig = model or own  # type: ignore[assignment]
+        self.manifest = read_manifest(path, of_run=False) if (path / MANIFEST).is_file() else {}
+        self.model = _model(path, self.manifest, model)
         try:
             universal = bool(self.manifest.get("universal")) or (path / "zero" / "optimizer_state.pt").is_file()
             self._source: _Universal | _Zero | Ungrouped = (_Universal if universal else _Zero)(path, self._dtype)
@@ -70,10 +66,8 @@ class CheckpointWeights(Weights):
                 self._source = Ungrouped(self._source, self.model.num_moe_experts, self.model.hidden_size)
         except ValueError as problem:
             raise CheckpointError(str(problem)) from None
-        if self.model.vocab_size is None:
-            raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
         self.shapes = parameter_shapes(self.model)
-        check_shapes(path, self._source.shapes, self.shapes, "--model" if model is not None else MANIFEST)
+        check_shapes(path, self._source.shapes, self.shapes, MANIFEST if model is None else "--model")
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`."""
@@ -86,10 +80,25 @@ class CheckpointWeights(Weights):
         except (ValueError, OSError) as problem:
             raise CheckpointError(str(problem)) from problem
 
-    def verify(self) -> None:
-        """See :class:`Weights`: every file is read once, ranks share the work."""
-        if files := self.manifest.get("files"):
-            verify(self.path, files)
+
+def _model(path: Path, manifest: dict[str, Any], given: ModelConfig | None) -> ModelConfig:
+    """The model by the manifest, or ``given`` where it does not say."""
+    described = (manifest.get("run") or {}).get("model")
+    if described is None:
+        if given is None:
+            raise CheckpointError(
+                f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
+            )
+        if given.vocab_size is None:
+            raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
+        return given
+    try:
+        own = ModelConfig.model_validate(described)
+    except ValueError as problem:
+        raise CheckpointError(f"{path / MANIFEST}: run.model: {problem}") from None
+    if given is not None and (wrong := given.with_vocab(own.vocab_size or 0).different(own, str(path))):
+        raise CoatConfigError("\n".join(wrong))
+    return own
 
 
 class _Zero:
@@ -118,16 +127,9 @@ class _Zero:
 class _Universal:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.folder = UniversalFolder(path, (0, 1))
-        self.shapes = {name: tuple(self._mapped(name).shape) for name in self.folder.trained()}
-        self.shapes |= {
-            name: tuple(value["param"].shape)
-            for name, value in self.folder.rest.items()
-            if value["param"].is_floating_point()
-        }
-        self.dtype = dtype
-
-    def _mapped(self, name: str) -> torch.Tensor:
-        return self._saved(name)["param"]
+        self.rest = {n: v["param"] for n, v in self.folder.rest.items() if v["param"].is_floating_point()}
+        trained = {name: self._saved(name)["param"] for name in self.folder.trained()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in (trained | self.rest).items()}
 
     def _saved(self, name: str) -> dict[str, Any]:
         return read(self.folder.folder / name / "fp32.pt")
@@ -136,25 +138,45 @@ class _Universal:
         return "cat_dim" in self._saved(name)
 
     def read(self, name: str) -> torch.Tensor:
-        if name in self.folder.rest:
-            return self.folder.rest[name]["param"]
-        return rounded(self._mapped(name), self.dtype, name)
+        return self.rest[name] if name in self.rest else self._saved(name)["param"]
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    return read_manifest(path, of_run=False) if (path / MANIFEST).is_file() else {}
+class Ungrouped:
+    """Tensors of a checkpoint, those of grouped experts one by one.
 
-
-def described(path: Path) -> ModelConfig | None:
-    """The model that a checkpoint says it is of; None where it does not say.
+    Args:
+        source: has ``shapes`` by name, ``read(name)``, and ``divided(name)``: tensor-parallel ranks were joined.
+        experts: of a layer.
+        hidden: hidden size.
 
     Raises:
-        CheckpointError: its description cannot be used.
+        CheckpointError: grouped experts that tensor-parallel ranks divide: joined along a dimension, they are mixed up.
     """
-    run = _manifest(path).get("run")
-    if not isinstance(run, dict) or run.get("model") is None:
-        return None
-    try:
-        return ModelConfig.model_validate(run["model"])
-    except ValueError as problem:
-        raise CheckpointError(f"{path / MANIFEST}: run.model: {problem}") from None
+
+    def __init__(self, source: Any, experts: int, hidden: int) -> None:
+        self.source, self.experts = source, experts
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._of: dict[str, tuple[str, int]] = {}
+        self._last: tuple[str, torch.Tensor] | None = None
+        for name, shape in source.shapes.items():
+            names = each_expert(name, range(experts))
+            if not names:
+                self.shapes[name] = shape
+                continue
+            if source.divided(name):
+                raise CheckpointError(f"{name}: divided over tensor-parallel ranks, accepted: --tensor-parallel 1")
+            inner = shape[0] * shape[1] // (experts * hidden)
+            for i, one in enumerate(names):
+                self.shapes[one] = (inner, hidden) if "linear_fc1" in one else (hidden, inner)
+                self._of[one] = (name, i)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, whole. Of grouped experts the tensor that was read last is kept."""
+        if name not in self._of:
+            return self.source.read(name)
+        whole, i = self._of[name]
+        if self._last is None or self._last[0] != whole:
+            self._last = None  # two of them need not be in memory
+            self._last = (whole, self.source.read(whole))
+        rows, columns = self.shapes[name]
+        return self._last[1].reshape(self.experts, columns, rows)[i].t().contiguous()

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
-from coat_dist.checkpoint.manifest import MANIFEST
-from launch.model.gpt import ModelConfig, load_model_config
-from launch.weights.shapes import check_shapes, parameter_shapes
-from launch.weights.source import CheckpointError, Weights, rounded
-from launch.weights.tensor_files import TensorFiles, read_header, written_manifest
+from coat_dist.checkpoint.manifest import read_manifest
+from launch.model.config import load_model_config
+from launch.model.sizes import parameter_shapes
+from launch.weights.source import Weights, check_shapes
+from launch.weights.tensor_files import TensorFiles, read_header, rounded
 
 __all__ = ["KIND", "MODEL", "TYPES", "ConvertedWeights"]
 
 MODEL = "model.json"
 """The model's description, as ``--model`` takes it."""
 TYPES = "types.json"
-"""What :meth:`ConvertedWeights.parts_types` gives, where there are such parts."""
+"""Content of :meth:`ConvertedWeights.parts_types`, where there are such parts."""
 KIND = "weights"
-"""What the manifest calls such a folder."""
+"""The manifest's name for such a folder."""
 
 
 class ConvertedWeights(Weights):
@@ -28,31 +28,23 @@ class ConvertedWeights(Weights):
 
     Args:
         path: the folder.
-        dtype: that tensors are given in; None = as they are stored.
+        dtype: of the tensors that are read; None = as they are stored.
 
     Raises:
-        CheckpointError: a file or tensor is missing, of another shape, too much or cut off; names it.
+        CheckpointError: a file or tensor is missing, of another shape, surplus or cut off; names it.
         CoatConfigError: a model description that cannot be used.
     """
 
     kind = "a folder of launch/convert_hf.py"
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
-        self.path = path
-        manifest = written_manifest(path)
-        if not manifest.keys() >= {"files", "tensors"}:
-            raise CheckpointError(f"{path / MANIFEST}: cannot be read, accepted: as launch/convert_hf.py wrote it")
-        for name, (size, _) in manifest["files"].items():
-            there = (path / name).stat().st_size if (path / name).is_file() else "missing"
-            if there != size:
-                raise CheckpointError(f"{path / name}: is {there}, was {size} bytes: cut off, or of another folder")
-        self.model: ModelConfig = load_model_config(path / MODEL)
+        self.path, self.manifest = path, read_manifest(path, of_run=False)
+        self.model = load_model_config(path / MODEL)
         self.shapes = parameter_shapes(self.model)
-        files = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
-        entries = {name: entry for file in files for name, entry in read_header(path / file).items()}
-        places = {name: entry.file for name, entry in entries.items()}
-        check_shapes(path, {name: entry.shape for name, entry in entries.items()}, self.shapes, MODEL, places)
-        self._files, self._dtype = TensorFiles(entries, manifest["tensors"]), dtype
+        files = [path / name for name in self.manifest["files"] if name.endswith(".safetensors")]
+        entries = {name: entry for file in files for name, entry in read_header(file).items()}
+        check_shapes(path, {name: entry.shape for name, entry in entries.items()}, self.shapes, MODEL)
+        self._files, self._dtype = TensorFiles(entries), dtype
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`."""
@@ -62,7 +54,7 @@ class ConvertedWeights(Weights):
         """See :class:`Weights`."""
         if not (self.path / TYPES).is_file():
             return {}
-        types = json.loads((self.path / TYPES).read_text(encoding="utf-8-sig"))
+        types = json.loads((self.path / TYPES).read_text(encoding="utf-8"))
         return {name: getattr(torch, one) for name, one in types.items()}
 
     def read(self, name: str) -> torch.Tensor:

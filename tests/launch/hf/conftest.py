@@ -7,10 +7,11 @@ from launch import convert_hf
 from tests.launch.hf.folders import make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sharded(tmp_path_factory):
-    """A folder of several files, and what it converts to."""
+    """``hf``, of several files; ``ours``, what it converts to; and ``back``, what that converts to."""
     folder = tmp_path_factory.mktemp("made")
     make("llama3", folder / "hf", dtype=torch.bfloat16, shard="60KB")
-    assert convert_hf.main(["--from", str(folder / "hf"), "--to", str(folder / "ours")]) == 0
+    for source, target in (("hf", "ours"), ("ours", "back")):
+        assert convert_hf.main(["--from", str(folder / source), "--to", str(folder / target)]) == 0
     return folder

@@ -42,29 +42,15 @@ def options(work, run, config, *more, steps=2):
 
 def filled(rank, world, folder, tp, pp):
     """A model of this layout, filled from a folder: this rank's part of every parameter, by its global name."""
-    from megatron.core.models.gpt import GPTModel
-
-    from launch.model.gpt import layer_spec, transformer_config
+    from launch.model.gpt import build_model
     from launch.weights import fill, open_weights
-    from launch.weights.fill import _global_names
+    from launch.weights.fill import global_names
     from megatron_patches import initialize_model_parallel
 
     initialize_model_parallel(tp, pipeline_model_parallel_size=pp)
     torch.Tensor.cuda = lambda tensor, *_: tensor  # Megatron's stages move tied embeddings to a GPU
     weights = open_weights(folder)
-    model = weights.model
-    config = transformer_config(model, tp=tp, pipeline_model_parallel_size=pp)
-    stage = rank // tp
-    built = GPTModel(
-        config,
-        layer_spec(model, config),
-        vocab_size=model.padded_vocab,
-        max_sequence_length=model.seq_length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=model.tie_embeddings,
-        pre_process=stage == 0,
-        post_process=stage == pp - 1,
-    ).bfloat16()
+    built = build_model(weights.model, tp=tp)
     fill(built, weights)
-    names = _global_names(built)
-    return {names[name]: p.detach().clone() for name, p in built.named_parameters()}
+    names = global_names(built)
+    return {names[name][0]: p.detach().clone() for name, p in built.named_parameters()}

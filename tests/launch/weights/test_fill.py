@@ -15,7 +15,7 @@ from tests.support import run_ranks
 pytest.importorskip("transformers")
 
 
-def joined(name, parts, gated=True):
+def joined(name, parts):
     """What Megatron's layout says the ranks hold together."""
     replicated = ("layernorm.weight", "proj.bias", "router.weight", "gate_weight")
     if name.endswith(replicated) and ".q_" not in name and ".k_" not in name:
@@ -56,12 +56,7 @@ class Given(Weights):
 
     def __init__(self, model, tensors):
         self.path, self.model, self.tensors = "here", model, tensors
-
-    def names(self):
-        return list(self.tensors)
-
-    def shape(self, name):
-        return tuple(self.tensors[name].shape)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def dtype(self, name):
         return self.tensors[name].dtype
@@ -76,11 +71,11 @@ SMALL = dict(num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_hea
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("decoder.final_layernorm.weight"), "here: has no decoder.final_layernorm.weight"),
-        (lambda t: t.update(more=torch.ones(1)), "here: has more, which the model lacks"),
+        (lambda t: t.pop("decoder.final_layernorm.weight"), "here: decoder.final_layernorm.weight: the model has it"),
+        (lambda t: t.update(more=torch.ones(1)), "here: more: the source has it"),
         (
             lambda t: t.update({"output_layer.weight": torch.ones(128, 16)}),
-            r"output_layer.weight: got \[128, 16\], accepted: what gives \[128, 32\] on tensor-parallel rank 0 of 1",
+            r"output_layer.weight: got \[128, 16\] on tensor-parallel rank 0 of 1, accepted: \[128, 32\]",
         ),
     ],
 )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 
 import pytest
 import torch
 
+from coat_dist import CoatConfigError
 from coat_dist.reference.master import split
 from launch import convert_hf, to_universal
+from launch.data.blend import DataInfo, telling
+from launch.data.tokenizer import tokenizer_digest
 from launch.model.gpt import load_model_config
+from launch.plan.run import Run
+from launch.train import arguments
+from launch.train.initial import tokenizer_warning
 from launch.train.metrics import read_metrics
+from launch.train.plan import plan
 from launch.weights import open_weights
 from launch.weights.checkpoint import find_checkpoint
 from launch.weights.source import CheckpointError
 from tests.launch.hf.folders import SIZES, make, tensors
+from tests.launch.hf.folders import config as written_config
 from tests.launch.pretrain_runs import FP32_GRADIENTS, configuration
 from tests.launch.weights.runs import options, train
 from tests.launch.weights.test_fill import joined
@@ -81,7 +87,7 @@ def without_model(argv):
     return argv[:at] + argv[at + 2 :]
 
 
-def told_of_another_model(save, tmp_path, capsys):
+def refuses_another_model(save, tmp_path, capsys):
     """A description that is not the checkpoint's would mix up its rows, or leave some of them out."""
 
     def fails(changes):
@@ -93,32 +99,27 @@ def told_of_another_model(save, tmp_path, capsys):
 
     manifest = find_checkpoint(save) / "manifest.json"
     content = json.loads(manifest.read_text())
-    known = content["run"].pop("model")
+    known = content["run"]["model"]
     assert f"model.rotary_base: got 10000, accepted: 500000, which {manifest.parent} has" in fails(
         {"rotary_base": 10000, "rope_scaling": None}
     )
     (tmp_path / "model.json").write_text(json.dumps({**known, "vocab_size": None, "hidden_dropout": 0.1}))
     assert open_weights(save, model=load_model_config(tmp_path / "model.json")).model.vocab_size == 300
-    manifest.write_text(json.dumps(content))  # of another program
-    layer, embedding = "decoder.layers.0.", "embedding.word_embeddings.weight"
-    for changes, told in (
-        ({"ffn_hidden_size": 48}, f"{layer}mlp.linear_fc1.weight: got [192, 64], accepted: [96, 64], by --model"),
-        ({"num_query_groups": 1}, f"{layer}self_attention.linear_qkv.weight: got [128, 64], accepted: [96, 64]"),
-        ({"vocab_size": 100}, f"{embedding}: got [384, 64], accepted: [128, 64], by --model"),
-        ({"num_layers": 1}, "has decoder.layers.1."),
-        ({"num_layers": 3}, "has no decoder.layers.2."),
-        ({"tie_embeddings": True}, "has output_layer.weight, which the model by --model has not"),
-        ({"qk_norm": True}, f"has no {layer}self_attention.q_layernorm.weight, which the model by --model has"),
-        ({"vocab_size": None}, "model.vocab_size: got null, accepted: the number"),
+    manifest.rename(tmp_path / "kept.json")  # a checkpoint of another program
+    for changes, name in (
+        ({"ffn_hidden_size": 48}, "decoder.layers.0.mlp.linear_fc1.weight: got [192, 64], accepted: [96, 64], by"),
+        ({"num_layers": 1}, "decoder.layers.1."),
+        ({"num_layers": 3}, "decoder.layers.2."),
+        ({"tie_embeddings": True}, "output_layer.weight: got [384, 64], accepted: nothing, by --model"),
+        ({"vocab_size": None}, "model.vocab_size: got null"),
     ):
-        assert told in fails(changes)
-    manifest.unlink()
+        assert name in fails(changes)
     (tmp_path / "model.json").write_text(json.dumps(known))
     bare = ["--from", save, "--to", tmp_path / "bare", "--model", tmp_path / "model.json"]
     assert convert_hf.main([str(a) for a in bare]) == 0
     one, other = tensors(tmp_path / "bare"), tensors(tmp_path / "out")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    manifest.write_text(json.dumps({**content, "run": {**content["run"], "model": known}}))
+    (tmp_path / "kept.json").rename(manifest)
 
 
 def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
@@ -139,88 +140,58 @@ def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
     assert convert_hf.main(["--from", str(save), "--to", str(tmp_path / "out")]) == 0
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
-        (tmp_path / "hf" / "config.json").read_text()
-    )
+    assert written_config(tmp_path / "out") == written_config(tmp_path / "hf")
     assert tensors(tmp_path / "out")["model.embed_tokens.weight"].shape == (300, SIZES["hidden_size"])
     assert torch.equal(tensors(tmp_path / "out")["model.norm.weight"], after["decoder.final_layernorm.weight"])
-    told_of_another_model(save, tmp_path, capsys)
+    refuses_another_model(save, tmp_path, capsys)
     universal = tmp_path / "universal"
     assert to_universal.main(["--load", str(save), "--output", str(universal)]) == 0
     assert {p.name for p in open_weights(universal).tokenizer_files()} == {p.name for p in start.tokenizer_files()}
 
 
-def refused(work, tmp_path, *more, model=True):
-    argv = options(work, tmp_path / "refused", configuration(tmp_path, 2), *more)
-    return run_ranks(1, train, argv if model else without_model(argv))[0][0]
+def planned(work, tmp_path, *more):
+    settings = ["--deepspeed_config", configuration(tmp_path, 2), "--data", str(work / "data"), "--train-steps", "1"]
+    return plan(arguments.parse([*settings, "--split", "1,0,0", *map(str, more)]), 1)
 
 
 def test_contradictions_are_named(work, tmp_path):
+    for name, vocab_size in (("hf", 300), ("small", 100)):
+        make("llama3", tmp_path / name, vocab_size=vocab_size)
+    init = ["--init-from", tmp_path / "hf"]
+    with pytest.raises(CoatConfigError) as refused:
+        planned(work, tmp_path, *init, "--model", "tiny")
+    assert f"model.hidden_size: got 256, accepted: 64, which {init[1]} (--init-from) has" in str(refused.value)
+    assert "model.rotary_base: got 10000, accepted: 500000" in str(refused.value)
+    with pytest.raises(CoatConfigError, match="model.vocab_size: got 100, accepted: at least the 250 ids"):
+        planned(work, tmp_path, "--init-from", tmp_path / "small")
+    ending = run_ranks(
+        1, train, without_model(options(work, tmp_path, configuration(tmp_path, 2), *init, "--load", init[1]))
+    )
+    assert "which continues with the weights there" in ending[0][0]
+
+
+def test_sequences_longer_than_the_weights_are_made_for_are_noted(work, tmp_path):
     make("llama3", tmp_path / "hf", vocab_size=300)
-    told = refused(work, tmp_path, "--init-from", tmp_path / "hf")
-    assert f"model.hidden_size: got 128, accepted: 64, which {tmp_path / 'hf'} (--init-from) has" in told
-    assert "model.rotary_base: got 10000, accepted: 500000" in told and "model.num_layers" not in told
-    make("llama3", tmp_path / "small", vocab_size=100)
-    told = refused(work, tmp_path, "--init-from", tmp_path / "small", model=False)
-    assert "model.vocab_size: got 100, accepted: at least the 250 ids of the data's tokenizer" in told
-    told = refused(work, tmp_path, "--init-from", tmp_path / "hf", "--load", tmp_path / "hf")
-    assert "--init-from" in told and "which continues with the weights there" in told
-    told = refused(work, tmp_path, "--init-from", tmp_path / "nothing")
-    assert "nothing: does not exist (nothing is downloaded), accepted: a Hugging Face folder" in told
-    assert "--model: missing, accepted: a description, or --init-from" in refused(work, tmp_path, model=False)
-
-
-def test_sequences_longer_than_the_weights_are_made_for_are_told(work, tmp_path):
-    from launch.plan.run import Run
-    from launch.train import arguments
-    from launch.train.plan import plan
-
-    make("llama3", tmp_path / "hf", vocab_size=300)
-    base = ["--deepspeed_config", configuration(tmp_path, 2), "--init-from", str(tmp_path / "hf"), "--train-steps", "1"]
-    base += ["--data", str(work / "data"), "--split", "1,0,0", "--model-override"]
     longest = open_weights(tmp_path / "hf").model.seq_length
-    for length, said in ((longest, False), (2 * longest, True)):
-        p = plan(arguments.parse([*base, f"seq_length={length}"]), 1)
-        line = (
-            f"model.seq_length: got {length}, more than the {longest} that {tmp_path / 'hf'} (--init-from) is made for"
-        )
-        assert (f"note: {line}" in (p.warning or "")) == said
-        assert any(note.startswith(line) for note in Run.of_plan(p).notes) == said
-
-
-def heard(rank, world, argv):
-    """What a run prints on stderr."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        ending, *_ = train(rank, world, argv)
-    return ending, said.getvalue()
+    for length, noted in ((longest, False), (2 * longest, True)):
+        p = planned(work, tmp_path, "--init-from", tmp_path / "hf", "--model-override", f"seq_length={length}")
+        line = f"model.seq_length: got {length}, more than the {longest} that {tmp_path / 'hf'} (--init-from)"
+        assert (f"note: {line}" in (p.warning or "")) == noted
+        assert any(note.startswith(line) for note in Run.of_plan(p).notes) == noted
 
 
 def test_trained_weights_at_a_pretraining_rate_without_warm_up_are_noted(work, tmp_path):
-    """Once, by rank 0, on stderr."""
-    from launch.train import arguments
-    from launch.train.plan import plan
-
     make("llama3", tmp_path / "hf", vocab_size=300)
-    argv = options(work, tmp_path / "run", configuration(tmp_path, 2), "seq_length=32", "--warmup-steps", "0", steps=1)
-    argv[argv.index("--model") : argv.index("--data")] = ["--init-from", str(tmp_path / "hf")]
-    for fine in (["--warmup-steps", "1"], ["--lr", "1e-4"]):
-        assert plan(arguments.parse([*argv, *fine]), 2).warning is None
-    (ending, zero), (_, one) = run_ranks(2, heard, argv)
-    said = "note: --warmup-steps: 0 with --init-from and a learning rate of 0.005: "
-    assert ending.startswith("finished") and (zero.count(said), one.count(said)) == (1, 0)
+    argv = ["--init-from", tmp_path / "hf", "--warmup-steps", "0"]
+    for more, noted in (([], True), (["--warmup-steps", "1"], False), (["--lr", "1e-4"], False)):
+        warning = planned(work, tmp_path, *argv, *more).warning or ""
+        assert ("note: --warmup-steps: 0 with --init-from and a learning rate of " in warning) == noted
 
 
-def test_another_tokenizer_is_told(tmp_path):
-    from launch.data.blend import DataInfo, telling
-    from launch.data.tokenizer import tokenizer_digest
-    from launch.train.initial import tokenizer_warning
-
+def test_another_tokenizer_is_noted(tmp_path):
     make("llama3", tmp_path / "hf")
     weights, same = open_weights(tmp_path / "hf"), tokenizer_digest(tmp_path / "hf" / "tokenizer.json", 2)
     assert tokenizer_warning(weights, "data", DataInfo(100, 2, same)) is None
     assert tokenizer_warning(weights, "data", DataInfo(100, 2, None)) is None  # not known
-    assert tokenizer_warning(None, "data", DataInfo(100, 2, "0" * 64)) is None
     blend = telling(["a", "b"], [DataInfo(100, 2, None), DataInfo(100, 2, "0" * 64)])  # token files, and prepared data
     assert "--data: b was prepared with" in tokenizer_warning(weights, *blend)
-    told = tokenizer_warning(weights, "data", DataInfo(100, 2, "0" * 64, "other"))
-    assert "warning: --data: data was prepared with other" in told and "tokenizer.json of --init-from" in told
