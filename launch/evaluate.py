@@ -246,8 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("evaluate: interrupted; nothing was written", file=sys.stderr)
         return 130
-    except failing.NotComing:
-        return 4
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not of_another_rank(problem):
             raise

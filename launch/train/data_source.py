@@ -37,7 +37,7 @@ class DataSource(Protocol):
 
     @property
     def samples(self) -> int | None:
-        """Of the whole run, where they end: the last step may have fewer than the others; None = they do not."""
+        """Number in the whole run, if it has an end: the last step may have fewer than the others."""
 
     def tokens(self, start: int, stop: int) -> int:
         """Tokens of the samples from ``start`` up to ``stop``, of all ranks, without padding."""
@@ -53,12 +53,12 @@ class DataSource(Protocol):
 class TokenData:
     """Prepared data sets.
 
-    The training set ends where the run does, after the samples that were used and those of the steps that are left: the
-    steps before may have had more samples than these, and a set of ``--train-steps`` times the present batch would then
-    begin again within what was trained on.
+    The training set ends where the run does: after the samples that were used and those of the steps that are left. A
+    set of ``--train-steps`` times the present batch would restart within what was trained on, if earlier steps had more
+    samples.
 
     Args:
-        begun: where the run continues.
+        begun: where the run is.
         dp_rank: this data-parallel rank.
 
     Raises:

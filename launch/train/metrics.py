@@ -6,8 +6,9 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import InitVar, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
-from launch.train.rank_times import THRESHOLD
 
 __all__ = [
     "Summary",
@@ -97,8 +97,6 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"ETA {duration(eta_seconds)}",
     ]
-    if record.get("slowest_rank_time_ratio", 1.0) >= THRESHOLD:
-        parts.append(f"slowest rank {record['slowest_rank']}: {record['slowest_rank_time_ratio']:.2f} x")
     parts += [f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record]
     if record.get("skipped"):
         parts.append(f"SKIPPED: {record['skipped']}")
@@ -123,23 +121,14 @@ def format_summary(summary: Mapping[str, Any], unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 1:02:03, 2:03 or 0:03, days in front where there are any."""
-    minutes, second = divmod(int(seconds + 0.5), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-    return f"{days}d {clock}" if days else clock
+    """Seconds as 0:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 @dataclass
 class Summary:
-    """What a run was, in a few numbers, from the records of its steps.
+    """A few numbers of a run, from the records of its steps."""
 
-    Args:
-        earlier: records that the run continues from.
-    """
-
-    earlier: InitVar[Iterable[Mapping[str, Any]]] = ()
     steps: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
@@ -148,10 +137,6 @@ class Summary:
     test_loss: float | None = None
     best: tuple[float | None, int | None] = (None, None)
     """The lowest loss on the valid split, and its step."""
-
-    def __post_init__(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        for record in earlier:
-            self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one step; a number that is None was not finite."""

@@ -20,7 +20,6 @@ from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
 from launch.train.schedule import Schedule
 from launch.train.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
-from launch.train.stages import check_micro_batches, check_stages
 
 __all__ = ["Plan", "as_typed", "assemble", "plan"]
 
@@ -50,29 +49,25 @@ class Plan:
     """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
     warning: str | None = None
-    """Lines for stderr, one at least."""
+    """Lines for stderr."""
     kept: KeptBatch | None = None
-    """Where batch sizes are those of a checkpoint of another number of ranks; with a line for the log."""
+    """Batch sizes of a checkpoint of another number of ranks."""
     auto: bool = False
     """The micro-batch is to be found, or was."""
     recompute: dict[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
     def describe(self) -> str:
-        """One line for the log, and another before it where there is another batch than was set."""
-        ep = self.args.expert_parallel
-        divided = f", experts divided over {ep}" if ep > 1 else ""
+        """One line for the log, and another before it where batch sizes are not those of the configuration."""
+        a = self.args
+        stages = f" x {a.pipeline_parallel} pipeline stages" if a.pipeline_parallel > 1 else ""
+        stages += f" of {a.virtual_stages} parts" if a.virtual_stages > 1 else ""
+        divided = f", experts divided over {a.expert_parallel}" if a.expert_parallel > 1 else ""
         return (f"{self.kept.line}\n" if self.kept else "") + (
-            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
-            f"tensor-parallel ranks{self._stages()}{divided}; {self.batch.total} samples of {self.model.seq_length} "
+            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {a.tensor_parallel} "
+            f"tensor-parallel ranks{stages}{divided}; {self.batch.total} samples of {self.model.seq_length} "
             f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
-
-    def _stages(self) -> str:
-        stages, virtual = self.args.pipeline_parallel, self.args.virtual_stages
-        if stages == 1:
-            return ""
-        return f" x {stages} pipeline stages" + (f" of {virtual} parts" if virtual > 1 else "")
 
     def carried(self, source: Path | None) -> dict[str, bytes]:
         """What every checkpoint holds beside the weights: :func:`launch.train.checkpoint.carried`."""
@@ -170,13 +165,11 @@ def assemble(
         CoatConfigError: names what cannot be used.
     """
     tp, settings = args.tensor_parallel, {**settings}  # batch sizes are set below
-    if world % tp:
-        raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
+    _check_sizes(args, world, model)
     model.check_parallel(tp, args.sequence_parallel)
-    stages = check_stages(args, world, settings, model)
-    dp = world // tp // stages
+    dp = world // tp // args.pipeline_parallel
     model.check_expert_parallel(args.expert_parallel, dp)
-    check_parallel(settings, ep=args.expert_parallel)
+    check_parallel(settings, ep=args.expert_parallel, stages=args.pipeline_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")
@@ -190,19 +183,11 @@ def assemble(
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
     auto = auto_batch(args, settings, dp)
-    kept = keep_batch(args, settings, dp, auto)
+    kept = keep_batch(args, settings, dp, auto) if args.load == "auto" else None
     batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)
-    check_micro_batches(args, batch)
-    initialized = getattr(args, "init_from", None) is not None  # of pretrain.py
-    notes = {
-        "--lr: 0, with which no weight changes": not lr,
-        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
-        "what the weights have learnt": initialized and not args.warmup_steps and lr > FINE_TUNING_LR,
-        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so some of "
-        "these are idle at any time": batch.accumulation < stages,
-    }
-    told = [more.get("warning"), *(f"note: {line}" for line, holds in notes.items() if holds)]
-    more["warning"] = "\n".join(filter(None, told)) or None
+    if args.virtual_stages > 1:
+        _check_interleaved(args, batch)
+    more["warning"] = "\n".join(filter(None, [more.get("warning"), *_notes(args, lr, batch)])) or None
     return kind(
         args=args,  # type: ignore[arg-type]
         settings=settings,
@@ -216,3 +201,51 @@ def assemble(
         recompute=recompute_options(args, model, coat),
         **more,
     )
+
+
+def _check_sizes(args: TrainingOptions, world: int, model: ModelConfig) -> None:
+    """Refuse parallel sizes that do not divide the ranks or the layers.
+
+    Raises:
+        CoatConfigError: one line for each.
+    """
+    tp, stages, layers = args.tensor_parallel, args.pipeline_parallel, model.num_layers
+    whole = f"a divisor of the number of ranks over --tensor-parallel ({world // tp})"
+    parts = f"a divisor of the layers of a stage ({layers // stages})"
+    wrong = args.refused(
+        ("tensor_parallel", world % tp == 0, f"a divisor of the number of ranks ({world})"),
+        ("pipeline_parallel", world % tp or world // tp % stages == 0, whole),
+        ("pipeline_parallel", layers % stages == 0, f"a divisor of the model's layers ({layers})"),
+        ("virtual_stages", layers % (stages * args.virtual_stages) == 0, parts),
+        ("expert_parallel", stages == 1 or args.expert_parallel == 1, "1 with --pipeline-parallel"),
+    )
+    if wrong:
+        raise CoatConfigError("\n".join(wrong))
+
+
+def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
+    """Refuse numbers of micro-batches that the interleaved schedule cannot run.
+
+    Raises:
+        CoatConfigError: names the key or option.
+    """
+    for name, count in {
+        STEPS: batch.accumulation,
+        "--eval-steps": args.eval_steps if args.eval_interval else 0,
+    }.items():
+        if count % args.pipeline_parallel:
+            accepted = f"a multiple of --pipeline-parallel ({args.pipeline_parallel}) with --virtual-stages"
+            raise CoatConfigError(f"{name}: got {count}, accepted: {accepted}")
+
+
+def _notes(args: TrainingOptions, lr: float, batch: BatchSizes) -> list[str]:
+    """Lines about settings that train, but most likely not as intended."""
+    initialized, stages = getattr(args, "init_from", None) is not None, args.pipeline_parallel
+    notes = {
+        "--lr: 0, with which no weight changes": not lr,
+        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
+        "what the weights have learnt": initialized and not args.warmup_steps and lr > FINE_TUNING_LR,
+        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so some of "
+        "these are idle at any time": batch.accumulation < stages,
+    }
+    return [f"note: {line}" for line, holds in notes.items() if holds]

@@ -14,16 +14,15 @@ from launch.train import build
 from launch.train.data_source import Batch
 from launch.train.memory import MemoryReport
 from launch.train.plan import Plan
-from launch.train.rank_times import RankTimes
 
 __all__ = ["MicroBatches", "PipelineSteps", "steps_of"]
 
 
-def steps_of(p: Plan, engine: Any, device: torch.device, times: RankTimes) -> MicroBatches | PipelineSteps:
+def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | PipelineSteps:
     """What runs the micro-batches of a plan on its engine."""
     tp = p.args.tensor_parallel
     if p.args.pipeline_parallel == 1:
-        return MicroBatches(engine, build.language_model_loss(tp, device), p.batch.accumulation, device, times)
+        return MicroBatches(engine, build.language_model_loss(tp, device), p.batch.accumulation, device)
     shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
     if p.eod is not None:  # a micro-batch is one sequence then
         shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
@@ -48,7 +47,6 @@ class MicroBatches:
     """``loss(engine, batch)``: the mean loss of a micro-batch, fp32 scalar."""
     accumulation: int
     device: torch.device
-    times: RankTimes
 
     def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
         """One optimizer step. The mean loss of its micro-batches, fp64.
@@ -58,13 +56,10 @@ class MicroBatches:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
-            self.times.begin()
             batch = next(batches)
-            self.times.batch_is_there()
             watched = memory.forward(batch["tokens"].numel()) if memory and not index else contextlib.nullcontext()
             with watched:
                 loss = self.loss(self.engine, batch)
-            self.times.forward_done()
             total += loss.detach()
             self.engine.backward(_nan_if_not_finite(loss))
             if memory is not None and index == self.accumulation - 1:
