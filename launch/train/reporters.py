@@ -287,7 +287,12 @@ def step_profiler(steps: tuple[int, int], start_step: int, folder: str) -> Any:
         return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.RECORD
 
     path = Path(folder, f"trace-steps{first}-{last}.json")
-    made: Any = profile(schedule=action, on_trace_ready=lambda profiled: profiled.export_chrome_trace(str(path)))
+
+    def write(profiled: Any) -> None:
+        if profiled.step_num > first:  # else the run has ended before the first of them was done
+            profiled.export_chrome_trace(str(path))
+
+    made: Any = profile(schedule=action, on_trace_ready=write)
     made.step_num = start_step + 1  # instead of 0: the trace has "ProfilerStep#10"
     made.current_action = action(made.step_num)
     return made

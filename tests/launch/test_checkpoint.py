@@ -145,11 +145,6 @@ def test_find(tmp_path):
     assert checkpoint.require_loadable(None, str(tmp_path)) is None
     with pytest.raises(ValueError, match="--load: got .*accepted: a folder with a file `latest`"):
         checkpoint.require_loadable(str(tmp_path), None)
-    (tmp_path / "run/checkpoints/step00000001").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/step00000001/manifest.json").write_text("{}")
-    (tmp_path / "run/checkpoints/latest").write_text("step00000001")
-    with pytest.raises(ValueError, match=r"--load: got .*run, accepted: .* \(did you mean .*run/checkpoints\?\)$"):
-        checkpoint.require_loadable(str(tmp_path / "run"), None)
     (tmp_path / "step00000003").mkdir()
     (tmp_path / "latest").write_text("step00000003\n")
     with pytest.raises(CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"):
@@ -185,18 +180,6 @@ def test_differences_name_the_key():
     assert list(differences(old, new)) == ["model.layers", "seed"]
     assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
     assert differences(old, new)["seed"] == "seed: checkpoint has nothing, this run has 3"
-
-
-def saved_and_examined(rank, world, folder):
-    """What is told of a checkpoint of other data by a run that would go on from it."""
-    start()
-    saved = checkpoint.save(Engine(), folder, {"data": {"train": "0123456789ab" + "c" * 52}}, progress(1))
-    return checkpoint.examine(saved, {"data": {"train": "d" * 64}}).changed
-
-
-def test_of_digests_the_beginning_is_told(tmp_path):
-    told = run_ranks(1, saved_and_examined, str(tmp_path))[0]
-    assert told == ["data.train: checkpoint has '0123456789ab', this run has 'dddddddddddd'"]
 
 
 def remove_the_right_ones(rank, world, folder):

@@ -1,6 +1,7 @@
 """Pretraining over pipeline stages on gloo ranks: the numbers of one stage, checkpoints, refusals."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ def weights_after(rank, world, argv):
     pretrain.train(p, device, interfere=lambda loop: kept.append(loop.engine.module))
     names = whole_names(kept[0])
     return {names[name]: value.detach().clone() for name, value in kept[0].named_parameters()}
+
+
+def planned(argv, world=2):
+    from launch import pretrain
+    from launch.train import arguments
+
+    return pretrain.plan(arguments.parse(argv), world)
 
 
 def trained(work, run, config, world, *more, steps=4):
@@ -173,87 +181,57 @@ def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
         assert torch.equal(value, eight[1][name]), name
 
 
-@pytest.mark.slow
-def test_weights_to_start_with_fill_every_stage(work, tmp_path):
-    """The checkpoint of one stage starts two stages: the first loss is what one stage has from there."""
-    config, save = configuration(tmp_path, 1), tmp_path / "save"
-    run_ranks(1, rank_main, command(work, tmp_path / "first", config, *DROP_NOTHING, "--save", save, steps=1))
-    begun = []
-    for world, more in (1, []), (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"]):
-        run = tmp_path / f"from{world}"
-        run_ranks(world, rank_main, command(work, run, config, *DROP_NOTHING, "--init-from", save, *more, steps=1))
-        begun.append(losses(run))
-    assert begun[0] == begun[1]
+TWO = "--pipeline-parallel 2"
+PARTS = f"{TWO} --virtual-stages 2"
+STAGE_2 = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
 
 
 @pytest.mark.parametrize(
     ("world", "more", "changes", "said"),
     [
-        (2, ["--pipeline-parallel", "0"], {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
-        (3, ["--pipeline-parallel", "2"], {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
-        (3, ["--pipeline-parallel", "3"], {}, r"accepted: a divisor of the model's layers \(2\)"),
-        (2, ["--virtual-stages", "2"], {}, "--virtual-stages: got 2, accepted: 1 with one pipeline stage"),
-        (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}, r"a divisor of the layers of a stage \(1\)"),
-        (
-            4,
-            ["--pipeline-parallel", "2", "--expert-parallel", "2"],
-            {},
-            "--expert-parallel: got 2, accepted: 1 with --p",
-        ),
+        (2, "--pipeline-parallel 0", {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
+        (3, TWO, {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
+        (3, "--pipeline-parallel 3", {}, r"accepted: a divisor of the model's layers \(2\)"),
+        (2, "--virtual-stages 2", {}, "--virtual-stages: got 2, accepted: 1 with one pipeline stage"),
+        (2, PARTS, {}, r"a divisor of the layers of a stage \(1\)"),
+        (4, f"{TWO} --expert-parallel 2", {}, "--expert-parallel: got 2, accepted: 1 with --p"),
         (
             2,
-            ["--pipeline-parallel", "2", "--virtual-stages", "2", "--model-override", "num_layers=4"],
+            f"{PARTS} --model-override num_layers=4",
             {"gradient_accumulation_steps": 3},
             r"gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-parallel \(2\)",
         ),
         (
             2,
-            ["--pipeline-parallel", "2"],
-            {"zero_optimization": {"stage": 2, "overlap_comm": True}},
+            TWO,
+            STAGE_2,
             "(?s)zero_optimization.stage: got 2, accepted: 1 with.*zero_optimization.overlap_comm: got true",
         ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(work, tmp_path, world, more, changes, said):
-    from launch import pretrain
-    from launch.train import arguments
-
     config = configuration(tmp_path, 1, **changes)
     with pytest.raises(CoatConfigError, match=said):
-        pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, *more)), world)
+        planned(command(work, tmp_path / "run", config, *more.split()), world)
 
 
 @pytest.mark.parametrize(
     ("parallel", "more", "said"),
     [
-        (["--pipeline-parallel", "2"], ["4"], "got 4, accepted: up to a stage's 3 layers"),
-        (
-            ["--pipeline-parallel", "2"],
-            ["2"],
-            "got 2, accepted: a divisor of a stage's 3 layers, or --recomp",
-        ),
-        (
-            ["--pipeline-parallel", "2", "--virtual-stages", "3"],
-            ["3"],
-            "got 3, accepted: up to a stage part's 1 lay",
-        ),
-        (["--tensor-parallel", "2"], ["4"], "got 4, accepted: a divisor of the model's 6 layers"),
-        (["--pipeline-parallel", "2"], ["2", "--recompute-method", "block"], None),
-        (["--pipeline-parallel", "2"], ["3"], None),
+        (TWO, "4", "got 4, accepted: up to a stage's 3 layers"),
+        (TWO, "2", "got 2, accepted: a divisor of a stage's 3 layers, or --recomp"),
+        (f"{TWO} --virtual-stages 3", "3", "got 3, accepted: up to a stage part's 1 lay"),
+        ("--tensor-parallel 2", "4", "got 4, accepted: a divisor of the model's 6 layers"),
+        (TWO, "2 --recompute-method block", None),
+        (TWO, "3", None),
     ],
 )
 def test_layers_to_recompute_are_a_stages(work, tmp_path, parallel, more, said):
     """Megatron counts them in each stage, and its uniform method must not end within a unit."""
-    from launch import pretrain
-    from launch.train import arguments
-
-    given = ["--model-override", "num_layers=6", *parallel, "--recompute-granularity", "full", "--recompute-num-layers"]
-    line = command(work, tmp_path / "run", configuration(tmp_path, 1), *given, *more)
-    if said is None:
-        assert pretrain.plan(arguments.parse(line), 2).recompute["recompute_num_layers"] == int(more[0])
-    else:
-        with pytest.raises(CoatConfigError, match=said):
-            pretrain.plan(arguments.parse(line), 2)
+    given = f"--model-override num_layers=6 {parallel} --recompute-granularity full --recompute-num-layers {more}"
+    line = command(work, tmp_path / "run", configuration(tmp_path, 1), *given.split())
+    with nullcontext() if said is None else pytest.raises(CoatConfigError, match=said):
+        assert planned(line).recompute["recompute_num_layers"] == int(more[0])
 
 
 def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monkeypatch):
@@ -272,13 +250,9 @@ def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monke
 
 @pytest.mark.parametrize(("accumulation", "noted"), [(1, True), (2, False)])
 def test_fewer_micro_batches_than_stages_are_noted(work, tmp_path, accumulation, noted):
-    from launch import pretrain
-    from launch.train import arguments
-
     config = configuration(tmp_path, 1, gradient_accumulation_steps=accumulation)
-    p = pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, "--pipeline-parallel", "2")), 2)
-    said = "note: gradient_accumulation_steps: 1 micro-batches a step are fewer than the 2 pipeline stages"
-    assert (p.warning or "").startswith(said) == noted and (p.warning is None) != noted
+    warning = planned(command(work, tmp_path / "run", config, *TWO.split())).warning or ""
+    assert ("1 micro-batches a step are fewer than the 2 pipeline stages" in warning) == noted
 
 
 def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
