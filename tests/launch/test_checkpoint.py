@@ -25,28 +25,6 @@ class Killed(BaseException):
     """Nothing catches it: the disk is left as a kill would leave it."""
 
 
-def killed_while(rank, world, folder, function):
-    """Save step 2 and die where ``os.<function>`` would be called."""
-    start()
-    checkpoint.save(Engine(), folder, {}, progress(1))
-
-    def die(*args, **kwargs):
-        raise Killed
-
-    original = getattr(os, function)
-    setattr(os, function, die)
-    try:
-        checkpoint.save(Engine(), folder, {}, progress(2))
-    except Killed:
-        pass
-    finally:
-        setattr(os, function, original)
-    found = find(folder)
-    verify(found, read_manifest(found)["files"])
-    final = str(checkpoint.save(Engine(), folder, {}, progress(2)))
-    return str(found), final, str(find(folder)), sorted(os.listdir(folder))
-
-
 def killed_while_replacing(rank, world, folder):
     """Save a step for the second time and die between moving the old one away and the new one in."""
     start()
@@ -74,20 +52,6 @@ def killed_while_replacing(rank, world, folder):
         left = sorted(os.listdir(folder))
         os.makedirs(f"{folder}/.unfinished-replaced-step00000001/x")
     return manifest["progress"]["which"], read_manifest(find(folder))["progress"]["which"], left
-
-
-def full_disk(rank, world, folder):
-    start()
-    checkpoint.save(Engine(), folder, {}, progress(1))
-    engine = Engine()
-
-    def save_checkpoint(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    engine.save_checkpoint = save_checkpoint
-    with pytest.raises(CheckpointError, match="cannot write .*step00000002: .*No space left"):
-        checkpoint.save(engine, folder, {}, progress(2))
-    return str(find(folder))
 
 
 def own_files_fail(rank, world, folder):
@@ -123,20 +87,8 @@ def test_keep_last_counts_by_time_of_writing(tmp_path):
     assert not list(tmp_path.glob(".unfinished*"))
 
 
-@pytest.mark.parametrize("function", ["fsync", "rename", "replace"])
-def test_a_kill_leaves_the_previous_checkpoint(tmp_path, function):
-    found, final, latest, left = run_ranks(1, killed_while, str(tmp_path), function)[0]
-    assert found == str(tmp_path / "step00000001")
-    assert latest == final == str(tmp_path / "step00000002")
-    assert left == ["latest", "step00000001", "step00000002"]
-
-
 def test_a_kill_while_a_step_is_saved_again_leaves_the_old_one(tmp_path):
     assert run_ranks(1, killed_while_replacing, str(tmp_path)) == [("first", "third", ["latest", "step00000001"])]
-
-
-def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(tmp_path):
-    assert run_ranks(1, full_disk, str(tmp_path)) == [str(tmp_path / "step00000001")]
 
 
 def test_find(tmp_path):
@@ -206,21 +158,6 @@ def test_only_this_runs_own_old_checkpoints_are_removed(tmp_path):
     back, anew = run_ranks(1, remove_the_right_ones, str(tmp_path))[0]
     assert back == sorted([*stays, "step00000002", "step00000004", "step00000005"])
     assert anew == sorted([*stays, "step00000002", "step00000005"])
-
-
-def put_back(rank, world, folder):
-    """Killed between the renames of a step saved again, and another one saved next: the old one is there again."""
-    start()
-    for step in (1, 2):
-        checkpoint.save(Engine(), folder, {}, progress(step))
-    os.rename(f"{folder}/step00000001", f"{folder}/.unfinished-replaced-step00000001")
-    os.makedirs(f"{folder}/.unfinished-step00000001")
-    checkpoint.save(Engine(), folder, {}, progress(3))
-    return sorted(os.listdir(folder))
-
-
-def test_a_checkpoint_whose_replacement_did_not_come_is_put_back(tmp_path):
-    assert run_ranks(1, put_back, str(tmp_path)) == [["latest", "step00000001", "step00000002", "step00000003"]]
 
 
 def test_without_latest_the_one_saved_last_is_found(tmp_path):

@@ -180,20 +180,17 @@ def test_checkpoints_convert(work, tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    ("given", "stage", "more", "told"),
+    ("given", "stage", "model", "told"),
     [
-        (3, 2, {}, r"--expert-parallel: got 3, accepted: a divisor of model.num_moe_experts \(4\)"),
-        (2, 3, {}, "zero_optimization.stage: got 3, accepted: 1 or 2 with expert parallelism"),
-        (0, 2, {}, "--expert-parallel: got 0, accepted: an integer >= 1"),
+        (3, 2, EXPERTS, r"--expert-parallel: got 3, accepted: a divisor of model.num_moe_experts \(4\)"),
+        (2, 3, EXPERTS, "zero_optimization.stage: got 3, accepted: 1 or 2 with expert parallelism"),
+        (2, 2, ["num_layers=2"], "--expert-parallel: got 2, accepted: 1 .a model without num_moe_experts"),
     ],
 )
-def test_what_cannot_be_run_is_named(work, tmp_path, given, stage, more, told):
+def test_what_cannot_be_run_is_named(work, tmp_path, given, stage, model, told):
     from launch.train import arguments
     from launch.train.plan import plan
 
-    argv = command(work, tmp_path, settings(tmp_path, stage, **more), "--expert-parallel", given)
+    argv = command(work, tmp_path, settings(tmp_path, stage), "--expert-parallel", given, "--model-override", *model)
     with pytest.raises(CoatConfigError, match=told):
-        plan(arguments.parse([*argv, "--model-override", *EXPERTS]), 2)
-    dense = command(work, tmp_path, settings(tmp_path, 2), "--expert-parallel", 2)
-    with pytest.raises(CoatConfigError, match="--expert-parallel: got 2, accepted: 1 .a model without num_moe_experts"):
-        plan(arguments.parse(dense), 2)
+        plan(arguments.parse(argv), 2)

@@ -119,18 +119,6 @@ def test_interrupt_from_the_keyboard_saves(work, tmp_path):
 
 
 @pytest.mark.slow
-def test_errors_are_one_line_with_status_2(work, tmp_path):
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2, coat={"optimiser": {}}))
-    process = begin_from_nothing(DEEPSPEED, argv)
-    text = output_of(process)
-    assert process.returncode == 2 and "Traceback" not in text
-    assert re.search(r"^error: coat.optimiser: unknown key \(did you mean 'optimizer'\?\), accepted: ", text, re.M), (
-        text
-    )
-    assert text.count("unknown key") == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [DEEPSPEED, TORCHRUN], ids=["deepspeed", "torchrun"])
 def test_a_misspelt_option_is_one_line_of_one_rank(launcher, work, tmp_path):
     """``-m slow``: the ranks import everything before they look at their arguments."""

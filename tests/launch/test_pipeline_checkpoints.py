@@ -54,17 +54,6 @@ def saved(work, tmp_path_factory):
     return folder, config, straight
 
 
-@pytest.mark.slow
-def test_two_stages_go_on_as_one_and_as_two(work, saved):
-    """Losses, norms and weights are those of one stage that never stopped, to the bit: moments pass unchanged."""
-    folder, config, straight = saved
-    load = ["--load", universal(folder / "two", folder / "universal")]
-    one = train(work, folder / "to1", config, 1, *TIED, *load)
-    two = train(work, folder / "to2", config, 2, *TIED, *TWO, *load)
-    assert len(one[0]) == 2 and one[0] == two[0] == straight[0][2:]
-    assert equal(one[1], straight[1]) and equal(two[1], straight[1])
-
-
 def test_universal_files_and_weights_are_those_of_one_stage(saved):
     """Every tensor and every code: what to_universal.py writes knows nothing of stages. So do exported weights."""
     folder, _, _ = saved

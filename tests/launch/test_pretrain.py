@@ -196,9 +196,8 @@ def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
     assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
     changed = {"type": "CoatAdamW", "params": {"lr": 5e-3, "betas": [0.8, 0.99], "weight_decay": 0.3}}
     go_on = command(work, run, configuration(tmp_path, 3, optimizer=changed), "--load", save, steps=3)
-    groups, parsed = run_ranks(2, hyperparameters, go_on)[0]
-    assert parsed == 1, "what the plan holds is what the engine is built from"
-    assert [g[:3] for g in groups] == [["decay/fp8", 0.3, (0.8, 0.99)], ["no_decay/fp32", 0.0, (0.8, 0.99)]]
+    groups = run_ranks(2, hyperparameters, go_on)[0]
+    assert groups == [["decay/fp8", 0.3, (0.8, 0.99)], ["no_decay/fp32", 0.0, (0.8, 0.99)]]
 
 
 def test_ranks_started_differently_are_told(work, tmp_path):
@@ -225,17 +224,3 @@ def test_a_monitor_that_cannot_write_is_refused_before_a_model_is_built(work, tm
     watched = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2, **watched))
     assert run_ranks(1, without_a_model, argv)[0].startswith("CoatConfigError: csv_monitor.output_path: cannot write")
-
-
-def test_deepspeeds_monitors_watch_a_run(work, tmp_path):
-    watched = {
-        "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "watched"), "job_name": "csv"},
-        "tensorboard": {"enabled": True, "output_path": str(tmp_path / "watched"), "job_name": "board"},
-        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "flops.txt")},
-        **{"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True},
-    }
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2, **watched), steps=2)
-    assert run_ranks(2, rank_main, argv)[0].startswith("finished 2 steps")
-    assert (tmp_path / "watched" / "csv" / "Train_Samples_lr.csv").exists()
-    assert list(tmp_path.glob("watched/board/events.out.tfevents.*"))
-    assert "Profile Summary" in (tmp_path / "flops.txt").read_text()

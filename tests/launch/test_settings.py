@@ -1,6 +1,5 @@
 """What pretraining asks of the DeepSpeed configuration, and what it takes from it."""
 
-import base64
 import json
 import math
 from pathlib import Path
@@ -64,17 +63,6 @@ def test_configurations_that_cannot_run(tmp_path, change, message):
     path.write_text(json.dumps({key: value for key, value in {**GOOD, **change}.items() if value is not None}))
     with pytest.raises(CoatConfigError, match=message):
         load_settings(str(path), tp=1)
-
-
-def test_base64_is_a_configuration_like_any_other():
-    def encoded(text):
-        return base64.urlsafe_b64encode(text.encode()).decode()
-
-    assert load_settings(encoded(json.dumps(GOOD)), tp=1)[0] == GOOD
-    wrong = {'{"a": 1, "a": 2}': "key 'a' is given twice", "[]": "holds list", "{": "one of configs/"}
-    for text, message in wrong.items():
-        with pytest.raises(CoatConfigError, match=message):
-            load_settings(encoded(text), tp=1)
 
 
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"

@@ -5,19 +5,16 @@ import torch
 from tests.launch.pretrain_runs import rank_main
 
 
-def limited(rank, world, argv, most=None, at=None, ranks=None):
+def limited(rank, world, argv, at=None):
     """``pretrain.train``; how it ended, or the error.
 
     Args:
-        most: forward passes with more samples than this are out of memory.
         at: "build", "save", or the number of the forward pass that is out of memory.
-        ranks: those on which it is so; None = all.
     """
     from launch.train import build, checkpoint, exhausted
 
     inner_loss, inner_engine, passes = build.language_model_loss, build.build_engine, [0]
     inner_save = checkpoint.save
-    here = ranks is None or rank in ranks
 
     def fail():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. And more.")
@@ -27,19 +24,19 @@ def limited(rank, world, argv, most=None, at=None, ranks=None):
 
         def loss(engine, batch):
             passes[0] += 1
-            if here and ((most is not None and len(batch["tokens"]) > most) or passes[0] == at):
+            if passes[0] == at:
                 fail()
             return inner(engine, batch)
 
         return loss
 
     def build_engine(*args, **kwargs):
-        if here and at == "build":
+        if at == "build":
             fail()
         return inner_engine(*args, **kwargs)
 
     def save(*args, **kwargs):
-        if here and at == "save":
+        if at == "save":
             fail()
         return inner_save(*args, **kwargs)
 
