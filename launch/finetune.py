@@ -16,11 +16,9 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly
 from launch.plan.allocator import expandable_segments
 
 if __name__ == "__main__":
-    leave_quietly("finetune")
     expandable_segments()  # read when torch's allocator begins
 
 import os

@@ -17,17 +17,17 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly
 from launch.log_level import say, set_log_level, shows
 from launch.plan.allocator import expandable_segments
 
 if __name__ == "__main__":
-    leave_quietly("pretrain")
     expandable_segments()  # read when torch's allocator begins
 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 # Suppresses warnings of torch's C++ threads about a connection that has ended with its rank.
@@ -152,6 +152,7 @@ def _build(
     profiler = None
     if a.profile_steps is not None and torch.distributed.get_rank() == 0:
         profiler = stack.enter_context(step_profiler(a.profile_steps, progress.step, str(a.output)))
+    router_sizes = p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel
     return Loop(
         engine=engine,
         steps=steps_of(p, engine, device),
@@ -164,7 +165,7 @@ def _build(
         samples_per_step=p.batch.total,
         flops_per_token=flops_per_token(p.model, p.model.seq_length),
         save=_saving(p, engine, folders, progress) if a.save else None,
-        more=None if p.model.num_moe_experts is None else lambda: _router_losses(p),
+        more=None if p.model.num_moe_experts is None else partial(p.model.router_losses, *router_sizes),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         profiler=profiler,
         last_checkpoint=source,
@@ -192,19 +193,13 @@ def _saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Calla
 
     def save() -> Path:
         folder = str(a.save)
-        saved = checkpoint.save(engine, folder, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
+        saved = checkpoint.save(engine, folder, p.identity(), asdict(progress), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
         if torch.distributed.get_rank() == 0:
             layout.forget(folder)
         return saved
 
     return save
-
-
-def _router_losses(p: Plan) -> dict[str, torch.Tensor]:
-    """Losses of the routers of a model with experts, in the step that is done."""
-    a = p.args
-    return p.model.router_losses(p.model.num_layers, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

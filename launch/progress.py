@@ -10,22 +10,15 @@ from tqdm import tqdm
 
 from launch.log_level import shows
 
-__all__ = ["EVERY", "Progress"]
+__all__ = ["Progress"]
 
-EVERY = 30.0
-"""Seconds between two lines where there is no terminal."""
+_SECONDS = 30.0
+"""Between two lines where there is no terminal."""
 _LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt} {unit}, {rate_fmt}, ETA {remaining}"
 
 
 class Progress(tqdm):
-    """How far some work is. On ranks other than 0, and above ``--log-level info``, it prints nothing.
-
-    ::
-
-        with Progress(total_bytes, "convert", unit="B") as progress:
-            for tensor in tensors:
-                ...
-                progress.update(tensor.nbytes)
+    """tqdm's bar on rank 0, with ``update(amount)``. Above ``--log-level info`` it prints nothing.
 
     Args:
         total: amount of work, in ``unit``.
@@ -33,7 +26,6 @@ class Progress(tqdm):
         unit: "B" for bytes, "doc", "tensor"; amounts are shortened (12.3M).
         initial: done before, by an earlier run; not counted in the rate.
         quiet: print nothing.
-        every: seconds between lines where the stream is no terminal. Work that takes less prints none.
         stream: default stderr.
     """
 
@@ -45,14 +37,13 @@ class Progress(tqdm):
         unit: str = "it",
         initial: int = 0,
         quiet: bool = False,
-        every: float = EVERY,
         stream: Any = None,
     ) -> None:
         stream = stream or sys.stderr
         self._bar = stream.isatty()
         lines = {
-            "mininterval": every,
-            "delay": every,
+            "mininterval": _SECONDS,
+            "delay": _SECONDS,
             "miniters": 1,
             "smoothing": 0,
             "leave": False,

@@ -24,8 +24,7 @@ __all__ = ["settle"]
 def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
     """The plan with the micro-batch that is found; collective.
 
-    Args:
-        source: the checkpoint that the run continues from; a micro-batch that was found for it stays.
+    A micro-batch that was found for the run of ``source``, a checkpoint, stays.
 
     Raises:
         CoatConfigError: nothing fits, or this run cannot be planned; names the key.

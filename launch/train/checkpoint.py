@@ -22,9 +22,9 @@ from coat_dist.checkpoint.team import everyone
 from coat_dist.checkpoint.write.publish import find, name_of, own_name
 from coat_dist.ranks import on_rank_0
 from launch.train.runtime import get_random_state, reseed, set_random_state
-from launch.weights.source import CARRIED, Weights, files_in
+from launch.weights.source import CARRIED
 
-__all__ = ["Examined", "carried", "examine", "of_another_layout", "require_loadable", "restore", "save"]
+__all__ = ["Examined", "examine", "of_another_layout", "require_loadable", "restore", "save"]
 
 _LAYOUT = (
     "parallel.",
@@ -59,21 +59,16 @@ def save(
     supersedes: Collection[Path] = (),
     travelling: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint; collective.
+    """Write a checkpoint into its own folder in ``folder``, and return it; collective.
 
     Args:
-        engine: DeepSpeed engine.
-        folder: holds one folder a checkpoint and the file ``latest``.
-        run: nested plain values that say what this run is; compared by :func:`examine`.
-        progress: plain values to get back from :func:`restore`; ``progress["step"]`` names the checkpoint.
+        run: nested plain values that describe this run; compared by :func:`examine`.
+        progress: plain values that :func:`restore` returns; ``progress["step"]`` names the checkpoint.
         keep_last, supersedes: see :class:`coat_dist.checkpoint.save.Extras`.
-        travelling: files that came with the initial weights, from :func:`carried`.
-
-    Returns:
-        The folder of this checkpoint.
+        travelling: files beside the weights, such as the tokenizer's, by name.
 
     Raises:
-        CheckpointError: on every rank; what was there before is untouched.
+        CheckpointError: on every rank; earlier checkpoints are untouched.
     """
 
     def add_files(temporary: Path) -> None:
@@ -89,17 +84,6 @@ def save(
     return Path(folder) / tag
 
 
-def carried(source: Path | None, weights: Weights | None) -> dict[str, bytes]:
-    """Tokenizer files and the like, which every checkpoint keeps so that it can become a Hugging Face folder.
-
-    Args:
-        source: checkpoint that the run continues from, whose files are kept.
-        weights: what a run without one starts with.
-    """
-    files = files_in(source / CARRIED) if source is not None else weights.travelling() if weights is not None else {}
-    return {name: content for name, path in files.items() if (content := path.read_bytes())}
-
-
 @dataclass(frozen=True)
 class Examined:
     """A whole checkpoint that fits the run."""
@@ -107,13 +91,13 @@ class Examined:
     path: Path
     manifest: dict[str, Any]
     run: Mapping[str, Any]
-    """What is about to load it."""
+    """The run that is about to load it."""
     changed: list[str]
     """A line for every setting that differs from the checkpoint's."""
 
     @property
     def universal(self) -> bool:
-        """Whether it was written by ``launch/to_universal.py``."""
+        """Whether ``launch/to_universal.py`` wrote it."""
         return bool(self.manifest.get("universal"))
 
 
@@ -144,13 +128,9 @@ def of_another_layout(manifest: Mapping[str, Any], run: Mapping[str, Any]) -> li
 
 
 def restore(engine: Any, examined: Examined) -> dict[str, Any]:
-    """Restore model, optimizer and random states; collective.
+    """Restore model, optimizer and random states, and return the ``progress`` given to :func:`save`; collective.
 
-    A universal checkpoint fits any parallel layout and ZeRO stage, and either optimizer. It holds no random states:
-    they restart from the run's seed and the step.
-
-    Returns:
-        The ``progress`` given to :func:`save`.
+    A universal checkpoint holds no random states: they restart from the run's seed and the step.
     """
     checkpoint, progress = examined.path, examined.manifest["progress"]
     kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +27,6 @@ class Progress:
     bad_in_a_row: int = 0
     loss: float | None = None
     """Of the last step, None if not finite: identifies its ``metrics.jsonl``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class DataSource(Protocol):

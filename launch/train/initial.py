@@ -59,10 +59,10 @@ def length_note(seq_length: int, weights: Weights | None, option: str) -> str | 
 
 
 def training_data(run: Any) -> tuple[str, DataInfo] | None:
-    """Prefix of the first data set that a run of ``pretrain.py`` read, and what it says; None where it is not here.
+    """Prefix and description of the first data set of a run of ``pretrain.py``; None where it is not here.
 
     Args:
-        run: what a checkpoint's manifest says of it; None where it says nothing.
+        run: of a checkpoint's manifest, or None.
     """
     with suppress(DataError, KeyError, TypeError):
         prefixes, _ = parse_blend(run["data"]["paths"])

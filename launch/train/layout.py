@@ -36,16 +36,11 @@ class KeptBatch(NamedTuple):
 
 def keep_batch(args: TrainingOptions, settings: dict[str, Any], dp: int, auto: bool) -> KeptBatch | None:
     """Keep the samples of a step where ``--load auto`` continues a run of another number of data-parallel ranks, or of
-    as many, if that run had kept its samples and has the same configuration.
+    as many, if that run had kept its samples and has the same configuration; else None.
 
     ``settings`` get the three batch sizes: their train_batch_size, or the checkpoint's; their micro-batch, or the
-    largest smaller one that divides the samples of a rank; and the accumulation that follows.
-
-    Args:
-        auto: the micro-batch is to be found: only the samples of a step are set.
-
-    Returns:
-        None where nothing is to be kept. A checkpoint that cannot be read is an error later.
+    largest smaller one that divides the samples of a rank; and the accumulation that follows. With ``auto``, where the
+    micro-batch is to be found, they get the samples of a step only.
 
     Raises:
         CoatConfigError: the ranks do not divide the samples of a step.
@@ -54,7 +49,7 @@ def keep_batch(args: TrainingOptions, settings: dict[str, Any], dp: int, auto: b
         source = checkpoint.require_loadable("auto", args.save)
         run = {} if source is None else read_manifest(source)["run"]
     except CheckpointError:
-        return None
+        return None  # an error later
     saved, batch = run.get("parallel", {}).get("data"), run.get("batch", {})
     total, given = settings.get(TOTAL) or batch.get("total"), [settings.get(key) for key in (MICRO, STEPS, TOTAL)]
     again = saved == dp and batch.get("given") == given
@@ -82,12 +77,10 @@ def keep_batch(args: TrainingOptions, settings: dict[str, Any], dp: int, auto: b
 
 
 def fitting(source: Path, p: Any) -> Path:
-    """The checkpoint to load where ``--load auto`` means ``source``: that one, or its conversion; collective.
-
-    Rank 0 converts, however long it takes, while the others wait.
+    """The checkpoint to load where ``--load auto`` means ``source``: that one, or its conversion by rank 0, for which
+    the others wait; collective.
 
     Args:
-        source: a whole checkpoint of pretrain.py or finetune.py, in ``--save``.
         p: the :class:`launch.train.plan.Plan` of this start.
 
     Raises:

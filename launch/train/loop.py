@@ -70,7 +70,7 @@ class Loop:
         """Train to the last step and evaluate on the valid and test splits.
 
         Returns:
-            None when all steps are done, else why it ended before ("SIGTERM", "--stop-at-step", ...).
+            None when all steps are done, else the reason of an earlier end ("SIGTERM", "--stop-at-step", ...).
 
         Raises:
             BadSteps: after ``max_bad_steps`` in a row; nothing was saved since ``last_checkpoint``.

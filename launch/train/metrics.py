@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +18,6 @@ from coat_dist.checkpoint.write.durable import write_text
 
 __all__ = [
     "Summary",
-    "duration",
     "format_line",
     "format_summary",
     "peak_memory_bytes",
@@ -33,7 +31,7 @@ def peak_memory_bytes() -> int:
     """Peak bytes of this rank: tensors on the GPU since the step began, or the process's memory without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -81,12 +79,14 @@ def put_aside(path: Path) -> None:
 
 
 def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float, unit: str) -> str:
-    """One readable line for one step; ``unit`` is what a rank is called ("GPU", "rank")."""
+    """The line of one step; ``unit`` is what a rank is called ("GPU", "rank")."""
 
     def number(key: str, digits: str) -> str:
-        value = record.get(key)
-        return "non-finite" if value is None else format(value, digits)
+        return "non-finite" if record.get(key) is None else format(record[key], digits)
 
+    held_out = [
+        f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record
+    ]
     parts = [
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
         f"loss {number('loss', '.4f')}",
@@ -95,24 +95,19 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}",
         f"{record['tflops_per_gpu']:.3g} TFLOP/s/{unit}",
         f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
-        f"ETA {duration(eta_seconds)}",
+        f"ETA {_duration(eta_seconds)}",
+        *held_out,
     ]
-    parts += [f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record]
-    if record.get("skipped"):
-        parts.append(f"SKIPPED: {record['skipped']}")
-    return " | ".join(parts)
+    return " | ".join([*parts, *([f"SKIPPED: {record['skipped']}"] if record.get("skipped") else [])])
 
 
 def format_summary(summary: Mapping[str, Any], unit: str) -> str:
     """The line of a run that has ended; ``unit`` as for :func:`format_line`."""
-    parts = [
-        f"summary: step {summary['step']}",
-        f"{summary['tokens']:,} tokens in {duration(summary['seconds'])}",
-        f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
-    ]
+    parts = [f"summary: step {summary['step']}", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}"]
     if summary["tokens_per_second"] is not None:
         each = summary["tokens_per_second_per_gpu"]
-        parts.insert(2, f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
+        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
+    parts.append(f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB")
     if summary["best_valid_loss"] is not None:
         parts.append(f"best valid loss {summary['best_valid_loss']:.4f} at step {summary['best_valid_step']}")
     if summary["test_loss"] is not None:
@@ -120,7 +115,7 @@ def format_summary(summary: Mapping[str, Any], unit: str) -> str:
     return " | ".join(parts)
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Seconds as 0:02:03."""
     return str(timedelta(seconds=round(seconds)))
 

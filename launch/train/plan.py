@@ -14,17 +14,15 @@ from coat_dist.deepspeed.config.validate import check_parallel
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.plan.recompute import recompute_options
-from launch.train import checkpoint
 from launch.train.arguments import PretrainOptions, TrainingOptions
 from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
 from launch.train.schedule import Schedule
 from launch.train.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
+from launch.weights.source import CARRIED, files_in
 
 __all__ = ["Plan", "as_typed", "assemble", "plan"]
 
-FINE_TUNING_LR = 1e-4
-"""Learning rate up to which trained weights go without a warm-up."""
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
 
@@ -70,8 +68,11 @@ class Plan:
         )
 
     def carried(self, source: Path | None) -> dict[str, bytes]:
-        """What every checkpoint holds beside the weights: :func:`launch.train.checkpoint.carried`."""
-        return checkpoint.carried(source, self.weights)
+        """Tokenizer files and the like, which every checkpoint keeps so that it can become a Hugging Face folder: those
+        of the checkpoint that is continued, or of the initial weights."""
+        own = self.weights.travelling() if self.weights is not None else {}
+        files = own if source is None else files_in(source / CARRIED)
+        return {name: content for name, path in files.items() if (content := path.read_bytes())}
 
     def data_identity(self) -> dict[str, Any]:
         """Which data this run trains on."""
@@ -134,11 +135,11 @@ def plan(args: PretrainOptions, world: int) -> Plan:
         mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
-    told = (
+    warnings = (
         tokenizer_warning(weights, *data.telling(prefixes, infos)),
         length_note(model.seq_length, weights, "--init-from"),
     )
-    warning = "\n".join(line for line in told if line is not None) or None
+    warning = "\n".join(filter(None, warnings)) or None
     sources = {
         (name if len(mixtures) == 1 else f"{path}#{name}"): source  # of several descriptions names may be the same
         for path, mixture in mixtures.items()
@@ -156,10 +157,10 @@ def assemble(
     kind: type[P] = Plan,  # type: ignore[assignment]
     **more: Any,
 ) -> P:
-    """What :func:`plan` does once it knows the model: batch sizes, schedule, parallel sizes.
+    """The plan of a known model: batch sizes, schedule, parallel sizes.
 
     Args:
-        kind, more: the class of plan to make, and what it has beside a :class:`Plan`'s own.
+        kind, more: the class of plan to make, and its further fields.
 
     Raises:
         CoatConfigError: names what cannot be used.
@@ -240,12 +241,10 @@ def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
 
 def _notes(args: TrainingOptions, lr: float, batch: BatchSizes) -> list[str]:
     """Lines about settings that train, but most likely not as intended."""
-    initialized, stages = getattr(args, "init_from", None) is not None, args.pipeline_parallel
+    stages = args.pipeline_parallel
     notes = {
         "--lr: 0, with which no weight changes": not lr,
-        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
-        "what the weights have learnt": initialized and not args.warmup_steps and lr > FINE_TUNING_LR,
-        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so some of "
-        "these are idle at any time": batch.accumulation < stages,
+        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so "
+        "some of these are idle at any time": batch.accumulation < stages,
     }
     return [f"note: {line}" for line, holds in notes.items() if holds]

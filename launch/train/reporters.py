@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,20 +17,12 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_rank_0
-from launch.log_level import shows
+from launch.log_level import say
 from launch.train.arguments import TrainingOptions
 from launch.train.memory import MemoryReport
 from launch.train.metrics import Summary, format_line, format_summary, put_aside, read_metrics, truncate_metrics
 
-__all__ = [
-    "Files",
-    "Lines",
-    "Reporters",
-    "TensorBoard",
-    "WeightsAndBiases",
-    "open_reporters",
-    "step_profiler",
-]
+__all__ = ["Files", "Lines", "Reporters", "TensorBoard", "open_reporters", "step_profiler"]
 
 
 class Reporter:
@@ -56,12 +47,7 @@ class Reporter:
 
 
 class Lines(Reporter):
-    """Readable lines.
-
-    Args:
-        total_steps: last step of the run.
-        end: where this process stops; for the ETA.
-    """
+    """Readable lines, with the time until ``end``, where this process stops (default: the last step of the run)."""
 
     def __init__(self, total_steps: int, end: int | None = None, stream: TextIO | None = None) -> None:
         self._total, self._end, self._stream = total_steps, end or total_steps, stream
@@ -80,17 +66,13 @@ class Lines(Reporter):
         self._print(format_summary(summary, self._unit))
 
     def _print(self, text: str) -> None:
-        if shows("info"):
-            print(text, file=self._stream or sys.stdout, flush=True)
+        say(text, stream=self._stream)
 
 
 class Files(Reporter):
-    """``metrics.jsonl``, ``memory.json`` and ``summary.json``.
+    """``metrics.jsonl``, ``memory.json`` and ``summary.json`` in the folder of a run.
 
-    Args:
-        folder: of the run.
-        start_step: records beyond this step are dropped from an existing file (they are about to be repeated).
-        continues: whether existing files are this run's; another's are renamed.
+    A run that ``continues`` drops records beyond ``start_step``, which are repeated. Files of another run are renamed.
     """
 
     def __init__(self, folder: Path, start_step: int, continues: bool) -> None:
@@ -139,11 +121,7 @@ class TensorBoard(Reporter):
 
 
 class WeightsAndBiases(Reporter):
-    """A run at Weights & Biases, whose id is kept in ``wandb.json`` of ``--output``.
-
-    Args:
-        continues: whether ``wandb.json`` is of this run; else a new one begins.
-        identity: plain values that say what the run is.
+    """A run at Weights & Biases. A run that ``continues`` is the one whose id is in ``wandb.json`` of ``--output``.
 
     Raises:
         CoatConfigError: W&B refuses, most often because nobody is logged in; or its package cannot be imported.
@@ -209,14 +187,7 @@ class Reporters:
         self._each(lambda reporter: reporter.memory(report))
 
     def finish(self, ended: str, step: int, checkpoint: Any, failed: bool = False) -> None:
-        """Report the summary of the run.
-
-        Args:
-            ended: how, in words.
-            step: the last one.
-            checkpoint: the last one, or None.
-            failed: whether W&B shows it as failed.
-        """
+        """Report the summary of the run: how it ended, the last step and the last checkpoint, if there is one."""
         wall, ranks = time.monotonic() - self._began, dist.get_world_size()
         summary = {"ended": ended, "step": step, **self._summary.to_dict(wall_seconds=wall, ranks=ranks)}
         summary["checkpoint"] = None if checkpoint is None else str(checkpoint)
@@ -244,12 +215,12 @@ def _one_line(option: str) -> Iterator[None]:
 
 
 def open_reporters(a: TrainingOptions, start_step: int, continues: bool, identity: Mapping[str, Any]) -> Reporters:
-    """The reporters that the options ask for; collective.
+    """The reporters that the options request; collective.
 
     Args:
         start_step: last step that was done before.
         continues: whether the files in ``--output`` are this run's.
-        identity: plain values that say what the run is; for W&B.
+        identity: plain values that describe the run; for W&B.
 
     Raises:
         CoatConfigError: on every rank; a file that cannot be written, or W&B refuses.

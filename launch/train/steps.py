@@ -19,7 +19,7 @@ __all__ = ["MicroBatches", "PipelineSteps", "steps_of"]
 
 
 def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | PipelineSteps:
-    """What runs the micro-batches of a plan on its engine."""
+    """The runner of a plan's micro-batches on its engine."""
     tp = p.args.tensor_parallel
     if p.args.pipeline_parallel == 1:
         return MicroBatches(engine, build.language_model_loss(tp, device), p.batch.accumulation, device)
@@ -30,11 +30,8 @@ def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | Pipel
 
 
 def _nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
-    """The loss times exactly 1, or NaN where it is not finite.
-
-    The gradient norm, which all ranks share and DeepSpeed checks before it changes anything, then tells every rank
-    without a further synchronization.
-    """
+    """The loss times exactly 1, or NaN where it is not finite: then the gradient norm, which DeepSpeed checks on all
+    ranks before it changes anything, is NaN without a further synchronization."""
     return loss * (1 + 0 * loss.detach())
 
 
@@ -77,7 +74,7 @@ class MicroBatches:
 
 @dataclass
 class PipelineSteps:
-    """Steps and evaluations of an engine that holds one stage. What they return is the same on all stages."""
+    """Steps and evaluations of an engine that holds one stage, with the same results on all stages."""
 
     engine: Any
     forward_step: Callable[..., Any]
@@ -85,7 +82,7 @@ class PipelineSteps:
     shape: dict[str, int]
     """Of what stages send one another."""
     documents: bool
-    """Whether every stage needs the batches: where documents begin."""
+    """Whether every stage needs the batches, for where documents begin."""
 
     def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
         """As :meth:`MicroBatches.step`."""

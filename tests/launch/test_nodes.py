@@ -1,6 +1,5 @@
-"""Two nodes: started by each launcher, checkpoints on shared and on own disks, one node that dies, resumes on one."""
+"""Two nodes: started by each launcher, one node that dies, resumes on one."""
 
-import json
 import os
 import re
 import signal
