@@ -168,10 +168,9 @@ def option(
     """A field that is an option: ``tensor_parallel`` is ``--tensor-parallel``. Its docstring is the help.
 
     The annotation says how it is parsed: ``bool`` is a flag, ``Literal`` has choices, ``list`` takes several values,
-    and ``Annotated[str, function]`` is converted by the function.
+    and ``Annotated[str, function]`` is converted by the function. An option without a default is required.
 
     Args:
-        default: absent where the option is required.
         group: heading in the help.
         flags: names in place of the field's.
         least: smallest value that :func:`out_of_range` accepts.
@@ -233,11 +232,7 @@ def _of_type(kind: Any) -> dict[str, Any]:
 
 
 def options_parser(cls: type, prog: str, meant: Mapping[str, str] | None = None) -> Parser:
-    """The parser of a dataclass of options, whose docstring describes the program.
-
-    Args:
-        meant: names of other programs for what is no field.
-    """
+    """The parser of a dataclass of options, whose docstring describes the program; ``meant``: as of :class:`Parser`."""
     theirs = {name: _flags(one)[0] for one in _options(cls) for name in one.metadata["option"]["meant"]}
     parser = Parser(
         prog=prog, description=inspect.getdoc(cls), formatter_class=DefaultsHelp, meant={**(meant or {}), **theirs}

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import sys
-from typing import TextIO
 
 __all__ = ["LEVELS", "add_log_level", "quiet_libraries", "say", "set_log_level", "shows"]
 
@@ -49,8 +48,8 @@ def shows(level: str) -> bool:
     return LEVELS.index(level) >= LEVELS.index(_level)
 
 
-def say(text: str, level: str = "info", stream: TextIO | None = None) -> None:
+def say(text: str, level: str = "info") -> None:
     """Print a line on rank 0, if the level shows it: "info" to stdout, "warning" and above to stderr."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))  # SLURM's, until RANK is set from it
     if shows(level) and rank == "0":
-        print(text, file=stream or (sys.stdout if level in ("debug", "info") else sys.stderr), flush=True)
+        print(text, file=sys.stdout if level in ("debug", "info") else sys.stderr, flush=True)

@@ -241,7 +241,7 @@ def run(
         return 3 if isinstance(problem, BadSteps) else 2
     except exhausted.OutOfMemory as problem:
         failing.end(str(problem), rank, kind="out of memory")
-        return exhausted.STATUS
+        return 5
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not of_another_rank(problem):
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from tqdm import tqdm
 
@@ -26,7 +25,6 @@ class Progress(tqdm):
         unit: "B" for bytes, "doc", "tensor"; amounts are shortened (12.3M).
         initial: done before, by an earlier run; not counted in the rate.
         quiet: print nothing.
-        stream: default stderr.
     """
 
     def __init__(
@@ -37,10 +35,8 @@ class Progress(tqdm):
         unit: str = "it",
         initial: int = 0,
         quiet: bool = False,
-        stream: Any = None,
     ) -> None:
-        stream = stream or sys.stderr
-        self._bar = stream.isatty()
+        self._bar = sys.stderr.isatty()
         lines = {
             "mininterval": _SECONDS,
             "delay": _SECONDS,
@@ -55,7 +51,7 @@ class Progress(tqdm):
             unit=unit,
             initial=initial,
             unit_scale=True,
-            file=stream,
+            file=sys.stderr,
             disable=quiet or not shows("info") or os.environ.get("RANK", "0") != "0",
             dynamic_ncols=self._bar,
             **({} if self._bar else lines),

@@ -122,7 +122,7 @@ class TrainingOptions(RunOptions):
     def problems(self) -> list[str]:
         """A line for each value that contradicts another one, or is out of range."""
         last = self.train_steps or UNKNOWN_STEPS
-        end, saves = self.lr_decay_steps or last, self.save is not None
+        end, saves, several = self.lr_decay_steps or last, self.save is not None, self.tensor_parallel > 1
         of_wandb = self.wandb_name or self.wandb_entity or self.wandb_mode
         return [
             *out_of_range(self),
@@ -130,14 +130,9 @@ class TrainingOptions(RunOptions):
                 ("warmup_steps", self.lr_schedule == "constant" or self.warmup_steps <= end, f"0 to the end ({end})"),
                 ("stop_at_step", (self.stop_at_step or 1) <= last, f"1 to the run's last step ({last})"),
                 ("save_interval", saves or not self.save_interval, "0 without --save"),
-                ("keep_last", saves or not self.keep_last, "0 without --save"),
                 ("load", saves or self.load != "auto", "auto only with --save"),
                 ("overwrite", not self.overwrite or self.load != "auto", "not with --load auto, which continues"),
-                (
-                    "sequence_parallel",
-                    self.tensor_parallel > 1 or not self.sequence_parallel,
-                    "only with --tensor-parallel 2 or more",
-                ),
+                ("sequence_parallel", several or not self.sequence_parallel, "only with --tensor-parallel 2 or more"),
                 ("virtual_stages", self.pipeline_parallel > 1 or self.virtual_stages <= 1, "1 with one pipeline stage"),
                 ("profile_steps", self.profile_steps is None or self.output is not None, "only with --output"),
                 ("wandb", self.wandb is not None or not of_wandb, "a project with --wandb-name, -entity and -mode"),

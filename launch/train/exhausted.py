@@ -14,9 +14,8 @@ from launch.plan.run import Run
 from launch.plan.search import savings
 from launch.train.plan import Plan
 
-__all__ = ["STATUS", "OutOfMemory", "explained", "is_out_of_memory"]
+__all__ = ["OutOfMemory", "explained", "is_out_of_memory"]
 
-STATUS = 5
 _WORDS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """In errors that are no ``torch.OutOfMemoryError``: NCCL's, cuBLAS's, those of a CPU's allocator."""
 

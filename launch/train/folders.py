@@ -52,9 +52,7 @@ def open_on_nodes(args: TrainingOptions, locks: ExitStack) -> Folders:
 
 
 def sharers(folder: Path, option: str) -> list[list[int]]:
-    """Ranks by the folder that they find under this path, a cache, which is made on nodes where it is missing.
-
-    Collective.
+    """Ranks by the folder that they find under the path of a cache, which is made where it is missing; collective.
 
     Raises:
         DataError: on every rank; it cannot be made on some node.

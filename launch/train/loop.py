@@ -18,9 +18,9 @@ from launch.train.arguments import TrainingOptions
 from launch.train.data_source import DataSource, Progress
 from launch.train.memory import MemoryReport
 from launch.train.metrics import peak_memory_bytes
+from launch.train.plan import Schedule
 from launch.train.reporters import Reporters
 from launch.train.runtime import StopSignal, mean_over_ranks
-from launch.train.schedule import Schedule
 from launch.train.steps import MicroBatches, PipelineSteps
 
 __all__ = ["BadSteps", "Loop"]

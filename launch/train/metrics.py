@@ -54,10 +54,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             if number == len(lines):  # no newline behind it: the writer was killed
                 break
-            raise CoatConfigError(
-                f'{path}:{number}: got {line[:60]!r}, accepted: one JSON object a line, with an integer "step" (remove '
-                "the line, or rename the file)"
-            ) from None
+            accepted = 'one JSON object a line, with an integer "step" (remove the line, or rename the file)'
+            raise CoatConfigError(f"{path}:{number}: got {line[:60]!r}, accepted: {accepted}") from None
         records.append(record)
     return records
 

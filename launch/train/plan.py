@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
@@ -17,13 +18,36 @@ from launch.plan.recompute import recompute_options
 from launch.train.arguments import PretrainOptions, TrainingOptions
 from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
-from launch.train.schedule import Schedule
 from launch.train.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
 from launch.weights.source import CARRIED, files_in
 
-__all__ = ["Plan", "as_typed", "assemble", "plan"]
+__all__ = ["Plan", "Schedule", "as_typed", "assemble", "plan"]
 
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate as a pure function of the step, so that a restart needs no state: warm-up, then ``kind``."""
+
+    lr: float
+    """Peak learning rate, reached at step ``warmup_steps``."""
+    min_lr: float = 0.0
+    """Learning rate at and after ``decay_steps``."""
+    warmup_steps: int = 0
+    decay_steps: int = 1
+    """Step at which ``min_lr`` is reached, counted from the start of training."""
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of step ``step``, the first being 1."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        if self.kind == "constant":
+            return self.lr
+        left = 1.0 - min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
+        share = left if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+        return self.min_lr + (self.lr - self.min_lr) * share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +254,8 @@ def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
     Raises:
         CoatConfigError: names the key or option.
     """
-    for name, count in {
-        STEPS: batch.accumulation,
-        "--eval-steps": args.eval_steps if args.eval_interval else 0,
-    }.items():
+    evaluated = args.eval_steps if args.eval_interval else 0
+    for name, count in {STEPS: batch.accumulation, "--eval-steps": evaluated}.items():
         if count % args.pipeline_parallel:
             accepted = f"a multiple of --pipeline-parallel ({args.pipeline_parallel}) with --virtual-stages"
             raise CoatConfigError(f"{name}: got {count}, accepted: {accepted}")

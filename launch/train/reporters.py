@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,24 +49,21 @@ class Reporter:
 class Lines(Reporter):
     """Readable lines, with the time until ``end``, where this process stops (default: the last step of the run)."""
 
-    def __init__(self, total_steps: int, end: int | None = None, stream: TextIO | None = None) -> None:
-        self._total, self._end, self._stream = total_steps, end or total_steps, stream
+    def __init__(self, total_steps: int, end: int | None = None) -> None:
+        self._total, self._end = total_steps, end or total_steps
         self._unit = "GPU" if torch.cuda.is_available() else "rank"
         self._recent: deque[float] = deque(maxlen=20)
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._recent.append(record["step_time"])
         eta = (self._end - record["step"]) * sum(self._recent) / len(self._recent)
-        self._print(format_line(record, self._total, eta, self._unit))
+        say(format_line(record, self._total, eta, self._unit))
 
     def memory(self, report: MemoryReport) -> None:
-        self._print(report.table())
+        say(report.table())
 
     def finish(self, summary: Mapping[str, Any], failed: bool) -> None:
-        self._print(format_summary(summary, self._unit))
-
-    def _print(self, text: str) -> None:
-        say(text, stream=self._stream)
+        say(format_summary(summary, self._unit))
 
 
 class Files(Reporter):

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import types
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -40,12 +41,12 @@ def record(step, **more):
 
 def report(folder, *records, start=0, end=None):
     """Report records; the lines."""
-    stream = io.StringIO()
-    writer = Reporters(Lines(100, end, stream), Files(folder, start, True))
-    for one in records:
-        writer.step(one)
-    writer.close()
-    return stream.getvalue()
+    with redirect_stdout(io.StringIO()) as lines:
+        writer = Reporters(Lines(100, end), Files(folder, start, True))
+        for one in records:
+            writer.step(one)
+        writer.close()
+    return lines.getvalue()
 
 
 def test_one_object_a_step_with_all_digits(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 
 import pytest
 import tqdm.std
@@ -24,23 +25,23 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_line_now_and_then_where_there_is_no_terminal(clock):
-    out = io.StringIO()
-    with Progress(5_000_000_000, "convert", unit="B", initial=1_000_000_000, stream=out) as bar:
+def test_a_line_now_and_then_where_there_is_no_terminal(clock, capsys):
+    with Progress(5_000_000_000, "convert", unit="B", initial=1_000_000_000) as bar:
         for _ in range(30):  # 3 s each
             clock[0] += 3
             bar.update(100_000_000)
-    assert out.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "convert: 40 %, 2.00G of 5.00G B, 33.3MB/s, ETA 01:30",
         "convert: 60 %, 3.00G of 5.00G B, 33.3MB/s, ETA 01:00",
         "convert: 80 %, 4.00G of 5.00G B, 33.3MB/s, ETA 00:30",
     ]
 
 
-def test_short_work_is_silent_and_a_terminal_has_a_bar():
+def test_short_work_is_silent_and_a_terminal_has_a_bar(monkeypatch):
     out, terminal = io.StringIO(), Terminal()
     for stream in (out, terminal):
-        with Progress(10, "work", stream=stream) as bar:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress(10, "work") as bar:
             bar.update(10)
     assert out.getvalue() == "" and "work: 100%" in terminal.getvalue() and terminal.getvalue().endswith("\n")
 
@@ -52,7 +53,8 @@ def test_nothing_is_printed(clock, monkeypatch, why):
     if why == "rank":
         monkeypatch.setenv("RANK", "1")
     for out in (io.StringIO(), Terminal()):
-        with Progress(10, "work", stream=out, quiet=why == "quiet") as bar:
+        monkeypatch.setattr(sys, "stderr", out)
+        with Progress(10, "work", quiet=why == "quiet") as bar:
             clock[0] += 99
             bar.update(5)
         assert out.getvalue() == ""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from launch.train.schedule import Schedule
+from launch.train.plan import Schedule
 
 
 def test_warmup_ends_at_the_peak_and_decay_at_the_minimum():
