@@ -77,8 +77,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
-        rank = _rank()
-        if rank:
+        if rank := int(os.environ.get("RANK", 0)):
             time.sleep(10)  # rank 0 prints the same, and then the launcher ends this rank before it repeats it
         line = f"{self.prefix}error: {' '.join(message.removeprefix('argument ').split())}"
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -95,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Print the options, on rank 0."""
-        if _rank() == 0:
+        if os.environ.get("RANK", "0") == "0":
             super().print_help(file)
 
     def _known(self, text: str) -> bool:
@@ -135,11 +134,6 @@ def local_path(text: str) -> str:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a path")
     return os.path.expanduser(text)
-
-
-def _rank() -> int:
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdigit() else 0
 
 
 def micro_batch(text: str) -> int | str:

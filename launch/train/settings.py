@@ -18,7 +18,6 @@ __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes",
 
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
 _DEFAULT = (None, True)
-_NO_SCHEDULER = "absent (--lr-schedule and its companions)"
 _ACCEPTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("optimizer.type", ("AdamW", "CoatAdamW"), '"CoatAdamW" (FP8 moments), or "AdamW" (torch\'s, fp32 moments)'),
     ("bf16.enabled", (True,), "true: this program trains in bf16"),
@@ -52,7 +51,7 @@ def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dic
     coat = check_deepspeed({**checked, MICRO: 1} if checked.get(MICRO) == "auto" else checked, tp=tp)
     wrong = [(key, accepted) for key, possible, accepted in _ACCEPTED if look_up(settings, key) not in possible]
     if "scheduler" in settings:
-        wrong.append(("scheduler", _NO_SCHEDULER))
+        wrong.append(("scheduler", "absent (--lr-schedule and its companions)"))
     if look_up(settings, "optimizer.type") == "AdamW":
         accepted = f"no such key; AdamW here takes {', '.join(_ADAMW)}"
         others = [key for key in look_up(settings, "optimizer.params") or {} if key not in _ADAMW]
