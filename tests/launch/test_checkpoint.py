@@ -2,14 +2,10 @@
 
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
-from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
-from coat_dist.checkpoint.write import publish
 from coat_dist.checkpoint.write.publish import find
 from launch.train import checkpoint
 from tests.launch.saved_steps import Engine, progress, start
@@ -52,30 +48,6 @@ def killed_while_replacing(rank, world, folder):
         left = sorted(os.listdir(folder))
         os.makedirs(f"{folder}/.unfinished-replaced-step00000001/x")
     return manifest["progress"]["which"], read_manifest(find(folder))["progress"]["which"], left
-
-
-def own_files_fail(rank, world, folder):
-    """Save with files of the caller's whose writing fails on rank 1, and then with values that are not plain."""
-
-    def add_files(temporary):
-        if rank == 1:
-            raise KeyError("no such state")
-
-    said, engine = [], Engine()
-    save_whole_checkpoints(engine)
-    for step, content, add in ((1, {}, add_files), (2, {"progress": {1, 2}}, lambda temporary: None)):
-        try:
-            engine.save_checkpoint(folder, publish.name_of(step), extras=Extras(add, content))
-        except CheckpointError as problem:
-            said.append(str(problem))
-    return said
-
-
-def test_any_error_of_the_callers_part_is_an_error_on_all_ranks(tmp_path):
-    first, second = run_ranks(2, own_files_fail, str(tmp_path))
-    assert first == second
-    assert "rank 1: KeyError: 'no such state'" in first[0] and "extras.content: got Object of type set" in first[1]
-    assert find(tmp_path) is None
 
 
 def test_keep_last_counts_by_time_of_writing(tmp_path):
@@ -132,42 +104,6 @@ def test_differences_name_the_key():
     assert list(differences(old, new)) == ["model.layers", "seed"]
     assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
     assert differences(old, new)["seed"] == "seed: checkpoint has nothing, this run has 3"
-
-
-def remove_the_right_ones(rank, world, folder):
-    """Folders that are not this run's stay; of its own, those of the line that goes on are kept first."""
-    start()
-    one = f"{folder}/one"
-    for step in (2, 4, 6):
-        checkpoint.save(Engine(), one, {}, progress(step))
-    shutil.copytree(f"{one}/step00000002", f"{one}/step00000002-best")
-    shutil.copytree(f"{one}/step00000006", f"{one}/stepping")
-    os.makedirs(f"{one}/step00000005/mine")  # no checkpoint
-    os.makedirs(f"{one}/.unfinished-thoughts")
-    for name in ("step00000002", "step00000004", "step00000006"):  # copied without times
-        os.utime(f"{one}/{name}/manifest.json", (0, 10 - int(name[-1])))
-    checkpoint.save(Engine(), one, {}, progress(5), 3)  # went back to 4 or 2
-    back = sorted(os.listdir(one))
-    old = [p for p in publish.finished(Path(one)) if p.name != "step00000005"]
-    checkpoint.save(Engine(), one, {}, progress(2), supersedes=old)
-    return back, sorted(os.listdir(one))
-
-
-def test_only_this_runs_own_old_checkpoints_are_removed(tmp_path):
-    stays = [".unfinished-thoughts", "latest", "step00000002-best", "step00000005.kept", "stepping"]
-    back, anew = run_ranks(1, remove_the_right_ones, str(tmp_path))[0]
-    assert back == sorted([*stays, "step00000002", "step00000004", "step00000005"])
-    assert anew == sorted([*stays, "step00000002", "step00000005"])
-
-
-def test_without_latest_the_one_saved_last_is_found(tmp_path):
-    """As a kill in the very first save leaves it, after the folder has its name."""
-    (tmp_path / "step00000003").mkdir()
-    assert find(tmp_path) is None
-    for step in (3, 10):
-        (tmp_path / f"step{step:08d}").mkdir(exist_ok=True)
-        (tmp_path / f"step{step:08d}" / "manifest.json").write_text('{"format": 1}')
-    assert find(tmp_path) == tmp_path / "step00000010"
 
 
 def test_find_names_the_folder_itself(tmp_path, monkeypatch):

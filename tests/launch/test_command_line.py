@@ -238,3 +238,14 @@ def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     (snapshot / "tokenizer.json").write_bytes((tmp_path / "x.tokenizer.json").read_bytes())
     assert prepare_data.main([*argv, str(tmp_path / "y"), "--tokenizer", "hf:org/name"]) == 0
     assert (tmp_path / "y.bin").read_bytes() == (tmp_path / "x.bin").read_bytes()
+
+
+def test_ctrl_c_while_preparing(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_data, "tokenize", interrupted)
+    (tmp_path / "a.txt").write_text("text")
+    argv = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "x"), "--tokenizer", "bytes"]
+    assert prepare_data.main(argv) == 130
+    assert capsys.readouterr().err == "prepare_data: interrupted; the same command continues\n"

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.common import python_path
@@ -90,21 +89,6 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
         and f"finished {step + 2} steps" in text
     ), text
     assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
-
-
-@pytest.mark.slow
-def test_signal_to_one_rank_saves_and_all_leave_with_status_0(work, tmp_path):
-    run, save = tmp_path / "run", tmp_path / "save"
-    process = begin_from_nothing(
-        DEEPSPEED, command(work, run, configuration(tmp_path, 3), "--save", save, steps=100_000)
-    )
-    wait_for_steps(process, run, 2)
-    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
-    ranks[0].terminate()
-    text = output_of(process)
-    assert process.returncode == 0, text
-    stopped = re.search(r"stopped by a signal on another rank after step (\d+); checkpoint (\S+)", text)
-    assert stopped and len(read_metrics(run)) == int(stopped[1]) and (Path(stopped[2]) / "manifest.json").exists(), text
 
 
 def test_interrupt_from_the_keyboard_saves(work, tmp_path):
