@@ -210,15 +210,6 @@ def test_an_output_that_cannot_be_written_is_found_first(tmp_path, capsys):
     assert "a file name that ends in one of" in said(capsys, plot.main, str(tmp_path), "--output", "x.docx")
 
 
-def test_a_text_that_is_too_small_for_its_vocabulary(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("hello world " * 30)
-    argv = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bpe:32000", "--workers", "1"]
-    assert prepare_data.main([*argv, "--output", str(tmp_path / "x")]) == 0
-    vocabulary = json.loads((tmp_path / "x.json").read_text())["vocab_size"]
-    warning = f"got bpe:32000, but the text is enough for {vocabulary} tokens only; the vocabulary is {vocabulary}"
-    assert capsys.readouterr().err == f"prepare_data: warning: --tokenizer: {warning}\n" and vocabulary < 300
-
-
 def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants, file_download
 

@@ -8,7 +8,6 @@ import socket
 import sys
 
 import pytest
-import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from launch import failing, pretrain
@@ -43,22 +42,6 @@ def test_one_line(lines, screens, tmp_path):
 
 def test_one_rank_tells_a_consequence(tmp_path):
     assert sum(screen != "" for screen, _ in run_ranks(2, fail, (None, None), str(tmp_path))) == 1
-
-
-def test_the_line_does_not_wait_for_a_store_that_has_gone(monkeypatch, capsys):
-    class Gone:
-        def set_timeout(self, timeout):
-            assert timeout.total_seconds() <= 0.1
-
-        def clone(self):
-            raise dist.DistNetworkError("The client socket has timed out")
-
-    monkeypatch.setattr(failing, "WAIT", 0.1)
-    monkeypatch.setattr(failing.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(failing.dist.distributed_c10d, "_get_default_store", Gone)
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    failing.end("one", 1)
-    assert capsys.readouterr().err == "rank 1: error: one\n"
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):

@@ -46,17 +46,10 @@ def run(program, *arguments, folder, path):
 
 
 def test_the_wheel_has_the_configurations_and_no_package_of_a_generic_name(installed):
-    assert {p.name for p in installed.iterdir() if p.suffix != ".dist-info"} == {
-        "coat_dist",
-        "launch",
-        "megatron_patches",
-    }
+    packages = {p.name for p in installed.iterdir() if p.suffix != ".dist-info"}
+    assert packages == {"coat_dist", "launch", "megatron_patches"}
     for kind, names in CONFIGS.items():
         assert sorted(p.name for p in (installed / "launch/configs" / kind).iterdir()) == names
-        for name in names:
-            assert (installed / "launch/configs" / kind / name).read_bytes() == (
-                ROOT / "configs" / kind / name
-            ).read_bytes()
     for folder in ("coat_dist", "launch", "megatron_patches"):
         ours = {p.relative_to(ROOT) for p in (ROOT / folder).rglob("*.py")}
         assert ours == {p.relative_to(installed) for p in (installed / folder).rglob("*.py")}

@@ -8,6 +8,7 @@ from pathlib import Path
 from coat_dist.checkpoint.manifest import read_manifest
 from coat_dist.checkpoint.write.publish import find
 from launch.train import checkpoint
+from tests.launch.pretrain_runs import configuration
 from tests.support import start_ranks
 
 KILLS = 20
@@ -24,13 +25,7 @@ def save_for_ever(rank, world, folder):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     initialize_model_parallel(1)
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-        "coat": {"activation": {"enabled": False}},
-    }
+    config = configuration(folder, 2, {"activation": {"enabled": False}}, gradient_accumulation_steps=1)
     engine, *_ = coat_dist.initialize(model=torch.nn.Linear(256, 256), config=config)
     step, found = 0, find(folder)
     if found is not None:
@@ -38,7 +33,7 @@ def save_for_ever(rank, world, folder):
         step = progress["step"]
         if digest(engine) != progress["digest"]:  # to the byte what was saved, on this rank too
             raise RuntimeError(f"rank {rank}: {found} does not hold what was saved")
-    x = torch.randn(4, 256).bfloat16()
+    x = torch.randn(2, 256).bfloat16()
     publish(Path(folder, f"loaded{rank}"), step)
     while True:
         engine.backward(engine(x).float().square().mean())

@@ -16,6 +16,8 @@ EXPERTS = (
     *("num_moe_experts=4", "moe_router_topk=2", "moe_ffn_hidden_size=128", "moe_aux_loss_coeff=0.1"),
     "moe_token_dispatcher_type=allgather",
 )
+TWO = "--pipeline-parallel 2"
+PARTS = f"{TWO} --virtual-stages 2"
 DROP_NOTHING = ["--model-override", "hidden_dropout=0", "num_layers=4"]
 
 
@@ -47,18 +49,17 @@ def trained(work, run, config, world, *more, steps=4):
     return losses(run), found
 
 
+BF16_OPTIMIZER = {**FP32_GRADIENTS, "gradient_clipping": 0}
+TIED = ("tie_embeddings=true",)
+
+
 @pytest.mark.parametrize(
     ("model", "stages", "settings"),
     [
-        pytest.param((), ["--pipeline-parallel", "2"], {}, marks=pytest.mark.slow),
-        (("tie_embeddings=true",), ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}),
-        pytest.param(
-            ("tie_embeddings=true",),
-            ["--pipeline-parallel", "2"],
-            {**FP32_GRADIENTS, "gradient_clipping": 0},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(EXPERTS, ["--pipeline-parallel", "2"], {}, marks=pytest.mark.slow),
+        pytest.param((), TWO, {}, marks=pytest.mark.slow),
+        (TIED, PARTS, {}),
+        pytest.param(TIED, TWO, BF16_OPTIMIZER, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, TWO, {}, marks=pytest.mark.slow),
     ],
 )
 def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
@@ -69,7 +70,7 @@ def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
     config = configuration(tmp_path, 1, NO_NOISE, **{"gradient_clipping": 0.3, **settings})
     evaluate = ["--eval-interval", "2", "--eval-steps", "2"]
     one = trained(work, tmp_path / "one", config, 1, *model, *evaluate)
-    two = trained(work, tmp_path / "two", config, 2, *model, *evaluate, *stages)
+    two = trained(work, tmp_path / "two", config, 2, *model, *evaluate, *stages.split())
     assert len(one[0]) == 4 and all(norm > 0.3 for _, _, norm, _ in one[0])
     if "data_types" in settings:
         assert [r[2] for r in one[0]] == pytest.approx([r[2] for r in two[0]], rel=1e-6)
@@ -181,8 +182,6 @@ def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
         assert torch.equal(value, eight[1][name]), name
 
 
-TWO = "--pipeline-parallel 2"
-PARTS = f"{TWO} --virtual-stages 2"
 STAGE_2 = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
 
 

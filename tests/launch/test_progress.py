@@ -91,11 +91,3 @@ def test_log_level(loggers, capsys, monkeypatch, level, libraries, printed):
     monkeypatch.setenv("RANK", "3")
     say("info")
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("task", ["0", "1"])
-def test_of_slurms_tasks_only_the_first_speaks_before_ranks_are_known(monkeypatch, capsys, task):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("SLURM_PROCID", task)
-    say("once")
-    assert capsys.readouterr().out == "once\n" * (task == "0")

@@ -1,19 +1,15 @@
 """Signals and random states."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
-import torch
 
 from coat_dist import CoatConfigError
 from launch.train import runtime
-from tests.support import run_ranks
 
 
 @pytest.fixture
@@ -73,34 +69,6 @@ def test_a_dead_launcher_is_a_request():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
     assert done.stdout == "end of the launcher\n"
-
-
-def draws(rank, world, path):
-    """Draw from every generator, before and after a round trip through a file."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    from megatron_patches import initialize_model_parallel
-
-    runtime.seed_python_and_numpy(7)
-    initialize_model_parallel(world, seed=7)
-
-    def draw():
-        with get_cuda_rng_tracker().fork():
-            inside = torch.rand(3)
-        return random.random(), np.random.rand(), torch.rand(3).tolist(), inside.tolist()
-
-    draw()
-    torch.save(runtime.get_random_state(), f"{path}/{rank}.pt")
-    first = [draw() for _ in range(3)]
-    runtime.set_random_state(torch.load(f"{path}/{rank}.pt", weights_only=True))
-    return first, [draw() for _ in range(3)]
-
-
-def test_random_states_survive_a_file(tmp_path):
-    results = run_ranks(2, draws, str(tmp_path))
-    for first, again in results:
-        assert first == again
-    assert results[0][0][0][3] != results[1][0][0][3]  # tensor-parallel regions draw differently on each rank
 
 
 def test_needs_a_launcher(monkeypatch):
