@@ -127,7 +127,7 @@ def weights(engine):
         for n in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
         if hasattr(engine.optimizer, n)
     )
-    return [*values, *(m.detach().clone() for m in master)] if values else [m.detach().clone() for m in master]
+    return [*values, *(m.detach().clone() for m in master)]
 
 
 def command(work, run, config, *more, steps=20):

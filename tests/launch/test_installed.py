@@ -72,14 +72,7 @@ def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
     assert find_config("--model", "tiny.json", "models").samefile(tmp_path / "tiny.json")
     for kind, option in (("models", "--model"), ("deepspeed", "--deepspeed_config")):
         accepted = ", ".join(sorted(name.removesuffix(".json") for name in CONFIGS[kind]))
-        for given in (
-            "tinny",
-            "nowhere/tiny.json",
-            "deepspeed/tiny.json",
-            str(tmp_path / "zero2.json"),
-            "",
-            "x" * 5000,
-        ):
+        for given in ("tinny", "deepspeed/tiny.json", str(tmp_path / "zero2.json"), "", "x" * 5000):
             with pytest.raises(CoatConfigError) as problem:
                 find_config(option, given, kind)
             assert str(problem.value).startswith(f"{option}: got {given}, accepted: a file, or one of ")
