@@ -1,11 +1,11 @@
 """SIGKILL at random points of saving: the last finished checkpoint is always there, whole, and continues."""
 
-import os
 import random
 import time
 from pathlib import Path
 
 from coat_dist.checkpoint.manifest import read_manifest
+from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.checkpoint.write.publish import find
 from launch.train import checkpoint
 from tests.launch.pretrain_runs import configuration
@@ -34,13 +34,13 @@ def save_for_ever(rank, world, folder):
         if digest(engine) != progress["digest"]:  # to the byte what was saved, on this rank too
             raise RuntimeError(f"rank {rank}: {found} does not hold what was saved")
     x = torch.randn(2, 256).bfloat16()
-    publish(Path(folder, f"loaded{rank}"), step)
+    write_text(Path(folder, f"loaded{rank}"), str(step))
     while True:
         engine.backward(engine(x).float().square().mean())
         engine.step()
         step += 1
         checkpoint.save(engine, folder, {}, {"step": step, "digest": digest(engine)}, keep_last=2)
-        publish(Path(folder, f"done{rank}"), step)
+        write_text(Path(folder, f"done{rank}"), str(step))
 
 
 def digest(engine):
@@ -59,13 +59,6 @@ def digest(engine):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
-
-
-def publish(path, value):
-    """In one go: whoever reads the file meanwhile must not find it empty."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(str(value))
-    os.replace(temporary, path)
 
 
 def number(path):
