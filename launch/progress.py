@@ -37,14 +37,7 @@ class Progress(tqdm):
         quiet: bool = False,
     ) -> None:
         self._bar = sys.stderr.isatty()
-        lines = {
-            "mininterval": _SECONDS,
-            "delay": _SECONDS,
-            "miniters": 1,
-            "smoothing": 0,
-            "leave": False,
-            "bar_format": _LINE,
-        }
+        lines = dict(mininterval=_SECONDS, delay=_SECONDS, miniters=1, smoothing=0, leave=False, bar_format=_LINE)
         super().__init__(
             total=total,
             desc=what,

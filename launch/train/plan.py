@@ -263,9 +263,11 @@ def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
 
 def _notes(args: TrainingOptions, lr: float, batch: BatchSizes) -> list[str]:
     """Lines about settings that train, but most likely not as intended."""
-    stages = args.pipeline_parallel
+    stages, initialized = args.pipeline_parallel, getattr(args, "init_from", None) is not None
     notes = {
         "--lr: 0, with which no weight changes": not lr,
+        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
+        "what the weights have learnt": initialized and not args.warmup_steps and lr > 1e-4,
         f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so "
         "some of these are idle at any time": batch.accumulation < stages,
     }
