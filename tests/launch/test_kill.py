@@ -14,7 +14,7 @@ from tests.support import start_ranks
 KILLS = 20
 
 
-def save_for_ever(rank, world, folder):
+def save_for_ever(rank, world, folder, config):
     """Continue from the latest checkpoint and save one step after the other; a file says which are done."""
     import coat_dist
     from megatron_patches import initialize_model_parallel
@@ -25,7 +25,6 @@ def save_for_ever(rank, world, folder):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     initialize_model_parallel(1)
     torch.manual_seed(0)
-    config = configuration(folder, 2, {"activation": {"enabled": False}}, gradient_accumulation_steps=1)
     engine, *_ = coat_dist.initialize(model=torch.nn.Linear(256, 256), config=config)
     step, found = 0, find(folder)
     if found is not None:
@@ -70,13 +69,14 @@ def number(path):
 
 def test_kills_lose_no_finished_checkpoint(tmp_path):
     chance = random.Random()
+    config = configuration(tmp_path, 2, {"activation": {"enabled": False}}, gradient_accumulation_steps=1)
     done, interrupted = 0, set()
     for kill in range(KILLS):
         for name in ("loaded0", "loaded1"):
             (tmp_path / name).unlink(missing_ok=True)
         out = tmp_path / f"ranks{kill}"
         out.mkdir()
-        ranks = start_ranks(2, save_for_ever, str(tmp_path), out=str(out))
+        ranks = start_ranks(2, save_for_ever, str(tmp_path), config, out=str(out))
         give_up, came_back = time.monotonic() + 120, 0.0
         while number(tmp_path / "done0") <= done:  # one step and save more than before
             failed = [(out / f"{r}.pt").exists() for r in range(2)]
