@@ -16,10 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from types import NoneType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 __all__ = [
-    "LARGEST",
     "DefaultsHelp",
     "LocalPath",
     "Parser",
@@ -34,44 +33,41 @@ __all__ = [
     "option",
     "options_parser",
     "out_of_range",
-    "parse_options",
     "whole_number",
 ]
 
-_NEGATIVE = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
 LARGEST = 10**12
 """Upper bound of integer options."""
 
 
 class DefaultsHelp(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that says the defaults which there are, once."""
+    """Help with each default once, and none where there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        said = "(default: " in (action.help or "") or action.default in (None, False, [])
-        return action.help if said else super()._get_help_string(action)
+        shown = "(default: " in (action.help or "") or action.default in (None, False, [])
+        return action.help if shown else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` without abbreviations, whose errors are one line and status 2.
 
-    Under a launcher rank 0 alone speaks: errors and help would come from every rank.
+    Under a launcher rank 0 alone prints them.
 
     Args:
         prefix: what errors begin with, before "error: ".
-        meant: names that other programs have for an option, without dashes: ``{"learning-rate": "--lr"}``.
-        kwargs: of ``ArgumentParser``.
+        meant: names of other programs for an option, without dashes: ``{"learning-rate": "--lr"}``.
     """
 
     def __init__(self, *, prefix: str = "", meant: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.prefix, self.meant = prefix, dict(meant or {})
         # Its own pattern knows no exponents and lists: `--lr -1e-4` would lack a value.
-        self._negative_number_matcher = _NEGATIVE
+        self._negative_number_matcher = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """Refuse what is no option before anything else: a misspelt one is also one that is missing."""
+        """Refuse unknown options before anything else: a misspelt one is also one that is missing."""
         given = list(sys.argv[1:] if args is None else args)
-        unknown = [text.partition("=")[0] for text in self._before_dashes(given) if not self._known(text)]
+        unknown = [text.partition("=")[0] for text in given if not self._known(text)]
         if unknown:
             self.error("; ".join(f"{one}: no such option{self._suggestion(one)}" for one in dict.fromkeys(unknown)))
         parsed, rest = super().parse_known_args(given, namespace)
@@ -80,36 +76,26 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and leave with status 2."""
-        rank = _rank()
-        if rank:
-            time.sleep(10)  # rank 0 says the same, and then the launcher ends this rank before it repeats it
-        line = " ".join(message.removeprefix("argument ").split("\n"))
+        """Print one line and exit with status 2."""
+        if rank := int(os.environ.get("RANK", 0)):
+            time.sleep(10)  # rank 0 prints the same, and then the launcher ends this rank before it repeats it
+        line = f"{self.prefix}error: {' '.join(message.removeprefix('argument ').split())}"
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from coat_dist.ranks import tell_torchrun  # late: it brings torch, for which nobody waits without torchrun
+            from coat_dist.ranks import tell_torchrun  # late: it imports torch, which is not needed without torchrun
 
-            tell_torchrun(f"{self.prefix}error: {line}")
-        who = ""
-        if rank:
-            from coat_dist import nodes
-
-            who = f"rank {rank}{f' (host {nodes.host()})' if nodes.several_nodes() else ''}: "
-        print(f"{who}{self.prefix}error: {line}", file=sys.stderr, flush=True)
+            tell_torchrun(line)
+        print(f"rank {rank}: {line}" if rank else line, file=sys.stderr, flush=True)
         sys.exit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse what is no choice, in the words of all other errors and the same for every version of Python."""
+        """Refuse what is no choice, in the same words for every version of Python."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"got {value!r}, accepted: {', '.join(map(str, action.choices))}")
 
     def print_help(self, file: Any = None) -> None:
-        """Print what the options are, on rank 0."""
-        if _rank() == 0:
+        """Print the options, on rank 0."""
+        if os.environ.get("RANK", "0") == "0":
             super().print_help(file)
-
-    @staticmethod
-    def _before_dashes(given: Sequence[str]) -> Sequence[str]:
-        return given[: given.index("--")] if "--" in given else given
 
     def _known(self, text: str) -> bool:
         """Whether argparse takes ``text`` for one of our options or for a value."""
@@ -120,10 +106,8 @@ class Parser(argparse.ArgumentParser):
     def _suggestion(self, unknown: str) -> str:
         name = unknown.lstrip("-").replace("_", "-").lower()
         options = {option.lstrip("-").replace("_", "-"): option for option in reversed(self._option_string_actions)}
-        found = self.meant.get(name) or options.get(name)
-        if found is None:
-            near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-            found = options[near[0]] if near else None
+        near = difflib.get_close_matches(name, options, n=1)
+        found = self.meant.get(name) or (options[near[0]] if near else None)
         return f" (did you mean {found}?)" if found else f", accepted: what {self.prog} --help lists"
 
 
@@ -152,11 +136,6 @@ def local_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def _rank() -> int:
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdigit() else 0
-
-
 def micro_batch(text: str) -> int | str:
     """A positive whole number, or "auto", as a type of an option."""
     if text == "auto":
@@ -167,8 +146,8 @@ def micro_batch(text: str) -> int | str:
 
 
 LocalPath = Annotated[str, local_path]
-_LEAST = {int: "an integer", float: "a number"}
 _TYPES = {int: whole_number, float: number, str: str}
+_LEAST = {int: "an integer", float: "a number"}
 
 
 def option(
@@ -176,7 +155,6 @@ def option(
     *,
     group: str = "",
     flags: Sequence[str] = (),
-    metavar: str | None = None,
     least: float | None = None,
     meant: str = "",
     **more: Any,
@@ -184,68 +162,55 @@ def option(
     """A field that is an option: ``tensor_parallel`` is ``--tensor-parallel``. Its docstring is the help.
 
     The annotation says how it is parsed: ``bool`` is a flag, ``Literal`` has choices, ``list`` takes several values,
-    and ``Annotated[str, function]`` is converted by the function.
+    and ``Annotated[str, function]`` is converted by the function. An option without a default is required.
 
     Args:
-        default: absent where the option has to be given.
         group: heading in the help.
         flags: names in place of the field's.
         least: smallest value that :func:`out_of_range` accepts.
-        meant: what other programs call it, without dashes, with spaces between: suggested where somebody types it.
+        meant: names of other programs, without dashes, separated by spaces: the option is suggested for them.
         more: of ``add_argument``.
     """
-    known: dict[str, Any] = {"group": group, "flags": flags, "least": least, "meant": meant, "more": more}
-    if metavar is not None:
-        known["more"]["metavar"] = metavar
-    given: dict[str, Any] = {} if default is MISSING else {"default": default}
-    if isinstance(default, list):
-        given = {"default_factory": default.copy}
-    return field(**given, kw_only=True, metadata={"option": known})
-
-
-def _flags(one: Any) -> Sequence[str]:
-    return one.metadata["option"]["flags"] or (f"--{one.name.replace('_', '-')}",)
+    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    known = {"group": group, "flags": flags, "least": least, "meant": meant.split(), "more": more}
+    return field(**given, kw_only=True, metadata={"option": known})  # type: ignore[call-overload]
 
 
 def _options(cls: type) -> list[Any]:
     return [one for one in fields(cls) if "option" in one.metadata]
 
 
+def _flags(one: Any) -> Sequence[str]:
+    return one.metadata["option"]["flags"] or (f"--{one.name.replace('_', '-')}",)
+
+
 def _docstrings(cls: type) -> dict[str, str]:
-    """The docstrings of a dataclass's fields, those of its bases too, by the fields' names."""
+    """Docstrings of a dataclass's fields and of those of its bases, by the fields' names."""
     found: dict[str, str] = {}
     for one in reversed(cls.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body  # type: ignore[attr-defined]
         for statement, text in zip(body, body[1:], strict=False):
             if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[statement.target.id] = inspect.cleandoc(ast.literal_eval(text.value))  # type: ignore
+                found[statement.target.id] = " ".join(ast.literal_eval(text.value).split())  # type: ignore
     return found
 
 
 def add_options(parser: Any, cls: type, names: Iterable[str] | None = None) -> None:
-    """Add fields of a dataclass to a parser, under their headings, or to one group of it.
-
-    Args:
-        names: of the fields; None = all.
-    """
+    """Add fields of a dataclass to a parser, under their headings, or to one group of it; ``names``: None = all."""
     hints, help_of = get_type_hints(cls, include_extras=True), _docstrings(cls)
     groups = {group.title: group for group in parser._action_groups}
     for one in _options(cls):
         if names is not None and one.name not in names:
             continue
         known, kind = one.metadata["option"], hints[one.name]
-        given: dict[str, Any] = {"dest": one.name, "help": help_of[one.name].replace("\n", " "), **known["more"]}
-        if kind is bool:
-            given["action"] = "store_true"
-        else:
-            given |= _of_type(kind)
-            given["default"] = one.default_factory() if one.default_factory is not MISSING else one.default
-            if given["default"] is MISSING:
-                given |= {"required": True, "default": None}
-        title, target = known["group"], parser
-        if isinstance(parser, argparse.ArgumentParser) and title:
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        given = {"action": "store_true"} if kind is bool else {**_of_type(kind), "default": default}
+        if default is MISSING:
+            given |= {"required": True, "default": None}
+        target = parser
+        if isinstance(parser, argparse.ArgumentParser) and (title := known["group"]):
             target = groups[title] = groups.get(title) or parser.add_argument_group(title)
-        target.add_argument(*_flags(one), **given)
+        target.add_argument(*_flags(one), dest=one.name, help=help_of[one.name], **given, **known["more"])
 
 
 def _of_type(kind: Any) -> dict[str, Any]:
@@ -261,25 +226,13 @@ def _of_type(kind: Any) -> dict[str, Any]:
 
 
 def options_parser(cls: type, prog: str, meant: Mapping[str, str] | None = None) -> Parser:
-    """The parser of a dataclass of options, whose docstring describes the program.
-
-    Args:
-        meant: names of other programs for what is no field.
-    """
-    theirs = {name: _flags(one)[0] for one in _options(cls) for name in one.metadata["option"]["meant"].split()}
+    """The parser of a dataclass of options, whose docstring describes the program; ``meant``: as of :class:`Parser`."""
+    theirs = {name: _flags(one)[0] for one in _options(cls) for name in one.metadata["option"]["meant"]}
     parser = Parser(
         prog=prog, description=inspect.getdoc(cls), formatter_class=DefaultsHelp, meant={**(meant or {}), **theirs}
     )
     add_options(parser, cls)
     return parser
-
-
-C = TypeVar("C")
-
-
-def parse_options(cls: type[C], parser: Parser, argv: Sequence[str] | None) -> C:
-    """A command line as an instance of ``cls``, from its :func:`options_parser`."""
-    return cls(**vars(parser.parse_args(argv)))
 
 
 def out_of_range(options: Any) -> list[str]:
@@ -302,27 +255,19 @@ class RunOptions:
 
     tensor_parallel: int = _model(1, metavar="N", least=1, meant="tp tensor-model-parallel-size")
     """ranks that share every layer"""
-    expert_parallel: int = _model(
-        1, metavar="N", least=1, meant="ep ep-size expert-model-parallel-size expert-parallel-size"
-    )
+    expert_parallel: int = _model(1, metavar="N", least=1, meant="ep ep-size expert-model-parallel-size")
     """data-parallel ranks that divide the experts of every layer among themselves"""
     sequence_parallel: bool = _model(False)
     """also share the tokens between layers"""
     pipeline_parallel: int = _model(1, metavar="P", least=1, meant="pp pipeline-model-parallel-size")
     """stages that the layers are divided over"""
-    virtual_stages: int = _model(
-        1,
-        metavar="V",
-        least=1,
-        meant="vpp virtual-pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage "
-        "num-virtual-stages-per-pipeline-rank",
-    )
+    virtual_stages: int = _model(1, metavar="V", least=1, meant="vpp num-virtual-stages-per-pipeline-rank")
     """parts of the model in each stage (interleaved schedule): a smaller bubble, more communication"""
     micro_batch: Annotated[int | str, micro_batch] | None = _memory(
         None, metavar="N|auto", meant="micro-batch-size per-device-train-batch-size"
     )
     """samples of a forward pass on a rank, in place of train_micro_batch_size_per_gpu; auto = the largest that fits, by
-    the planner and a trial step"""
+    the planner"""
     recompute_granularity: Literal["full", "selective"] | None = _memory(None, meant="recompute recompute-activations")
     """compute whole layers again in backward, or parts of them (default: keep what backward needs)"""
     recompute_method: Literal["uniform", "block"] | None = _memory(None)
@@ -353,7 +298,7 @@ def add_pipeline_options(group: Any) -> None:
 
 
 def one_stage_only(args: Any, why: str) -> list[str]:
-    """A line for each option of pipelines that a program does not honour."""
+    """A line for each option of pipelines, in a program that has one stage."""
     return [
         f"--{name.replace('_', '-')}: got {getattr(args, name)}, accepted: 1 ({why})"
         for name in ("pipeline_parallel", "virtual_stages")

@@ -17,10 +17,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly, raise_again
-
-if __name__ == "__main__":
-    leave_quietly("convert_hf")
 
 import argparse
 import json
@@ -35,7 +31,7 @@ from tqdm import tqdm
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.command_line import LocalPath, Parser, add_options, option, parse_options
+from launch.command_line import LocalPath, Parser, add_options, option
 from launch.data.blend import without_suffix
 from launch.data.tokenizer import SentencePieceTokenizer, for_data
 from launch.hf.convert import MEGATRON, Conversion, plan_hugging_face, plan_megatron
@@ -190,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
     p = Parser(prog="convert_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p, ConvertOptions)
-    args = parse_options(ConvertOptions, p, argv)
+    args = ConvertOptions(**vars(p.parse_args(argv)))
     set_log_level(args.log_level)
     if args.tensor_parallel or args.pipeline_parallel:
         say("note: --tensor-parallel and --pipeline-parallel have no effect: the result has whole tensors", "warning")
@@ -208,6 +204,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise_again()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in checkpoints, looks for GPUs
     sys.exit(main())

@@ -19,10 +19,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly, raise_again
-
-if __name__ == "__main__":
-    leave_quietly("evaluate")
 
 import math
 import os
@@ -210,8 +206,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("evaluate: interrupted; nothing was written", file=sys.stderr)
         return 130
-    except failing.NotComing:
-        return 4
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not of_another_rank(problem):
             raise
@@ -222,7 +216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise_again()
     status = main()
     sys.stdout.flush()
     if status:

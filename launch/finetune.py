@@ -16,13 +16,9 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly
-from launch.log_level import SlowPhase
 from launch.plan.allocator import expandable_segments
 
 if __name__ == "__main__":
-    leave_quietly("finetune")
-    importing = SlowPhase("importing torch, Megatron-core and DeepSpeed")
     expandable_segments()  # read when torch's allocator begins
 
 import os
@@ -36,7 +32,6 @@ from coat_dist.ranks import on_rank_0
 from launch.chat import arguments, export, plan
 from launch.train import runtime
 from launch.train.loop import Loop
-from launch.train.node_folders import check_export
 
 __all__ = ["main", "train"]
 
@@ -56,8 +51,6 @@ def train(
         pretrain.USER_ERRORS, BadSteps: see :func:`pretrain.main`.
     """
     a = draft.args
-    if a.export_to is not None:
-        check_export("--export-to", draft.settings)
     on_rank_0(lambda: export.check_target(a, draft.weights.path))
     p = plan.finish(draft, pretrain.say)
     ending = pretrain.start(p, device, plan.ChatData, stop, interfere)
@@ -74,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    importing.cancel()
     status = main()
     sys.stdout.flush()
     if status:

@@ -1,4 +1,4 @@
-"""How much a program says: ``--log-level``, for its own lines and for libraries' loggers, the same in all programs."""
+"""``--log-level`` of all programs, for their own lines and for libraries' loggers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import argparse
 import logging
 import os
 import sys
-import threading
-from typing import TextIO
 
-__all__ = ["LEVELS", "SlowPhase", "add_log_level", "quiet_libraries", "say", "set_log_level", "shows"]
+__all__ = ["LEVELS", "add_log_level", "quiet_libraries", "say", "set_log_level", "shows"]
 
 LEVELS = ("debug", "info", "warning", "error")
 _LIBRARIES = ("DeepSpeed", "megatron", "torch.distributed", "transformers", "matplotlib")
@@ -17,7 +15,7 @@ _level = "info"
 
 
 def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add ``--log-level`` to a command line; give what was chosen to :func:`set_log_level`."""
+    """Add ``--log-level`` to a command line; its value goes to :func:`set_log_level`."""
     parser.add_argument(
         "--log-level",
         choices=LEVELS,
@@ -28,19 +26,14 @@ def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
 
 
 def set_log_level(level: str) -> None:
-    """Choose how much this process says, from here on."""
+    """Set the level of this process."""
     global _level
-    if level not in LEVELS:
-        raise ValueError(f"level: got {level!r}, accepted: {', '.join(LEVELS)}")
     _level = level
     quiet_libraries()
 
 
 def quiet_libraries() -> None:
-    """Give the libraries' loggers the level that was chosen. Call it again after an import that makes a logger anew.
-
-    Where nothing was chosen they say warnings and errors.
-    """
+    """Set the level of libraries' loggers; call it again after an import that creates one."""
     wanted = {"debug": logging.DEBUG, "error": logging.ERROR}.get(_level, logging.WARNING)
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(wanted)
@@ -55,28 +48,8 @@ def shows(level: str) -> bool:
     return LEVELS.index(level) >= LEVELS.index(_level)
 
 
-def say(text: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Print a line of the program's own, on rank 0, if the chosen level shows it.
-
-    Args:
-        level: ``"info"`` goes to stdout, ``"warning"`` and above to stderr.
-        stream: goes there instead.
-    """
+def say(text: str, level: str = "info") -> None:
+    """Print a line on rank 0, if the level shows it: "info" to stdout, "warning" and above to stderr."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))  # SLURM's, until RANK is set from it
     if shows(level) and rank == "0":
-        print(text, file=stream or (sys.stdout if level in ("debug", "info") else sys.stderr), flush=True)
-
-
-class SlowPhase(threading.Timer):
-    """A phase of a start, until ``cancel()`` or the end of ``with``: after ``seconds`` rank 0 says it on stderr."""
-
-    def __init__(self, doing: str, seconds: float = 5.0) -> None:
-        super().__init__(seconds, lambda: say(f"{doing} ...", stream=sys.stderr))
-        self.daemon = True  # a program that fails meanwhile ends at once
-        self.start()
-
-    def __enter__(self) -> SlowPhase:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()
+        print(text, file=sys.stdout if level in ("debug", "info") else sys.stderr, flush=True)

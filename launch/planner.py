@@ -14,10 +14,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly
-
-if __name__ == "__main__":
-    leave_quietly("planner")
 
 from collections.abc import Sequence
 

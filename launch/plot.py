@@ -12,10 +12,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly, raise_again
-
-if __name__ == "__main__":
-    leave_quietly("plot")
 
 import io
 import math
@@ -230,5 +226,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise_again()
     sys.exit(main())

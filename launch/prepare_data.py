@@ -16,10 +16,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly, raise_again
-
-if __name__ == "__main__":
-    leave_quietly("prepare_data")
 
 import argparse
 import hashlib
@@ -265,7 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise_again()
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

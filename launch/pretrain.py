@@ -17,47 +17,45 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly
-from launch.log_level import SlowPhase, say, set_log_level, shows
+from launch.log_level import say, set_log_level, shows
 from launch.plan.allocator import expandable_segments
 
 if __name__ == "__main__":
-    leave_quietly("pretrain")
-    importing = SlowPhase("importing torch, Megatron-core and DeepSpeed")
     expandable_segments()  # read when torch's allocator begins
 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-# Warnings of torch's C++ threads about a connection that has ended with its rank, in place of the line that says why.
+# Suppresses warnings of torch's C++ threads about a connection that has ended with its rank.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import torch
 
-from coat_dist import CoatConfigError
+from coat_dist import CoatConfigError, nodes
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.without_launcher import take_ranks
-from coat_dist.ranks import check_same_on_all_ranks, of_another_rank
+from coat_dist.ranks import attempt, check_same_on_all_ranks, gather, of_another_rank, on_rank_0, say_ranks
 from launch import failing
 from launch.model import gpt
-from launch.model.gpt import flops_per_token
 from launch.plan.arguments import dry_run, silence_deepspeed
 from launch.prep import DataError
-from launch.train import arguments, auto, build, checkpoint, exhausted, layout, runtime, stages
+from launch.train import arguments, auto, build, checkpoint, exhausted, layout, runtime
 from launch.train.data_source import DataSource, Progress, TokenData
-from launch.train.folders import Folders
+from launch.train.folders import Folders, open_on_nodes
 from launch.train.loop import BadSteps, Loop
 from launch.train.memory import MemoryReport
-from launch.train.node_folders import open_on_nodes, team_of_checkpoints
 from launch.train.plan import Plan, plan
-from launch.train.rank_times import RankTimes
 from launch.train.reporters import open_reporters, step_profiler
 from launch.train.steps import steps_of
 
 __all__ = ["USER_ERRORS", "Ending", "main", "run", "say", "start", "train"]
+
+T = TypeVar("T")
 
 USER_ERRORS = (CoatConfigError, CheckpointError, DataError)
 
@@ -76,7 +74,7 @@ def train(
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
 ) -> str:
-    """:func:`start` a run of ``pretrain.py``; how it ended, a sentence."""
+    """:func:`start` a run of ``pretrain.py``; a sentence on how it ended."""
     return start(p, device, TokenData, stop, interfere).text
 
 
@@ -91,7 +89,7 @@ def start(
 
     Args:
         p: a :class:`Plan`, or a subclass.
-        open_data: makes the batches of the plan, of where the run is and of the data-parallel rank.
+        open_data: makes the batches, from the plan, the progress and the data-parallel rank.
         interfere: called with the loop before it runs (tests).
 
     Raises:
@@ -103,107 +101,102 @@ def start(
     check_same_on_all_ranks({**p.identity(), "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}})
     heartbeat.start()  # a rank may also hang before there is an engine
     runtime.seed_python_and_numpy(a.seed)
-    # Gloo twins of the groups are for Megatron's own optimizers, and cost start-up time.
-    experts = {"expert_model_parallel_size": a.expert_parallel} if a.expert_parallel > 1 else {}
     initialize_model_parallel(
-        a.tensor_parallel, seed=a.seed, create_gloo_process_groups=False, **experts, **stages.groups(a)
+        a.tensor_parallel,
+        seed=a.seed,
+        expert_model_parallel_size=a.expert_parallel,
+        pipeline_model_parallel_size=a.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=a.virtual_stages if a.virtual_stages > 1 else None,
+        create_gloo_process_groups=False,  # Megatron's own optimizers use them, and they cost start-up time
     )
     with ExitStack() as stack:
-        folders = open_on_nodes(a, p.settings, stack)
-        p = auto.settle(p, device, folders.source, say)
-        return _train(p, device, folders, open_data, stop, interfere, stack)
+        folders = open_on_nodes(a, stack)
+        if p.auto:
+            p = auto.settle(p, device, folders.source)
+        loops = list[Loop]()
+        stack.enter_context(exhausted.explained(p, lambda: loops[0] if loops else None))
+        loop = _build(p, device, folders, open_data, stack)
+        loop.stop = stop
+        loops.append(loop)
+        if interfere is not None:
+            interfere(loop)
+        return _finish(loop)
 
 
-def _train(
-    p: Plan,
-    device: torch.device,
-    folders: Folders,
-    open_data: Callable[[Any, Progress, int], DataSource],
-    stop: runtime.StopSignal | None,
-    interfere: Callable[[Loop], None] | None,
-    stack: ExitStack,
-) -> Ending:
-    """Build data and engine, continue from a checkpoint if there is one, train; ``stack`` closes what is opened."""
+def _build(
+    p: Plan, device: torch.device, folders: Folders, open_data: Callable[..., DataSource], stack: ExitStack
+) -> Loop:
+    """Data, engine and reporters of a run, continued from a checkpoint if there is one; ``stack`` closes them."""
     from megatron.core import parallel_state
 
-    a, source, loops = p.args, folders.source, list[Loop]()
-    stack.enter_context(exhausted.explained(p, lambda: loops[0] if loops else None))
-    team = team_of_checkpoints(p.settings)
-    examined = None if source is None else checkpoint.examine(layout.fitting(source, p), p.identity(), team)
+    a, source, examined = p.args, folders.source, None
+    if source is not None:
+        chosen = layout.fitting(source, p) if a.load == "auto" else source
+        examined = checkpoint.examine(chosen, p.identity())
     progress = Progress() if examined is None else Progress(**examined.manifest["progress"])
-    with SlowPhase("indexing the data"):
-        data_source = open_data(p, progress, parallel_state.get_data_parallel_rank())
+    data = open_data(p, progress, parallel_state.get_data_parallel_rank())
     if p.warning is not None:
         say(p.warning, "warning")
     say(p.describe())
-    with SlowPhase("building the engine"):
-        weights = p.weights if examined is None else None
-        engine = build.build_engine(p, say, universal=examined is not None and examined.universal, weights=weights)
+    weights = p.weights if examined is None else None
+    engine = build.build_engine(p, say, universal=examined is not None and examined.universal, weights=weights)
     if examined is not None:
         checkpoint.restore(engine, examined)
         changed = [f"  changed: {line}" for line in examined.changed]
         say("\n".join([f"continuing after step {progress.step} from {examined.path}", *changed]))
-    continues = source is not None and not a.overwrite
-    reporters = open_reporters(a, progress.step, continues, p.identity())
+    reporters = open_reporters(a, progress.step, source is not None and not a.overwrite, p.identity())
     stack.callback(reporters.close)  # before the locks go
     profiler = None
     if a.profile_steps is not None and torch.distributed.get_rank() == 0:
         profiler = stack.enter_context(step_profiler(a.profile_steps, progress.step, str(a.output)))
-    whole_forward = a.tensor_parallel == a.expert_parallel == 1 and p.settings["zero_optimization"]["stage"] < 3
-    times = RankTimes(device, whole_forward=whole_forward)
-    loop = Loop(
+    router_sizes = a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel
+    return Loop(
         engine=engine,
-        steps=steps_of(p, engine, device, times),
-        data=data_source,
+        steps=steps_of(p, engine, device),
+        data=data,
         schedule=p.schedule,
         reporters=reporters,
         options=a,
         progress=progress,
-        times=times,
         device=device,
         samples_per_step=p.batch.total,
-        flops_per_token=flops_per_token(p.model, p.model.seq_length),
-        save=saving(p, engine, folders, progress) if a.save else None,
-        more=None if p.model.num_moe_experts is None else lambda: router_losses(p),
+        flops_per_token=gpt.flops_per_token(p.model, p.model.seq_length),
+        save=_saving(p, engine, folders, progress) if a.save else None,
+        more=None if p.model.num_moe_experts is None else partial(gpt.router_losses, p.model, *router_sizes),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         profiler=profiler,
-        stop=stop,
         last_checkpoint=source,
     )
-    loops.append(loop)
-    if interfere is not None:
-        interfere(loop)
+
+
+def _finish(loop: Loop) -> Ending:
+    """Train to the end, and report how the run ended."""
+    progress, saves = loop.progress, loop.save is not None
     try:
         why = loop.run()
     except BadSteps:
-        reporters.finish("too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True)
+        loop.reporters.finish("too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True)
         raise
     text = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
-    last = loop.last_checkpoint if a.save else None
-    reporters.finish(text, progress.step, last)
-    return Ending(f"{text}; checkpoint {last}" if a.save else f"{text}; nothing saved (no --save)", why is None, last)
+    last = loop.last_checkpoint if saves else None
+    loop.reporters.finish(text, progress.step, last)
+    return Ending(f"{text}; checkpoint {last}" if saves else f"{text}; nothing saved (no --save)", why is None, last)
 
 
-def saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Callable[[], Path]:
-    """What writes a checkpoint of a run and returns its path."""
+def _saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Callable[[], Path]:
+    """The function that writes a checkpoint of a run and returns its path."""
     a, superseded = p.args, list(folders.superseded)
     carried = p.carried(folders.source)  # read now: the source may be removed meanwhile
 
     def save() -> Path:
         folder = str(a.save)
-        saved = checkpoint.save(engine, folder, p.identity(), progress.to_dict(), a.keep_last, superseded, carried)
+        saved = checkpoint.save(engine, folder, p.identity(), asdict(progress), a.keep_last, superseded, carried)
         superseded.clear()  # from now on their names may be this run's
         if torch.distributed.get_rank() == 0:
             layout.forget(folder)
         return saved
 
     return save
-
-
-def router_losses(p: Plan) -> dict[str, torch.Tensor]:
-    """Losses of the routers of a model with experts, in the step that is done."""
-    a = p.args
-    return gpt.router_losses(p.model, a.tensor_parallel, p.batch.accumulation, a.pipeline_parallel)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -220,37 +213,32 @@ def run(
 
     Args:
         parse: the command line's arguments.
-        make_plan: what is to be done, of the arguments and the number of ranks; touches no device.
-        work: does it; how it ended, a sentence.
+        make_plan: the plan, from the arguments and the number of ranks; touches no device.
+        work: runs the plan; returns a sentence on how it ended.
     """
     task = os.environ.get("SLURM_PROCID", "")
-    rank = int(task) if task.isdecimal() else 0  # until it is known: all tasks may find the same wrong
+    rank = int(task) if task.isdecimal() else 0  # until it is known
     try:
         take_ranks()
-        rank = int(os.environ.get("RANK", 0))
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         args = parse()
         set_log_level(args.log_level)
         if args.dry_run:
             silence_deepspeed()
-        p = make_plan(args, args.gpus or int(os.environ.get("WORLD_SIZE", 1)))
-        if args.dry_run:
-            return dry_run(p, rank)
-        with SlowPhase("joining the other ranks"):
+            return dry_run(make_plan(args, args.gpus or world), rank)
+        if several := nodes.several_nodes():  # a file may be missing on one of them, and the others are to learn of it
+            device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
+        p = _on_all(lambda: make_plan(args, world)) if several else make_plan(args, world)
+        if not several:
             device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
         ending = work(p, device, stop)
-    except SystemExit as ended:  # of the command line, which has said why
-        if ended.code and failing.needed():
-            failing.tell_starting("its command line cannot be used", rank)
-        raise
-    except failing.NotComing:
-        return 4
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2
     except exhausted.OutOfMemory as problem:
         failing.end(str(problem), rank, kind="out of memory")
-        return exhausted.STATUS
+        return 5
     except (torch.distributed.DistError, RuntimeError) as problem:
         if not of_another_rank(problem):
             raise
@@ -263,8 +251,22 @@ def run(
     return 0
 
 
+def _on_all(make: Callable[[], T]) -> T:
+    """What ``make`` returns on this rank; collective.
+
+    Raises:
+        CoatConfigError: on every rank, the errors of any.
+    """
+    nodes.meet(gather(nodes.my_place()))
+    made, ranks = list[T](), dict[str, list[int]]()
+    for rank, text in attempt(lambda: made.append(make()))[1].items():
+        ranks.setdefault(text, []).append(rank)
+    if ranks:
+        raise CoatConfigError("\n".join(f"{say_ranks(having)}: {text}" for text, having in ranks.items()))
+    return made[0]
+
+
 if __name__ == "__main__":
-    importing.cancel()
     status = main()
     sys.stdout.flush()
     if status:

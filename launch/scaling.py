@@ -14,10 +14,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly, raise_again
-
-if __name__ == "__main__":
-    leave_quietly("scaling")
 
 import json
 import os
@@ -100,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise_again()
     status = main()
     sys.stdout.flush()
     os._exit(status)  # no waiting for ranks that will not come

@@ -24,10 +24,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.interrupts import leave_quietly, raise_again
-
-if __name__ == "__main__":
-    leave_quietly("to_universal")
 
 import argparse
 import os
@@ -163,6 +159,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise_again()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in the files, looks for GPUs
     sys.exit(main())

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from coat_dist import CoatConfigError
-from launch.command_line import LocalPath, Parser, one_stage_only, option, options_parser, parse_options
+from launch.command_line import LocalPath, Parser, one_stage_only, option, options_parser
 from launch.train.arguments import DEEPSPEED_KEYS, TrainingOptions
 
 __all__ = ["LONGEST_DEFAULT", "FinetuneOptions", "parse", "parser"]
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> FinetuneOptions:
     Raises:
         CoatConfigError: one line for each argument that cannot be used.
     """
-    options = parse_options(FinetuneOptions, parser(), argv)
+    options = FinetuneOptions(**vars(parser().parse_args(argv)))
     if options.epochs is not None and options.train_steps is not None:
         raise CoatConfigError(f"--epochs: got {options.epochs}, accepted: nothing with --train-steps")
     if options.train_steps is None and options.epochs is None:

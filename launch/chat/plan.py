@@ -26,7 +26,7 @@ from launch.prep import DataError
 from launch.train.arguments import UNKNOWN_STEPS
 from launch.train.checkpoint import require_loadable
 from launch.train.data_source import Batch, Progress
-from launch.train.node_folders import sharers
+from launch.train.folders import sharers
 from launch.train.plan import Plan, assemble
 from launch.train.settings import MICRO, load_settings
 from launch.weights import Weights, open_weights

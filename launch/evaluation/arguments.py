@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from coat_dist import CoatConfigError
-from launch.command_line import LocalPath, local_path, option, options_parser, out_of_range, parse_options
+from launch.command_line import LocalPath, local_path, option, options_parser, out_of_range
 
 __all__ = ["EvaluateOptions", "parse"]
 
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str] | None = None) -> EvaluateOptions:
         CoatConfigError: one line for each value that cannot be used, or would be ignored where a reader would take the
             results for others.
     """
-    a = parse_options(EvaluateOptions, options_parser(EvaluateOptions, "evaluate.py"), argv)
+    a = EvaluateOptions(**vars(options_parser(EvaluateOptions, "evaluate.py").parse_args(argv)))
     if a.load is None and a.model is not None and os.path.isdir(a.model):
         a.load, a.model = a.model, None  # other programs call a folder of weights a model
     if a.compare is not None:

@@ -18,7 +18,6 @@ from launch.command_line import (
     option,
     options_parser,
     out_of_range,
-    parse_options,
     whole_number,
 )
 from launch.find_config import read_config
@@ -105,7 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
         CoatConfigError: settings that cannot be used or planned.
         CheckpointError: --model is a folder without weights.
     """
-    args = parse_options(PlannerOptions, options_parser(PlannerOptions, "planner.py"), argv)
+    args = PlannerOptions(**vars(options_parser(PlannerOptions, "planner.py").parse_args(argv)))
     set_log_level(args.log_level)
     silence_deepspeed()
     from launch.train.arguments import PretrainOptions

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from coat_dist import CoatConfigError
-from launch.command_line import LocalPath, option, options_parser, out_of_range, parse_options
+from launch.command_line import LocalPath, option, options_parser, out_of_range
 from launch.plan.arguments import ConfiguredOptions
 from launch.plan.gpus import memory_bytes
 from launch.plan.recompute import check_recompute
@@ -93,7 +93,7 @@ class ScalingOptions(ConfiguredOptions):
 
 def parse(argv: Sequence[str] | None = None) -> ScalingOptions:
     """Parse and check the command line; CoatConfigError names what cannot be used."""
-    args = parse_options(ScalingOptions, options_parser(ScalingOptions, "scaling.py"), argv)
+    args = ScalingOptions(**vars(options_parser(ScalingOptions, "scaling.py").parse_args(argv)))
     problems = [*out_of_range(args), *check_recompute(args)]
     if not (args.model or args.measured or args.only == "collectives"):
         problems.append("--model: missing, accepted: a description (or --only collectives)")

@@ -12,7 +12,6 @@ from coat_dist import CoatConfig
 from launch.model.config import described_model
 from launch.train import build, runtime
 from launch.train.arguments import PretrainOptions
-from launch.train.auto import random_batch
 from launch.train.plan import Plan, assemble
 from launch.train.settings import MICRO, STEPS, TOTAL
 
@@ -61,3 +60,17 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         measured.append({"accumulation": accumulation, "seconds": seconds})
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {"steps": measured, "peak_memory_bytes": peak, "first_loss": values[0]}
+
+
+def random_batch(p: Plan) -> dict[str, torch.Tensor]:
+    """A micro-batch of random tokens: ``[micro, seq]`` int64, on the CPU."""
+    shape = (p.batch.micro, p.model.seq_length)
+    assert p.model.vocab_size is not None
+    generator = torch.Generator().manual_seed(p.args.seed)
+    drawn = torch.randint(0, p.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
+    return {
+        "tokens": drawn[:, :-1].contiguous(),
+        "labels": drawn[:, 1:].contiguous(),
+        "loss_mask": torch.ones(shape),
+        "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
+    }

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from coat_dist import CoatConfigError
-from launch.command_line import LocalPath, Parser, RunOptions, option, options_parser, out_of_range, parse_options
+from launch.command_line import LocalPath, Parser, RunOptions, option, options_parser, out_of_range
 from launch.data.dataset import without_suffix
 from launch.model.config import ModelConfig
 from launch.plan.recompute import check_recompute
@@ -25,23 +25,7 @@ DEEPSPEED_KEYS = {
     "gradient-accumulation-steps": "gradient_accumulation_steps in the DeepSpeed file",
     "use-distributed-optimizer": "zero_optimization.stage in the DeepSpeed file",
 }
-"""Other programs' options that are keys of the DeepSpeed file here."""
-_MODEL_KEYS = {
-    **{name.replace("_", "-"): name for name in ModelConfig.model_fields},
-    "disable-bias-linear": "linear_bias",
-    "group-query-attention": "num_query_groups",
-    "init-method-std": "init_std",
-    "kv-channels": "head_size",
-    "make-vocab-size-divisible-by": "vocab_multiple",
-    "max-position-embeddings": "seq_length",
-    "norm-epsilon": "norm_eps",
-    "num-experts": "num_moe_experts",
-    "qk-layernorm": "qk_norm",
-    "swiglu": "activation",
-    "untie-embeddings-and-output-weights": "tie_embeddings",
-}
-"""Megatron-LM's options of a model, and what its description calls them here."""
-
+"""Options of other programs that are keys of the DeepSpeed file here."""
 _deepspeed, _memory, _data = (partial(option, group=name) for name in ("DeepSpeed", "memory", "data"))
 _model, _schedule, _output = (partial(option, group=name) for name in ("model", "schedule", "output"))
 
@@ -97,9 +81,7 @@ class TrainingOptions(RunOptions):
     """steps between evaluations on the held-out data, which the last step is followed by, too; 0 = never"""
     eval_steps: int = _schedule(10, least=1, meant="eval-iters")
     """micro-batches a rank and evaluation"""
-    output: LocalPath | None = _output(
-        None, flags=("--output", "--run"), metavar="DIR", meant="out output-dir wandb-save-dir"
-    )
+    output: LocalPath | None = _output(None, flags=("--output", "--run"), metavar="DIR", meant="output-dir")
     """folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run for its own)"""
     tensorboard: LocalPath | None = _output(None, metavar="DIR", meant="logging-dir tensorboard-dir")
     """also write TensorBoard events"""
@@ -111,9 +93,7 @@ class TrainingOptions(RunOptions):
     """user or team there (default: yours)"""
     wandb_mode: Literal["online", "offline"] | None = _output(None)
     """offline: into files below --output, for `wandb sync` later (default: what WANDB_MODE says, else online)"""
-    profile_steps: Annotated[tuple[int, int], step_range] | None = _output(
-        None, metavar="FIRST-LAST", meant="profile profile-step-start profile-step-end"
-    )
+    profile_steps: Annotated[tuple[int, int], step_range] | None = _output(None, metavar="FIRST-LAST", meant="profile")
     """write a trace of these steps of rank 0 into --output, for chrome://tracing or Perfetto"""
     log_level: Literal["debug", "info", "warning", "error"] = _output("info", meant="logging-level verbosity")
     """debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines, and libraries'
@@ -131,7 +111,7 @@ class TrainingOptions(RunOptions):
     metrics.jsonl is kept under another name"""
 
     def check(self) -> None:
-        """Refuse values that make no sense, all at once; ``train_steps`` may not be known yet.
+        """Refuse values that contradict each other, all at once; ``train_steps`` may not be known yet.
 
         Raises:
             CoatConfigError: one line for each.
@@ -140,34 +120,32 @@ class TrainingOptions(RunOptions):
             raise CoatConfigError("\n".join(problems))
 
     def problems(self) -> list[str]:
-        """A line for each value that makes no sense."""
-        known = self.train_steps or UNKNOWN_STEPS
-        steps, end = f"1 to the run's last step ({known})", self.lr_decay_steps or known
-        saves, several = self.save is not None, self.tensor_parallel > 1
-        found = [
-            (
-                "warmup_steps",
-                self.lr_schedule == "constant" or self.warmup_steps <= end,
-                f"0 to the end ({end})",
+        """A line for each value that contradicts another one, or is out of range."""
+        last = self.train_steps or UNKNOWN_STEPS
+        end, saves, several = self.lr_decay_steps or last, self.save is not None, self.tensor_parallel > 1
+        of_wandb = self.wandb_name or self.wandb_entity or self.wandb_mode
+        return [
+            *out_of_range(self),
+            *self.refused(
+                ("warmup_steps", self.lr_schedule == "constant" or self.warmup_steps <= end, f"0 to the end ({end})"),
+                ("stop_at_step", (self.stop_at_step or 1) <= last, f"1 to the run's last step ({last})"),
+                ("save_interval", saves or not self.save_interval, "0 without --save"),
+                ("load", saves or self.load != "auto", "auto only with --save"),
+                ("overwrite", not self.overwrite or self.load != "auto", "not with --load auto, which continues"),
+                ("sequence_parallel", several or not self.sequence_parallel, "only with --tensor-parallel 2 or more"),
+                ("virtual_stages", self.pipeline_parallel > 1 or self.virtual_stages <= 1, "1 with one pipeline stage"),
+                ("profile_steps", self.profile_steps is None or self.output is not None, "only with --output"),
+                ("wandb", self.wandb is not None or not of_wandb, "a project with --wandb-name, -entity and -mode"),
+                *(
+                    (one, self.dry_run or not getattr(self, one), "only with --dry-run")
+                    for one in ("json", "gpu", "gpus")
+                ),
             ),
-            ("stop_at_step", self.stop_at_step is None or self.stop_at_step <= known, steps),
-            ("save_interval", saves or not self.save_interval, "0 without --save"),
-            ("keep_last", saves or not self.keep_last, "0 without --save"),
-            ("load", saves or self.load != "auto", "auto only with --save"),
-            ("overwrite", not self.overwrite or self.load != "auto", "not with --load auto, which continues"),
-            ("sequence_parallel", several or not self.sequence_parallel, "only with --tensor-parallel 2 or more"),
-            ("virtual_stages", self.pipeline_parallel > 1 or self.virtual_stages <= 1, "1 with one pipeline stage"),
-            ("profile_steps", self.profile_steps is None or self.output is not None, "only with --output"),
-            *((one, self.dry_run or not getattr(self, one), "only with --dry-run") for one in ("json", "gpu", "gpus")),
-            *(
-                (one, getattr(self, one) is None or self.wandb is not None, "only with --wandb")
-                for one in ("wandb_name", "wandb_entity", "wandb_mode")
-            ),
+            *check_recompute(self),
         ]
-        return [*out_of_range(self), *self.refused(*found), *check_recompute(self)]
 
     def refused(self, *checks: tuple[str, object, str]) -> list[str]:
-        """A line for each option, by its field's name, that does not hold, and what would be accepted."""
+        """A line for each field that does not hold: its name, whether it holds, what is accepted."""
         return [
             f"--{name.replace('_', '-')}: got {getattr(self, name)!r}, accepted: {accepted}"
             for name, good, accepted in checks
@@ -182,9 +160,7 @@ class PretrainOptions(TrainingOptions):
 
     model: LocalPath | None = _model(None, metavar="FILE", meant="model-config")
     """description: a path, or a name in configs/models such as llama2-7b (default: that of --init-from)"""
-    init_from: LocalPath | None = _model(
-        None, metavar="DIR", meant="finetune-from from-pretrained init-from-hf model-name-or-path pretrained-checkpoint"
-    )
+    init_from: LocalPath | None = _model(None, metavar="DIR", meant="model-name-or-path pretrained-checkpoint")
     """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that convert_hf.py wrote, or a
     training checkpoint. With --load auto, where there is nothing to continue"""
     model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
@@ -203,29 +179,29 @@ class PretrainOptions(TrainingOptions):
     def problems(self) -> list[str]:
         """Those of every program, and of where the model comes from."""
         fresh = self.init_from is None or self.load in (None, "auto")
-        missing = self.model is None and self.init_from is None
+        missing = "--model: missing, accepted: a description, or --init-from, which has one"
         return [
             *super().problems(),
             *self.refused(
                 ("init_from", fresh, f"absent with --load {self.load}, which continues with the weights there")
             ),
-            *(["--model: missing, accepted: a description, or --init-from, which has one"] if missing else []),
+            *([] if self.model or self.init_from else [missing]),
         ]
 
 
 def parser() -> Parser:
     """The parser of ``pretrain.py``."""
-    overrides = {name: f"--model-override {key}=..." for name, key in _MODEL_KEYS.items()}
-    return options_parser(PretrainOptions, "pretrain.py", {**overrides, **DEEPSPEED_KEYS})
+    of_model = {key.replace("_", "-"): f"--model-override {key}=..." for key in ModelConfig.model_fields}
+    return options_parser(PretrainOptions, "pretrain.py", {**of_model, **DEEPSPEED_KEYS})
 
 
 def parse(argv: Sequence[str] | None = None) -> PretrainOptions:
-    """Parse and check the command line. What is typed wrong is printed by rank 0, with status 2.
+    """The command line, parsed and checked; rank 0 prints typing errors, with status 2.
 
     Raises:
         CoatConfigError: see :meth:`TrainingOptions.check`.
     """
-    options = parse_options(PretrainOptions, parser(), argv)
+    options = PretrainOptions(**vars(parser().parse_args(argv)))
     options.data = [without_suffix(given) for given in options.data]
     options.check()
     return options

@@ -23,8 +23,9 @@ __all__ = ["build_engine", "forward_step", "language_model_loss", "torch_adamw"]
 def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None) -> Any:
     """Model, patches, gradient hooks and optimizer behind a DeepSpeed engine. Process groups are set up before.
 
-    ``universal``: what it will load is a universal checkpoint, whatever the configuration says. ``weights``: what the
-    model starts from (:class:`launch.weights.Weights`); None = random ones.
+    Args:
+        universal: whether it will load a universal checkpoint.
+        weights: initial ones, a :class:`launch.weights.Weights`; None = random.
     """
     import megatron_patches
     from megatron_patches.parallel.pipeline import chunks_of
@@ -81,16 +82,14 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
 
 
 def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
-    """Megatron's forward step: ``step(batches, model)`` gives what the model does, and the function of it that is the
+    """Megatron's forward step: ``step(batches, model)`` returns the model's output and the function from it to the
     loss: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
 
     ``model``: an engine, a model or one stage of it. ``batches`` is None where a stage needs no tokens.
 
-    Where a batch has ``loss_tokens``, the sum is divided by that instead of by the batch's own number of such tokens:
-    by the mean number of a step's micro-batches, so that the step's loss is a mean over its tokens, wherever these are.
-    Where it has ``cu_seqlens``, it is one row of documents that do not look at each other, which begin there.
-
-    A model that was patched with ``loss: "chunked"`` computes its losses itself; of any other model logits are asked.
+    ``loss_tokens`` of a batch replaces its own number of such tokens as divisor: the mean number of a step's
+    micro-batches, so that the step's loss is a mean over its tokens. ``cu_seqlens`` are the starts of documents that
+    do not attend to each other, in one row. A model with ``loss: "chunked"`` computes its losses itself.
     """
     from megatron.core import parallel_state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,16 +28,13 @@ class Progress:
     loss: float | None = None
     """Of the last step, None if not finite: identifies its ``metrics.jsonl``."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class DataSource(Protocol):
     """Batches of one data-parallel rank. Their order is fixed, so that a run can continue in it."""
 
     @property
     def samples(self) -> int | None:
-        """Of the whole run, where they end: the last step may have fewer than the others; None = they do not."""
+        """Number in the whole run, if it has an end: the last step may have fewer than the others."""
 
     def tokens(self, start: int, stop: int) -> int:
         """Tokens of the samples from ``start`` up to ``stop``, of all ranks, without padding."""
@@ -53,12 +50,12 @@ class DataSource(Protocol):
 class TokenData:
     """Prepared data sets.
 
-    The training set ends where the run does, after the samples that were used and those of the steps that are left: the
-    steps before may have had more samples than these, and a set of ``--train-steps`` times the present batch would then
-    begin again within what was trained on.
+    The training set ends where the run does: after the samples that were used and those of the steps that are left. A
+    set of ``--train-steps`` times the present batch would restart within what was trained on, if earlier steps had more
+    samples.
 
     Args:
-        begun: where the run continues.
+        begun: where the run is.
         dp_rank: this data-parallel rank.
 
     Raises:

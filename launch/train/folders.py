@@ -1,23 +1,26 @@
-"""Where a run may write: not into what an earlier run left, unless it continues that run or was told to start anew."""
+"""Where a run may write: not into what an earlier run left, unless it continues that run or got ``--overwrite``."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coat_dist import CoatConfigError
-from coat_dist.checkpoint.manifest import MANIFEST, read_manifest
+from coat_dist.checkpoint.manifest import read_manifest
+from coat_dist.checkpoint.team import check_there, everyone, nodes_of_ranks, sharing
 from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import LATEST, own_name, published
+from coat_dist.nodes import say_host
+from coat_dist.ranks import attempt, on_rank_0, say_ranks
+from launch.prep import DataError
 from launch.train.arguments import TrainingOptions
 from launch.train.checkpoint import require_loadable
 from launch.train.metrics import read_metrics
 
-__all__ = ["Folders", "open_folders"]
+__all__ = ["Folders", "open_folders", "open_on_nodes", "sharers"]
 
 _ACCEPTED = "accepted: another folder, --load auto (with --save) to continue that run, or --overwrite to start anew"
 
@@ -32,8 +35,40 @@ class Folders:
     """Checkpoints of an earlier run in ``--save``, to be removed when the first new one is complete."""
 
 
+def open_on_nodes(args: TrainingOptions, locks: ExitStack) -> Folders:
+    """What :func:`open_folders` finds on rank 0, on every rank; collective.
+
+    Raises:
+        CoatConfigError, CheckpointError: on every rank; also where nodes do not share ``--save`` or ``--load``.
+    """
+    folders = on_rank_0(lambda: open_folders(args, locks))
+    if args.save is not None and len(shared := sharing(Path(args.save), nodes_of_ranks())) > 1:
+        who = " and ".join(say_ranks(ranks) for ranks in shared)
+        raise CoatConfigError(
+            f"--save: got {args.save}, which {who} do not share, accepted: a folder that all nodes share"
+        )
+    if folders.source is not None:
+        check_there(folders.source, "--load", CoatConfigError)
+    return folders
+
+
+def sharers(folder: Path, option: str) -> list[list[int]]:
+    """Ranks by the folder that they find under the path of a cache, which is made where it is missing; collective.
+
+    Raises:
+        DataError: on every rank; it cannot be made on some node.
+    """
+    nodes = nodes_of_ranks()
+    if len(nodes) > 1:
+        _, errors = attempt(lambda: make_folder(folder))
+        if errors:
+            lines = "; ".join(f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items())
+            raise DataError(f"{option}: {folder} cannot be written: {lines}")
+    return sharing(folder, nodes)
+
+
 def open_folders(args: TrainingOptions, locks: ExitStack) -> Folders:
-    """Find the checkpoint to load, make the folders to write to and lock them. Call it on one rank, before any writes.
+    """Make the folders to write to, lock them and find the checkpoint to load. Call it on one rank, before any writes.
 
     Args:
         args: ``load``, ``save``, ``output``, ``tensorboard`` and ``overwrite`` of the command line.
@@ -43,61 +78,29 @@ def open_folders(args: TrainingOptions, locks: ExitStack) -> Folders:
         CoatConfigError: a folder of an earlier run, one that another run is writing to, or one that cannot be written.
         CheckpointError: a checkpoint that cannot be read.
     """
-    _look(args)  # before anything is made
+    locked = set[Path]()
     for name in ("save", "output", "tensorboard"):
-        if (folder := getattr(args, name)) is not None:
-            try:
-                make_folder(Path(folder))
-                with tempfile.TemporaryFile(dir=folder):
-                    pass
-            except OSError as problem:
-                raise CoatConfigError(
-                    f"--{name}: got {folder}, accepted: a folder to write to ({problem})"
-                ) from problem
-    _lock(args, locks)
-    return _look(args)  # again: another run may have written until the lock was ours
-
-
-def _look(args: TrainingOptions) -> Folders:
+        if (folder := getattr(args, name)) is None:
+            continue
+        try:
+            make_folder(Path(folder))
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as problem:
+            raise CoatConfigError(f"--{name}: got {folder}, accepted: a folder to write to ({problem})") from problem
+        if name != "tensorboard" and (real := Path(folder).resolve()) not in locked:  # a second lock drops the first
+            locked.add(real)
+            locks.enter_context(locked_folder(Path(folder), f"--{name}", CoatConfigError))
     source = require_loadable(args.load, args.save)
-    with _readable("--save"):
-        superseded = _check_save(args, source)
-    with _readable("--output"):
-        _check_output(args, source)
-    with _readable("--tensorboard"):
-        _check_tensorboard(args, source)
+    superseded = _check_save(args, source)
+    _check_output(args, source)
     return Folders(source, superseded)
 
 
-@contextmanager
-def _readable(option: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as problem:
-        raise CoatConfigError(f"{option}: cannot be read ({problem}), accepted: a folder to write to") from problem
-
-
-def _lock(args: TrainingOptions, locks: ExitStack) -> None:
-    mine = set()
-    for name in ("save", "output"):
-        folder = getattr(args, name)
-        if folder is not None and (real := Path(folder).resolve()) not in mine:  # a second time would drop the first
-            mine.add(real)
-            locks.enter_context(locked_folder(Path(folder), f"--{name}", CoatConfigError))
-
-
 def _check_save(args: TrainingOptions, source: Path | None) -> list[Path]:
-    if args.save is None:
+    if args.save is None or (source is not None and source.parent == Path(args.save).resolve()):
         return []
     folder = Path(args.save)
-    if (folder / MANIFEST).exists():
-        raise CoatConfigError(f"--save: got {args.save}, which is a checkpoint, accepted: a folder for checkpoints")
-    if source is not None and source.parent == folder.resolve():
-        if args.overwrite:
-            raise CoatConfigError(
-                f"--overwrite: got true, with --load {args.load}, which is in --save, accepted: one of the two"
-            )
-        return []
     found = published(folder)
     if not args.overwrite and (found or (folder / LATEST).exists()):
         raise CoatConfigError(f"--save: got {args.save}, which holds checkpoints of an earlier run, {_ACCEPTED}")
@@ -116,20 +119,9 @@ def _check_output(args: TrainingOptions, source: Path | None) -> None:
             )
         return
     progress = read_manifest(source)["progress"]
-    keys = [key for key in ("step", "consumed_samples", "loss") if key in progress]
-    if any(r["step"] > progress["step"] for r in records) and not any(
-        all(r.get(key) == progress[key] for key in keys) for r in records
-    ):
+    last = {key: progress[key] for key in ("step", "consumed_samples", "loss") if key in progress}
+    if any(r["step"] > progress["step"] for r in records) and not any(last.items() <= r.items() for r in records):
         raise CoatConfigError(
             f"--output: got {args.output}, whose metrics.jsonl is not of the run that saved {source}, accepted: that "
             "run's folder, another one, or --overwrite"
-        )
-
-
-def _check_tensorboard(args: TrainingOptions, source: Path | None) -> None:
-    if args.tensorboard is None or source is not None or args.load == "auto" or args.overwrite:
-        return
-    if any(Path(args.tensorboard).glob("events.out.tfevents.*")):
-        raise CoatConfigError(
-            f"--tensorboard: got {args.tensorboard}, which holds events of an earlier run, {_ACCEPTED}"
         )

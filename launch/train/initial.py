@@ -1,4 +1,4 @@
-"""What a run starts with: the model of ``--model``, the weights of ``--init-from``, and whether the two agree."""
+"""The model and the weights of a run's start, ``--model`` and ``--init-from``, and whether they agree."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]
 
 
 def length_note(seq_length: int, weights: Weights | None, option: str) -> str | None:
-    """A line where sequences are longer than those that weights were made for; ``option`` named these."""
+    """A line where sequences are longer than those that the weights of ``option`` were made for."""
     if weights is None or seq_length <= weights.model.seq_length:
         return None
     return (
@@ -52,10 +52,10 @@ def length_note(seq_length: int, weights: Weights | None, option: str) -> str | 
 
 
 def training_data(run: Any) -> tuple[str, DataInfo] | None:
-    """Prefix of the first data set that a run of ``pretrain.py`` read, and what it says; None where it is not here.
+    """Prefix and description of the first data set of a run of ``pretrain.py``; None where it is not here.
 
     Args:
-        run: what a checkpoint's manifest says of it; None where it says nothing.
+        run: of a checkpoint's manifest, or None.
     """
     with suppress(DataError, KeyError, TypeError):
         prefixes, _ = parse_blend(run["data"]["paths"])
@@ -64,14 +64,9 @@ def training_data(run: Any) -> tuple[str, DataInfo] | None:
 
 
 def tokenizer_warning(weights: Weights | None, prefix: str, info: DataInfo, option: str = "--init-from") -> str | None:
-    """A line where the data was prepared with another tokenizer than the one whose ids the weights know.
+    """A line where the tokenizer of the data set ``prefix`` is not the one whose ids the weights of ``option`` know.
 
-    That is the one of the data that a checkpoint's run read, where these are here, else the tokenizer.json that came
-    with the weights.
-
-    Args:
-        info: what the data set ``prefix`` says.
-        option: that named the weights.
+    That is the one of their training data, where these are here, else the tokenizer.json that came with the weights.
     """
     if weights is None or info.tokenizer_digest is None:
         return None

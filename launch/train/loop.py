@@ -18,10 +18,9 @@ from launch.train.arguments import TrainingOptions
 from launch.train.data_source import DataSource, Progress
 from launch.train.memory import MemoryReport
 from launch.train.metrics import peak_memory_bytes
-from launch.train.rank_times import RankTimes
+from launch.train.plan import Schedule
 from launch.train.reporters import Reporters
-from launch.train.runtime import StopSignal, mean_and_each, mean_over_ranks
-from launch.train.schedule import Schedule
+from launch.train.runtime import StopSignal, mean_over_ranks
 from launch.train.steps import MicroBatches, PipelineSteps
 
 __all__ = ["BadSteps", "Loop"]
@@ -45,7 +44,6 @@ class Loop:
     options: TrainingOptions
     """How many steps, when to evaluate, save and stop."""
     progress: Progress
-    times: RankTimes
     device: torch.device
     samples_per_step: int
     flops_per_token: float
@@ -54,28 +52,25 @@ class Loop:
     more: Callable[[], Mapping[str, torch.Tensor]] | None = None
     """Further numbers of a step that is done, by name, of this rank; their means over all ranks are recorded."""
     memory: MemoryReport | None = None
-    """Measures the first step that changes the weights; it is reported once."""
-    first_report: MemoryReport | None = field(default=None, init=False)
-    """``memory``, also when it has been reported."""
+    """Measures the first step that changes the weights."""
     profiler: Any = None
     """``torch.profiler.profile``, in whose context the loop runs."""
     stop: StopSignal | None = None
     last_checkpoint: Any = None
     doing: str = "before the first step"
-    """What is going on, for messages."""
+    """For the message of a run that is out of memory."""
+    _measured: bool = field(default=False, init=False)
+    """Whether ``memory`` has been reported."""
     _train: Any = field(default=None, init=False)
     """Batches of the training split, from where the run is."""
     _numbers: Any = field(default=None, init=False)
     """The stream of :meth:`_beside_the_optimizer`."""
 
-    def __post_init__(self) -> None:
-        self.first_report = self.memory
-
     def run(self) -> str | None:
         """Train to the last step and evaluate on the valid and test splits.
 
         Returns:
-            None when all steps are done, else why it ended before ("SIGTERM", "--stop-at-step", ...).
+            None when all steps are done, else the reason of an earlier end ("SIGTERM", "--stop-at-step", ...).
 
         Raises:
             BadSteps: after ``max_bad_steps`` in a row; nothing was saved since ``last_checkpoint``.
@@ -91,10 +86,10 @@ class Loop:
             if self.profiler is not None:
                 self.profiler.step()
             step, at_end = progress.step, progress.step == a.train_steps
-            if at_end or (a.eval_interval and step % a.eval_interval == 0):
-                record |= self._held_out("valid")
-            if at_end:
-                record |= self._held_out("test")
+            evaluated = ("valid", "test") if at_end else ("valid",)
+            for split in evaluated if at_end or (a.eval_interval and step % a.eval_interval == 0) else ():
+                if (held_out := self.evaluate(split)) is not None:
+                    record[f"{split}_loss"] = held_out
             stopping = record.pop("stopping")
             self.reporters.step(record)
             self._check_bad(record)
@@ -126,15 +121,13 @@ class Loop:
             torch.cuda.reset_peak_memory_stats()
         graphs = pool_bytes(self.device)  # before the step: in the one that makes them, torch counts what they take
         began = time.perf_counter()
-        loss = self.steps.step(self._train, self.memory)
+        loss = self.steps.step(self._train, None if self._measured else self.memory)
         applied = bool(self.engine.was_step_applied())
         requested = 1.0 if self.stop is not None and self.stop.requested() else 0.0
         with self._beside_the_optimizer():
             norm = float(self.engine.get_global_grad_norm())
             more = self.more() if self.more is not None else {}
-            (mean_loss, stopping, *means), seconds = mean_and_each(
-                [loss, requested, *more.values()], self.times.seconds(), self.device
-            )
+            mean_loss, stopping, *means = mean_over_ranks([loss, requested, *more.values()], self.device)
         took = time.perf_counter() - began
 
         progress.step += 1
@@ -155,13 +148,12 @@ class Loop:
             "step_time": took,
             "peak_memory_bytes": peak_memory_bytes() + graphs,
             "consumed_samples": progress.consumed_samples,
-            **self.times.judge(seconds, progress.step, took),
             "stopping": stopping > 0,
         }
-        if self.memory is not None and applied:
+        if self.memory is not None and applied and not self._measured:
             self.memory.step_done()
             self.reporters.memory(self.memory)
-            self.memory = None
+            self._measured = True
         if not applied:
             progress.skipped_steps += 1
             record["skipped"] = "non-finite loss" if not math.isfinite(mean_loss) else "non-finite gradient norm"
@@ -170,8 +162,8 @@ class Loop:
 
     @contextlib.contextmanager
     def _beside_the_optimizer(self) -> Iterator[None]:
-        """Where a step's numbers are read while a GPU still writes weights, so that the next step follows without a
-        pause: on a stream of their own, which waits for what was computed before the optimizer began."""
+        """Read a step's numbers while the GPU still writes weights, so that the next step follows without a pause: on a
+        stream of their own, which waits for what was computed before the optimizer began."""
         known = norm_known(self.engine)
         if known is None:
             yield
@@ -183,23 +175,19 @@ class Loop:
             yield
 
     def _check_bad(self, record: dict[str, Any]) -> None:
-        if self.progress.bad_in_a_row >= self.options.max_bad_steps:
+        if (bad := self.progress.bad_in_a_row) >= self.options.max_bad_steps:
+            last = self.last_checkpoint or "none was saved (--save, --save-interval)"
             raise BadSteps(
-                f"{self.progress.bad_in_a_row} steps in a row, up to step {self.progress.step}, had a "
-                f"{record['skipped']}; "
-                f"last good checkpoint: {self.last_checkpoint or 'none was saved (--save, --save-interval)'}"
+                f"{bad} steps in a row, up to step {record['step']}, had a {record['skipped']}; last good checkpoint: "
+                f"{last}"
             )
-
-    def _held_out(self, split: str) -> dict[str, float]:
-        self.doing = f"in the evaluation after step {self.progress.step}"
-        loss = self.evaluate(split)
-        return {} if loss is None else {f"{split}_loss": loss}
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float | None:
         """Mean loss over ``eval_steps`` micro-batches of every rank; None where there is no such split."""
         if (batches := self.data.batches(split)) is None:
             return None
+        self.doing = f"in the evaluation after step {self.progress.step}"
         self.engine.eval()
         mean = self.steps.evaluate(batches, self.options.eval_steps)
         self.engine.train()

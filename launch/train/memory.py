@@ -11,16 +11,13 @@ import torch
 __all__ = ["MemoryReport", "saved_for_backward"]
 
 
-def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner, depth - 1)
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(inner)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -30,11 +27,18 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     }
 
 
+def _measure(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Bytes and elements of distinct storages."""
+    kept = {t.untyped_storage().data_ptr(): t for t in tensors}.values()
+    sizes = [(t.untyped_storage().nbytes(), t.element_size()) for t in kept]
+    return sum(size for size, _ in sizes), sum(size // element for size, element in sizes)
+
+
 @contextlib.contextmanager
 def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
     """Collect the storages that autograd keeps for backward while this context is open, without ``model``'s parameters.
 
-    A view counts with its whole storage, for it keeps all of it alive; a storage counts once.
+    A view counts with its whole storage, which it keeps alive; a storage counts once.
 
     Yields:
         Bytes by storage address, filled as the forward pass runs.
@@ -42,7 +46,7 @@ def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
     found: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        # Looked up anew each time: ZeRO-3 gives a parameter a new storage for every use.
+        # Looked up each time: ZeRO-3 gives a parameter a new storage for every use.
         known = _storages(p.data for p in model.parameters())
         found.update({k: v for k, v in _storages([tensor]).items() if k not in known})
         return tensor
@@ -76,52 +80,40 @@ class MemoryReport:
 
     def backward_done(self) -> None:
         """Measure the gradients that wait for the step."""
-        optimizer = self._engine.optimizer
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        for name, value in vars(optimizer).items():
-            # Each ZeRO stage has its own name for them: averaged_gradients, grad_partitions_flat_buffer, ...
-            if "grad" in name:
-                gradients += [
-                    t for t in _tensors(value) if t.is_floating_point() and not isinstance(t, torch.nn.Parameter)
-                ]
-        self._rows["gradients"] = _measure(gradients)
+        # Each ZeRO stage has its own name for them: averaged_gradients, grad_partitions_flat_buffer, ...
+        named = [value for name, value in vars(self._engine.optimizer).items() if "grad" in name]
+        others = [t for t in _tensors(named) if t.is_floating_point() and not isinstance(t, torch.nn.Parameter)]
+        self._rows["gradients"] = _measure([*gradients, *others])
 
     def step_done(self) -> None:
         """Measure what stays between steps. Of master weights that share memory with parameters, the remainders."""
         optimizer = self._engine.optimizer
-        self._rows["parameters"] = _measure(self._parameters())
-        master = next(
-            getattr(optimizer, name)
-            for name in (
-                "single_partition_of_fp32_groups",
-                "fp32_partitioned_groups_flat",
-                "fp32_groups_flat_partition",
-            )
-            if hasattr(optimizer, name)
+        # ZeRO-3 keeps a shard of each parameter beside the (usually empty) parameter.
+        parameters = [getattr(p, "ds_tensor", p.data) for p in self._engine.module.parameters()]
+        names = "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"
+        master = list(_tensors(next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))))
+        states = [item for state in optimizer.optimizer.state.values() for item in state.items()]
+        weights, count = _storages(parameters), sum(t.numel() for t in master)
+        kept = [*master, *(t for name, t in states if name == "coat_p_low")]
+        own = _storages(t for t in kept if t.untyped_storage().data_ptr() not in weights)
+        moments = _storages(
+            t for name, t in states if name != "coat_p_low" and isinstance(t, torch.Tensor) and t.numel() > 1
         )
-        states = optimizer.optimizer.state.values()
-        low = [s["coat_p_low"] for s in states if "coat_p_low" in s]
-        weights = _storages(self._parameters())
-        own = [t for t in (*_tensors(master), *low) if t.untyped_storage().data_ptr() not in weights]
-        count = sum(t.numel() for t in _tensors(master))
-        self._rows["master weights"] = sum(_storages(own).values()), count
-        state = [t for s in states for k, t in s.items() if k != "coat_p_low" and isinstance(t, torch.Tensor)]
-        self._rows["optimizer moments"] = sum(_storages(t for t in state if t.numel() > 1).values()), count
+        self._rows["parameters"] = _measure(parameters)
+        self._rows["master weights"] = sum(own.values()), count
+        self._rows["optimizer moments"] = sum(moments.values()), count
 
     def table(self) -> str:
         """The table: bytes of this rank, elements they belong to, bytes an element (a token for activations)."""
         lines = [f"{'memory of this rank':<34}{'MiB':>12}{'elements':>16}{'bytes/element':>15}"]
-        for name, unit in (
-            ("parameters", ""),
-            ("gradients", ""),
-            ("master weights", ""),
-            ("optimizer moments", ""),
-            ("activations", " (saved for backward)"),
-        ):
+        for name in ("parameters", "gradients", "master weights", "optimizer moments", "activations"):
             if name in self._rows:
                 size, count = self._rows[name]
-                what = f"{count:>9,} tokens" if unit else f"{count:,}"
-                lines.append(f"  {name + unit:<32}{size / 2**20:>12,.1f}{what:>16}{size / max(count, 1):>15,.3f}")
+                of_pass = name == "activations"
+                title = f"{name} (saved for backward)" if of_pass else name
+                counted = f"{count:,}{' tokens' if of_pass else ''}"
+                lines.append(f"  {title:<32}{size / 2**20:>12,.1f}{counted:>16}{size / max(count, 1):>15,.3f}")
         if torch.cuda.is_available():
             lines.append(f"  {'peak allocated by torch':<32}{torch.cuda.max_memory_allocated() / 2**20:>12,.1f}")
         return "\n".join(lines)
@@ -130,20 +122,3 @@ class MemoryReport:
         """The table's numbers: ``{"parameters": {"bytes": ..., "elements": ...}, ...}``; elements of activations are
         tokens."""
         return {name: {"bytes": size, "elements": count} for name, (size, count) in self._rows.items()}
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """What holds the 16-bit weights: ZeRO-3 keeps a shard of each beside the (usually empty) parameter."""
-        return [
-            t
-            for p in self._engine.module.parameters()
-            for t in ((p.ds_tensor,) if hasattr(p, "ds_tensor") else (p.data,))
-        ]
-
-
-def _measure(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Bytes and elements of distinct storages."""
-    kept = {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().nbytes()}
-    return (
-        sum(t.untyped_storage().nbytes() for t in kept.values()),
-        sum(t.untyped_storage().nbytes() // t.element_size() for t in kept.values()),
-    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import InitVar, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
-from launch.train.rank_times import THRESHOLD
 
 __all__ = [
     "Summary",
-    "duration",
     "format_line",
     "format_summary",
     "peak_memory_bytes",
@@ -33,7 +31,7 @@ def peak_memory_bytes() -> int:
     """Peak bytes of this rank: tensors on the GPU since the step began, or the process's memory without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -56,10 +54,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             if number == len(lines):  # no newline behind it: the writer was killed
                 break
-            raise CoatConfigError(
-                f'{path}:{number}: got {line[:60]!r}, accepted: one JSON object a line, with an integer "step" (remove '
-                "the line, or rename the file)"
-            ) from None
+            accepted = 'one JSON object a line, with an integer "step" (remove the line, or rename the file)'
+            raise CoatConfigError(f"{path}:{number}: got {line[:60]!r}, accepted: {accepted}") from None
         records.append(record)
     return records
 
@@ -81,12 +77,14 @@ def put_aside(path: Path) -> None:
 
 
 def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float, unit: str) -> str:
-    """One readable line for one step; ``unit`` is what a rank is called ("GPU", "rank")."""
+    """The line of one step; ``unit`` is what a rank is called ("GPU", "rank")."""
 
     def number(key: str, digits: str) -> str:
-        value = record.get(key)
-        return "non-finite" if value is None else format(value, digits)
+        return "non-finite" if record.get(key) is None else format(record[key], digits)
 
+    held_out = [
+        f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record
+    ]
     parts = [
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
         f"loss {number('loss', '.4f')}",
@@ -95,26 +93,19 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}",
         f"{record['tflops_per_gpu']:.3g} TFLOP/s/{unit}",
         f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB",
-        f"ETA {duration(eta_seconds)}",
+        f"ETA {_duration(eta_seconds)}",
+        *held_out,
     ]
-    if record.get("slowest_rank_time_ratio", 1.0) >= THRESHOLD:
-        parts.append(f"slowest rank {record['slowest_rank']}: {record['slowest_rank_time_ratio']:.2f} x")
-    parts += [f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record]
-    if record.get("skipped"):
-        parts.append(f"SKIPPED: {record['skipped']}")
-    return " | ".join(parts)
+    return " | ".join([*parts, *([f"SKIPPED: {record['skipped']}"] if record.get("skipped") else [])])
 
 
 def format_summary(summary: Mapping[str, Any], unit: str) -> str:
     """The line of a run that has ended; ``unit`` as for :func:`format_line`."""
-    parts = [
-        f"summary: step {summary['step']}",
-        f"{summary['tokens']:,} tokens in {duration(summary['seconds'])}",
-        f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
-    ]
+    parts = [f"summary: step {summary['step']}", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}"]
     if summary["tokens_per_second"] is not None:
         each = summary["tokens_per_second_per_gpu"]
-        parts.insert(2, f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
+        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
+    parts.append(f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB")
     if summary["best_valid_loss"] is not None:
         parts.append(f"best valid loss {summary['best_valid_loss']:.4f} at step {summary['best_valid_step']}")
     if summary["test_loss"] is not None:
@@ -122,24 +113,15 @@ def format_summary(summary: Mapping[str, Any], unit: str) -> str:
     return " | ".join(parts)
 
 
-def duration(seconds: float) -> str:
-    """Seconds as 1:02:03, 2:03 or 0:03, days in front where there are any."""
-    minutes, second = divmod(int(seconds + 0.5), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-    return f"{days}d {clock}" if days else clock
+def _duration(seconds: float) -> str:
+    """Seconds as 0:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 @dataclass
 class Summary:
-    """What a run was, in a few numbers, from the records of its steps.
+    """A few numbers of a run, from the records of its steps."""
 
-    Args:
-        earlier: records that the run continues from.
-    """
-
-    earlier: InitVar[Iterable[Mapping[str, Any]]] = ()
     steps: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
@@ -148,10 +130,6 @@ class Summary:
     test_loss: float | None = None
     best: tuple[float | None, int | None] = (None, None)
     """The lowest loss on the valid split, and its step."""
-
-    def __post_init__(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        for record in earlier:
-            self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one step; a number that is None was not finite."""

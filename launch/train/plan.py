@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.plan.recompute import recompute_options
-from launch.train import checkpoint
 from launch.train.arguments import PretrainOptions, TrainingOptions
 from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
-from launch.train.schedule import Schedule
 from launch.train.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
-from launch.train.stages import check_micro_batches, check_stages
+from launch.weights.source import CARRIED, files_in
 
-__all__ = ["Plan", "as_typed", "assemble", "plan"]
+__all__ = ["Plan", "Schedule", "as_typed", "assemble", "plan"]
 
-FINE_TUNING_LR = 1e-4
-"""Learning rate up to which trained weights go without a warm-up."""
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate as a pure function of the step, so that a restart needs no state: warm-up, then ``kind``."""
+
+    lr: float
+    """Peak learning rate, reached at step ``warmup_steps``."""
+    min_lr: float = 0.0
+    """Learning rate at and after ``decay_steps``."""
+    warmup_steps: int = 0
+    decay_steps: int = 1
+    """Step at which ``min_lr`` is reached, counted from the start of training."""
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of step ``step``, the first being 1."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        if self.kind == "constant":
+            return self.lr
+        left = 1.0 - min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
+        share = left if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+        return self.min_lr + (self.lr - self.min_lr) * share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,33 +71,32 @@ class Plan:
     """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
 
     warning: str | None = None
-    """Lines for stderr, one at least."""
+    """Lines for stderr."""
     kept: KeptBatch | None = None
-    """Where batch sizes are those of a checkpoint of another number of ranks; with a line for the log."""
+    """Batch sizes of a checkpoint of another number of ranks."""
     auto: bool = False
     """The micro-batch is to be found, or was."""
     recompute: dict[str, Any] = field(default_factory=dict)
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
     def describe(self) -> str:
-        """One line for the log, and another before it where there is another batch than was set."""
-        ep = self.args.expert_parallel
-        divided = f", experts divided over {ep}" if ep > 1 else ""
+        """One line for the log, and another before it where batch sizes are not those of the configuration."""
+        a = self.args
+        stages = f" x {a.pipeline_parallel} pipeline stages" if a.pipeline_parallel > 1 else ""
+        stages += f" of {a.virtual_stages} parts" if a.virtual_stages > 1 else ""
+        divided = f", experts divided over {a.expert_parallel}" if a.expert_parallel > 1 else ""
         return (f"{self.kept.line}\n" if self.kept else "") + (
-            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {self.args.tensor_parallel} "
-            f"tensor-parallel ranks{self._stages()}{divided}; {self.batch.total} samples of {self.model.seq_length} "
+            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {a.tensor_parallel} "
+            f"tensor-parallel ranks{stages}{divided}; {self.batch.total} samples of {self.model.seq_length} "
             f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
-    def _stages(self) -> str:
-        stages, virtual = self.args.pipeline_parallel, self.args.virtual_stages
-        if stages == 1:
-            return ""
-        return f" x {stages} pipeline stages" + (f" of {virtual} parts" if virtual > 1 else "")
-
     def carried(self, source: Path | None) -> dict[str, bytes]:
-        """What every checkpoint holds beside the weights: :func:`launch.train.checkpoint.carried`."""
-        return checkpoint.carried(source, self.weights)
+        """Tokenizer files and the like, which every checkpoint keeps so that it can become a Hugging Face folder: those
+        of the checkpoint that is continued, or of the initial weights."""
+        own = self.weights.travelling() if self.weights is not None else {}
+        files = own if source is None else files_in(source / CARRIED)
+        return {name: content for name, path in files.items() if (content := path.read_bytes())}
 
     def data_identity(self) -> dict[str, Any]:
         """Which data this run trains on."""
@@ -102,7 +122,7 @@ class Plan:
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
-            "batch": asdict(self.batch)
+            "batch": self.batch._asdict()
             | ({"found": "auto"} if self.auto else {})
             | ({"given": self.kept.given} if self.kept else {}),
             "data": self.data_identity(),
@@ -139,11 +159,11 @@ def plan(args: PretrainOptions, world: int) -> Plan:
         mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
-    told = (
+    warnings = (
         tokenizer_warning(weights, *data.telling(prefixes, infos)),
         length_note(model.seq_length, weights, "--init-from"),
     )
-    warning = "\n".join(line for line in told if line is not None) or None
+    warning = "\n".join(filter(None, warnings)) or None
     sources = {
         (name if len(mixtures) == 1 else f"{path}#{name}"): source  # of several descriptions names may be the same
         for path, mixture in mixtures.items()
@@ -161,22 +181,20 @@ def assemble(
     kind: type[P] = Plan,  # type: ignore[assignment]
     **more: Any,
 ) -> P:
-    """What :func:`plan` does once it knows the model: batch sizes, schedule, parallel sizes.
+    """The plan of a known model: batch sizes, schedule, parallel sizes.
 
     Args:
-        kind, more: the class of plan to make, and what it has beside a :class:`Plan`'s own.
+        kind, more: the class of plan to make, and its further fields.
 
     Raises:
         CoatConfigError: names what cannot be used.
     """
     tp, settings = args.tensor_parallel, {**settings}  # batch sizes are set below
-    if world % tp:
-        raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
+    _check_sizes(args, world, model)
     model.check_parallel(tp, args.sequence_parallel)
-    stages = check_stages(args, world, settings, model)
-    dp = world // tp // stages
+    dp = world // tp // args.pipeline_parallel
     model.check_expert_parallel(args.expert_parallel, dp)
-    check_parallel(settings, ep=args.expert_parallel)
+    check_parallel(settings, ep=args.expert_parallel, stages=args.pipeline_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")
@@ -190,19 +208,11 @@ def assemble(
     )
     settings["optimizer"].setdefault("params", {})["lr"] = schedule.lr
     auto = auto_batch(args, settings, dp)
-    kept = keep_batch(args, settings, dp, auto)
+    kept = keep_batch(args, settings, dp, auto) if args.load == "auto" else None
     batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)
-    check_micro_batches(args, batch)
-    initialized = getattr(args, "init_from", None) is not None  # of pretrain.py
-    notes = {
-        "--lr: 0, with which no weight changes": not lr,
-        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
-        "what the weights have learnt": initialized and not args.warmup_steps and lr > FINE_TUNING_LR,
-        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so some of "
-        "these are idle at any time": batch.accumulation < stages,
-    }
-    told = [more.get("warning"), *(f"note: {line}" for line, holds in notes.items() if holds)]
-    more["warning"] = "\n".join(filter(None, told)) or None
+    if args.virtual_stages > 1:
+        _check_interleaved(args, batch)
+    more["warning"] = "\n".join(filter(None, [more.get("warning"), *_notes(args, lr, batch)])) or None
     return kind(
         args=args,  # type: ignore[arg-type]
         settings=settings,
@@ -216,3 +226,49 @@ def assemble(
         recompute=recompute_options(args, model, coat),
         **more,
     )
+
+
+def _check_sizes(args: TrainingOptions, world: int, model: ModelConfig) -> None:
+    """Refuse parallel sizes that do not divide the ranks or the layers.
+
+    Raises:
+        CoatConfigError: one line for each.
+    """
+    tp, stages, layers = args.tensor_parallel, args.pipeline_parallel, model.num_layers
+    whole = f"a divisor of the number of ranks over --tensor-parallel ({world // tp})"
+    parts = f"a divisor of the layers of a stage ({layers // stages})"
+    wrong = args.refused(
+        ("tensor_parallel", world % tp == 0, f"a divisor of the number of ranks ({world})"),
+        ("pipeline_parallel", world % tp or world // tp % stages == 0, whole),
+        ("pipeline_parallel", layers % stages == 0, f"a divisor of the model's layers ({layers})"),
+        ("virtual_stages", layers % (stages * args.virtual_stages) == 0, parts),
+        ("expert_parallel", stages == 1 or args.expert_parallel == 1, "1 with --pipeline-parallel"),
+    )
+    if wrong:
+        raise CoatConfigError("\n".join(wrong))
+
+
+def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
+    """Refuse numbers of micro-batches that the interleaved schedule cannot run.
+
+    Raises:
+        CoatConfigError: names the key or option.
+    """
+    evaluated = args.eval_steps if args.eval_interval else 0
+    for name, count in {STEPS: batch.accumulation, "--eval-steps": evaluated}.items():
+        if count % args.pipeline_parallel:
+            accepted = f"a multiple of --pipeline-parallel ({args.pipeline_parallel}) with --virtual-stages"
+            raise CoatConfigError(f"{name}: got {count}, accepted: {accepted}")
+
+
+def _notes(args: TrainingOptions, lr: float, batch: BatchSizes) -> list[str]:
+    """Lines about settings that train, but most likely not as intended."""
+    stages, initialized = args.pipeline_parallel, getattr(args, "init_from", None) is not None
+    notes = {
+        "--lr: 0, with which no weight changes": not lr,
+        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
+        "what the weights have learnt": initialized and not args.warmup_steps and lr > 1e-4,
+        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so "
+        "some of these are idle at any time": batch.accumulation < stages,
+    }
+    return [f"note: {line}" for line, holds in notes.items() if holds]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,27 +17,21 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_rank_0
-from launch.log_level import shows
+from launch.log_level import say
 from launch.train.arguments import TrainingOptions
 from launch.train.memory import MemoryReport
 from launch.train.metrics import Summary, format_line, format_summary, put_aside, read_metrics, truncate_metrics
 
-__all__ = [
-    "Files",
-    "Lines",
-    "Reporters",
-    "TensorBoard",
-    "WeightsAndBiases",
-    "open_reporters",
-    "step_profiler",
-]
+__all__ = ["Files", "Lines", "Reporters", "TensorBoard", "open_reporters", "step_profiler"]
 
 
 class Reporter:
-    """Where a run's records go. Each of the methods may do nothing."""
+    """A destination of a run's records. Each of the methods may do nothing."""
 
-    option, where = "output", ""
-    """For errors: the option that asked for it, and what it writes to."""
+    option = "output"
+    """What asked for it, for errors."""
+    earlier: Sequence[Mapping[str, Any]] = ()
+    """Records that the run continues from."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """One step; a number that is None was not finite."""
@@ -55,46 +47,33 @@ class Reporter:
 
 
 class Lines(Reporter):
-    """Readable lines.
+    """Readable lines, with the time until ``end``, where this process stops (default: the last step of the run)."""
 
-    Args:
-        total_steps: last step of the run.
-        end: where this process stops; for the ETA.
-    """
-
-    def __init__(self, total_steps: int, end: int | None = None, stream: TextIO | None = None) -> None:
-        self._total, self._end, self._stream = total_steps, end or total_steps, stream
+    def __init__(self, total_steps: int, end: int | None = None) -> None:
+        self._total, self._end = total_steps, end or total_steps
         self._unit = "GPU" if torch.cuda.is_available() else "rank"
         self._recent: deque[float] = deque(maxlen=20)
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._recent.append(record["step_time"])
         eta = (self._end - record["step"]) * sum(self._recent) / len(self._recent)
-        self._print(format_line(record, self._total, eta, self._unit))
+        say(format_line(record, self._total, eta, self._unit))
 
     def memory(self, report: MemoryReport) -> None:
-        self._print(report.table())
+        say(report.table())
 
     def finish(self, summary: Mapping[str, Any], failed: bool) -> None:
-        self._print(format_summary(summary, self._unit))
-
-    def _print(self, text: str) -> None:
-        if shows("info"):
-            print(text, file=self._stream or sys.stdout, flush=True)
+        say(format_summary(summary, self._unit))
 
 
 class Files(Reporter):
-    """``metrics.jsonl``, ``memory.json`` and ``summary.json``.
+    """``metrics.jsonl``, ``memory.json`` and ``summary.json`` in the folder of a run.
 
-    Args:
-        folder: of the run.
-        start_step: records beyond this step are dropped from an existing file (they are about to be repeated).
-        continues: whether existing files are this run's; another's are renamed.
+    A run that ``continues`` drops records beyond ``start_step``, which are repeated. Files of another run are renamed.
     """
 
     def __init__(self, folder: Path, start_step: int, continues: bool) -> None:
         self._folder, path = folder, folder / "metrics.jsonl"
-        self.where = str(path)
         folder.mkdir(parents=True, exist_ok=True)
         if continues:
             truncate_metrics(path, start_step)
@@ -127,7 +106,6 @@ class TensorBoard(Reporter):
     def __init__(self, folder: str, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.where = folder
         self._board = SummaryWriter(folder, purge_step=start_step + 1)
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -140,19 +118,13 @@ class TensorBoard(Reporter):
 
 
 class WeightsAndBiases(Reporter):
-    """A run at Weights & Biases, whose id is kept in ``wandb.json`` of ``--output``.
-
-    Args:
-        continues: whether ``wandb.json`` is of this run; else a new one begins.
-        identity: plain values that say what the run is.
+    """A run at Weights & Biases. A run that ``continues`` is the one whose id is in ``wandb.json`` of ``--output``.
 
     Raises:
         CoatConfigError: W&B refuses, most often because nobody is logged in; or its package cannot be imported.
     """
 
     def __init__(self, a: TrainingOptions, continues: bool, identity: Mapping[str, Any]) -> None:
-        if not shows("info"):
-            os.environ.setdefault("WANDB_SILENT", "true")  # it prints a page; refusals are raised all the same
         config = {**identity, "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}}
         given = {"name": a.wandb_name, "entity": a.wandb_entity, "mode": a.wandb_mode, "dir": a.output}
         kept = None if a.output is None else Path(a.output, "wandb.json")
@@ -163,10 +135,9 @@ class WeightsAndBiases(Reporter):
 
             self._run = wandb.init(project=a.wandb, config=config, **{k: v for k, v in given.items() if v is not None})
         except Exception as problem:  # its own classes, which other ranks cannot unpickle
-            line = " ".join(str(problem).split())
+            reason = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
             raise CoatConfigError(
-                f"--wandb: got {a.wandb}, which cannot be started ({type(problem).__name__}: {line}), accepted: after "
-                "`pip install wandb` and `wandb login`, or with --wandb-mode offline"
+                f"--wandb: got {a.wandb}, accepted: a project that W&B starts ({reason})"
             ) from problem
         self._finished = False
         if kept is not None:
@@ -192,16 +163,15 @@ class WeightsAndBiases(Reporter):
 class Reporters:
     """All reporters of rank 0; other ranks have none.
 
-    Args:
-        earlier: records that the run continues from; for the summary.
-
     Raises:
         CoatConfigError: from all methods but ``close``, a file that cannot be written.
     """
 
-    def __init__(self, *reporters: Reporter, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, *reporters: Reporter) -> None:
         self._reporters = reporters
-        self._summary, self._began = Summary(earlier), time.monotonic()
+        self._summary, self._began = Summary(), time.monotonic()
+        for record in (record for reporter in reporters for record in reporter.earlier):
+            self._summary.add(record)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Report one step. Numbers that are not finite are None from here on: NaN is not JSON."""
@@ -214,93 +184,81 @@ class Reporters:
         self._each(lambda reporter: reporter.memory(report))
 
     def finish(self, ended: str, step: int, checkpoint: Any, failed: bool = False) -> None:
-        """Report what the run was.
-
-        Args:
-            ended: how, in words.
-            step: the last one.
-            checkpoint: the last one, or None.
-            failed: whether W&B shows it as failed.
-        """
+        """Report the summary of the run: how it ended, the last step and the last checkpoint, if there is one."""
         wall, ranks = time.monotonic() - self._began, dist.get_world_size()
         summary = {"ended": ended, "step": step, **self._summary.to_dict(wall_seconds=wall, ranks=ranks)}
         summary["checkpoint"] = None if checkpoint is None else str(checkpoint)
         self._each(lambda reporter: reporter.finish(summary, failed))
 
     def close(self) -> None:
-        """Close all of them; what could not be written before has been raised."""
+        """Close all of them; errors of writing have been raised before."""
         for reporter in self._reporters:
             with suppress(OSError):
                 reporter.close()
 
     def _each(self, do: Callable[[Reporter], None]) -> None:
         for reporter in self._reporters:
-            try:
+            with _one_line(reporter.option):
                 do(reporter)
-            except OSError as problem:
-                raise _unwritable(reporter.option, reporter.where, problem) from problem
 
 
-def _unwritable(option: str, where: Any, problem: OSError) -> CoatConfigError:
-    return CoatConfigError(f"--{option}: cannot write {problem.filename or where} ({problem.strerror or problem})")
+@contextmanager
+def _one_line(option: str) -> Iterator[None]:
+    """Turn a failed write into the error of the option that asked for it."""
+    try:
+        yield
+    except OSError as problem:
+        raise CoatConfigError(f"--{option}: cannot write ({problem})") from problem
 
 
 def open_reporters(a: TrainingOptions, start_step: int, continues: bool, identity: Mapping[str, Any]) -> Reporters:
-    """The reporters that the options ask for; collective.
+    """The reporters that the options request; collective.
 
     Args:
         start_step: last step that was done before.
-        continues: whether what is in ``--output`` is this run's.
-        identity: plain values that say what the run is; for W&B.
+        continues: whether the files in ``--output`` are this run's.
+        identity: plain values that describe the run; for W&B.
 
     Raises:
         CoatConfigError: on every rank; a file that cannot be written, or W&B refuses.
     """
     made: list[Reporter] = []
 
-    def make() -> None:  # what it returns would be sent to the other ranks
+    def make() -> None:  # returns nothing: a result would be sent to the other ranks
         made.append(Lines(a.train_steps, a.stop_at_step))
-        try:
-            if a.output is not None:
+        if a.output is not None:
+            with _one_line("output"):
                 made.append(Files(Path(a.output), start_step, continues))
-            if a.tensorboard is not None:
+        if a.tensorboard is not None:
+            with _one_line("tensorboard"):
                 made.append(TensorBoard(a.tensorboard, start_step))
-        except OSError as problem:
-            option, folder = ("output", a.output) if len(made) == 1 else ("tensorboard", a.tensorboard)
-            raise _unwritable(option, folder, problem) from problem
         if a.wandb is not None:
             made.append(WeightsAndBiases(a, continues, identity))
 
     on_rank_0(make)
-    return Reporters(*made, earlier=next((one.earlier for one in made if isinstance(one, Files)), ()))
+    return Reporters(*made)
 
 
 def step_profiler(steps: tuple[int, int], start_step: int, folder: str) -> Any:
     """torch's profiler around the steps ``steps``; in its context, ``step()`` follows each step.
 
-    It writes ``trace-steps10-12.json`` into ``folder``, for chrome://tracing or Perfetto. A run that begins or ends
-    within these steps has those it did in the trace.
+    It writes ``trace-steps10-12.json`` into ``folder``, for chrome://tracing or Perfetto; of a run that continues
+    within these steps, from its first one.
     """
     from torch.profiler import ProfilerAction, profile
 
-    first = max(steps[0], start_step + 1)
+    first, last = max(steps[0], start_step + 1), steps[1]
 
     def action(step: int) -> ProfilerAction:
-        if not first <= step <= steps[1]:
+        if not first <= step <= last:
             return ProfilerAction.NONE
-        return ProfilerAction.RECORD_AND_SAVE if step == steps[1] else ProfilerAction.RECORD
+        return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.RECORD
+
+    path = Path(folder, f"trace-steps{first}-{last}.json")
 
     def write(profiled: Any) -> None:
-        last = min(steps[1], profiled.step_num - 1)
-        if last < first:  # a run that failed in the first of them
-            return
-        path = Path(folder, f"trace-steps{'-'.join(map(str, dict.fromkeys((first, last))))}.json")
-        temporary = path.with_name(f".{path.name}.new.json")
-        try:
-            profiled.export_chrome_trace(str(temporary))
-            os.replace(temporary, path)
-        except (OSError, RuntimeError) as problem:
-            raise CoatConfigError(f"--profile-steps: cannot write {path} ({problem})") from problem
+        if profiled.step_num > first:  # else the run has ended before the first of them was done
+            profiled.export_chrome_trace(str(path))
 
     made: Any = profile(schedule=action, on_trace_ready=write)
     made.step_num = start_step + 1  # instead of 0: the trace has "ProfilerStep#10"

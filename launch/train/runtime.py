@@ -1,4 +1,4 @@
-"""What surrounds training: devices and process groups, quiet libraries, signals, random states."""
+"""Process groups and devices, quiet libraries, signals and random states of programs that train."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed.without_launcher import store_of_restart
-from launch import failing
 from launch.log_level import quiet_libraries
 
 __all__ = [
     "StopSignal",
     "finish",
     "get_random_state",
-    "mean_and_each",
     "mean_over_ranks",
-    "quiet",
     "reseed",
     "seed_python_and_numpy",
     "set_random_state",
@@ -37,44 +34,37 @@ __all__ = [
 
 
 def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch.device:
-    """Join the other ranks and return this rank's device. Sets up nothing of Megatron's.
+    """Join the other ranks and return this rank's device. Megatron's groups are not set up.
 
     Collectives fail after ``timeout_minutes``; None = torch's default, 10 under NCCL and 30 under gloo.
 
     Raises:
-        CoatConfigError: not started by a launcher, or more ranks than GPUs.
+        CoatConfigError: not started by a launcher.
     """
-    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
-        program = "finetune" if Path(sys.argv[0]).stem == "finetune" else "pretrain"
-        of_step = next((name for name in sorted(os.environ) if name.startswith("SLURM_STEP")), None)
-        if of_step is not None and "SLURM_PROCID" not in os.environ:  # from which RANK would have been set
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in os.environ:
+            program = f"launch/{Path(sys.argv[0]).name}"
             raise CoatConfigError(
-                f"SLURM_PROCID: not set beside {of_step}, accepted: the task's number, as `srun python "
-                f"launch/{program}.py ...` sets it; or {', '.join(missing)}, as a launcher does"
+                f"{name}: not set, accepted: start with `deepspeed {program} ...` or `torchrun {program} ...`, under "
+                f"SLURM also `srun python {program} ...`"
             )
-        raise CoatConfigError(
-            f"{missing[0]}: not set, accepted: start with `deepspeed launch/{program}.py ...` or "
-            f"`torchrun launch/{program}.py ...`, under SLURM also `srun python launch/{program}.py ...`"
-        )
     gpu = torch.cuda.is_available()
     if not gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
     local = int(os.environ.get("LOCAL_RANK", local_rank if local_rank is not None else 0))
     os.environ["LOCAL_RANK"] = str(local)
     if gpu:
-        if local >= torch.cuda.device_count():
-            raise CoatConfigError(
-                f"LOCAL_RANK: got {local}, accepted: less than the {torch.cuda.device_count()} GPUs seen here"
-                + (" (under SLURM --gpus-per-node, not --gpus-per-task)" if "SLURM_PROCID" in os.environ else "")
-            )
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(local)  # under SLURM each task must see all GPUs of its node: --gpus-per-node
     import deepspeed
 
-    quiet()
+    quiet_libraries()
+    for kind in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=kind)
+    # megatron-core's comment on its own default, at every construction of a TransformerConfig.
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-        failing.meet(timeout)
         # Without `device_id`, with which NCCL would make a communicator for each of Megatron's groups, used or not:
         # several GiB of the GPU (docs/memory.md). A first collective says which GPU is this rank's.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **store_of_restart())
@@ -107,20 +97,11 @@ def reseed(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def quiet() -> None:
-    """Let libraries log what ``--log-level`` says, without the warnings that no reader of the log can act on."""
-    quiet_libraries()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # megatron-core's comment on its own default, at every construction of a TransformerConfig.
-    warnings.filterwarnings("ignore", message="full scope is deprecated")
-
-
 class StopSignal:
     """SIGTERM and SIGINT ask for a stop after the running step; a second one, later than its echoes, stops at once.
 
     Launchers repeat a signal that reached the whole process group, so what comes within ``echo_seconds`` of the first
-    counts as the same request. A launcher that was killed without telling its ranks counts as SIGTERM.
+    counts as the same request. The end of the launcher counts as a request, too.
     """
 
     def __init__(self, echo_seconds: float = 2.0) -> None:
@@ -128,13 +109,14 @@ class StopSignal:
         """Why training should stop; None while it should not."""
         self._echo, self._first = echo_seconds, 0.0
         self._launcher = _ancestors()
-        self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGTERM, signal.SIGINT)}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if self.name is None:
             self.name, self._first = signal.Signals(number).name, now
-            if os.environ.get("RANK", "0") == "0":  # at once: a launcher's own words about it may take a screen
+            if os.environ.get("RANK", "0") == "0":
                 os.write(2, f"{self.name}: stopping after this step; a second one stops at once\n".encode())
         elif now - self._first > self._echo:
             os._exit(128 + number)
@@ -147,13 +129,8 @@ class StopSignal:
 
     def leave(self) -> None:
         """Ignore further signals: everything is saved and the process is about to end."""
-        for number in self._previous:
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-
-    def restore(self) -> None:
-        """Put back the handlers that were there before."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 def _ancestors() -> list[int]:
@@ -170,21 +147,10 @@ def _ancestors() -> list[int]:
 
 
 def mean_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
-    """Mean over all ranks of each number, summed in fp64. One collective and one host synchronization."""
-    return mean_and_each(values, 0.0, device)[0]
-
-
-def mean_and_each(
-    values: list[torch.Tensor | float], mine: float, device: torch.device
-) -> tuple[list[float], list[float]]:
-    """:func:`mean_over_ranks` of ``values``, and every rank's ``mine``, in the same collective."""
-    slots = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    slots[dist.get_rank()] = mine
+    """Mean over all ranks of each number, summed in fp64: one collective and one host synchronization."""
     stacked = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
-    both = torch.cat([stacked, slots.to(device, non_blocking=True)])
-    dist.all_reduce(both)
-    numbers = both.tolist()
-    return [n / len(slots) for n in numbers[: len(values)]], numbers[len(values) :]
+    dist.all_reduce(stacked)
+    return [total / dist.get_world_size() for total in stacked.tolist()]
 
 
 def get_random_state() -> dict[str, Any]:

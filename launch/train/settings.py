@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -56,8 +57,9 @@ _ACCEPTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("zero_optimization.stage", (1, 2, 3), "1, 2 or 3"),
     ("zero_optimization.compute_grad_norm", _DEFAULT, "true (its default): the gradient norm is printed and checked"),
     ("managed_gradient_accumulation", _DEFAULT, "true (its default)"),
+    ("checkpoint.use_node_local_storage", (None, False), "false: --save is a folder that all nodes share"),
 )
-"""Keys of the DeepSpeed configuration, their values that this program can run, and what an error says of these."""
+"""Keys of the DeepSpeed configuration, values that this program can run, and how an error describes them."""
 
 
 def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dict[str, Any], CoatConfig | None]:
@@ -71,62 +73,45 @@ def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dic
     Raises:
         CoatConfigError: names each key, its value and what is accepted.
     """
-    settings = _read(given)
+    if not os.path.exists(given) and decode_base64(given) is not None:
+        settings = load_json(given)
+    else:
+        settings = read_config("--deepspeed_config", given, "deepspeed")
     if stage is not None and isinstance(zero := settings.get("zero_optimization", {}), dict):
         settings["zero_optimization"] = {**zero, "stage": stage}
-    found_later = {MICRO: 1} if settings.get(MICRO) == "auto" else {}
-    checked = {**settings, **found_later}
-    checked.pop("scheduler", None)  # refused below, whatever it says
-    coat = check_deepspeed(checked, tp=tp)
-    problems = [
-        f"{key}: got {value!r}, accepted: {accepted}"
-        for key, possible, accepted in _ACCEPTED
-        if (value := look_up(settings, key)) not in possible
-    ]
+    checked = {key: value for key, value in settings.items() if key != "scheduler"}
+    coat = check_deepspeed({**checked, MICRO: 1} if checked.get(MICRO) == "auto" else checked, tp=tp)
+    wrong = [(key, accepted) for key, possible, accepted in _ACCEPTED if look_up(settings, key) not in possible]
     if "scheduler" in settings:
-        problems.append(
-            f"scheduler: got {settings['scheduler']!r}, accepted: absent (--lr-schedule and its companions)"
-        )
+        wrong.append(("scheduler", "absent (--lr-schedule and its companions)"))
     if look_up(settings, "optimizer.type") == "AdamW":
-        problems += [
-            f"optimizer.params.{key}: got {value!r}, accepted: no such key; AdamW here takes {', '.join(_ADAMW)}"
-            for key, value in (look_up(settings, "optimizer.params") or {}).items()
-            if key not in _ADAMW
-        ]
-    if problems:
-        raise CoatConfigError("\n".join(problems))
+        accepted = f"no such key; AdamW here takes {', '.join(_ADAMW)}"
+        others = [key for key in look_up(settings, "optimizer.params") or {} if key not in _ADAMW]
+        wrong += [(f"optimizer.params.{key}", accepted) for key in others]
+    if wrong:
+        raise CoatConfigError(
+            "\n".join(f"{key}: got {look_up(settings, key)!r}, accepted: {accepted}" for key, accepted in wrong)
+        )
     return settings, coat
-
-
-def _read(given: str) -> dict[str, Any]:
-    if not os.path.exists(given) and decode_base64(given) is not None:
-        return load_json(given)
-    return read_config("--deepspeed_config", given, "deepspeed")
 
 
 def auto_batch(args: Any, settings: dict[str, Any], dp: int) -> bool:
     """Whether the micro-batch is to be found; ``--micro-batch`` goes into ``settings``, which have 1 until it is found.
 
     Raises:
-        CoatConfigError: what else is given leaves no choice, or is not divisible.
+        CoatConfigError: the other batch sizes leave no choice, or are not divisible.
     """
     if args.micro_batch is not None:
         settings[MICRO] = args.micro_batch
-    for key in (STEPS, TOTAL):
-        if settings.get(key) == "auto":
-            raise CoatConfigError(f'{key}: got "auto", accepted: an integer >= 1, or absent (only {MICRO} is found)')
     if settings.get(MICRO) != "auto":
         return False
     settings[MICRO] = 1
     total, steps = settings.get(TOTAL), settings.get(STEPS)
-    for key, value in ((STEPS, steps), (TOTAL, total)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise CoatConfigError(f"{key}: got {value!r}, accepted: an integer >= 1")
-    if total is None:
-        return True
-    if total % dp:
-        raise CoatConfigError(f"{TOTAL}: got {total}, accepted: a multiple of the data-parallel ranks ({dp})")
-    if steps is not None:
+    for key, value, step in ((STEPS, steps, 1), (TOTAL, total, dp)):
+        if value is not None and (type(value) is not int or value < 1 or value % step):
+            accepted = f"a multiple of the data-parallel ranks ({dp})" if key == TOTAL else "an integer >= 1"
+            raise CoatConfigError(f'{key}: got {json.dumps(value)} with {MICRO} "auto", accepted: {accepted}')
+    if total and steps:
         raise CoatConfigError(
             f'{MICRO}: got "auto" beside {TOTAL} {total} and {STEPS} {steps}, accepted: "auto" with at most one of them'
         )

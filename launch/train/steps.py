@@ -14,16 +14,15 @@ from launch.train import build
 from launch.train.data_source import Batch
 from launch.train.memory import MemoryReport
 from launch.train.plan import Plan
-from launch.train.rank_times import RankTimes
 
 __all__ = ["MicroBatches", "PipelineSteps", "steps_of"]
 
 
-def steps_of(p: Plan, engine: Any, device: torch.device, times: RankTimes) -> MicroBatches | PipelineSteps:
-    """What runs the micro-batches of a plan on its engine."""
+def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | PipelineSteps:
+    """The runner of a plan's micro-batches on its engine."""
     tp = p.args.tensor_parallel
     if p.args.pipeline_parallel == 1:
-        return MicroBatches(engine, build.language_model_loss(tp, device), p.batch.accumulation, device, times)
+        return MicroBatches(engine, build.language_model_loss(tp, device), p.batch.accumulation, device)
     shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
     if p.eod is not None:  # a micro-batch is one sequence then
         shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
@@ -31,11 +30,8 @@ def steps_of(p: Plan, engine: Any, device: torch.device, times: RankTimes) -> Mi
 
 
 def _nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
-    """The loss times exactly 1, or NaN where it is not finite.
-
-    The gradient norm, which all ranks share and DeepSpeed checks before it changes anything, then tells every rank
-    without a further synchronization.
-    """
+    """The loss times exactly 1, or NaN where it is not finite: then the gradient norm, which DeepSpeed checks on all
+    ranks before it changes anything, is NaN without a further synchronization."""
     return loss * (1 + 0 * loss.detach())
 
 
@@ -48,7 +44,6 @@ class MicroBatches:
     """``loss(engine, batch)``: the mean loss of a micro-batch, fp32 scalar."""
     accumulation: int
     device: torch.device
-    times: RankTimes
 
     def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
         """One optimizer step. The mean loss of its micro-batches, fp64.
@@ -58,13 +53,10 @@ class MicroBatches:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
-            self.times.begin()
             batch = next(batches)
-            self.times.batch_is_there()
             watched = memory.forward(batch["tokens"].numel()) if memory and not index else contextlib.nullcontext()
             with watched:
                 loss = self.loss(self.engine, batch)
-            self.times.forward_done()
             total += loss.detach()
             self.engine.backward(_nan_if_not_finite(loss))
             if memory is not None and index == self.accumulation - 1:
@@ -82,7 +74,7 @@ class MicroBatches:
 
 @dataclass
 class PipelineSteps:
-    """Steps and evaluations of an engine that holds one stage. What they return is the same on all stages."""
+    """Steps and evaluations of an engine that holds one stage, with the same results on all stages."""
 
     engine: Any
     forward_step: Callable[..., Any]
@@ -90,7 +82,7 @@ class PipelineSteps:
     shape: dict[str, int]
     """Of what stages send one another."""
     documents: bool
-    """Whether every stage needs the batches: where documents begin."""
+    """Whether every stage needs the batches, for where documents begin."""
 
     def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
         """As :meth:`MicroBatches.step`."""

@@ -50,17 +50,3 @@ def test_samples_follow_those_of_another_batch_size(tmp_path, sets, train_steps,
     assert list(itertools.chain(*before)) == order[:64]
     after = read(plan(data, micro, dp, accumulation, train_steps), Progress(step=8, consumed_samples=64), steps)
     assert list(itertools.chain(*after)) == order[64 : 64 + steps * total]
-
-
-def test_the_training_set_ends_with_the_run(tmp_path):
-    """An unchanged batch asks for as many samples as a run from its beginning; one that is done, for those it had."""
-    data = [make(tmp_path / "x")]
-    p = plan(data, 4, 1, 2, 10)
-    for begun, samples in (
-        (Progress(), 80),
-        (Progress(step=4, consumed_samples=32), 80),
-        (Progress(step=4, consumed_samples=64), 112),
-        (Progress(step=4, consumed_samples=8), 56),
-        (Progress(step=12, consumed_samples=96), 96),
-    ):
-        assert len(TokenData(p, begun, 0).sets["train"]) == samples

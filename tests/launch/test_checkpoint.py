@@ -2,14 +2,10 @@
 
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
-from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
-from coat_dist.checkpoint.write import publish
 from coat_dist.checkpoint.write.publish import find
 from launch.train import checkpoint
 from tests.launch.saved_steps import Engine, progress, start
@@ -23,28 +19,6 @@ def save_steps(rank, world, folder, steps, keep):
 
 class Killed(BaseException):
     """Nothing catches it: the disk is left as a kill would leave it."""
-
-
-def killed_while(rank, world, folder, function):
-    """Save step 2 and die where ``os.<function>`` would be called."""
-    start()
-    checkpoint.save(Engine(), folder, {}, progress(1))
-
-    def die(*args, **kwargs):
-        raise Killed
-
-    original = getattr(os, function)
-    setattr(os, function, die)
-    try:
-        checkpoint.save(Engine(), folder, {}, progress(2))
-    except Killed:
-        pass
-    finally:
-        setattr(os, function, original)
-    found = find(folder)
-    verify(found, read_manifest(found)["files"])
-    final = str(checkpoint.save(Engine(), folder, {}, progress(2)))
-    return str(found), final, str(find(folder)), sorted(os.listdir(folder))
 
 
 def killed_while_replacing(rank, world, folder):
@@ -76,44 +50,6 @@ def killed_while_replacing(rank, world, folder):
     return manifest["progress"]["which"], read_manifest(find(folder))["progress"]["which"], left
 
 
-def full_disk(rank, world, folder):
-    start()
-    checkpoint.save(Engine(), folder, {}, progress(1))
-    engine = Engine()
-
-    def save_checkpoint(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    engine.save_checkpoint = save_checkpoint
-    with pytest.raises(CheckpointError, match="cannot write .*step00000002: .*No space left"):
-        checkpoint.save(engine, folder, {}, progress(2))
-    return str(find(folder))
-
-
-def own_files_fail(rank, world, folder):
-    """Save with files of the caller's whose writing fails on rank 1, and then with values that are not plain."""
-
-    def add_files(temporary):
-        if rank == 1:
-            raise KeyError("no such state")
-
-    said, engine = [], Engine()
-    save_whole_checkpoints(engine)
-    for step, content, add in ((1, {}, add_files), (2, {"progress": {1, 2}}, lambda temporary: None)):
-        try:
-            engine.save_checkpoint(folder, publish.name_of(step), extras=Extras(add, content))
-        except CheckpointError as problem:
-            said.append(str(problem))
-    return said
-
-
-def test_any_error_of_the_callers_part_is_an_error_on_all_ranks(tmp_path):
-    first, second = run_ranks(2, own_files_fail, str(tmp_path))
-    assert first == second
-    assert "rank 1: KeyError: 'no such state'" in first[0] and "TypeError: Object of type set" in first[1]
-    assert find(tmp_path) is None
-
-
 def test_keep_last_counts_by_time_of_writing(tmp_path):
     run_ranks(2, save_steps, str(tmp_path), [5, 7, 9], 2)
     assert sorted(p.name for p in tmp_path.glob("step*")) == ["step00000007", "step00000009"]
@@ -123,20 +59,8 @@ def test_keep_last_counts_by_time_of_writing(tmp_path):
     assert not list(tmp_path.glob(".unfinished*"))
 
 
-@pytest.mark.parametrize("function", ["fsync", "rename", "replace"])
-def test_a_kill_leaves_the_previous_checkpoint(tmp_path, function):
-    found, final, latest, left = run_ranks(1, killed_while, str(tmp_path), function)[0]
-    assert found == str(tmp_path / "step00000001")
-    assert latest == final == str(tmp_path / "step00000002")
-    assert left == ["latest", "step00000001", "step00000002"]
-
-
 def test_a_kill_while_a_step_is_saved_again_leaves_the_old_one(tmp_path):
     assert run_ranks(1, killed_while_replacing, str(tmp_path)) == [("first", "third", ["latest", "step00000001"])]
-
-
-def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(tmp_path):
-    assert run_ranks(1, full_disk, str(tmp_path)) == [str(tmp_path / "step00000001")]
 
 
 def test_find(tmp_path):
@@ -145,11 +69,6 @@ def test_find(tmp_path):
     assert checkpoint.require_loadable(None, str(tmp_path)) is None
     with pytest.raises(ValueError, match="--load: got .*accepted: a folder with a file `latest`"):
         checkpoint.require_loadable(str(tmp_path), None)
-    (tmp_path / "run/checkpoints/step00000001").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/step00000001/manifest.json").write_text("{}")
-    (tmp_path / "run/checkpoints/latest").write_text("step00000001")
-    with pytest.raises(ValueError, match=r"--load: got .*run, accepted: .* \(did you mean .*run/checkpoints\?\)$"):
-        checkpoint.require_loadable(str(tmp_path / "run"), None)
     (tmp_path / "step00000003").mkdir()
     (tmp_path / "latest").write_text("step00000003\n")
     with pytest.raises(CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"):
@@ -185,77 +104,3 @@ def test_differences_name_the_key():
     assert list(differences(old, new)) == ["model.layers", "seed"]
     assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
     assert differences(old, new)["seed"] == "seed: checkpoint has nothing, this run has 3"
-
-
-def saved_and_examined(rank, world, folder):
-    """What is told of a checkpoint of other data by a run that would go on from it."""
-    start()
-    saved = checkpoint.save(Engine(), folder, {"data": {"train": "0123456789ab" + "c" * 52}}, progress(1))
-    return checkpoint.examine(saved, {"data": {"train": "d" * 64}}).changed
-
-
-def test_of_digests_the_beginning_is_told(tmp_path):
-    told = run_ranks(1, saved_and_examined, str(tmp_path))[0]
-    assert told == ["data.train: checkpoint has '0123456789ab', this run has 'dddddddddddd'"]
-
-
-def remove_the_right_ones(rank, world, folder):
-    """Folders that are not this run's stay; of its own, those of the line that goes on are kept first."""
-    start()
-    one = f"{folder}/one"
-    for step in (2, 4, 6):
-        checkpoint.save(Engine(), one, {}, progress(step))
-    shutil.copytree(f"{one}/step00000002", f"{one}/step00000002-best")
-    shutil.copytree(f"{one}/step00000006", f"{one}/stepping")
-    os.makedirs(f"{one}/step00000005/mine")  # no checkpoint
-    os.makedirs(f"{one}/.unfinished-thoughts/mine")
-    for name in ("step00000002", "step00000004", "step00000006"):  # copied without times
-        os.utime(f"{one}/{name}/manifest.json", (0, 10 - int(name[-1])))
-    checkpoint.save(Engine(), one, {}, progress(5), 3)  # went back to 4 or 2
-    back = sorted(os.listdir(one))
-    old = [p for p in publish.finished(Path(one)) if p.name != "step00000005"]
-    checkpoint.save(Engine(), one, {}, progress(2), supersedes=old)
-    return back, sorted(os.listdir(one))
-
-
-def test_only_this_runs_own_old_checkpoints_are_removed(tmp_path):
-    stays = [".unfinished-thoughts", "latest", "step00000002-best", "step00000005.kept", "stepping"]
-    back, anew = run_ranks(1, remove_the_right_ones, str(tmp_path))[0]
-    assert back == sorted([*stays, "step00000002", "step00000004", "step00000005"])
-    assert anew == sorted([*stays, "step00000002", "step00000005"])
-
-
-def put_back(rank, world, folder):
-    """Killed between the renames of a step saved again, and another one saved next: the old one is there again."""
-    start()
-    for step in (1, 2):
-        checkpoint.save(Engine(), folder, {}, progress(step))
-    os.rename(f"{folder}/step00000001", f"{folder}/.unfinished-replaced-step00000001")
-    os.makedirs(f"{folder}/.unfinished-step00000001")
-    checkpoint.save(Engine(), folder, {}, progress(3))
-    return sorted(os.listdir(folder))
-
-
-def test_a_checkpoint_whose_replacement_did_not_come_is_put_back(tmp_path):
-    assert run_ranks(1, put_back, str(tmp_path)) == [["latest", "step00000001", "step00000002", "step00000003"]]
-
-
-def test_without_latest_the_one_saved_last_is_found(tmp_path):
-    """As a kill in the very first save leaves it, after the folder has its name."""
-    (tmp_path / "step00000003").mkdir()
-    assert find(tmp_path) is None
-    for step in (3, 10):
-        (tmp_path / f"step{step:08d}").mkdir(exist_ok=True)
-        (tmp_path / f"step{step:08d}" / "manifest.json").write_text('{"format": 1}')
-    assert find(tmp_path) == tmp_path / "step00000010"
-
-
-def test_find_names_the_folder_itself(tmp_path, monkeypatch):
-    step = tmp_path / "save" / "step00000003"
-    (step / "zero").mkdir(parents=True)
-    (step / "manifest.json").write_text('{"format": 1}')
-    (tmp_path / "save" / "latest").write_text(step.name)
-    (tmp_path / "link").symlink_to(step)
-    monkeypatch.chdir(step)
-    for way in (".", "./", "..", "zero/..", f"{step}/", tmp_path / "link", tmp_path / "save" / ".", "../../save"):
-        assert find(way) == step, way

@@ -72,20 +72,3 @@ def test_a_node_that_goes_leaves_the_run_to_the_other(work, tmp_path):
     records = read_metrics(run)
     assert [r["step"] for r in records] == list(range(1, 81))
     assert [r["consumed_samples"] for r in records] == [8 * r["step"] for r in records]
-
-
-@pytest.mark.slow
-def test_a_node_that_comes_later_joins(work, tmp_path):
-    """First one rank, then two, in one run."""
-    run, save = tmp_path / "run", tmp_path / "save"
-    argv = command(work, run, configuration(tmp_path, 2), "--save", save, "--load", "auto", steps=120)
-    node = launchers_of_one_rank(tmp_path, argv, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    first = node()
-    wait_for_steps(first, run, 2)
-    second = node()
-    text = output_of(first) + output_of(second)
-    assert (first.returncode, second.returncode) == (0, 0) and "finished 120 steps" in text, text
-    assert text.count("converting ") == 1 and "parallel.data: checkpoint has 1, this run has 2" in text, text
-    assert "now 2, with micro-batches of 2 and 1 of them a step" in text, text
-    records = read_metrics(run)
-    assert [(r["step"], r["consumed_samples"]) for r in records] == [(step, 4 * step) for step in range(1, 121)]

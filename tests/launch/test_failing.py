@@ -6,12 +6,10 @@ import json
 import os
 import socket
 import sys
-import time
-from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
+from coat_dist import CoatConfigError
 from launch import failing, pretrain
 from tests.support import run_ranks
 
@@ -46,22 +44,6 @@ def test_one_rank_tells_a_consequence(tmp_path):
     assert sum(screen != "" for screen, _ in run_ranks(2, fail, (None, None), str(tmp_path))) == 1
 
 
-def test_the_line_does_not_wait_for_a_store_that_has_gone(monkeypatch, capsys):
-    class Gone:
-        def set_timeout(self, timeout):
-            assert timeout.total_seconds() <= 0.1
-
-        def clone(self):
-            raise dist.DistNetworkError("The client socket has timed out")
-
-    monkeypatch.setattr(failing, "WAIT", 0.1)
-    monkeypatch.setattr(failing.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(failing.dist.distributed_c10d, "_get_default_store", Gone)
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    failing.end("one", 1)
-    assert capsys.readouterr().err == "rank 1: error: one\n"
-
-
 def test_a_port_that_is_taken_is_named(monkeypatch):
     """Two jobs on one machine: not another rank that has ended."""
     given = argparse.Namespace(log_level="info", dry_run=False, gpus=None, local_rank=0, distributed_timeout_minutes=1)
@@ -79,43 +61,23 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
     assert line.startswith("the ranks cannot meet: ") and f"port: {port}" in line and "EADDRINUSE" in line, line
 
 
-def start(rank, world, failed, comes, folder):
-    """The start of a rank a node, of which rank 1 fails (with ``failed``), or does not come."""
-    screen = sys.stderr = io.StringIO()
-    dist.destroy_process_group()
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", COAT_HOST=f"node-{rank}", TORCHELASTIC_ERROR_FILE="")
-    said, began = "came", time.monotonic()
-    try:
-        if rank == 1 and failed:
-            failing.end(failed, rank)
-        elif comes or rank != 1:
-            failing.meet(timedelta(seconds=60 if comes else 4))
-    except failing.NotComing as problem:
-        said = str(problem)
-    took, printed = time.monotonic() - began, screen.getvalue()
-    sys.stderr = sys.__stderr__
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    time.sleep(3.0)  # rank 0 holds the store
-    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world)
-    return said, printed, took
+def plan_on_nodes(rank, world):
+    """A rank of a node of its own plans; rank 1 lacks a file."""
+    os.environ.update(COAT_HOST=f"node-{rank}", NODE_RANK=str(rank))
+
+    def make():
+        if rank == 1:
+            raise CoatConfigError("data: got nowhere, accepted: a data set")
+        return "plan"
+
+    with pytest.raises(CoatConfigError) as caught:
+        pretrain._on_all(make)
+    return str(caught.value)
 
 
-def test_ranks_of_other_nodes_learn_why_one_fails_at_its_start(tmp_path):
-    zero, one, two = run_ranks(3, start, "data: got nowhere", True, str(tmp_path))
-    why = "rank 1 (host node-1) ended at its start: data: got nowhere"
-    assert (zero[0], two[0]) == (why, why)
-    assert zero[1] == f"error: {why}\n" and two[1] == f"rank 2 (host node-2): error: {why}\n"
-    assert one[1] == "rank 1 (host node-1): error: data: got nowhere\n"
-    assert max(zero[2], one[2], two[2]) < 30, "long before the timeout"
-
-
-def test_a_rank_that_never_comes_is_named(tmp_path):
-    zero, _, two = run_ranks(3, start, "", False, str(tmp_path))
-    assert zero[0] == two[0] == "rank 1 did not come within 4 s, accepted: all ranks"
-
-
-def test_ranks_of_several_nodes_come(tmp_path):
-    assert [said for said, *_ in run_ranks(3, start, "", True, str(tmp_path))] == ["came"] * 3
+def test_all_nodes_learn_what_one_lacks():
+    for error in run_ranks(2, plan_on_nodes):
+        assert error.startswith("rank 1") and error.endswith(": data: got nowhere, accepted: a data set")
 
 
 def test_tasks_of_slurm_that_find_the_same_wrong_say_it_once(monkeypatch):

@@ -1,22 +1,23 @@
 """Folders that an earlier run has written to: refused, continued, or begun anew."""
 
-import errno
 import json
 import os
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.write import lock, publish
+from coat_dist.ranks import check_same_on_all_ranks
 from launch.train import arguments
-from launch.train.folders import open_folders
+from launch.train.folders import open_folders, open_on_nodes, sharers
 from launch.train.metrics import read_metrics
+from tests.coat_dist.checkpoint.test_team import error_of, on_a_node
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import held_elsewhere, run_ranks
-
-RECORD = {"step": 0, "consumed_samples": 0, "loss": 2.5}
 
 
 def arrange(folder, *steps, latest=None):
@@ -38,105 +39,90 @@ def metrics(folder, last, factor=3):
     return folder
 
 
-def opened(*argv):
+def options(*argv):
     needed = ["--deepspeed_config", "x", "--model", "x", "--data", "x", "--train-steps", "9"]
+    return arguments.parse([*needed, *map(str, argv)])
+
+
+def opened(*argv):
     with ExitStack() as locks:
-        return open_folders(arguments.parse([*needed, *map(str, argv)]), locks)
+        return open_folders(options(*argv), locks)
 
 
 def listing(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
-def refused(folder, *argv):
-    """The error, after which nothing in ``folder`` has changed."""
-    before = listing(folder)
+def refused(*argv):
     with pytest.raises((CoatConfigError, CheckpointError)) as problem:
         opened(*argv)
-    assert listing(folder) == before
     text = str(problem.value)
     assert "\n" not in text and "accepted: " in text
     return text
 
 
 def test_a_fresh_start_leaves_an_earlier_run_alone(tmp_path):
-    save, output, board = arrange(tmp_path / "save", 3, 6), metrics(tmp_path / "run", 6), tmp_path / "board"
-    board.mkdir()
-    (board / "events.out.tfevents.1.host").write_text("")
-    for name, folder in (("save", save), ("output", output), ("tensorboard", board)):
-        text = refused(tmp_path, f"--{name}", folder)
-        assert text.startswith(f"--{name}: got {folder}, which holds ")
+    save, output = arrange(tmp_path / "save", 3, 6), metrics(tmp_path / "run", 6)
+    for name, folder in (("save", save), ("output", output)):
+        before = listing(tmp_path)
+        text = refused(f"--{name}", folder)
+        assert text.startswith(f"--{name}: got {folder}, which holds ") and listing(tmp_path) == before
         assert "--load auto" in text and "--overwrite" in text
-        refused(tmp_path, f"--{name}", f"{folder}/")
     (save / "latest").unlink()  # a kill within the first save
-    assert "--save: got" in refused(tmp_path, "--save", save)
+    assert "--save: got" in refused("--save", save)
     for step in (3, 6):  # and in the middle of saving these again
         (save / publish.name_of(step)).rename(save / f".unfinished-replaced-{publish.name_of(step)}")
-    assert "--save: got" in refused(tmp_path, "--save", save)
+    assert "--save: got" in refused("--save", save)
     found = opened("--save", save, "--overwrite")
     assert sorted(found.superseded) == [save / publish.name_of(3), save / publish.name_of(6)]
     assert publish.own_name(opened("--load", save / publish.name_of(3), "--save", save).source) == publish.name_of(3)
     only_latest = tmp_path / "other"
     only_latest.mkdir()
     (only_latest / "latest").write_text("global_step5")  # another program's
-    assert "--save: got" in refused(tmp_path, "--save", only_latest)
-    assert opened("--save", tmp_path / "new", "--output", tmp_path / "run2").source is None
-    assert (tmp_path / "new").is_dir() and (tmp_path / "run2").is_dir() and not listing(tmp_path / "new")
-    empty = metrics(tmp_path / "none", 0)
-    assert opened("--output", empty).source is None
+    assert "--save: got" in refused("--save", only_latest)
+    assert opened("--save", tmp_path / "new", "--output", metrics(tmp_path / "none", 0)).source is None
+    assert (tmp_path / "new").is_dir() and not listing(tmp_path / "new")
 
 
 def test_a_run_that_continues_may_write_to_its_folders(tmp_path, monkeypatch):
     save, output = arrange(tmp_path / "save", 3, 6), metrics(tmp_path / "run", 8)
     (tmp_path / "link").symlink_to(save)
     monkeypatch.chdir(save / "step00000003")
-    for load, step in (
-        ("auto", 6),
-        (save, 6),
-        (f"{save}/", 6),
-        (tmp_path / "link", 6),
-        (save / "step00000003", 3),
-        (".", 3),
-        ("..", 6),
-    ):
+    for load, step in (("auto", 6), (save, 6), (tmp_path / "link", 6), (save / "step00000003", 3), (".", 3), ("..", 6)):
         found = opened("--load", load, "--save", save, "--output", output)
         assert found.source == save / publish.name_of(step) and not found.superseded, load
     fresh = opened("--load", "auto", "--save", tmp_path / "new", "--output", output)
     assert fresh.source is None  # killed before its first checkpoint; its metrics are renamed, not cut
-    assert "which is a checkpoint" in refused(tmp_path, "--load", ".", "--save", ".")
-    assert "which is in --save" in refused(tmp_path, "--load", save, "--save", save, "--overwrite")
     with pytest.raises(CoatConfigError, match="--overwrite: got True, accepted: not with --load auto"):
         opened("--load", "auto", "--save", save, "--overwrite")
 
 
 def test_branching_into_a_used_folder_is_refused(tmp_path):
     mine, other = arrange(tmp_path / "mine", 3), arrange(tmp_path / "other", 3, 6)
-    assert refused(tmp_path, "--load", mine, "--save", other).startswith(f"--save: got {other}, which holds ")
+    assert refused("--load", mine, "--save", other).startswith(f"--save: got {other}, which holds ")
     found = opened("--load", mine, "--save", other, "--overwrite")
     assert found.source == mine / "step00000003"
     assert found.superseded == [other / "step00000003", other / "step00000006"]
     foreign = metrics(tmp_path / "foreign", 6, factor=4)
-    assert "whose metrics.jsonl is not of the run that saved" in refused(tmp_path, "--load", mine, "--output", foreign)
+    assert "whose metrics.jsonl is not of the run that saved" in refused("--load", mine, "--output", foreign)
     assert opened("--load", mine, "--output", foreign, "--overwrite").source is not None
     assert opened("--load", mine, "--output", metrics(tmp_path / "short", 2, factor=4)).source  # nothing would be cut
 
 
-def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
+@pytest.mark.parametrize("name", ["save", "output", "tensorboard"])
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path, name):
     (tmp_path / "file").write_text("")
-    for name in ("save", "output", "tensorboard"):
-        assert f"--{name}" in refused(tmp_path, f"--{name}", tmp_path / "file")
-        assert f"--{name}: got" in refused(tmp_path, f"--{name}", tmp_path / "file" / "inside")
-    assert "--load: got" in refused(tmp_path, "--load", tmp_path / "file")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for place in (tmp_path / "link", tmp_path / "link" / "inside", "/proc/x", "/dev/null", tmp_path / ("x" * 300)):
-        for name in ("save", "output", "tensorboard"):
-            assert refused(tmp_path, f"--{name}", place).startswith(f"--{name}: "), place
-    assert "--load: got" in refused(tmp_path, "--load", tmp_path / "link")
+    for place in (tmp_path / "file", tmp_path / "file/x", tmp_path / "link", "/proc/x", tmp_path / ("x" * 300)):
+        assert refused(f"--{name}", place).startswith(f"--{name}: got {place}, accepted: a folder to write to")
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    assert "--load: got" in refused("--load", tmp_path / "nowhere")
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="cannot be read"):
         opened("--load", tmp_path)
-    (tmp_path / "file").write_text("nonsense\n")
-    os.replace(tmp_path / "file", tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text("nonsense\n")
     with pytest.raises(CoatConfigError, match="metrics.jsonl:1: got"):
         opened("--output", tmp_path)
 
@@ -146,12 +132,7 @@ def test_a_folder_that_another_run_writes_to(tmp_path):
     argv = ("--save", save, "--output", output, "--load", "auto")
     for name, folder in (("save", save), ("output", output)):
         with held_elsewhere(folder / ".lock"):
-            text = refused(tmp_path, *argv)
-        assert text.startswith(f"--{name}: got {folder}, which another program is writing to, accepted: ")
-    (tmp_path / "link").symlink_to(save)
-    with held_elsewhere(save / ".lock"):
-        assert "another program" in refused(tmp_path, "--save", tmp_path / "link", "--load", "auto")
-        assert "another program" in refused(tmp_path, "--save", save, "--overwrite")
+            assert refused(*argv).startswith(f"--{name}: got {folder}, which another program is writing to, accepted: ")
     assert opened(*argv).source == save / "step00000003"
     same = tmp_path / "same"
     assert opened("--save", same, "--output", same).source is None and not listing(same)
@@ -168,13 +149,32 @@ def test_what_a_run_saved_until_the_folder_was_free_is_seen(tmp_path, monkeypatc
     assert opened("--save", tmp_path / "save", "--load", "auto").source == tmp_path / "save" / "step00000007"
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
-    def locked(path):
-        raise OSError(errno.ENOLCK, "No locks available")
+def prepared(rank, world, folder, data):
+    from launch.data import dataset
 
-    monkeypatch.setattr(lock, "locked", locked)
-    assert opened("--save", tmp_path / "save").source is None
-    assert "warning: " in capsys.readouterr().err
+    on_a_node(rank, folder)
+    check_same_on_all_ranks({})
+    made, samples, replace = [], [], os.replace
+
+    def counted(source, target):
+        made.append(Path(target).parent.name)
+        replace(source, target)
+
+    with mock.patch.object(os, "replace", counted):
+        for cache in ("own", f"{folder}/common"):
+            train, *_ = dataset.build_datasets([data], "80,10,10", 32, 40, 8, 0, 3, cache)
+            samples.append([train[i]["tokens"].tolist() for i in range(0, 40, 7)])
+    shared = error_of(lambda: open_on_nodes(options("--save", "disk"), ExitStack()))
+    return made, samples, sharers(Path("prepared"), "--data-cache"), shared
+
+
+def test_folders_of_nodes(work, tmp_path):
+    """Caches are built once on each node, or once where nodes share them; checkpoints need a folder of all nodes."""
+    (first, samples, teams, error), (second, others, _, _) = run_ranks(2, prepared, str(tmp_path), str(work / "data"))
+    assert set(first) == {"own", "common"} and set(second) == {"own"}
+    assert first.count("own") == second.count("own") == first.count("common") >= 4
+    assert samples[0] == samples[1] == others[0] == others[1] and teams == [[0], [1]]
+    assert error.startswith("--save: got disk, which rank 0 (host node-a) and rank 1 (host node-b) do not share")
 
 
 def test_runs_refuse_continue_and_begin_anew(work, tmp_path):

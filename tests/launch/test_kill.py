@@ -1,19 +1,20 @@
 """SIGKILL at random points of saving: the last finished checkpoint is always there, whole, and continues."""
 
-import os
 import random
 import time
 from pathlib import Path
 
 from coat_dist.checkpoint.manifest import read_manifest
+from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.checkpoint.write.publish import find
 from launch.train import checkpoint
+from tests.launch.pretrain_runs import configuration
 from tests.support import start_ranks
 
 KILLS = 20
 
 
-def save_for_ever(rank, world, folder):
+def save_for_ever(rank, world, folder, config):
     """Continue from the latest checkpoint and save one step after the other; a file says which are done."""
     import coat_dist
     from megatron_patches import initialize_model_parallel
@@ -24,13 +25,6 @@ def save_for_ever(rank, world, folder):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     initialize_model_parallel(1)
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-        "coat": {"activation": {"enabled": False}},
-    }
     engine, *_ = coat_dist.initialize(model=torch.nn.Linear(256, 256), config=config)
     step, found = 0, find(folder)
     if found is not None:
@@ -38,14 +32,14 @@ def save_for_ever(rank, world, folder):
         step = progress["step"]
         if digest(engine) != progress["digest"]:  # to the byte what was saved, on this rank too
             raise RuntimeError(f"rank {rank}: {found} does not hold what was saved")
-    x = torch.randn(4, 256).bfloat16()
-    publish(Path(folder, f"loaded{rank}"), step)
+    x = torch.randn(2, 256).bfloat16()
+    write_text(Path(folder, f"loaded{rank}"), str(step))
     while True:
         engine.backward(engine(x).float().square().mean())
         engine.step()
         step += 1
         checkpoint.save(engine, folder, {}, {"step": step, "digest": digest(engine)}, keep_last=2)
-        publish(Path(folder, f"done{rank}"), step)
+        write_text(Path(folder, f"done{rank}"), str(step))
 
 
 def digest(engine):
@@ -66,13 +60,6 @@ def digest(engine):
     return everyone
 
 
-def publish(path, value):
-    """In one go: whoever reads the file meanwhile must not find it empty."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(str(value))
-    os.replace(temporary, path)
-
-
 def number(path):
     try:
         return int(path.read_text() or 0)
@@ -82,13 +69,14 @@ def number(path):
 
 def test_kills_lose_no_finished_checkpoint(tmp_path):
     chance = random.Random()
+    config = configuration(tmp_path, 2, {"activation": {"enabled": False}}, gradient_accumulation_steps=1)
     done, interrupted = 0, set()
     for kill in range(KILLS):
         for name in ("loaded0", "loaded1"):
             (tmp_path / name).unlink(missing_ok=True)
         out = tmp_path / f"ranks{kill}"
         out.mkdir()
-        ranks = start_ranks(2, save_for_ever, str(tmp_path), out=str(out))
+        ranks = start_ranks(2, save_for_ever, str(tmp_path), config, out=str(out))
         give_up, came_back = time.monotonic() + 120, 0.0
         while number(tmp_path / "done0") <= done:  # one step and save more than before
             failed = [(out / f"{r}.pt").exists() for r in range(2)]

@@ -1,5 +1,4 @@
-"""Settings in which a run differs from the checkpoint that it continues from: what applies, what is refused, and how
-a refused one can be gone on from."""
+"""Settings in which a run differs from the checkpoint that it continues from: which apply, which are converted."""
 
 from __future__ import annotations
 
@@ -7,11 +6,8 @@ import json
 
 import pytest
 
-from coat_dist.checkpoint.manifest import CheckpointError
-from launch.train import checkpoint
-from tests.launch.pretrain_runs import command as pretrain_command
-from tests.launch.pretrain_runs import configuration, losses, rank_main
-from tests.launch.saved_steps import Engine, progress, start
+from launch.train.checkpoint import of_another_layout
+from tests.launch.pretrain_runs import command, configuration, losses, rank_main
 from tests.support import run_ranks
 
 RUN = {
@@ -27,7 +23,6 @@ STAGE = "deepspeed.zero_optimization.stage"
 KIND = "deepspeed.optimizer.type"
 FORMAT = "deepspeed.coat.optimizer.first_moment"
 ROUNDING = "deepspeed.coat.optimizer.stochastic_rounding"
-OWN_DISKS = "deepspeed.checkpoint.use_node_local_storage"
 
 
 def but(changes):
@@ -37,81 +32,24 @@ def but(changes):
         *blocks, last = key.split(".")
         inner = run
         for block in blocks:
-            inner = inner.setdefault(block, {})
+            inner = inner[block]
         inner[last] = value
     return run
 
 
-def saved_and_examined(rank, world, folder):
-    """For each change of settings: what is told, or the error; and whether ``--load auto`` converts."""
-    start()
-    saved = checkpoint.save(Engine(), folder, RUN, progress(1))
-    manifest = json.loads((saved / "manifest.json").read_text())
-    said = {}
-    for changes in CHANGES:
-        run = but(changes)
-        try:
-            found = checkpoint.examine(saved, run).changed
-        except CheckpointError as problem:
-            found = str(problem)
-        said[json.dumps(changes)] = found, bool(checkpoint.of_another_layout(manifest, run))
-    return str(saved), said
-
-
-CHANGES = [
-    {ROUNDING: False},
-    {ROUNDING: True, "parallel.data": 4},
-    {STAGE: 3},
-    {STAGE: 3, KIND: "AdamW", FORMAT: "int8"},
-    {FORMAT: "int8"},
-    {"parallel.data": 4, OWN_DISKS: True},
-    {"model.num_layers": 4, STAGE: 3},
-]
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("settings")
-    return run_ranks(1, saved_and_examined, str(folder))[0]
-
-
-def of(told, changes):
-    return told[1][json.dumps(changes)]
-
-
-def test_rounding_may_change(told):
-    """No stored number depends on it; another layout beside it is still converted."""
-    (line,), converted = of(told, {ROUNDING: False})
-    assert line == f"{ROUNDING}: checkpoint has 'auto', this run has False" and not converted
-    error, converted = of(told, {ROUNDING: True, "parallel.data": 4})
-    assert converted and "parallel.data: checkpoint has 2" in error and ROUNDING not in error
-
-
 @pytest.mark.parametrize(
-    ("changes", "in_the_way"),
+    ("changes", "converted"),
     [
-        ({STAGE: 3}, []),
-        ({STAGE: 3, KIND: "AdamW", FORMAT: "int8"}, [KIND, FORMAT]),
-        ({FORMAT: "int8"}, [FORMAT]),
-        ({"parallel.data": 4, OWN_DISKS: True}, [OWN_DISKS]),
+        ({ROUNDING: False}, []),  # no stored number depends on it
+        ({ROUNDING: True, "parallel.data": 4}, ["parallel.data: checkpoint has 2, this run has 4"]),
+        ({STAGE: 3}, [f"{STAGE}: checkpoint has 2, this run has 3"]),
+        ({STAGE: 3, KIND: "AdamW", FORMAT: "int8"}, []),
+        ({FORMAT: "int8"}, []),
+        ({"model.num_layers": 4, STAGE: 3}, []),
     ],
 )
-def test_a_refusal_names_the_command_and_what_keeps_auto_from_converting(told, changes, in_the_way):
-    error, _ = of(told, changes)
-    hint = error.splitlines()[-1]
-    assert hint.startswith(f"launch/to_universal.py --load {told[0]} --output DIR converts it")
-    assert hint.endswith(f"--load auto cannot, because of {', '.join(in_the_way)}" if in_the_way else "by itself")
-
-
-def test_no_conversion_makes_another_model(told):
-    error, converted = of(told, {"model.num_layers": 4, STAGE: 3})
-    assert "model.num_layers: checkpoint has 2, this run has 4" in error and not converted
-    assert "to_universal" not in error and "--load auto" not in error
-
-
-def test_parts_on_own_disks_are_told_apart(tmp_path):
-    said = checkpoint._way_out(tmp_path, {"part": {"ranks": [0]}}, but({OWN_DISKS: True}), ["parallel.data"])
-    assert "is not converted" in said and "to_universal" not in said
+def test_what_auto_converts(changes, converted):
+    assert of_another_layout({"run": RUN}, but(changes)) == converted
 
 
 def test_a_run_goes_on_with_another_rounding(work, tmp_path):
@@ -122,7 +60,7 @@ def test_a_run_goes_on_with_another_rounding(work, tmp_path):
     )
     more = ["--save", tmp_path / "save", "--load", "auto"]
     for config, end in ((nearest, 2), (noisy, 4), (nearest, 6)):
-        argv = pretrain_command(work, tmp_path / "run", config, *more, "--stop-at-step", end, steps=6)
+        argv = command(work, tmp_path / "run", config, *more, "--stop-at-step", end, steps=6)
         said = run_ranks(1, rank_main, argv)[0]
         assert f"finished {end}" in said or f"after step {end};" in said, said
     assert [step for step, *_ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

@@ -15,6 +15,8 @@ EXPERTS = (
     *("num_moe_experts=4", "moe_router_topk=2", "moe_ffn_hidden_size=128", "moe_aux_loss_coeff=0.1"),
     "moe_token_dispatcher_type=allgather",
 )
+TWO = "--pipeline-parallel 2"
+PARTS = f"{TWO} --virtual-stages 2"
 DROP_NOTHING = ["--model-override", "hidden_dropout=0", "num_layers=4"]
 
 
@@ -32,6 +34,13 @@ def weights_after(rank, world, argv):
     return {names[name]: value.detach().clone() for name, value in kept[0].named_parameters()}
 
 
+def planned(argv, world=2):
+    from launch import pretrain
+    from launch.train import arguments
+
+    return pretrain.plan(arguments.parse(argv), world)
+
+
 def trained(work, run, config, world, *more, steps=4):
     found = {}
     for one in run_ranks(world, weights_after, command(work, run, config, *DROP_NOTHING, *more, steps=steps)):
@@ -39,18 +48,17 @@ def trained(work, run, config, world, *more, steps=4):
     return losses(run), found
 
 
+BF16_OPTIMIZER = {**FP32_GRADIENTS, "gradient_clipping": 0}
+TIED = ("tie_embeddings=true",)
+
+
 @pytest.mark.parametrize(
     ("model", "stages", "settings"),
     [
-        pytest.param((), ["--pipeline-parallel", "2"], {}, marks=pytest.mark.slow),
-        (("tie_embeddings=true",), ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}),
-        pytest.param(
-            ("tie_embeddings=true",),
-            ["--pipeline-parallel", "2"],
-            {**FP32_GRADIENTS, "gradient_clipping": 0},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(EXPERTS, ["--pipeline-parallel", "2"], {}, marks=pytest.mark.slow),
+        pytest.param((), TWO, {}, marks=pytest.mark.slow),
+        (TIED, PARTS, {}),
+        pytest.param(TIED, TWO, BF16_OPTIMIZER, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, TWO, {}, marks=pytest.mark.slow),
     ],
 )
 def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
@@ -61,7 +69,7 @@ def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
     config = configuration(tmp_path, 1, NO_NOISE, **{"gradient_clipping": 0.3, **settings})
     evaluate = ["--eval-interval", "2", "--eval-steps", "2"]
     one = trained(work, tmp_path / "one", config, 1, *model, *evaluate)
-    two = trained(work, tmp_path / "two", config, 2, *model, *evaluate, *stages)
+    two = trained(work, tmp_path / "two", config, 2, *model, *evaluate, *stages.split())
     assert len(one[0]) == 4 and all(norm > 0.3 for _, _, norm, _ in one[0])
     if "data_types" in settings:
         assert [r[2] for r in one[0]] == pytest.approx([r[2] for r in two[0]], rel=1e-6)
@@ -173,54 +181,36 @@ def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
         assert torch.equal(value, eight[1][name]), name
 
 
-@pytest.mark.slow
-def test_weights_to_start_with_fill_every_stage(work, tmp_path):
-    """The checkpoint of one stage starts two stages: the first loss is what one stage has from there."""
-    config, save = configuration(tmp_path, 1), tmp_path / "save"
-    run_ranks(1, rank_main, command(work, tmp_path / "first", config, *DROP_NOTHING, "--save", save, steps=1))
-    begun = []
-    for world, more in (1, []), (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"]):
-        run = tmp_path / f"from{world}"
-        run_ranks(world, rank_main, command(work, run, config, *DROP_NOTHING, "--init-from", save, *more, steps=1))
-        begun.append(losses(run))
-    assert begun[0] == begun[1]
+STAGE_2 = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
 
 
 @pytest.mark.parametrize(
     ("world", "more", "changes", "said"),
     [
-        (2, ["--pipeline-parallel", "0"], {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
-        (3, ["--pipeline-parallel", "2"], {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
-        (3, ["--pipeline-parallel", "3"], {}, r"accepted: a divisor of the model's layers \(2\)"),
-        (2, ["--virtual-stages", "2"], {}, "--virtual-stages: got 2, accepted: 1 with one pipeline stage"),
-        (2, ["--pipeline-parallel", "2", "--virtual-stages", "2"], {}, r"a divisor of the layers of a stage \(1\)"),
-        (
-            4,
-            ["--pipeline-parallel", "2", "--expert-parallel", "2"],
-            {},
-            "--expert-parallel: got 2, accepted: 1 with --p",
-        ),
+        (2, "--pipeline-parallel 0", {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
+        (3, TWO, {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
+        (3, "--pipeline-parallel 3", {}, r"accepted: a divisor of the model's layers \(2\)"),
+        (2, "--virtual-stages 2", {}, "--virtual-stages: got 2, accepted: 1 with one pipeline stage"),
+        (2, PARTS, {}, r"a divisor of the layers of a stage \(1\)"),
+        (4, f"{TWO} --expert-parallel 2", {}, "--expert-parallel: got 2, accepted: 1 with --p"),
         (
             2,
-            ["--pipeline-parallel", "2", "--virtual-stages", "2", "--model-override", "num_layers=4"],
+            f"{PARTS} --model-override num_layers=4",
             {"gradient_accumulation_steps": 3},
             r"gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-parallel \(2\)",
         ),
         (
             2,
-            ["--pipeline-parallel", "2"],
-            {"zero_optimization": {"stage": 2, "overlap_comm": True}},
+            TWO,
+            STAGE_2,
             "(?s)zero_optimization.stage: got 2, accepted: 1 with.*zero_optimization.overlap_comm: got true",
         ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(work, tmp_path, world, more, changes, said):
-    from launch import pretrain
-    from launch.train import arguments
-
     config = configuration(tmp_path, 1, **changes)
     with pytest.raises(CoatConfigError, match=said):
-        pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, *more)), world)
+        planned(command(work, tmp_path / "run", config, *more.split()), world)
 
 
 def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monkeypatch):
@@ -237,32 +227,20 @@ def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monke
     assert drawn[0] == drawn[2] != drawn[1]
 
 
-@pytest.mark.parametrize(("accumulation", "noted"), [(1, True), (2, False)])
-def test_fewer_micro_batches_than_stages_are_noted(work, tmp_path, accumulation, noted):
-    from launch import pretrain
-    from launch.train import arguments
-
-    config = configuration(tmp_path, 1, gradient_accumulation_steps=accumulation)
-    p = pretrain.plan(arguments.parse(command(work, tmp_path / "run", config, "--pipeline-parallel", "2")), 2)
-    said = "note: gradient_accumulation_steps: 1 micro-batches a step are fewer than the 2 pipeline stages"
-    assert (p.warning or "").startswith(said) == noted and (p.warning is None) != noted
-
-
 def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
     from launch import finetune, planner, pretrain
 
-    two = ["--pipeline-parallel", "2", "--virtual-stages", "2"]
-    said = "--pipeline-parallel: got 2, accepted: 1"
     config = configuration(tmp_path, 1)
-    dry = [*command(work, tmp_path / "run", config, *two[:2]), "--dry-run", "--gpus", "2"]
-    tune = ["--deepspeed_config", config, "--model", str(tmp_path), "--data", "x.jsonl", "--output", str(tmp_path)]
+    dry = [*command(work, tmp_path / "run", config, *TWO.split()), "--dry-run", "--gpus", "2"]
+    tune = ["--deepspeed_config", config, "--model", "x", "--data", "x.jsonl", "--output", str(tmp_path)]
+    plan = ["--model", "tiny", "--gpus", "2"]
     for main, line in (
         (pretrain.main, dry),
-        (planner.main, ["--model", "tiny", "--gpus", "2", *two]),
-        (finetune.main, [*tune, *two]),
+        (planner.main, [*plan, *PARTS.split()]),
+        (finetune.main, [*tune, *PARTS.split()]),
     ):
         assert main(line) == 2
-        assert said in capsys.readouterr().err
+        assert "--pipeline-parallel: got 2, accepted: 1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():

@@ -54,17 +54,6 @@ def saved(work, tmp_path_factory):
     return folder, config, straight
 
 
-@pytest.mark.slow
-def test_two_stages_go_on_as_one_and_as_two(work, saved):
-    """Losses, norms and weights are those of one stage that never stopped, to the bit: moments pass unchanged."""
-    folder, config, straight = saved
-    load = ["--load", universal(folder / "two", folder / "universal")]
-    one = train(work, folder / "to1", config, 1, *TIED, *load)
-    two = train(work, folder / "to2", config, 2, *TIED, *TWO, *load)
-    assert len(one[0]) == 2 and one[0] == two[0] == straight[0][2:]
-    assert equal(one[1], straight[1]) and equal(two[1], straight[1])
-
-
 def test_universal_files_and_weights_are_those_of_one_stage(saved):
     """Every tensor and every code: what to_universal.py writes knows nothing of stages. So do exported weights."""
     folder, _, _ = saved
@@ -189,3 +178,14 @@ def test_experts_of_stages_and_other_zero_stages(work, tmp_path):
     run_ranks(1, weights_after, command(work, tmp_path / "zero3", sharded, *model, "--load", made, steps=4))
     # Sums of ZeRO-3 are rounded elsewhere. The data is another one each time: up to 1.03e-4 was seen.
     assert [r[1] for r in losses(tmp_path / "zero3")] == pytest.approx([r[1] for r in straight[0][2:]], rel=3e-4)
+
+
+@pytest.mark.slow
+def test_auto_continues_two_interleaved_stages_as_one_and_one_as_two(work, tmp_path):
+    """1 + 2 stages of 2 parts + 1 + 2 stages, a step each, are 4 steps of one stage: losses, norms and weights."""
+    config = configuration(tmp_path, 1, NO_NOISE)
+    straight = train(work, tmp_path / "straight", config, 1, *TIED)
+    auto = [*TIED, "--save", tmp_path / "save", "--load", "auto"]
+    for step, (world, more) in enumerate([(1, []), (2, PARTS), (1, []), (2, TWO)], 1):
+        _, weights = train(work, tmp_path / "run", config, world, *auto, *more, "--stop-at-step", step)
+    assert losses(tmp_path / "run") == straight[0] and len(straight[0]) == 4 and equal(weights, straight[1])

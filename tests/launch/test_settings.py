@@ -1,7 +1,5 @@
 """What pretraining asks of the DeepSpeed configuration, and what it takes from it."""
 
-import base64
-import copy
 import json
 import math
 from pathlib import Path
@@ -23,14 +21,6 @@ GOOD = {
 }
 
 
-def settings_of(tmp_path, change):
-    config = copy.deepcopy(GOOD)
-    change(config)
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config))
-    return load_settings(str(path), tp=1)
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
 def test_shipped_configurations_load(path):
     settings, coat = load_settings(str(path), tp=1)
@@ -38,82 +28,52 @@ def test_shipped_configurations_load(path):
     assert settings["optimizer"]["type"] == ("AdamW" if coat is None else "CoatAdamW")
 
 
-@pytest.mark.parametrize("stem", ["zero1", "zero2", "zero3"])
-def test_baseline_is_one_configuration_apart(stem):
-    coat, plain = (json.loads((CONFIGS / f"{stem}{end}.json").read_text()) for end in ("", "-bf16"))
-    del coat["coat"]
-    coat["optimizer"]["type"] = "AdamW"
-    assert coat == plain
+ADAMW = {"coat": None, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": True}}}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["bf16"].update(enabled=False), "bf16.enabled: got False, accepted: true"),
-        (lambda c: c.pop("bf16"), "bf16.enabled: got None, accepted: true"),
-        (lambda c: c["bf16"].update(check_grad_overflow=False), "bf16.check_grad_overflow: got False"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled: got False, accepted: true"),
+        ({"bf16": None}, "bf16.enabled: got None, accepted: true"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow: got False"),
+        ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, "zero_optimization.compute_grad_norm: got F"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler: got .*accepted: absent"),
+        ({"coat": None, "optimizer": {"type": "SGD"}}, "optimizer.type: got 'SGD', accepted: \"CoatAdamW\""),
+        ({"coat": None, "optimizer": None}, "optimizer.type: got None"),
+        (ADAMW, "optimizer.params.bias_correction: got True"),
+        ({**ADAMW, "zero_optimization": {"stage": 0}}, "zero_optimization.stage: got 0, accepted: 1, 2 or 3"),
         (
-            lambda c: c["zero_optimization"].update(compute_grad_norm=False),
-            "zero_optimization.compute_grad_norm: got False",
+            {"checkpoint": {"use_node_local_storage": True}},
+            "checkpoint.use_node_local_storage: got True, accepted: fal",
         ),
-        (lambda c: c.update(scheduler={"type": "WarmupLR"}), "scheduler: got .*accepted: absent"),
-        (
-            lambda c: (c.pop("coat"), c["optimizer"].update(type="SGD")),
-            "optimizer.type: got 'SGD', accepted: \"CoatAdamW\"",
-        ),
-        (lambda c: (c.pop("coat"), c.pop("optimizer")), "optimizer.type: got None"),
-        (
-            lambda c: (
-                c.pop("coat"),
-                c["optimizer"].update(type="AdamW"),
-                c["optimizer"]["params"].update(bias_correction=True),
-            ),
-            "optimizer.params.bias_correction: got True",
-        ),
-        (
-            lambda c: (c.pop("coat"), c["optimizer"].update(type="AdamW"), c["zero_optimization"].update(stage=0)),
-            "zero_optimization.stage: got 0, accepted: 1, 2 or 3",
-        ),
-        (lambda c: c["coat"].update(optimiser={}), "coat.optimiser: unknown key"),
+        ({"coat": {"optimiser": {}}}, "coat.optimiser: unknown key"),
     ],
 )
 def test_configurations_that_cannot_run(tmp_path, change, message):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({key: value for key, value in {**GOOD, **change}.items() if value is not None}))
     with pytest.raises(CoatConfigError, match=message):
-        settings_of(tmp_path, change)
+        load_settings(str(path), tp=1)
 
 
-def test_base64_is_a_configuration_like_any_other():
-    def encoded(text):
-        return base64.urlsafe_b64encode(text.encode()).decode()
-
-    assert load_settings(encoded(json.dumps(GOOD)), tp=1)[0] == GOOD
-    wrong = {'{"a": 1, "a": 2}': "key 'a' is given twice", "[]": "holds list", "{": "one of configs/"}
-    for text, message in wrong.items():
-        with pytest.raises(CoatConfigError, match=message):
-            load_settings(encoded(text), tp=1)
+MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
 def test_batch_sizes_follow_deepspeed():
     for given, expected in [
-        ({"train_micro_batch_size_per_gpu": 2}, (2, 1, 8)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (2, 3, 24)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3, 24)),
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3, 24)),
-        ({"train_batch_size": 8}, (2, 1, 8)),
+        ({MICRO: 2}, (2, 1, 8)),
+        ({MICRO: 2, STEPS: 3}, (2, 3, 24)),
+        ({TOTAL: 24, STEPS: 3}, (2, 3, 24)),
+        ({TOTAL: 24, MICRO: 2}, (2, 3, 24)),
+        ({TOTAL: 8}, (2, 1, 8)),
     ]:
         sizes = batch_sizes(given, 4)
         assert (sizes.micro, sizes.accumulation, sizes.total) == expected
-    for wrong in (
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"train_batch_size": 9},
-        {"train_batch_size": 2},
-        {"train_micro_batch_size_per_gpu": 0},
-        {"train_micro_batch_size_per_gpu": "auto"},
-        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 8},
-    ):
+    wrong = ({}, {STEPS: 2}, {TOTAL: 9}, {TOTAL: 2}, {MICRO: 0}, {MICRO: "auto"}, {MICRO: 2, STEPS: 3, TOTAL: 8})
+    for given in wrong:
         with pytest.raises(CoatConfigError, match="accepted: "):
-            batch_sizes(wrong, 4)
+            batch_sizes(given, 4)
 
 
 def test_peak_lr():
