@@ -6,7 +6,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import Problem, decode_base64, load_json, look_up
@@ -19,7 +20,8 @@ __all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes",
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
-class BatchSizes(NamedTuple):
+@dataclass(frozen=True)
+class BatchSizes:
     """Samples of one forward pass on one rank, forward passes of one step, and samples of one step on all ranks."""
 
     micro: int
