@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -37,11 +36,7 @@ def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     name = path.name.removesuffix(".json")
     if name in names and path.parent in (Path(), Path(kind), Path("configs", kind)):
         return _FOLDER / kind / f"{name}.json"
-    near = difflib.get_close_matches(name, names, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    raise CoatConfigError(
-        f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}{meant}"
-    )
+    raise CoatConfigError(f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}")
 
 
 def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> dict[str, Any]:
@@ -52,8 +47,6 @@ def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     """
     path = find_config(option, given, kind)
     try:
-        if values := load_json(path):
-            return values
-        raise CoatConfigError(f"config: {path} holds nothing, accepted: a JSON object with keys")
+        return load_json(path)
     except CoatConfigError as problem:
         raise CoatConfigError(f"{option}: {str(problem).removeprefix('config: ')}") from None

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from launch.prep import DataError
-
 __all__ = ["document_lengths", "pack_lengths", "packed_documents", "separate_documents"]
 
 
@@ -23,13 +21,7 @@ def pack_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     Args:
         lengths: tokens of each document; their sum is T.
         device: of the tokens.
-
-    Raises:
-        DataError: no lengths, or one that is not positive.
     """
-    lengths = [int(n) for n in lengths]
-    if not lengths or min(lengths) < 1:
-        raise DataError(f"lengths: got {lengths[:8]}, accepted: the tokens of each document, 1 or more")
     return packed_documents(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 

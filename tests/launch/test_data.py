@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from launch.data.dataset import PretrainSampler, batches, build_datasets
-from launch.data.gpt_dataset import Identity
 from launch.prep import DataError
 from tests.launch.tiny_data import VOCAB, make, rows, train
 from tests.support import run_ranks
@@ -52,7 +52,7 @@ def test_first_epoch_is_megatrons(tmp_path):
         sequence_length=32,
         blend=([prefix], None),
         split="90,10,0",
-        tokenizer=Identity(VOCAB, 0, []),
+        tokenizer=SimpleNamespace(vocab_size=VOCAB, eod=0, unique_identifiers={}),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.common import python_path
 from launch.prep import DataError
-from launch.prep.arguments import parser
+from launch.prepare_data import parser
 from launch.prepare_data import main, prepare
 from tests.launch.prep.support import files_of, run, some_texts, write_jsonl
 

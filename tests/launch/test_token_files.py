@@ -10,7 +10,7 @@ from launch import prepare_data
 from launch.data import token_files
 from launch.data.blend import parse_blend, read_info, without_suffix
 from launch.data.dataset import build_datasets
-from launch.data.endless_blend import EndlessBlend
+from launch.data.endless import EndlessBlend
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
 from launch.train import arguments
