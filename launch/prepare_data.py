@@ -43,8 +43,7 @@ from launch.prep.sources import Piece, cut_into_shards, find
 
 __all__ = ["main", "parser", "prepare"]
 
-FORMAT = 1
-"""Version of the files under PREFIX.parts and of PREFIX.json."""
+FORMAT = 1  # version of the files under PREFIX.parts and of PREFIX.json
 
 
 def _number(text: str) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
@@ -19,14 +20,10 @@ __all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "rea
 class DataInfo:
     """What training needs to know of a prepared data set."""
 
-    vocab_size: int
-    """Ids are below this."""
-    eod: int
-    """End-of-document id."""
-    tokenizer_digest: str | None
-    """Fingerprint of the tokenizer; None where it is not known (ready token files)."""
-    tokenizer: str | None = None
-    """What ``--tokenizer`` was when it was prepared; None where that is not known."""
+    vocab_size: int  # ids are below
+    eod: int  # end-of-document id
+    tokenizer_digest: str | None = None  # its fingerprint; None where it is not known (ready token files)
+    tokenizer: str | None = None  # what --tokenizer was when it was prepared; None where that is not known
 
     def describe(self) -> str:
         """The tokenizer, for messages."""
@@ -37,9 +34,7 @@ class DataInfo:
 def without_suffix(given: str) -> str:
     """``given`` without the ``.bin``, ``.idx`` or ``.json`` of one of a data set's files, and ``~`` as the home folder.
 
-    Args:
-        given: ``PREFIX`` or ``WEIGHT PREFIX``. A data set whose prefix really ends so is left as it is, and so is a
-            description of token files.
+    ``given`` is ``PREFIX`` or ``WEIGHT PREFIX``. A prefix that really ends so is unchanged, and so is a description.
     """
     weight, prefix = _weight_and_prefix(given)
     prefix = os.path.expanduser(prefix)
@@ -58,23 +53,14 @@ def read_info(prefix: str) -> DataInfo:
     if is_mixture(prefix):
         mixture = read_mixture(prefix)
         return DataInfo(mixture.vocab_size, mixture.eos, None, "of token files")
-    accepted = (
-        "accepted: the PREFIX of files written by prepare_data.py, or a description of token files (docs/data.md)"
-    )
+    accepted = "accepted: the PREFIX of a finished prepare_data.py, or a description of token files (docs/data.md)"
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise DataError(f"data: got {prefix}, but {prefix}{suffix} does not exist, {accepted}")
     try:
-        content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8-sig"))
-        info = DataInfo(
-            int(content["vocab_size"]), int(content["eod"]), content.get("tokenizer_digest"), content.get("tokenizer")
-        )
-    except (OSError, ValueError, TypeError, KeyError) as problem:
-        raise DataError(
-            f"data: {prefix}.json cannot be used ({problem!r}), accepted: a finished prepare_data.py output, or an "
-            "object with the keys vocab_size and eod"
-        ) from None
-    return info
+        return TypeAdapter(DataInfo).validate_json(Path(f"{prefix}.json").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as problem:
+        raise DataError(f"data: {prefix}.json: got {' '.join(str(problem).split())}, {accepted}") from None
 
 
 def check_one_tokenizer(prefixes: Sequence[str], infos: Sequence[DataInfo]) -> None:
@@ -138,7 +124,10 @@ def parse_split(split: str) -> list[float]:
     Raises:
         DataError: not up to three numbers, one of them positive.
     """
-    shares = [_number(part) or 0.0 for part in split.split(",")]
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError:
+        shares = []
     if len(shares) > 3 or not 0 < sum(shares) < math.inf or min(shares) < 0:
         raise DataError(f"split: got {split!r}, accepted: up to three numbers for train,valid,test, such as 90,10,0")
     return [share / sum(shares) for share in shares] + [0.0] * (3 - len(shares))

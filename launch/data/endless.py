@@ -20,8 +20,7 @@ from coat_dist.ranks import on_first_ranks
 
 __all__ = ["EndlessBlend", "EndlessGPTDataset", "cached_indices"]
 
-BLOCK = 1 << 22
-"""Samples of a blend's table, 42 MB."""
+BLOCK = 1 << 22  # samples of a blend's table, 42 MB
 logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that indices are not saved: we do that
 _INDICES = ("document", "sample", "shuffle")
 

@@ -1,10 +1,4 @@
-"""Token files of Dolma and OLMo as training data: the description of a mixture, in JSON or YAML.
-
-::
-
-    {"eos": 50279, "vocab_size": 50280, "dtype": "uint16",
-     "sources": [{"name": "wiki", "weight": 1, "files": ["wiki/*.npy"]},
-                 {"name": "web", "weight": 3, "files": ["web/part-*.npy"]}]}
+"""Token files of Dolma and OLMo as training data: the description of a mixture, in JSON or YAML (docs/data.md).
 
 Here it is read, without the token files; ``token_files.py`` reads these.
 """
@@ -49,12 +43,9 @@ class Source(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     name: str
-    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Share of the samples, against the other sources; None where no source has one: by number of tokens."""
-    files: Annotated[tuple[str, ...], BeforeValidator(_expand), Field(min_length=1)]
-    """In the order in which their documents are numbered."""
-    dtype: Literal["uint16", "uint32"] | None = None
-    """None: every file has a NumPy header."""
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)  # None: of no source; tokens count
+    files: Annotated[tuple[str, ...], BeforeValidator(_expand), Field(min_length=1)]  # in the order of their documents
+    dtype: Literal["uint16", "uint32"] | None = None  # None: every file has a NumPy header
     vocab_size: int = Field(ge=1, le=2**31)
     eos: int = Field(ge=0)
 

@@ -1,9 +1,8 @@
 """Token files read where they lie: memory-mapped, with an index of where documents end.
 
-The index is built once, file by file, and kept beside the description; each part gets its name when it is complete.
-Its name contains a digest of the file's path, size and modification time, and of dtype, eos and vocabulary: a file that
-has changed is read again, and only that one. A document ends with eos. What follows the last eos of a file is a
-document as well, and an eos is put behind it when it is read, as ``prepare_data.py`` does.
+The index is built once, file by file, and kept beside the description. The name of each part is a digest of the file's
+path, size and modification time, and of dtype, eos and vocabulary: only a file that has changed is read again. A
+document ends with eos. What follows the last eos of a file is one, too, and gets an eos when it is read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +26,7 @@ from launch.progress import Progress
 
 __all__ = ["TokenFiles", "build_index", "cache_folder"]
 
-FORMAT = 1
-"""Version of the index files."""
+FORMAT = 1  # version of the index files
 _CHUNK = 1 << 22  # tokens compared in one go: a few arrays of this length are in memory
 
 
@@ -52,19 +50,12 @@ class TokenFiles:
     Args:
         source: from a mixture.
         index: of the source, from :func:`build_index`.
-
-    Raises:
-        DataError: the index is not there.
     """
 
     def __init__(self, source: Source, index: Path) -> None:
         self.path_prefix = str(index)
         self._files, self._dtype, self._eos = source.files, source.dtype, source.eos
-        try:
-            content = np.load(index, mmap_mode="r")
-        except FileNotFoundError:
-            accepted = "accepted: a folder that all nodes share"
-            raise DataError(f"cache_dir: {index} was written, but is not here, {accepted}") from None
+        content = np.load(index, mmap_mode="r")
         self._starts = np.concatenate([[0], np.cumsum(content[: len(source.files)])])
         """Where files begin, in tokens, the eos that is put behind some included; int64 ``[files + 1]``."""
         self._bounds = content[len(source.files) :]
@@ -128,13 +119,8 @@ def build_index(mixture: Mixture, folder: str | os.PathLike, quiet: bool = False
         Progress(sum(os.path.getsize(file) for _, file, _ in todo), "index", unit="B", quiet=quiet) as progress,
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # comparing long arrays leaves Python's lock to others
     ):
-        futures = {pool.submit(_index_file, *one, mixture.path): one[1] for one in todo}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                progress.update(os.path.getsize(futures[future]))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for file in pool.map(lambda one: _index_file(mixture, *one), todo):
+            progress.update(os.path.getsize(file))
     for whole, parts in joined.items():
         ends = [np.load(part) for part in parts]
         sizes = [int(of[-1]) for of in ends]
@@ -149,9 +135,9 @@ def _digest(source: Source, file: str) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
 
-def _index_file(source: Source, file: str, part: Path, where: str) -> None:
-    """Write where the documents of one file end, in tokens: int64 ``[documents]``."""
-    where = f"data: {where}: {source.name}: {file}"
+def _index_file(mixture: Mixture, source: Source, file: str, part: Path) -> str:
+    """Write where the documents of one file end, in tokens: int64 ``[documents]``; the file."""
+    where = f"data: {mixture.path}: {source.name}: {file}"
     try:
         tokens = _mapped(file, source.dtype)
     except DataError as problem:
@@ -172,6 +158,7 @@ def _index_file(source: Source, file: str, part: Path, where: str) -> None:
     if found[-1] < len(tokens):
         found = np.append(found, len(tokens) + 1)  # with the eos that is put behind them
     _save(part, found)
+    return file
 
 
 def _save(path: Path, values: np.ndarray) -> None:

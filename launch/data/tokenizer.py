@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,8 +28,7 @@ __all__ = [
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "[EOS]")
-SMALLEST_BPE = 257
-"""256 bytes and the end-of-document token."""
+SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
 
 
 class Tokenizer(Protocol):
@@ -44,14 +42,16 @@ class Tokenizer(Protocol):
     """The one file that defines it, if any."""
 
     def ids_of_text(self) -> int:
-        """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
+        """Ids that a model needs for text, without what was added to the vocabulary, for padding say."""
         return self.vocab_size
 
     def token_id(self, token: str) -> int | None:
         """The id of one token, special ones too; None = there is no such token."""
+        return None
 
     def token(self, number: int) -> str | None:
         """The token of one id, special ones too; None = there is no such token."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special token."""
@@ -69,12 +69,6 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = 257
     eod = 256
-
-    def token_id(self, token: str) -> int | None:
-        return None
-
-    def token(self, number: int) -> str | None:
-        return None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -234,21 +228,18 @@ def _configured_end(folder: Path) -> str | None:
 def _find(given: str | Path) -> Path:
     """The ``tokenizer.json`` that ``hf:GIVEN`` means: a file, a folder's, or a cached model's. Downloads nothing."""
     path = Path(given).expanduser()
-    if path.is_file():
-        return path
-    if (path / "tokenizer.json").is_file():
-        return path / "tokenizer.json"
-    from huggingface_hub import constants, try_to_load_from_cache
+    for file in (path, path / "tokenizer.json"):
+        if file.is_file():
+            return file
+    from huggingface_hub import hf_hub_download
 
-    cached = None
-    with suppress(ValueError):  # not the name of a repository
-        cached = try_to_load_from_cache(str(given), "tokenizer.json")
-    if isinstance(cached, str):
-        return Path(cached)
-    raise DataError(
-        f"--tokenizer: got hf:{given}, accepted: a tokenizer.json, a folder with one, or a model in the Hugging Face "
-        f"cache {constants.HF_HUB_CACHE} (`hf download {given} tokenizer.json tokenizer_config.json` puts it there)"
-    )
+    try:
+        return Path(hf_hub_download(str(given), "tokenizer.json", local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or not the name of a repository
+        raise DataError(
+            f"--tokenizer: got hf:{given}, accepted: a tokenizer.json, a folder with one, or a model in the Hugging "
+            f"Face cache (`hf download {given} tokenizer.json tokenizer_config.json` puts it there)"
+        ) from None
 
 
 def _end_id(given: str | int | None, tokenizer: Tokenizer, default: str | int | None) -> int:

@@ -26,12 +26,9 @@ _SCAN = 1 << 22  # tokens compared in one go when searching for ends of document
 class ReadOptions:
     """How documents are taken out of files."""
 
-    text_key: str = "text"
-    """JSON key or Parquet column that holds the text."""
-    separator: str | None = None
-    """What separates documents inside a text file, lines of which end with \\n or \\r\\n; None = it is one document."""
-    skip_bad: bool = False
-    """Count lines and rows without usable text instead of stopping at the first."""
+    text_key: str = "text"  # JSON key or Parquet column that holds the text
+    separator: str | None = None  # of documents in a text file; None = it is one document
+    skip_bad: bool = False  # count lines and rows without usable text instead of stopping at the first
 
 
 def texts(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]:
@@ -129,11 +126,7 @@ def _rows(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]
 
 
 def token_documents(path: str, dtype: np.dtype | None, eod: int) -> Iterator[np.ndarray]:
-    """The documents of a token file, each with the ``eod`` that ends it: views ``[length]``.
-
-    Raises:
-        DataError: see :func:`launch.prep.sources.open_tokens` and :func:`launch.prep.sources.check_width`.
-    """
+    """The documents of a token file, each with the ``eod`` that ends it: views ``[length]``."""
     tokens = open_tokens(path, dtype)
     check_width(tokens, path)
     start = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import multiprocessing
 import os
@@ -205,15 +206,10 @@ def finished(prefix: str, settings: dict[str, Any]) -> dict[str, Any] | None:
             )
         return None
     _compare(summary["settings"], settings, f"{prefix}.bin")
-    item = np.dtype(summary["dtype"]).itemsize
-    try:
-        whole = os.path.getsize(f"{prefix}.bin") == item * summary["tokens"]
-        whole &= os.path.getsize(f"{prefix}.idx") == 34 + 12 * summary["documents"] + 8 * (summary["documents"] + 1)
-        if file := summary["tokenizer_file"]:
-            whole &= Path(prefix).with_name(file).exists()
-    except FileNotFoundError:
-        return None
-    return summary if whole else None
+    files = [f"{prefix}.bin", f"{prefix}.idx"]
+    if summary["tokenizer_file"]:
+        files.append(str(Path(prefix).with_name(summary["tokenizer_file"])))
+    return summary if all(map(os.path.exists, files)) else None
 
 
 def open_parts(prefix: str, parts: Path, settings: dict[str, Any], overwrite: bool) -> None:
@@ -223,14 +219,11 @@ def open_parts(prefix: str, parts: Path, settings: dict[str, Any], overwrite: bo
     manifest = _read_json(parts / "manifest.json")
     if manifest is not None and not overwrite and any(parts.glob("[0-9]*.json")):
         _compare(manifest, settings, str(parts))
-    ours = [f"{Path(prefix).name}.{kind}" for kind in ("bin", "idx", "json")]
     for file in parts.iterdir():
         if file.name != LOCK and (manifest != settings or ".tmp" in file.name):
             file.unlink()
-    for file in parts.parent.iterdir():  # what a killed run left half written
-        stem, mark, _ = file.name.partition(".tmp")
-        if mark and stem in ours:
-            file.unlink()
+    for half_written in glob.glob(f"{glob.escape(prefix)}.*.tmp*"):  # by a killed run
+        os.unlink(half_written)
     write_json(parts / "manifest.json", settings)
 
 

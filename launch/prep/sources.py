@@ -103,8 +103,7 @@ def find(
     """List the files of ``--input`` in a fixed order: inputs as given, each folder's files by a hash of their path.
 
     Args:
-        inputs: files, folders (searched recursively; hidden ones, ``__pycache__``, ``site-packages`` and
-            ``dist-packages`` are left out) or ``stdlib``, the running Python's own standard library.
+        inputs: files, folders, searched recursively, or ``stdlib``, the running Python's own standard library.
         glob: take only the files of folders whose name matches, whatever their suffix.
         tokens: look for token files instead of text.
         max_files, max_bytes: stop before either is exceeded.
@@ -141,18 +140,13 @@ def find(
         ends = itertools.accumulate(source.size for source in taken)
         taken = [source for source, end in zip(taken, ends, strict=True) if end <= max_bytes]
     if not taken:
-        asked = {"--glob": glob, "--max-bytes": max_bytes}
-        limits = "".join(f" {option} {value}" for option, value in asked.items() if value is not None)
-        raise DataError(f"--input: got {' '.join(inputs)}{limits}, accepted: at least one file ending in {suffixes}")
+        limits = f"--glob {glob}, --max-bytes {max_bytes}"
+        raise DataError(f"--input: got {' '.join(inputs)} ({limits}), accepted: a file ending in one of {suffixes}")
     return taken, +skipped
 
 
 def cut_into_shards(files: Sequence[Source], shard_bytes: int) -> list[list[Piece]]:
-    """Cut files from :func:`find` into shards, which are closed at ``shard_bytes`` bytes of input.
-
-    Raises:
-        DataError: a Parquet file cannot be opened.
-    """
+    """Cut files from :func:`find` into shards, which are closed at ``shard_bytes`` bytes of input."""
     shards: list[list[Piece]] = [[]]
     filled = 0
     for source in files:
@@ -179,11 +173,7 @@ def _pieces(source: Source, shard_bytes: int) -> Iterator[Piece]:
 
 
 def open_parquet(path: str) -> Any:
-    """A ``pyarrow.parquet.ParquetFile``.
-
-    Raises:
-        DataError: not a Parquet file, or damaged.
-    """
+    """A ``pyarrow.parquet.ParquetFile``; DataError where it is none, or damaged."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -196,11 +186,8 @@ def open_parquet(path: str) -> Any:
 def open_tokens(path: str, dtype: np.dtype | None) -> np.ndarray:
     """Map a token file: a NumPy array file, or bare numbers (Dolma ships those under the name .npy too).
 
-    Args:
-        dtype: of bare numbers; a NumPy file must be of it where it is given.
-
     Raises:
-        DataError: not one-dimensional, not of an accepted type, or not a whole number of tokens.
+        DataError: not one-dimensional, of another type than ``dtype``, or not a whole number of tokens.
     """
     with open(path, "rb") as file:
         numpy_file = file.read(6) == b"\x93NUMPY"
