@@ -68,9 +68,7 @@ def _open(prefix: str) -> IndexedDataset:
         ) from None
     needed = int(opened.sequence_lengths.sum(dtype=np.int64)) * opened.index.dtype_size
     if (found := os.path.getsize(f"{prefix}.bin")) != needed:
-        raise DataError(
-            f"data: {prefix}.bin: got {found} bytes, accepted: the {needed} of its index; prepare it again (--overwrite)"
-        )
+        raise DataError(f"data: {prefix}.bin: got {found} bytes, accepted: the {needed} of its index (--overwrite)")
     return opened
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import python_path
-from launch.prep import DataError
 from launch.prepare_data import parser
 from launch.prepare_data import main, prepare
 from tests.launch.prep.support import files_of, run, some_texts, write_jsonl
@@ -135,7 +134,5 @@ def test_damaged_shard_is_made_again(tmp_path, monkeypatch, victim):
         run(*arguments, "--output", tmp_path / "x")
     monkeypatch.undo()
     os.truncate(tmp_path / "x.parts" / victim, 0)  # what a power cut may leave of a file that was renamed before
-    with pytest.raises(DataError, match="000002.bin is damaged"):
-        run(*arguments, "--output", tmp_path / "x")
     run(*arguments, "--output", tmp_path / "x")
     assert files_of(tmp_path / "x") == files_of(tmp_path / "whole")
