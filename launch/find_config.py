@@ -18,13 +18,10 @@ _FOLDER = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _BESIDE_IT
 
 
 def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> Path:
-    """The file that a command line means.
+    """The file that an option of a command line means.
 
-    Args:
-        option: of the command line, for the error.
-        given: the path of a file that exists, or a file of ``configs/<kind>`` by its name (``llama2-7b``) or by its
-            path in the project (``configs/models/llama2-7b.json``), whatever the current folder is.
-        kind: the folder in ``configs``.
+    That is the path of a file that exists, or a file of ``configs/<kind>`` by its name (``llama2-7b``) or by its path
+    in the project (``configs/models/llama2-7b.json``), whatever the current folder is.
 
     Raises:
         CoatConfigError: neither; names the option and lists the names.

@@ -144,15 +144,11 @@ def build_datasets(
         create_attention_mask=False,
     )
     sizes = (train_samples, valid_samples, test_samples)
-    documents = [
-        [_documents(part, of, bounds, seq_length, without) for part in parts] if size else []
-        for of, bounds, size in zip(Split, matrix, sizes, strict=True)
-    ]
     sets: list[Dataset | None] = []
-    for of, numbers, size in zip(Split, documents, sizes, strict=True):
+    for of, bounds, size in zip(Split, matrix, sizes, strict=True):
         built = [
-            EndlessGPTDataset(source, of_part, size, of, config, cache)
-            for (_, _, source), of_part in zip(parts, numbers, strict=bool(size))
+            EndlessGPTDataset(part[2], _documents(part, of, bounds, seq_length, without), size, of, config, cache)
+            for part in (parts if size else ())
         ]
         if len(built) > 1:
             sets.append(EndlessBlend(built, [share for _, share, _ in parts], size))

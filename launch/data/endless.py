@@ -30,10 +30,7 @@ def cached_indices(
 ) -> tuple[np.ndarray, ...]:
     """The arrays that ``build`` makes of a split's documents, memory-mapped from ``folder``; collective.
 
-    Args:
-        folder: there already. Rank 0 builds them, or the first rank of each node with a folder of its own.
-        sharers: the ranks that share each folder.
-        key: of their content.
+    The first of the ranks that share a folder (``sharers``) builds them. ``key`` identifies their content.
     """
 
     def find_or_build() -> Path:
@@ -110,11 +107,7 @@ class EndlessBlend(Dataset):
     ``BLOCK`` samples come from where Megatron takes them, and each later block draws from the data sets in the same
     order, going on in each where the block before ended.
 
-    Args:
-        datasets: of :class:`EndlessGPTDataset`.
-        weights: one each, positive.
-        size: samples that will be read.
-        block: for tests.
+    ``weights`` are positive, one for each data set; ``size`` is the number of samples that will be read.
     """
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float], size: int, block: int = BLOCK) -> None:

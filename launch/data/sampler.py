@@ -22,9 +22,8 @@ class PretrainSampler:
     samples for any data-parallel and micro-batch size. After ``total_samples`` the order begins again.
 
     Args:
-        total_samples: samples in the dataset.
-        consumed_samples: samples that all ranks together have used before.
-        micro_batch_size: samples a rank reads at a time.
+        total_samples: in the dataset; ``consumed_samples`` of them all ranks together have used before.
+        micro_batch_size: samples that a rank reads at a time.
         dp_rank, dp_size: data-parallel rank and size.
     """
 

@@ -90,12 +90,8 @@ def _mapped(path: str, dtype: str | None) -> np.ndarray:
     return open_tokens(path, None if dtype is None else np.dtype(dtype))
 
 
-def build_index(mixture: Mixture, folder: str | os.PathLike, quiet: bool = False) -> list[Path]:
+def build_index(mixture: Mixture, folder: str | os.PathLike) -> list[Path]:
     """Find the documents of all sources; files whose index is in ``folder`` are not read again. On one rank.
-
-    Args:
-        folder: of the index, there already.
-        quiet: no progress.
 
     Returns:
         A file for each source, for :class:`TokenFiles`: int64 ``[files + documents + 1]``, the lengths of the files
@@ -116,7 +112,7 @@ def build_index(mixture: Mixture, folder: str | os.PathLike, quiet: bool = False
             files = zip(source.files, parts, strict=True)
             todo += [(source, file, part) for file, part in files if not part.exists()]
     with (
-        Progress(sum(os.path.getsize(file) for _, file, _ in todo), "index", unit="B", quiet=quiet) as progress,
+        Progress(sum(os.path.getsize(file) for _, file, _ in todo), "index", unit="B") as progress,
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # comparing long arrays leaves Python's lock to others
     ):
         for file in pool.map(lambda one: _index_file(mixture, *one), todo):

@@ -127,11 +127,7 @@ def write_json(path: str | Path, content: dict[str, Any]) -> None:
 
 
 def _read_json(path: str | Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no file or no object in it.
-
-    Raises:
-        OSError: it is there and cannot be read. What it vouches for must not be taken for unfinished then.
-    """
+    """The object in a JSON file; None where there is none. OSError where it is there and cannot be read."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, ValueError):
@@ -191,19 +187,13 @@ def _compare(then: dict[str, Any], now: dict[str, Any], what: str) -> None:
 
 
 def finished(prefix: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The summary of an output that is complete and of these settings; None where there is none.
-
-    Raises:
-        DataError: another program's files or those of other settings would be replaced.
-    """
+    """The summary of an output that is complete and of these settings; refuses to replace other files."""
     summary = _read_json(f"{prefix}.json")
     if summary is None or "settings" not in summary:
         there = [kind for kind in ("json", "bin", "idx") if Path(f"{prefix}.{kind}").exists()]
         if there and not Path(f"{prefix}.parts/manifest.json").exists():
-            raise DataError(
-                f"--output: got {prefix}, but {prefix}.{there[0]} was not made by this program, accepted: another "
-                "--output, or --overwrite"
-            )
+            foreign = f"{prefix}.{there[0]} was not made by this program"
+            raise DataError(f"--output: got {prefix}, but {foreign}, accepted: another --output, or --overwrite")
         return None
     _compare(summary["settings"], settings, f"{prefix}.bin")
     files = [f"{prefix}.bin", f"{prefix}.idx"]

@@ -83,7 +83,7 @@ def test_zeros_that_ids_have_themselves_are_accepted(tmp_path, dtype, values):
     """Padding, a few ids, short files."""
     write(tmp_path / "a.npy", [*values, EOS], dtype)
     path = describe(tmp_path, [{"name": "a", "files": ["a.npy"]}], dtype=dtype)
-    (index,) = token_files.build_index(read_mixture(path), tmp_path, quiet=True)
+    (index,) = token_files.build_index(read_mixture(path), tmp_path)
     assert len(np.load(index)) > 2
 
 
