@@ -180,7 +180,7 @@ def test_files_of_a_data_set_are_its_prefix(tmp_path, monkeypatch):
         parse_blend([prefix, str(tmp_path / ".." / tmp_path.name / "a dätaset")])
     really = make(tmp_path / "x.bin")  # a prefix that ends so
     assert parse_blend([really]) == ([really], None) and parse_blend([f"{really}.idx"]) == ([really], None)
-    with pytest.raises(DataError, match=r"data: .*b\.bin does not exist, .* has .*a dätaset"):
+    with pytest.raises(DataError, match=r"data: .*b\.bin does not exist"):
         read_info(str(tmp_path / "b"))
 
 
@@ -219,12 +219,10 @@ def test_outputs_are_tried_first(tmp_path, capsys):
     prepare = ["--input", str(tmp_path / "in"), "--tokenizer", "bytes", "--output"]
     for folder in (tmp_path / "file", tmp_path / "file/x", tmp_path / "link", "/proc/x"):
         line = said(capsys, prepare_data.main, *prepare, f"{folder}/x")
-        below = "file" in Path(folder).parts
-        told = f"got {f'{folder}/x'!r}, which would be below a file, accepted: " if below else "cannot write "
-        assert line.startswith(f"prepare_data: error: --output: {told}")
+        assert line.startswith(f"prepare_data: error: --output: got {folder}/x.parts, accepted: a folder to write to")
         line = said(capsys, plot.main, str(tmp_path / "in"), "--output", f"{folder}/x.png")
         assert line.startswith(f"error: --output: got {folder}/x.png, accepted: a file to write to")
-    assert "--output: cannot write" in said(capsys, prepare_data.main, *prepare, str(tmp_path / ("x" * 300)))
+    assert "a folder to write to" in said(capsys, prepare_data.main, *prepare, str(tmp_path / ("x" * 300)))
     assert "a file name that ends in one of" in said(capsys, plot.main, str(tmp_path / "in"), "--output", "x.docx")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -250,8 +248,8 @@ def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     for module in (constants, file_download.constants):
         monkeypatch.setattr(module, "HF_HUB_CACHE", str(cache))
     line = said(capsys, prepare_data.main, *argv, str(tmp_path / "y"), "--tokenizer", "hf:org/name")
-    assert line.startswith("prepare_data: error: --tokenizer: got hf:org/name, which is neither here nor in the Hug")
-    assert "hf:PATH of a folder" in line and str(cache) in line and "hf download org/name tokenizer.json" in line
+    assert line.startswith("prepare_data: error: --tokenizer: got hf:org/name, accepted: ")
+    assert "hf download org/name tokenizer.json" in line
     snapshot = cache / "models--org--name/snapshots/0123"
     snapshot.mkdir(parents=True)
     (cache / "models--org--name/refs").mkdir()
@@ -261,7 +259,7 @@ def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "y.bin").read_bytes() == (tmp_path / "x.bin").read_bytes()
     (tmp_path / "empty").mkdir()
     line = said(capsys, prepare_data.main, *argv, str(tmp_path / "z"), "--tokenizer", f"hf:{tmp_path / 'empty'}")
-    assert "a folder without tokenizer.json" in line
+    assert "accepted: a tokenizer.json, a folder with one" in line
 
 
 def test_what_megatron_calls_a_models_values_are_fields_of_its_description():

@@ -85,7 +85,7 @@ def test_end_of_document_id(tmp_path, bpe_file):
     assert HuggingFaceTokenizer(tmp_path, "5").eod == 5  # digits are an id
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "b"}}))
     assert HuggingFaceTokenizer(tmp_path).eod == load(f"hf:{bpe_file}").encode("b")[0]
-    with pytest.raises(DataError, match=r"--eod: got 300, .*below 300"):
+    with pytest.raises(DataError, match=r"--eod: got '300', .*below 300"):
         HuggingFaceTokenizer(tmp_path, 300)
     with pytest.raises(DataError, match=r"--eod: got '<nope>'"):
         load(f"hf:{tmp_path}", "<nope>")
