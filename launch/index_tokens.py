@@ -35,15 +35,10 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    p = Parser(
-        prog="index_tokens.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = Parser(prog="index_tokens.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("mixture", type=local_path, metavar="FILE", help="description of token files, JSON or YAML")
-    p.add_argument(
-        "--data-cache", type=local_path, metavar="DIR", help="as it is given to pretrain.py (default: FILE.cache)"
-    )
+    where = "as it is given to pretrain.py (default: FILE.cache)"
+    p.add_argument("--data-cache", type=local_path, metavar="DIR", help=where)
     add_log_level(p)
     args = p.parse_args(argv)
     set_log_level(args.log_level)

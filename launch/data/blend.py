@@ -56,7 +56,7 @@ def read_info(prefix: str) -> DataInfo:
     accepted = "accepted: the PREFIX of a finished prepare_data.py, or a description of token files (docs/data.md)"
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
-            raise DataError(f"data: got {prefix}, but {prefix}{suffix} does not exist, {accepted}")
+            raise DataError(f"data: {prefix}{suffix} does not exist, {accepted}")
     try:
         return TypeAdapter(DataInfo).validate_json(Path(f"{prefix}.json").read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as problem:
@@ -98,9 +98,8 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     weights = [float(weight) for weight, _ in given if weight is not None]
     positive = all(weight > 0 and math.isfinite(weight) for weight in weights)
     if not prefixes or not all(prefixes) or len(weights) not in (0, len(given)) or not positive:
-        raise DataError(
-            f"data: got {list(paths)}, accepted: PREFIX ... or 'WEIGHT PREFIX' ..., a positive weight for all or none"
-        )
+        accepted = "PREFIX ... or 'WEIGHT PREFIX' ..., a positive weight for all or none"
+        raise DataError(f"data: got {list(paths)}, accepted: {accepted}")
     if len({os.path.realpath(prefix) for prefix in prefixes}) < len(prefixes):
         raise DataError(f"data: got {list(paths)}, accepted: every prefix once")  # as of `data/code.*`
     return prefixes, weights or None

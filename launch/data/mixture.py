@@ -126,7 +126,8 @@ def _load(path: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8-sig")
         content = yaml.safe_load(text) if Path(path).suffix in YAML else json.loads(text)
     except (OSError, ValueError, yaml.YAMLError) as problem:
-        raise DataError(f"data: {path}: {' '.join(str(problem).split())}, {accepted}") from None
+        reason = getattr(problem, "strerror", None) or " ".join(str(problem).split())
+        raise DataError(f"data: {path}: {reason}, {accepted}") from None
     if not isinstance(content, dict):
         raise DataError(f"data: {path}: got {type(content).__name__}, {accepted}")
     return content

@@ -57,10 +57,8 @@ def separate_documents(batch: dict[str, torch.Tensor], eod: int) -> dict[str, An
     taken out of the loss.
 
     Args:
-        batch: ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, each ``[b, s]``.
-
-    Returns:
-        The same four, ``[1, b * s]``, and ``cu_seqlens`` for :func:`packed_documents`.
+        batch: ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, each ``[b, s]``. They become ``[1, b * s]``,
+            and ``cu_seqlens`` joins them, for :func:`packed_documents`.
     """
     lengths = document_lengths(batch["tokens"], eod)
     flat = {name: t.reshape(1, -1) for name, t in batch.items()}

@@ -162,13 +162,6 @@ def test_bad_input_is_named(tmp_path, capsys, monkeypatch):
         assert not Path("o.json").exists() and not Path("o.bin").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--workers", "0"], ["--max-files", "x"], ["--shard-bytes", "-1"]])
-def test_bad_numbers(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["--input", "stdlib", "--output", "o", "--tokenizer", "bytes", *arguments])
-    assert arguments[0] in capsys.readouterr().err
-
-
 def test_error_of_a_worker_reaches_the_user(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", some_texts(100, 2))
     with open(tmp_path / "in.jsonl", "a") as file:
