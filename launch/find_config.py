@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +18,10 @@ _FOLDER = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _BESIDE_IT
 
 
 def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> Path:
-    """The file that a command line means.
+    """The file that an option of a command line means.
 
-    Args:
-        option: of the command line, for the error.
-        given: the path of a file that exists, or a file of ``configs/<kind>`` by its name (``llama2-7b``) or by its
-            path in the project (``configs/models/llama2-7b.json``), whatever the current folder is.
-        kind: the folder in ``configs``.
+    That is the path of a file that exists, or a file of ``configs/<kind>`` by its name (``llama2-7b``) or by its path
+    in the project (``configs/models/llama2-7b.json``), whatever the current folder is.
 
     Raises:
         CoatConfigError: neither; names the option and lists the names.
@@ -37,11 +33,7 @@ def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     name = path.name.removesuffix(".json")
     if name in names and path.parent in (Path(), Path(kind), Path("configs", kind)):
         return _FOLDER / kind / f"{name}.json"
-    near = difflib.get_close_matches(name, names, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    raise CoatConfigError(
-        f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}{meant}"
-    )
+    raise CoatConfigError(f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}")
 
 
 def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> dict[str, Any]:
@@ -52,8 +44,6 @@ def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     """
     path = find_config(option, given, kind)
     try:
-        if values := load_json(path):
-            return values
-        raise CoatConfigError(f"config: {path} holds nothing, accepted: a JSON object with keys")
+        return load_json(path)
     except CoatConfigError as problem:
         raise CoatConfigError(f"{option}: {str(problem).removeprefix('config: ')}") from None

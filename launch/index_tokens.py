@@ -21,44 +21,32 @@ import argparse
 from collections.abc import Sequence
 
 from launch.command_line import Parser, local_path
-from launch.data.cache import cache_folder
-from launch.data.mixture import Mixture, read_mixture
-from launch.data.token_files import TokenFiles, build_index
+from launch.data.mixture import read_mixture
+from launch.data.token_files import TokenFiles, build_index, cache_folder
 from launch.log_level import add_log_level, say, set_log_level
 from launch.prep import DataError
 
 __all__ = ["main"]
 
 
-def _table(mixture: Mixture, found: Sequence[TokenFiles]) -> str:
-    """Files, documents and tokens of each source, and its share of the samples."""
-    weights = [s.weight or float(f.tokens) for s, f in zip(mixture.sources, found, strict=True)]
-    lines = [f"{'source':<20}{'files':>8}{'documents':>16}{'tokens':>20}{'share of samples':>18}"]
-    for source, files, weight in zip(mixture.sources, found, weights, strict=True):
-        share = f"{weight / sum(weights):.4f}"
-        lines.append(f"{source.name:<20}{len(source.files):>8,}{len(files):>16,}{files.tokens:>20,}{share:>18}")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    p = Parser(
-        prog="index_tokens.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        meant={"data": "the description by itself", "data-cache-path": "--data-cache", "cache-dir": "--data-cache"},
-    )
+    p = Parser(prog="index_tokens.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("mixture", type=local_path, metavar="FILE", help="description of token files, JSON or YAML")
-    p.add_argument(
-        "--data-cache", type=local_path, metavar="DIR", help="as it is given to pretrain.py (default: FILE.cache)"
-    )
+    where = "as it is given to pretrain.py (default: FILE.cache)"
+    p.add_argument("--data-cache", type=local_path, metavar="DIR", help=where)
     add_log_level(p)
     args = p.parse_args(argv)
     set_log_level(args.log_level)
     try:
         mixture = read_mixture(args.mixture)
         index = build_index(mixture, cache_folder([args.mixture], args.data_cache))
-        say(_table(mixture, [TokenFiles(s, mixture.eos, i) for s, i in zip(mixture.sources, index, strict=True)]))
+        found = [TokenFiles(source, path) for source, path in zip(mixture.sources, index, strict=True)]
+        weights = [source.weight or float(files.tokens) for source, files in zip(mixture.sources, found, strict=True)]
+        say(f"{'source':<20}{'files':>8}{'documents':>16}{'tokens':>20}{'share of samples':>18}")
+        for source, files, weight in zip(mixture.sources, found, weights, strict=True):
+            counts = f"{len(source.files):>8,}{len(files):>16,}{files.tokens:>20,}"
+            say(f"{source.name:<20}{counts}{weight / sum(weights):>18.4f}")
     except (DataError, OSError) as problem:
         print(f"error: {problem}".replace("error: cache_dir:", "error: --data-cache:"), file=sys.stderr)
         return 2

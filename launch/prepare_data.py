@@ -19,96 +19,103 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-import numpy as np
-
+from launch.command_line import Parser, local_path
 from launch.data.tokenizer import Tokenizer, bpe_size, load, train_bpe
-from launch.log_level import say, set_log_level
+from launch.log_level import add_log_level, say, set_log_level
 from launch.prep import DataError
-from launch.prep.arguments import TRAIN_BYTES, parser
 from launch.prep.documents import ReadOptions, texts
-from launch.prep.output import finished, locked, open_parts
-from launch.prep.shards import Job, merge, read_json, replacing, tokenize, write_json
+from launch.prep.shards import Job, finished, merge, open_parts, replacing, tokenize, write_json
 from launch.prep.sources import Piece, cut_into_shards, find
 
-__all__ = ["main", "prepare"]
+__all__ = ["main", "parser", "prepare"]
 
-FORMAT = 1
-"""Version of the files under PREFIX.parts and of PREFIX.json."""
+FORMAT = 1  # version of the files under PREFIX.parts and of PREFIX.json
 
 
-def _train(parts: Path, shards: list[list[Piece]], args: argparse.Namespace, vocab: int) -> Path:
+def _number(text: str) -> int:
+    """A positive whole number, with an optional k, M or G, small or capital (1000, 1000000, ...)."""
+    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not (digits.isascii() and digits.isdigit() and int(digits) > 0):
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, k, M or G may follow")
+    return int(digits) * factor
+
+
+def _separator(text: str) -> str:
+    """A separator as typed in a shell: backslash n and backslash t stand for newline and tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    p = Parser(prog="prepare_data", prefix="prepare_data: ", description=__doc__, formatter_class=raw)
+
+    def add(name: str, text: str, kind: Any = str, metavar: str | None = None, **more: Any) -> None:
+        p.add_argument(name, help=text, type=kind, metavar=metavar, **more)
+
+    def add_flag(name: str, text: str) -> None:
+        p.add_argument(name, help=text, action="store_true")
+
+    given = "files or folders (recursive); 'stdlib' is the running Python's own standard library"
+    add("--input", given, local_path, "PATH", nargs="+", action="extend", required=True)
+    add("--output", "write PREFIX.bin, PREFIX.idx and PREFIX.json", local_path, "PREFIX", required=True)
+    kinds = "bpe:VOCABSIZE (trained on the input), hf:FILE, FOLDER or org/name, sentencepiece:FILE, bytes, none "
+    add("--tokenizer", kinds + "(token files)", metavar="KIND", required=True)
+    add("--workers", "processes (default: one a core)", _number, default=len(os.sched_getaffinity(0)))
+    add("--text-key", "JSON key or Parquet column of the text (default: text)", default="text")
+    between = "what separates documents in a text file, e.g. '\\n\\n' (default: a file is one document)"
+    add("--separator", between, _separator, "TEXT")
+    add("--glob", "of folders take the files with such names only, e.g. '*.py'", metavar="PATTERN")
+    add("--max-files", "use the first N files", _number, "N")
+    add("--max-bytes", "use the first files of together at most N bytes (200M, 2G)", _number, "N")
+    eod = "end every document with the end-of-document id (default: yes)"
+    p.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help=eod)
+    eod = "end-of-document token, where the tokenizer names none; with --tokenizer none the id that ends documents"
+    add("--eod", eod, metavar="TOKEN_OR_ID")
+    add("--dtype", "numbers in headerless token files", choices=["uint16", "uint32"])
+    add("--vocab-size", "with --tokenizer none: ids are below N", _number, "N")
+    add_flag("--skip-bad", "count lines and rows without usable text instead of stopping")
+    add("--train-bytes", "text that bpe:N learns from (default: 100M)", _number, "N", default=10**8)
+    shard = "input of one unit of work that survives a kill (default: 8M)"
+    add("--shard-bytes", shard, _number, "N", default=8 * 10**6)
+    add_flag("--overwrite", "replace an output of other settings")
+    add_flag("--quiet", "print errors only, as --log-level error does")
+    add_log_level(p)
+    return p
+
+
+def _train(parts: Path, shards: list[list[Piece]], args: argparse.Namespace, read: ReadOptions, vocab: int) -> Path:
     """Train the BPE on documents from all over the input, once; a later run finds it under ``parts``."""
     file = parts / "tokenizer.json"
     if file.exists():
         return file
-    order = list(range(len(shards)))
-    random.Random(0).shuffle(order)
-    taken = 0
+    shuffled = shards.copy()
+    random.Random(0).shuffle(shuffled)
 
     def sample() -> Iterator[str]:
-        nonlocal taken
-        for number in order:
-            for piece in shards[number]:
-                for text in texts(piece, _read_options(args), Counter()):
-                    yield text
-                    taken += len(text.encode())
-                    if taken >= args.train_bytes:
-                        return
+        left = args.train_bytes
+        for piece in itertools.chain(*shuffled):
+            for text in texts(piece, read, Counter()):
+                if left <= 0:
+                    return
+                yield text
+                left -= len(text.encode())
 
     say(f"training a byte-level BPE of {vocab} tokens")
     with replacing(file) as temporary:
         train_bpe(sample(), vocab, Path(temporary))
-        if not taken:
-            raise DataError(f"--input: no text in {' '.join(args.input)}, accepted: at least one document")
     return file
-
-
-def _read_options(args: argparse.Namespace) -> ReadOptions:
-    return ReadOptions(text_key=args.text_key, separator=args.separator, skip_bad=args.skip_bad)
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    tokens = args.tokenizer == "none"
-    for name, value in (("--dtype", args.dtype), ("--vocab-size", args.vocab_size)):
-        if value is not None and not tokens:
-            raise DataError(f"{name}: got {value}, accepted: only with --tokenizer none (ready token files)")
-    if tokens:
-        for option in ("text_key", "separator", "skip_bad"):
-            if (value := getattr(args, option)) != getattr(ReadOptions, option):
-                shown = "given" if value is True else f"got {value!r}"
-                name = option.replace("_", "-")
-                raise DataError(f"--{name}: {shown}, accepted: not with --tokenizer none (ready token files)")
-        if args.vocab_size is None or args.eod is None:
-            raise DataError("--tokenizer: none needs --vocab-size N and --eod ID of the tokenizer that made the files")
-        if not (args.eod.isascii() and args.eod.isdigit() and int(args.eod) < args.vocab_size):
-            raise DataError(f"--eod: got {args.eod!r}, accepted: an id from 0 to {args.vocab_size - 1}")
-    if args.separator == "":
-        raise DataError("--separator: got an empty text, accepted: one character or more")
-    size = bpe_size(args.tokenizer)
-    if size is not None and args.eod is not None:
-        raise DataError(f"--eod: got {args.eod!r}, accepted: nothing with --tokenizer bpe:N, which makes its own")
-    if size is None and args.train_bytes != TRAIN_BYTES:
-        raise DataError(
-            f"--train-bytes: got {args.train_bytes}, accepted: only with --tokenizer bpe:N, which is trained"
-        )
-
-
-def _tokenizer_spec(args: argparse.Namespace) -> tuple[Tokenizer | None, dict[str, Any]]:
-    """The tokenizer where it exists already, and what identifies it among the settings."""
-    if args.tokenizer == "none":
-        return None, {"vocab_size": args.vocab_size, "eod": int(args.eod), "dtype": args.dtype}
-    if bpe_size(args.tokenizer) is not None:
-        return None, {"train_bytes": args.train_bytes}
-    tokenizer = load(args.tokenizer, args.eod)
-    return tokenizer, {"tokenizer_digest": tokenizer.fingerprint()}
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
@@ -117,71 +124,58 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DataError: names the argument, what was given and what is accepted.
     """
-    _check_arguments(args)
-    tokenizer, identity = _tokenizer_spec(args)
-    files, skipped = find(
-        args.input,
-        glob=args.glob,
-        tokens=args.tokenizer == "none",
-        max_files=args.max_files,
-        max_bytes=args.max_bytes,
-        output=args.output,
-    )
+    from coat_dist.checkpoint.write.lock import locked_folder  # brings torch, which workers do not need
+
+    tokens, size = args.tokenizer == "none", bpe_size(args.tokenizer)
+    if tokens and not (args.vocab_size and args.eod and args.eod.isdecimal() and int(args.eod) < args.vocab_size):
+        ids = "the ids of the tokenizer that made the files, --eod below --vocab-size"
+        raise DataError(f"--tokenizer: got none with --vocab-size {args.vocab_size}, --eod {args.eod}, accepted: {ids}")
+    tokenizer = None if tokens or size else load(args.tokenizer, args.eod)
+    limits = {"max_files": args.max_files, "max_bytes": args.max_bytes}
+    files, skipped = find(args.input, glob=args.glob, tokens=tokens, output=args.output, **limits)
     listing = json.dumps([[f.name, f.size, f.mtime_ns] for f in files])
     settings = {
         "format": FORMAT,
         "files": len(files),
         "files_digest": hashlib.sha256(listing.encode()).hexdigest(),
-        "tokenizer": args.tokenizer,
-        "text_key": args.text_key,
-        "separator": args.separator,
-        "append_eod": args.append_eod,
-        "shard_bytes": args.shard_bytes,
-        **identity,
+        "tokenizer_digest": tokenizer.fingerprint() if tokenizer else None,
     }
+    names = "tokenizer eod vocab_size dtype train_bytes text_key separator append_eod shard_bytes"
+    settings |= {name: getattr(args, name) for name in names.split()}
     prefix, parts = args.output, Path(f"{args.output}.parts")
-    with locked(prefix, parts):
-        if finished(prefix, settings, args.overwrite):
+    with locked_folder(parts, "--output", DataError):
+        summary = None if args.overwrite else finished(prefix, settings)
+        if summary is not None:
             say(f"{prefix}: already prepared with these settings, nothing to do")
-            summary = read_json(f"{prefix}.json")
-            assert summary is not None
         else:
             open_parts(prefix, parts, settings, args.overwrite)
+            shards = cut_into_shards(files, args.shard_bytes)
             summary = {"input_bytes": sum(f.size for f in files), "files": len(files), "settings": settings}
-            try:
-                shards = cut_into_shards(files, args.shard_bytes, None if args.dtype is None else np.dtype(args.dtype))
-                summary |= _write(args, tokenizer, shards, parts, skipped)
-            except DataError:  # nothing is finished: the corrected command must not find other settings
-                if not any(parts.glob("[0-9]*.json")):
-                    shutil.rmtree(parts, ignore_errors=True)
-                raise
+            summary |= _write(args, tokenizer, shards, parts, skipped)
             write_json(f"{prefix}.json", summary)  # last: it vouches for the others
-        shutil.rmtree(parts, ignore_errors=True)
+        shutil.rmtree(parts)
     return summary
 
 
 def _write(
     args: argparse.Namespace, tokenizer: Tokenizer | None, shards: list[list[Piece]], parts: Path, skipped: Counter
 ) -> dict[str, Any]:
-    """Tokenize and write all files but ``PREFIX.json``; what it is to say of them."""
-    spec = None if args.tokenizer == "none" else args.tokenizer
-    size = bpe_size(args.tokenizer)
+    """Tokenize and write all files but ``PREFIX.json``; its values."""
+    read = ReadOptions(args.text_key, args.separator, args.skip_bad)
+    spec, size = None if args.tokenizer == "none" else args.tokenizer, bpe_size(args.tokenizer)
     if size is not None:
-        spec = f"hf:{_train(parts, shards, args, size)}"
-        tokenizer = load(spec)
-        if tokenizer.vocab_size < size:
-            say(
-                f"prepare_data: warning: --tokenizer: got {args.tokenizer}, but the text is enough for "
-                f"{tokenizer.vocab_size} tokens only; the vocabulary is {tokenizer.vocab_size}",
-                "warning",
-            )
+        spec = f"hf:{_train(parts, shards, args, read, size)}"
+        tokenizer = load(spec, args.eod)
+        if (found := tokenizer.vocab_size) < size:
+            enough = f"the text is enough for {found} tokens only; the vocabulary is {found}"
+            say(f"prepare_data: warning: --tokenizer: got {args.tokenizer}, but {enough}", "warning")
     vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (args.vocab_size, int(args.eod))
     job = Job(
         parts=str(parts),
         tokenizer=spec,
         eod=eod,
         vocab_size=vocab_size,
-        read=_read_options(args),
+        read=read,
         token_dtype=args.dtype,
         dtype="uint16" if vocab_size < 65500 else "int32",  # Megatron's own rule
         append_eod=args.append_eod,
@@ -191,30 +185,19 @@ def _write(
         skipped.update(result["skipped"])
     totals = {key: sum(r[key] for r in results) for key in ("documents", "tokens", "text_bytes")}
     if not totals["documents"]:
-        shutil.rmtree(parts, ignore_errors=True)
-        raise DataError(
-            f"--input: no document in {' '.join(args.input)} (left out: {dict(skipped) or 'nothing'}), "
-            "accepted: one or more"
-        )
-    files = len({piece.path for one in shards for piece in one})
-    if whole := sum(r.get("files_without_eod", 0) for r in results):  # parts of an earlier version do not say
-        say(
-            f"prepare_data: note: --eod: got {eod}, which does not occur in {whole} of {files} files: each of those is "
-            "one document",
-            "warning",
-        )
-    if args.separator is not None and totals["documents"] == files:
-        say(
-            f"prepare_data: note: --separator: got {args.separator!r}, which divides no file: each is one document",
-            "warning",
-        )
-    Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is about to be replaced
-    merge(job, args.output, results)
+        shutil.rmtree(parts)
+        left_out = dict(skipped) or "nothing"
+        raise DataError(f"--input: got no document in {' '.join(args.input)} (left out: {left_out}), accepted: some")
+    files = len({piece.path for shard in shards for piece in shard})
+    for option, value in (("--eod", args.eod if tokenizer is None else None), ("--separator", args.separator)):
+        if value is not None and totals["documents"] <= files:
+            say(f"prepare_data: note: {option}: got {value!r}, which divides no file: each is one document", "warning")
+    Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is replaced now
+    merge(job, args.output, len(shards))
     file = None
     if tokenizer is not None and tokenizer.file is not None:
-        file = (
-            f"{Path(args.output).name}.tokenizer{'.model' if args.tokenizer.startswith('sentencepiece') else '.json'}"
-        )
+        sentencepiece = args.tokenizer.startswith("sentencepiece")
+        file = f"{Path(args.output).name}.tokenizer{'.model' if sentencepiece else '.json'}"
         with replacing(Path(args.output).with_name(file)) as temporary:
             shutil.copyfile(tokenizer.file, temporary)
     return {
@@ -229,34 +212,31 @@ def _write(
     }
 
 
-def _report(prefix: str, summary: dict[str, Any]) -> None:
+def _report(prefix: str, summary: dict[str, Any]) -> str:
+    """What was written, from what, and what was left out."""
     left_out = ", ".join(f"{reason} {count}" for reason, count in summary["skipped"].items()) or "nothing"
-    size = os.path.getsize(f"{prefix}.bin")
-    say(
-        f"{prefix}: {summary['documents']:,} documents, {summary['tokens']:,} tokens "
-        f"({size:,} bytes of {summary['dtype']}) "
-        f"from {summary['files']:,} files ({summary['input_bytes']:,} bytes)"
+    return (
+        f"{prefix}: {summary['documents']:,} documents, {summary['tokens']:,} tokens of {summary['dtype']} "
+        f"from {summary['files']:,} files ({summary['input_bytes']:,} bytes)\n"
+        f"  vocabulary {summary['vocab_size']:,}, end of document {summary['eod']}, tokenizer {summary['tokenizer']}\n"
+        f"  left out: {left_out}"
     )
-    say(f"  vocabulary {summary['vocab_size']:,}, end of document {summary['eod']}, tokenizer {summary['tokenizer']}")
-    say(f"  left out: {left_out}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; its exit status: 0 done, 2 bad input or settings, 130 interrupted."""
-    args = parser(__doc__).parse_args(arguments)
+    args = parser().parse_args(arguments)
     set_log_level("error" if args.quiet else args.log_level)
     try:
         summary = prepare(args)
-    except DataError as problem:
-        print(f"prepare_data: error: {problem}", file=sys.stderr)
-        return 2
-    except OSError as problem:  # a full disk, most likely
-        print(f"prepare_data: error: {problem}; the same command continues", file=sys.stderr)
+    except (DataError, OSError, BrokenProcessPool) as problem:  # a full disk, or a worker that ran out of memory
+        more = "" if isinstance(problem, DataError) else "; the same command continues"
+        print(f"prepare_data: error: {problem}{more}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("prepare_data: interrupted; the same command continues", file=sys.stderr)
         return 130
-    _report(args.output, summary)
+    say(_report(args.output, summary))
     return 0
 
 

@@ -39,7 +39,7 @@ from coat_dist import CoatConfigError, nodes
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.without_launcher import take_ranks
-from coat_dist.ranks import attempt, check_same_on_all_ranks, gather, of_another_rank, on_rank_0, say_ranks
+from coat_dist.ranks import attempt, check_same_on_all_ranks, gather, of_another_rank, say_ranks
 from launch import failing
 from launch.model import gpt
 from launch.plan.arguments import dry_run, silence_deepspeed

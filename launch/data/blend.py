@@ -1,35 +1,29 @@
-"""The data sets that a command line names: prefixes, weights, splits, and what each says of its tokenizer."""
+"""The data sets that a command line names: prefixes, weights, splits, and the tokenizer of each."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
 
 __all__ = ["DataInfo", "check_one_tokenizer", "parse_blend", "parse_split", "read_info", "telling", "without_suffix"]
 
-_SUFFIXES = (".bin", ".idx")
-_FORGIVEN = (*_SUFFIXES, ".json")
-
 
 @dataclass(frozen=True)
 class DataInfo:
     """What training needs to know of a prepared data set."""
 
-    vocab_size: int
-    """Ids are below this."""
-    eod: int
-    """End-of-document id."""
-    tokenizer_digest: str | None
-    """Fingerprint of the tokenizer; None where it is not known (ready token files)."""
-    tokenizer: str | None = None
-    """What ``--tokenizer`` was when it was prepared; None where that is not known."""
+    vocab_size: int  # ids are below
+    eod: int  # end-of-document id
+    tokenizer_digest: str | None = None  # its fingerprint; None where it is not known (ready token files)
+    tokenizer: str | None = None  # what --tokenizer was when it was prepared; None where that is not known
 
     def describe(self) -> str:
         """The tokenizer, for messages."""
@@ -40,21 +34,13 @@ class DataInfo:
 def without_suffix(given: str) -> str:
     """``given`` without the ``.bin``, ``.idx`` or ``.json`` of one of a data set's files, and ``~`` as the home folder.
 
-    Args:
-        given: ``PREFIX`` or ``WEIGHT PREFIX``. A data set whose prefix really ends so is left as it is, and so is a
-            description of token files.
+    ``given`` is ``PREFIX`` or ``WEIGHT PREFIX``. A prefix that really ends so is unchanged, and so is a description.
     """
-    if Path(f"{given}.idx").exists():
-        return given
-    weight, space, prefix = given.partition(" ")
-    if not space or _number(weight) is None:
-        weight, space, prefix = "", "", given
-    prefix = os.path.expanduser(prefix.strip())
-    if is_mixture(prefix):
-        return weight + space + prefix
-    if prefix.endswith(_FORGIVEN) and not Path(f"{prefix}.idx").exists():
+    weight, prefix = _weight_and_prefix(given)
+    prefix = os.path.expanduser(prefix)
+    if not is_mixture(prefix) and prefix.endswith((".bin", ".idx", ".json")) and not Path(f"{prefix}.idx").exists():
         prefix = prefix.rpartition(".")[0]
-    return weight + space + prefix
+    return prefix if weight is None else f"{weight} {prefix}"
 
 
 def read_info(prefix: str) -> DataInfo:
@@ -67,43 +53,14 @@ def read_info(prefix: str) -> DataInfo:
     if is_mixture(prefix):
         mixture = read_mixture(prefix)
         return DataInfo(mixture.vocab_size, mixture.eos, None, "of token files")
-    if prefix.endswith(".npy"):
-        raise DataError(
-            f"data: got {prefix}, which is a token file, accepted: a description of such files (docs/data.md)"
-        )
-    for suffix in _SUFFIXES:
+    accepted = "accepted: the PREFIX of a finished prepare_data.py, or a description of token files (docs/data.md)"
+    for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
-            raise DataError(
-                f"data: {prefix}{suffix} {'is no file' if Path(prefix + suffix).exists() else 'does not exist'}, "
-                "accepted: the PREFIX of files written by prepare_data.py, or a description of token files, JSON or "
-                f"YAML{_there_are(prefix)}"
-            )
+            raise DataError(f"data: {prefix}{suffix} does not exist, {accepted}")
     try:
-        content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8-sig"))
-        info = DataInfo(
-            int(content["vocab_size"]), int(content["eod"]), content.get("tokenizer_digest"), content.get("tokenizer")
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise DataError(
-            f"data: {prefix}.json cannot be used ({problem!r}), accepted: a finished prepare_data.py output, or an "
-            "object with the keys vocab_size and eod"
-        ) from None
-    if not 0 <= info.eod < info.vocab_size:
-        raise DataError(
-            f"data: {prefix}.json has eod {info.eod} and vocab_size {info.vocab_size}, accepted: eod below vocab_size"
-        )
-    return info
-
-
-def _there_are(prefix: str) -> str:
-    """Prefixes that are in the folder of a missing one, for its error."""
-    folder = Path(prefix) if Path(prefix).is_dir() else Path(prefix).parent
-    try:
-        found = sorted(str(file.with_suffix("")) for file in folder.glob("*.idx"))
-    except OSError:
-        return ""
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return f" ({folder} has {', '.join(found[:5])}{more})" if found else ""
+        return TypeAdapter(DataInfo).validate_json(Path(f"{prefix}.json").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as problem:
+        raise DataError(f"data: {prefix}.json: got {' '.join(str(problem).split())}, {accepted}") from None
 
 
 def check_one_tokenizer(prefixes: Sequence[str], infos: Sequence[DataInfo]) -> None:
@@ -132,31 +89,25 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights of ``["a", "b"]``, ``["0.3 a", "0.7 b"]`` or Megatron's ``["0.3", "a", "0.7", "b"]``.
 
     Raises:
-        DataError: nothing given, an empty prefix, weights on some only, or a weight that is not a positive number.
+        DataError: nothing given, a prefix twice, weights on some only, or a weight that is not a positive number.
     """
-    given: list[tuple[str, float | None]] = []
-    pending: float | None = None
-    for path in map(without_suffix, paths):
-        head, _, rest = path.strip().partition(" ")
-        weight = None if Path(f"{path}.idx").exists() else _number(head)
-        if weight is not None and not rest.strip() and pending is None:
-            pending = weight
-        elif weight is not None and rest.strip() and pending is None:
-            given.append((rest.strip(), weight))
-        else:
-            given.append((path, pending))
-            pending = None
-    if pending is not None or not given or not all(prefix.strip() for prefix, _ in given):
-        raise DataError(f"data: got {list(paths)}, accepted: PREFIX ... or 'WEIGHT PREFIX' ...")
-    weights = [w for _, w in given if w is not None]
-    if weights and len(weights) < len(given):
-        raise DataError(f"data: got {list(paths)}, accepted: a weight for every prefix or for none")
-    if any(not (w > 0 and math.isfinite(w)) for w in weights):
-        raise DataError(f"data: got the weights {weights}, accepted: positive numbers")
-    prefixes = [p for p, _ in given]
+    if len(paths) % 2 == 0 and all(_number(weight) is not None for weight in paths[::2]):
+        paths = [f"{weight} {prefix}" for weight, prefix in zip(paths[::2], paths[1::2], strict=True)]
+    given = [_weight_and_prefix(without_suffix(path)) for path in paths]
+    prefixes = [prefix for _, prefix in given]
+    weights = [float(weight) for weight, _ in given if weight is not None]
+    positive = all(weight > 0 and math.isfinite(weight) for weight in weights)
+    if not prefixes or not all(prefixes) or len(weights) not in (0, len(given)) or not positive:
+        accepted = "PREFIX ... or 'WEIGHT PREFIX' ..., a positive weight for all or none"
+        raise DataError(f"data: got {list(paths)}, accepted: {accepted}")
     if len({os.path.realpath(prefix) for prefix in prefixes}) < len(prefixes):
-        raise DataError(f"data: got {list(paths)}, accepted: every prefix once")
+        raise DataError(f"data: got {list(paths)}, accepted: every prefix once")  # as of `data/code.*`
     return prefixes, weights or None
+
+
+def _weight_and_prefix(given: str) -> tuple[str | None, str]:
+    weight, _, prefix = given.strip().partition(" ")
+    return (weight, prefix.strip()) if prefix and _number(weight) is not None else (None, given.strip())
 
 
 def _number(text: str) -> float | None:
@@ -170,12 +121,12 @@ def parse_split(split: str) -> list[float]:
     """Shares of train, valid and test, summing to 1, of a text like ``"969,30,1"``; missing ones are 0.
 
     Raises:
-        DataError: not up to three numbers of which one is positive.
+        DataError: not up to three numbers, one of them positive.
     """
-    shares = [_number(part) for part in split.split(",")]
-    given = [s for s in shares if s is not None and s >= 0 and math.isfinite(s)]
-    if len(given) < len(shares) or len(given) > 3 or not sum(given):
-        raise DataError(
-            f"split: got {split!r}, accepted: up to three numbers from 0 for train,valid,test, such as 90,10,0"
-        )
-    return [s / sum(given) for s in given] + [0.0] * (3 - len(given))
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) > 3 or not 0 < sum(shares) < math.inf or min(shares) < 0:
+        raise DataError(f"split: got {split!r}, accepted: up to three numbers for train,valid,test, such as 90,10,0")
+    return [share / sum(shares) for share in shares] + [0.0] * (3 - len(shares))

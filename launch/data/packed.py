@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from launch.prep import DataError
-
 __all__ = ["document_lengths", "pack_lengths", "packed_documents", "separate_documents"]
 
 
@@ -23,13 +21,7 @@ def pack_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     Args:
         lengths: tokens of each document; their sum is T.
         device: of the tokens.
-
-    Raises:
-        DataError: no lengths, or one that is not positive.
     """
-    lengths = [int(n) for n in lengths]
-    if not lengths or min(lengths) < 1:
-        raise DataError(f"lengths: got {lengths[:8]}, accepted: the tokens of each document, 1 or more")
     return packed_documents(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
@@ -65,10 +57,8 @@ def separate_documents(batch: dict[str, torch.Tensor], eod: int) -> dict[str, An
     taken out of the loss.
 
     Args:
-        batch: ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, each ``[b, s]``.
-
-    Returns:
-        The same four, ``[1, b * s]``, and ``cu_seqlens`` for :func:`packed_documents`.
+        batch: ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, each ``[b, s]``. They become ``[1, b * s]``,
+            and ``cu_seqlens`` joins them, for :func:`packed_documents`.
     """
     lengths = document_lengths(batch["tokens"], eod)
     flat = {name: t.reshape(1, -1) for name, t in batch.items()}

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from launch.data.packed import separate_documents
-from launch.prep import DataError
 
 __all__ = ["PretrainSampler", "batches"]
 
@@ -23,29 +22,14 @@ class PretrainSampler:
     samples for any data-parallel and micro-batch size. After ``total_samples`` the order begins again.
 
     Args:
-        total_samples: samples in the dataset.
-        consumed_samples: samples that all ranks together have used before.
-        micro_batch_size: samples a rank reads at a time.
+        total_samples: in the dataset; ``consumed_samples`` of them all ranks together have used before.
+        micro_batch_size: samples that a rank reads at a time.
         dp_rank, dp_size: data-parallel rank and size.
-
-    Raises:
-        DataError: an argument out of range.
     """
 
     def __init__(
         self, total_samples: int, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
     ) -> None:
-        for name, value, low in (
-            ("total_samples", total_samples, 1),
-            ("consumed_samples", consumed_samples, 0),
-            ("micro_batch_size", micro_batch_size, 1),
-            ("dp_size", dp_size, 1),
-            ("dp_rank", dp_rank, 0),
-        ):
-            if value < low:
-                raise DataError(f"{name}: got {value}, accepted: {low} or more")
-        if dp_rank >= dp_size:
-            raise DataError(f"dp_rank: got {dp_rank}, accepted: below dp_size {dp_size}")
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
         self.micro_batch_size = micro_batch_size

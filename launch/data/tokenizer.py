@@ -1,4 +1,4 @@
-"""Tokenizers behind one small protocol: trained byte-level BPE, Hugging Face files, SentencePiece models, raw bytes.
+"""Tokenizers behind one small class: Hugging Face files (trained byte-level BPE, too), SentencePiece models, raw bytes.
 
 Text is data: a document that spells a special token (``<|endoftext|>``) is encoded as those characters, never as the
 token, and no tokenizer adds begin or end tokens of its own. The end-of-document id is appended by ``prepare_data.py``.
@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.data.local_files import find_tokenizer
 from launch.prep import DataError
 
 __all__ = [
@@ -20,6 +19,8 @@ __all__ = [
     "HuggingFaceTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
+    "bpe_size",
+    "for_data",
     "load",
     "tokenizer_digest",
     "train_bpe",
@@ -27,8 +28,7 @@ __all__ = [
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "[EOS]")
-SMALLEST_BPE = 257
-"""256 bytes and the end-of-document token."""
+SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
 
 
 class Tokenizer(Protocol):
@@ -38,17 +38,20 @@ class Tokenizer(Protocol):
     """Largest id + 1."""
     eod: int
     """End-of-document id."""
-    file: Path | None
+    file: Path | None = None
     """The one file that defines it, if any."""
 
     def ids_of_text(self) -> int:
-        """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
+        """Ids that a model needs for text, without what was added to the vocabulary, for padding say."""
+        return self.vocab_size
 
     def token_id(self, token: str) -> int | None:
         """The id of one token, special ones too; None = there is no such token."""
+        return None
 
     def token(self, number: int) -> str | None:
         """The token of one id, special ones too; None = there is no such token."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special token."""
@@ -58,159 +61,101 @@ class Tokenizer(Protocol):
 
     def fingerprint(self) -> str:
         """Hex digest that differs where any id may differ; for cache keys and for comparing data sets."""
+        return tokenizer_digest(self.file, self.eod)
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0–255, end of document 256."""
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0 to 255, end of document 256. Broken UTF-8 is decoded as U+FFFD."""
 
-    vocab_size: int = 257
-    eod: int = 256
-    file: Path | None = None
-
-    def ids_of_text(self) -> int:
-        """See :class:`Tokenizer`."""
-        return self.vocab_size
-
-    def token_id(self, token: str) -> int | None:
-        """See :class:`Tokenizer`."""
-        return None
-
-    def token(self, number: int) -> str | None:
-        """See :class:`Tokenizer`."""
-        return None
+    vocab_size = 257
+    eod = 256
 
     def encode(self, text: str) -> list[int]:
-        """See :class:`Tokenizer`."""
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See :class:`Tokenizer`; broken UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def fingerprint(self) -> str:
-        """See :class:`Tokenizer`."""
-        return _digest(b"bytes", self.eod)
 
+class HuggingFaceTokenizer(Tokenizer):
+    """A ``tokenizer.json`` of the ``tokenizers`` library: a file, a folder's, or that of a cached ``org/name``.
 
-class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of the ``tokenizers`` library.
-
-    Args:
-        path: the file, a folder that holds one, or ``org/name`` of what the Hugging Face cache holds.
-        eod: end-of-document token or id; None = what the folder's configuration calls ``eos_token``, else a usual name.
-
-    Raises:
-        DataError: no such file, not a tokenizer, or no end-of-document token can be told.
+    ``eod`` is a token or id; None = what the folder's configuration calls ``eos_token``, else a usual name.
     """
 
     def __init__(self, path: str | Path, eod: str | int | None = None) -> None:
         import tokenizers
 
-        file = find_tokenizer(path)
-        self.file: Path | None = file
+        self.file = file = _find(path)
         try:
             self._library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as problem:  # the library raises bare Exception
-            raise DataError(f"--tokenizer: {file} is not a tokenizer.json: {problem}") from None
+            raise DataError(f"--tokenizer: got {file}, accepted: a tokenizer.json ({problem})") from None
         # Files saved after fine-tuning often carry these; either would corrupt documents silently.
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True
-        vocabulary = self._library.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise DataError(f"--tokenizer: {file} has an empty vocabulary")
-        self.vocab_size = max(vocabulary.values()) + 1  # the library's own count is too small where ids have holes
-        self.eod = _end_id(eod, self.vocab_size, vocabulary.get, _configured_end(file.parent), str(file))
+        ids = self._library.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=0) + 1  # the library's own count is too small where ids have holes
+        self.eod = _end_id(eod, self, _configured_end(file.parent))
 
     def ids_of_text(self) -> int:
-        """See :class:`Tokenizer`."""
         return max(self._library.get_vocab(with_added_tokens=False).values(), default=0) + 1
 
     def token_id(self, token: str) -> int | None:
-        """See :class:`Tokenizer`."""
         return self._library.token_to_id(token)
 
     def token(self, number: int) -> str | None:
-        """See :class:`Tokenizer`."""
         return self._library.id_to_token(number)
 
     def encode(self, text: str) -> list[int]:
-        """See :class:`Tokenizer`."""
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids  # "fast": without offsets
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See :class:`Tokenizer`."""
         return self._library.decode([i for i in ids if i != self.eod], skip_special_tokens=True)
 
-    def fingerprint(self) -> str:
-        """See :class:`Tokenizer`."""
-        assert self.file is not None
-        return _digest(self.file.read_bytes(), self.eod)
 
-
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file. Its normalization applies, so decoding need not give the exact text back.
 
-    Args:
-        path: the file.
-        eod: end-of-document piece or id; None = the model's ``</s>``.
-
-    Raises:
-        DataError: no such file, not a model, or it has no end-of-sentence id.
+    ``eod`` is a piece or id; None = the model's ``</s>``.
     """
 
     def __init__(self, path: str | Path, eod: str | int | None = None) -> None:
         import sentencepiece
 
-        self.file: Path | None = Path(path).expanduser()
-        if not self.file.is_file():
-            raise DataError(f"--tokenizer: {path} does not exist, accepted: sentencepiece:FILE with a .model file")
+        self.file = file = Path(path).expanduser()
         self._library = sentencepiece.SentencePieceProcessor()
         try:
-            self._library.LoadFromSerializedProto(self.file.read_bytes())
+            self._library.LoadFromSerializedProto(file.read_bytes())
         except (RuntimeError, OSError) as problem:
-            raise DataError(f"--tokenizer: {path} is not a SentencePiece model: {problem}") from None
+            raise DataError(f"--tokenizer: got {path}, accepted: a SentencePiece model ({problem})") from None
         self.vocab_size = self._library.GetPieceSize()
         end = self._library.eos_id()
-        self.eod = _end_id(eod, self.vocab_size, self.token_id, end if end >= 0 else None, str(path))
-
-    def ids_of_text(self) -> int:
-        """See :class:`Tokenizer`."""
-        return self.vocab_size
+        self.eod = _end_id(eod, self, end if end >= 0 else None)
 
     def token_id(self, token: str) -> int | None:
-        """See :class:`Tokenizer`."""
         found = self._library.PieceToId(token)
         return found if found >= 0 and self._library.IdToPiece(found) == token else None
 
     def token(self, number: int) -> str | None:
-        """See :class:`Tokenizer`."""
         return self._library.IdToPiece(number)
 
     def encode(self, text: str) -> list[int]:
-        """See :class:`Tokenizer`."""
         return self._library.EncodeAsIds(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See :class:`Tokenizer`."""
         return self._library.DecodeIds([int(i) for i in ids if i != self.eod])
-
-    def fingerprint(self) -> str:
-        """See :class:`Tokenizer`."""
-        assert self.file is not None
-        return _digest(self.file.read_bytes(), self.eod)
 
 
 def load(spec: str, eod: str | int | None = None) -> Tokenizer:
     """The tokenizer of a command-line value: ``bytes``, ``sentencepiece:FILE`` or ``hf:`` (a file, folder or name).
 
     Raises:
-        DataError: unknown kind, or the file cannot be used.
+        DataError: unknown kind, the file cannot be used, or it names no end-of-document token and ``eod`` is None.
     """
     kind, _, path = spec.partition(":")
     if spec == "bytes":
-        if eod is not None and str(eod) != str(ByteTokenizer.eod):
-            raise DataError(f"--eod: got {eod!r}, accepted: nothing or {ByteTokenizer.eod} with --tokenizer bytes")
         return ByteTokenizer()
     if kind == "hf" and path:
         return HuggingFaceTokenizer(path, eod)
@@ -223,26 +168,19 @@ def load(spec: str, eod: str | int | None = None) -> Tokenizer:
 
 
 def bpe_size(spec: str) -> int | None:
-    """Vocabulary size of ``bpe:VOCABSIZE``; None for other kinds.
-
-    Raises:
-        DataError: not a number, or less than 256 bytes and one end token need.
-    """
+    """Vocabulary size of ``bpe:VOCABSIZE``; None for other kinds."""
     kind, _, size = spec.partition(":")
     if kind != "bpe":
         return None
-    if not size.isascii() or not size.isdigit() or int(size) < SMALLEST_BPE:
+    if not size.isdecimal() or int(size) < SMALLEST_BPE:
         raise DataError(f"--tokenizer: got {spec!r}, accepted: bpe:N with N a whole number from {SMALLEST_BPE}")
     return int(size)
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, file: Path) -> None:
-    """Train a byte-level BPE and save it as a Hugging Face ``tokenizer.json``. The same documents give the same bytes.
+    """Train a byte-level BPE and save it as a ``tokenizer.json``; the same documents give the same bytes.
 
-    Args:
-        documents: text to learn from.
-        vocab_size: ids wanted, :data:`SMALLEST_BPE` or more; a small text gives fewer.
-        file: where to save.
+    A small text gives fewer ids than ``vocab_size``.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -287,29 +225,41 @@ def _configured_end(folder: Path) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _end_id(given: str | int | None, vocab_size: int, lookup: Any, default: str | int | None, where: str) -> int:
-    """Resolve ``--eod`` (token, id or nothing) to an id below ``vocab_size``."""
+def _find(given: str | Path) -> Path:
+    """The ``tokenizer.json`` that ``hf:GIVEN`` means: a file, a folder's, or a cached model's. Downloads nothing."""
+    path = Path(given).expanduser()
+    for file in (path, path / "tokenizer.json"):
+        if file.is_file():
+            return file
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(given), "tokenizer.json", local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or not the name of a repository
+        raise DataError(
+            f"--tokenizer: got hf:{given}, accepted: a tokenizer.json, a folder with one, or a model in the Hugging "
+            f"Face cache (`hf download {given} tokenizer.json tokenizer_config.json` puts it there)"
+        ) from None
+
+
+def _end_id(given: str | int | None, tokenizer: Tokenizer, default: str | int | None) -> int:
+    """Resolve ``--eod`` (token, id or nothing) to an id of the tokenizer."""
+    accepted = f"a token of {tokenizer.file} or an id below {tokenizer.vocab_size}"
     if given is not None:
-        number = str(given).isascii() and str(given).isdigit()  # digits are an id, even where a token spells them
-        found = int(given) if number else lookup(given)
-        if found is None or not 0 <= found < vocab_size:
-            raise DataError(f"--eod: got {given!r}, accepted: a token of {where} or an id below {vocab_size}")
+        given = str(given)  # digits are an id, even where a token spells them
+        found = int(given) if given.isdecimal() else tokenizer.token_id(given)
+        if found is None or not 0 <= found < tokenizer.vocab_size:
+            raise DataError(f"--eod: got {given!r}, accepted: {accepted}")
         return found
     if isinstance(default, int):
         return default
     for name in (default, *_COMMON_ENDS):
-        if name is not None and lookup(name) is not None:
-            return lookup(name)
-    raise DataError(
-        f"--eod: needed, because {where} names no end-of-document token; accepted: a token of it or an id "
-        f"below {vocab_size}"
-    )
+        if name is not None and (found := tokenizer.token_id(name)) is not None:
+            return found
+    raise DataError(f"--eod: got nothing, and the tokenizer names no end-of-document token, accepted: {accepted}")
 
 
-def tokenizer_digest(file: Path, eod: int) -> str:
-    """:meth:`Tokenizer.fingerprint` of a tokenizer.json, without reading it as one."""
-    return _digest(file.read_bytes(), eod)
-
-
-def _digest(content: bytes, eod: int) -> str:
+def tokenizer_digest(file: Path | None, eod: int) -> str:
+    """:meth:`Tokenizer.fingerprint` of a tokenizer's file, without reading it as one; None = of bytes."""
+    content = b"bytes" if file is None else file.read_bytes()
     return hashlib.sha256(b"%d:" % eod + content).hexdigest()

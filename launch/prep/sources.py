@@ -1,17 +1,17 @@
-"""What ``prepare_data.py`` reads: finds input files and cuts them into shards of work.
+"""Input of ``prepare_data.py``: finds files and cuts them into shards of work.
 
-A *shard* is a list of pieces, a *piece* a range of one file: bytes of a text or JSON-lines file, row groups of a
-Parquet file, tokens of a token file. Ranges need not end where a document does: a document belongs to the range in
-which it starts (documents.py reads them). Files and shards depend on the input alone, never on the number of workers,
-so that results do not either.
+A *shard* is a list of pieces, a *piece* a file or a part of it: bytes of JSON lines, row groups of Parquet. Bytes need
+not end where a line does: a line belongs to the piece in which it starts. Files and shards depend on the input alone,
+never on the number of workers, so that results do not either.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import os
-import stat
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from launch.prep import DataError
-from launch.prep.widths import check_width
 
-__all__ = ["Piece", "Source", "cut_into_shards", "find", "open_parquet", "open_tokens"]
+__all__ = ["Piece", "Source", "check_width", "cut_into_shards", "find", "open_parquet", "open_tokens"]
 
 _TEXT = """txt text md rst tex py pyi pyx ipynb c h cc cpp cxx hpp cu cuh m java kt scala js jsx ts tsx go rs rb
 php pl lua r jl swift cs hs ml sh bash sql html css xml yaml yml toml ini cfg cmake"""
@@ -47,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range ``[start, stop)`` of a file: bytes (text, jsonl, gzip), row groups (parquet), tokens (tokens)."""
+    """A part of a file: bytes ``[start, stop)`` (jsonl), row groups ``[start, stop)`` (parquet), all (others)."""
 
     path: str
     kind: str
@@ -66,33 +65,28 @@ def _kind(name: str, tokens: bool) -> str | None:
     return "text" if Path(name).suffix in TEXT_SUFFIXES else None
 
 
-def accepted_suffixes(tokens: bool) -> str:
-    """The file name endings that are read, as text for messages."""
-    return " ".join(sorted(TOKEN_SUFFIXES if tokens else {*DATA_SUFFIXES, *TEXT_SUFFIXES}))
+def _source(path: Path, name: str, kind: str) -> Source:
+    info = path.stat()
+    return Source(str(path), name, kind, info.st_size, info.st_mtime_ns)
 
 
 def _walk(root: Path, glob: str | None, tokens: bool, own: str | None, skipped: Counter) -> list[Source]:
-    """Files of a folder that are to be read, in a fixed order; ``own`` is the absolute output prefix, never read."""
+    """Files of a folder that are read, in a fixed order; ``own`` is the absolute output prefix, never read."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if not f.startswith(".") and f not in _LEAVE_OUT]
         for file in files:
-            path = Path(folder, file)
+            path, kind = Path(folder, file), _kind(file, tokens)
             if own is not None and os.path.abspath(path).startswith(f"{own}."):
                 continue
-            kind = _kind(file, tokens)
             if glob is not None:
                 kind = (kind or ("tokens" if tokens else "text")) if fnmatch.fnmatch(file, glob) else None
             if kind is None or file.startswith("."):
                 skipped["other name"] += 1
-                continue
-            try:
-                info = path.stat()
-            except OSError:  # a dangling link
+            elif not path.is_file():  # a dangling link, or a FIFO, whose reader would hang
                 skipped["unreadable"] += 1
-                continue
-            if stat.S_ISREG(info.st_mode):  # opening a FIFO would wait forever
-                found.append(Source(str(path), path.relative_to(root).as_posix(), kind, info.st_size, info.st_mtime_ns))
+            else:
+                found.append(_source(path, path.relative_to(root).as_posix(), kind))
     # Splits cut the list of documents in order. In alphabetical order whole packages would land in one split.
     return sorted(found, key=lambda s: (hashlib.sha256(s.name.encode(errors="surrogateescape")).digest(), s.name))
 
@@ -109,86 +103,54 @@ def find(
     """List the files of ``--input`` in a fixed order: inputs as given, each folder's files by a hash of their path.
 
     Args:
-        inputs: files, folders (searched recursively; hidden ones, ``__pycache__``, ``site-packages`` and
-            ``dist-packages`` are left out) or ``stdlib``, the running Python's own standard library.
+        inputs: files, folders, searched recursively, or ``stdlib``, the running Python's own standard library.
         glob: take only the files of folders whose name matches, whatever their suffix.
         tokens: look for token files instead of text.
         max_files, max_bytes: stop before either is exceeded.
         output: prefix of the output, whose files are no input even where it lies in an input folder.
 
     Returns:
-        The files, and how many files of folders were not taken, by reason.
+        The files, each once, and how many files of folders were not taken, by reason.
 
     Raises:
-        DataError: a path is missing, unreadable, given twice or of unknown kind, or nothing is left.
+        DataError: a path is missing or of unknown kind, or nothing is left.
     """
+    suffixes = " ".join(sorted(TOKEN_SUFFIXES if tokens else {*DATA_SUFFIXES, *TEXT_SUFFIXES}))
     found: list[Source] = []
     skipped: Counter = Counter()
     own = None if output is None else os.path.abspath(output)
     for given in inputs:
         path = Path(given)
         if given == "stdlib" and not path.exists() and not tokens:
-            # Only its Python files are meant: the summary does not count the others as left out.
+            # The summary does not count its other files as left out.
             found += _walk(Path(sysconfig.get_paths()["stdlib"]), glob or "*.py", tokens, own, Counter())
         elif path.is_dir():
-            here = _walk(path, glob, tokens, own, skipped)
-            if not here:
-                what = f"matching {glob!r}" if glob else f"ending in one of {accepted_suffixes(tokens)}"
-                raise DataError(f"--input: folder {given} holds no file {what}")
-            found += here
-        elif path.is_file():
-            kind = _kind(path.name, tokens)
-            if kind is None:
-                raise DataError(
-                    f"--input: got {given}, accepted: a folder or a file ending in one of {accepted_suffixes(tokens)}"
-                )
-            if not os.access(path, os.R_OK):
-                raise DataError(f"--input: no permission to read {given}")
-            info = path.stat()
-            found.append(Source(str(path), path.name, kind, info.st_size, info.st_mtime_ns))
+            found += _walk(path, glob, tokens, own, skipped)
+        elif path.is_file() and (kind := _kind(path.name, tokens)) is not None:
+            found.append(_source(path, path.name, kind))
         else:
-            what = "is neither a file nor a folder" if path.exists() else "does not exist"
-            raise DataError(f"--input: {given} {what}, accepted: files, folders or 'stdlib'")
-    found = _distinct(found, skipped)
-    total = 0
-    for count, source in enumerate(found):
-        total += source.size
-        if (max_files is not None and count >= max_files) or (max_bytes is not None and total > max_bytes):
-            found = found[:count]
-            break
-    if not found:
-        raise DataError(f"--max-bytes: got {max_bytes}, accepted: at least the size of the first file")
-    return found, skipped
+            what = "" if path.exists() else ", which does not exist"
+            raise DataError(f"--input: got {given}{what}, accepted: a folder or a file ending in one of {suffixes}")
+    distinct: dict[str, Source] = {}
+    for source in found:  # a document that is read twice would be trained on twice
+        distinct.setdefault(os.path.realpath(source.path), source)
+    skipped["duplicate"] += len(found) - len(distinct)
+    taken = list(distinct.values())[:max_files]
+    if max_bytes is not None:
+        ends = itertools.accumulate(source.size for source in taken)
+        taken = [source for source, end in zip(taken, ends, strict=True) if end <= max_bytes]
+    if not taken:
+        limits = f"--glob {glob}, --max-bytes {max_bytes}"
+        raise DataError(f"--input: got {' '.join(inputs)} ({limits}), accepted: a file ending in one of {suffixes}")
+    return taken, +skipped
 
 
-def _distinct(found: list[Source], skipped: Counter) -> list[Source]:
-    """Drop further links to a file that is there already; refuse a file that was really given twice."""
-    kept: dict[str, Source] = {}
-    for source in found:
-        first = kept.setdefault(os.path.realpath(source.path), source)
-        if first is source:
-            continue
-        if not (os.path.islink(source.path) or os.path.islink(first.path)):
-            raise DataError(f"--input: {source.path} is given twice")
-        skipped["duplicate link"] += 1
-    return list(kept.values())
-
-
-def cut_into_shards(files: Sequence[Source], shard_bytes: int, dtype: np.dtype | None = None) -> list[list[Piece]]:
-    """Cut files into shards of about ``shard_bytes`` bytes of input.
-
-    Args:
-        files: from :func:`find`.
-        shard_bytes: a shard is closed when it reaches this.
-        dtype: type of headerless token files.
-
-    Raises:
-        DataError: a Parquet or token file cannot be opened, or its tokens have another width than they are read with.
-    """
+def cut_into_shards(files: Sequence[Source], shard_bytes: int) -> list[list[Piece]]:
+    """Cut files from :func:`find` into shards, which are closed at ``shard_bytes`` bytes of input."""
     shards: list[list[Piece]] = [[]]
     filled = 0
     for source in files:
-        for piece in _pieces(source, shard_bytes, dtype):
+        for piece in _pieces(source, shard_bytes):
             if filled >= shard_bytes:
                 shards.append([])
                 filled = 0
@@ -197,71 +159,60 @@ def cut_into_shards(files: Sequence[Source], shard_bytes: int, dtype: np.dtype |
     return shards
 
 
-def _pieces(source: Source, shard_bytes: int, dtype: np.dtype | None) -> Iterator[Piece]:
+def _pieces(source: Source, shard_bytes: int) -> Iterator[Piece]:
     path, kind, size = source.path, source.kind, source.size
     if kind == "parquet":
-        metadata = open_parquet(path).metadata
-        for group in range(metadata.num_row_groups):
-            yield Piece(path, kind, group, group + 1, size // metadata.num_row_groups)
-        return
-    if kind == "tokens":
-        tokens = open_tokens(path, dtype)
-        check_width(tokens, f"--input: {path}")
-        length, item = len(tokens), tokens.itemsize
-    else:
-        length, item = size, 1
-    # A gzip stream can only be read from its beginning, and a text file is one document or is split by its separator.
-    step = length if kind in ("text", "gzip") else max(1, shard_bytes // item)
-    for start in range(0, length, max(step, 1)):
-        stop = min(start + step, length)
-        yield Piece(path, kind, start, stop, (stop - start) * item)
-    if length == 0 and kind == "text":
-        yield Piece(path, kind, 0, 0, 0)  # so that it is counted as empty
+        groups = open_parquet(path).metadata.num_row_groups
+        yield from (Piece(path, kind, group, group + 1, size // groups) for group in range(groups))
+    elif kind == "jsonl":
+        for start in range(0, size, shard_bytes):
+            stop = min(start + shard_bytes, size)
+            yield Piece(path, kind, start, stop, stop - start)
+    else:  # a separator may be anywhere; a gzip stream can only be read from its beginning; tokens are quick to copy
+        yield Piece(path, kind, 0, sys.maxsize, size)
 
 
 def open_parquet(path: str) -> Any:
-    """A ``pyarrow.parquet.ParquetFile``.
-
-    Raises:
-        DataError: not a Parquet file, or damaged.
-    """
+    """A ``pyarrow.parquet.ParquetFile``; DataError where it is none, or damaged."""
     import pyarrow as pa
     import pyarrow.parquet
 
     try:
         return pa.parquet.ParquetFile(path)
-    except (pa.ArrowException, OSError) as problem:
-        raise DataError(f"--input: {path} is not a readable Parquet file: {problem}") from None
+    except pa.ArrowException as problem:
+        raise DataError(f"{path}: got no readable Parquet file ({problem}), accepted: one") from None
 
 
-def open_tokens(path: str, dtype: np.dtype | None, option: str | None = "--input") -> np.ndarray:
+def open_tokens(path: str, dtype: np.dtype | None) -> np.ndarray:
     """Map a token file: a NumPy array file, or bare numbers (Dolma ships those under the name .npy too).
 
-    Args:
-        dtype: of bare numbers; a NumPy file must be of it where it is given.
-        option: of the command line that named the file, for the error; None: a description of token files did.
-
     Raises:
-        DataError: not one-dimensional, not of an accepted type, or not a whole number of tokens.
+        DataError: not one-dimensional, of another type than ``dtype``, or not a whole number of tokens.
     """
-    key = "--dtype" if option else "dtype"
     with open(path, "rb") as file:
         numpy_file = file.read(6) == b"\x93NUMPY"
-    try:
-        if numpy_file:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32, np.int32):
-                raise ValueError(
-                    f"holds {tokens.dtype} of shape {tokens.shape}, accepted: one dimension of uint16, uint32 or int32"
-                )
-            if dtype is not None and tokens.dtype != dtype:
-                raise ValueError(f"holds {tokens.dtype}, {key} says {dtype}")
-            return tokens
-        size = os.path.getsize(path)
-        if dtype is None:
-            raise ValueError(f"is a file of bare numbers: {key} uint16 or uint32 is needed")
-        if size % dtype.itemsize:
-            raise ValueError(f"has {size} bytes, not a multiple of {dtype.itemsize} ({key} {dtype})")
-        return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
-    except ValueError as problem:
-        raise DataError(f"{option + ': ' if option else ''}{path} {problem}") from None
+    if numpy_file:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        accepted = [np.uint16, np.uint32, np.int32] if dtype is None else [dtype]
+        if tokens.ndim != 1 or tokens.dtype not in accepted:
+            names = ", ".join(np.dtype(one).name for one in accepted)
+            raise DataError(f"{path}: got {tokens.dtype} of shape {tokens.shape}, accepted: one dimension of {names}")
+        return tokens
+    size = os.path.getsize(path)
+    if dtype is None or size % dtype.itemsize:
+        known = "no dtype" if dtype is None else f"dtype {dtype}"
+        raise DataError(f"{path}: got {size} bytes without a header and {known}, accepted: whole uint16 or uint32")
+    return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+
+
+def check_width(tokens: np.ndarray, where: str) -> None:
+    """Refuse ids of 4 or 8 bytes that are read with fewer, which would be trained on without an error.
+
+    Then every second token is the upper part of an id, about 0. Zeros that ids have themselves (padding, or an end of
+    documents) fall on all places alike.
+    """
+    head = np.asarray(tokens[: 1 << 22])
+    ids = int((head[::2] > 3).sum())  # 0 to 3: padding and similar ids
+    upper = int((head[1::2] > (3 if head.itemsize == 2 else 0)).sum())  # ids of 4 bytes are below 2^18
+    if ids >= 16 and upper <= 0.01 * ids:
+        raise DataError(f"{where}: got {head.dtype} tokens, every second about 0, accepted: their real, wider dtype")

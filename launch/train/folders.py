@@ -9,7 +9,7 @@ from pathlib import Path
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
-from coat_dist.checkpoint.team import check_there, everyone, nodes_of_ranks, sharing
+from coat_dist.checkpoint.team import check_there, nodes_of_ranks, sharing
 from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import LATEST, own_name, published

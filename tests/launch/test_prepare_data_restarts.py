@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import python_path
-from launch.prep import DataError
-from launch.prep.arguments import parser
-from launch.prepare_data import main, prepare
+from launch.prepare_data import main, parser, prepare
 from tests.launch.prep.support import files_of, run, some_texts, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +57,7 @@ def stop_in_the_middle(command, parts, number):
     orphans = [int(pid) for pid in children if alive(pid)]
     for pid in orphans:
         os.kill(pid, signal.SIGKILL)
-    assert not orphans  # nobody is left waiting for a dead parent
+    assert not orphans
     assert process.returncode == 0 or (len(children) >= 2 and len(list(parts.glob("0*.json"))) >= enough)
     return process.returncode, process.communicate()[1]
 
@@ -97,32 +95,26 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path):
     assert (tmp_path / "out/x.bin").stat().st_mtime_ns == finished
 
 
-def test_killed_merge_is_repeated(tmp_path, monkeypatch):
+@pytest.mark.parametrize("victim", ["x.bin", "x.idx", "x.json"])
+def test_killed_merge_is_repeated(tmp_path, monkeypatch, victim):
+    """The process dies just before this file gets its name."""
     write_jsonl(tmp_path / "in.jsonl", some_texts(50, 8))
-    arguments = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"]
-    (tmp_path / "a").mkdir()
+    arguments, folder = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"], tmp_path / "killed"
     run(*arguments, "--output", tmp_path / "a/x")
-    for victim in ("x.bin", "x.idx", "x.json"):  # the process dies just before this file gets its name
-        folder = tmp_path / f"killed-{victim}"
-        real = os.replace
+    real = os.replace
 
-        def die(source, target, victim=victim, folder=folder, real=real):
-            if str(target) == str(folder / victim):
-                raise KeyboardInterrupt
-            real(source, target)
+    def die(source, target):
+        if str(target) == str(folder / victim):
+            raise KeyboardInterrupt
+        real(source, target)
 
-        monkeypatch.setattr(os, "replace", die)
-        with pytest.raises(KeyboardInterrupt):
-            run(*arguments, "--output", folder / "x")
-        monkeypatch.setattr(os, "replace", real)
-        assert not (folder / "x.json").exists()
-        run(*arguments, "--output", folder / "x")
+    for more in ([], ["--overwrite", "--no-append-eod"]):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(os, "replace", die)
+            run(*arguments, "--output", folder / "x", *more)
+        assert not (folder / "x.json").exists()  # an old summary does not vouch for half new files
+        run(*arguments, "--output", folder / "x", *more[:1])
         assert files_of(folder / "x") == files_of(tmp_path / "a/x")
-        monkeypatch.setattr(os, "replace", die)
-        with pytest.raises(KeyboardInterrupt):
-            run(*arguments, "--output", folder / "x", "--overwrite", "--no-append-eod")
-        monkeypatch.setattr(os, "replace", real)
-        assert not (folder / "x.json").exists()  # the old summary does not vouch for half new files
 
 
 @pytest.mark.parametrize("victim", ["000002.bin", "000002.npy"])
@@ -135,7 +127,5 @@ def test_damaged_shard_is_made_again(tmp_path, monkeypatch, victim):
         run(*arguments, "--output", tmp_path / "x")
     monkeypatch.undo()
     os.truncate(tmp_path / "x.parts" / victim, 0)  # what a power cut may leave of a file that was renamed before
-    with pytest.raises(DataError, match="000002.bin is damaged"):
-        run(*arguments, "--output", tmp_path / "x")
     run(*arguments, "--output", tmp_path / "x")
     assert files_of(tmp_path / "x") == files_of(tmp_path / "whole")

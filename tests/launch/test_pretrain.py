@@ -216,4 +216,4 @@ def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--eval-interval", "2")
     argv[argv.index("--split") + 1] = "100,0,0"
     (end,) = run_ranks(1, rank_main, argv)
-    assert "--split: valid gets 0 of " in end and end.endswith(" works), or give --eval-interval 0"), end
+    assert "--split: valid gets 0 of " in end and end.endswith(", or give --eval-interval 0"), end

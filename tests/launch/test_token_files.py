@@ -6,17 +6,16 @@ import os
 import numpy as np
 import pytest
 
-from launch import prepare_data
 from launch.data import token_files
 from launch.data.blend import parse_blend, read_info, without_suffix
-from launch.data.dataset import build_datasets
-from launch.data.endless_blend import EndlessBlend
+from launch.data.endless import EndlessBlend
 from launch.data.mixture import is_mixture, read_mixture
 from launch.prep import DataError
 from launch.train import arguments
 from launch.train.plan import plan
+from tests.launch.prep.support import run
 from tests.launch.pretrain_runs import configuration
-from tests.launch.tiny_data import rows
+from tests.launch.tiny_data import make, rows, train
 from tests.support import run_ranks
 
 EOS, VOCAB = 7, 1000
@@ -32,7 +31,7 @@ def tokens(documents, seed, low=10, high=VOCAB, end=True):
 
 def write(path, values, dtype="uint16"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.asarray(values, dtype).tofile(path)
+    np.save(path, np.asarray(values, np.uint16)) if dtype is None else np.asarray(values, dtype).tofile(path)
     return path
 
 
@@ -40,12 +39,6 @@ def describe(folder, sources, name="mix.json", **top):
     top = {"eos": EOS, "vocab_size": VOCAB, "dtype": "uint16", **top}
     (folder / name).write_text(json.dumps({**top, "sources": sources}))
     return str(folder / name)
-
-
-def train(path, samples, seq=32, seed=7, **options):
-    options = {"split": "90,10,0", "valid_samples": 0, "test_samples": 0, **options}
-    paths = [path] if isinstance(path, str) else path
-    return build_datasets(paths, seq_length=seq, train_samples=samples, seed=seed, **options)[0]
 
 
 @pytest.fixture
@@ -60,18 +53,13 @@ def two(tmp_path):
     ]
 
 
-def of_high(dataset, samples):
-    return sum(bool((dataset[i]["tokens"] >= 500).any()) for i in range(samples))
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", None])  # None: a header of NumPy
 def test_samples_are_those_of_a_prepared_copy(tmp_path, dtype):
     """Also of a file that does not end with eos: an eos is put behind it in both."""
     files = [write(tmp_path / f"part-{n}.npy", tokens(40, n, end=n != 1), dtype) for n in range(3)]
     path = describe(tmp_path, [{"name": "all", "files": ["part-*.npy"]}], dtype=dtype)
-    copy = [f"--input {f}" for f in files]
-    options = f"--output {tmp_path}/copy --tokenizer none --vocab-size {VOCAB} --eod {EOS} --dtype {dtype} --quiet"
-    assert prepare_data.main(f"{' '.join(copy)} {options} --workers 1".split()) == 0
+    more = ["--dtype", dtype] if dtype else []
+    run("--input", *files, "--output", tmp_path / "copy", "--vocab-size", VOCAB, "--eod", EOS, *more, tokenizer="none")
     ours, theirs = train(path, 300), train(f"{tmp_path}/copy", 300)
     assert ours.epoch_samples == theirs.epoch_samples < 300
     assert rows(ours, 300) == rows(theirs, 300)
@@ -95,23 +83,15 @@ def test_weights_are_shares_of_the_samples_at_every_point(two, tmp_path, weights
         source["weight"] = weight
     path = describe(tmp_path, two)
     dataset = train(path, 400)
+    high = np.cumsum([bool((dataset[i]["tokens"] >= 500).any()) for i in range(400)])
     for samples in (40, 100, 400):  # beyond an epoch of the smaller source too
-        assert abs(of_high(dataset, samples) - share * samples) <= 1
+        assert abs(high[samples - 1] - share * samples) <= 1
     assert rows(train(path, 40), 40) == rows(dataset, 40)  # not of the run's length
     assert rows(train(path, 400, seed=8), 40) != rows(dataset, 40)
 
 
-def test_a_mixture_draws_as_megatrons_blend_and_goes_on_without_a_longer_table(two, tmp_path):
-    """Sources prepared as copies, and blended by Megatron with the same weights."""
-    copies = []
-    for name, files, dtype in (("low", "low", "uint16"), ("high", "high.npy", "uint32")):
-        options = f"--tokenizer none --vocab-size {VOCAB} --eod {EOS} --dtype {dtype} --quiet --workers 1"
-        inputs = sorted((tmp_path / files).iterdir()) if files == "low" else [tmp_path / files]
-        asked = [*(f"--input {f}" for f in inputs), f"--output {tmp_path}/copy-{name}", options]
-        assert prepare_data.main(" ".join(asked).split()) == 0
-        copies.append(f"{two[len(copies)]['weight']} {tmp_path}/copy-{name}")
-    ours, theirs = train(describe(tmp_path, two), 300), train(copies, 300)
-    assert rows(ours, 300) == rows(theirs, 300)
+def test_a_mixture_goes_on_without_a_longer_table(two, tmp_path):
+    ours = train(describe(tmp_path, two), 300)
     short = EndlessBlend(ours.datasets, [1, 3], 300, block=40)
     assert rows(short, 40) == rows(ours, 40)
     drawn = [short[i]["dataset_id"] for i in range(300)]
@@ -121,48 +101,25 @@ def test_a_mixture_draws_as_megatrons_blend_and_goes_on_without_a_longer_table(t
         assert mine == rows(ours.datasets[which], len(mine))
 
 
-def test_without_weights_tokens_count(two, tmp_path):
+def test_without_weights_tokens_count_and_yaml_says_the_same(two, tmp_path):
     for source in two:
         del source["weight"]
-    sizes = [
-        sum(os.path.getsize(f) for f in (tmp_path / "low").iterdir()) / 2,
-        os.path.getsize(tmp_path / "high.npy") / 4,
-    ]
-    assert abs(of_high(train(describe(tmp_path, two), 200), 200) - 200 * sizes[1] / sum(sizes)) <= 2
-
-
-def test_yaml_says_the_same(two, tmp_path):
-    expected = rows(train(describe(tmp_path, two), 50), 50)
+    low = [os.path.getsize(file) / 2 for file in (tmp_path / "low").iterdir()]
+    sizes = [sum(low), os.path.getsize(tmp_path / "high.npy") / 4]
+    dataset = train(describe(tmp_path, two), 200)
+    assert abs(sum(dataset[i]["dataset_id"] for i in range(200)) - 200 * sizes[1] / sum(sizes)) <= 1
     (tmp_path / "mix.yaml").write_text(
-        f"eos: {EOS}   # ends documents\nvocab_size: {VOCAB}\nsources:\n"
-        "  - {name: low, weight: 1, dtype: uint16, files: [low/part-0.npy, low/part-1.npy, low/part-2.npy]}\n"
-        "  - name: high\n    weight: 3\n    dtype: uint32\n    files: high.npy\n"
+        f"eos: {EOS}   # ends documents\n_one: &one {{dtype: uint16}}\nvocab_size: {VOCAB}\nsources:\n"
+        "  - {name: low, <<: *one, files: [low/part-0.npy, low/part-1.npy, low/part-2.npy]}\n"
+        "  - name: high\n    dtype: uint32\n    files: high.npy\n"
     )
-    assert rows(train(str(tmp_path / "mix.yaml"), 50), 50) == expected
+    assert rows(train(str(tmp_path / "mix.yaml"), 50), 50) == rows(dataset, 50)
 
 
 def test_a_blend_with_a_prepared_data_set(two, tmp_path):
-    write(tmp_path / "more.npy", tokens(100, 3, low=401, high=499))
-    options = f"--input {tmp_path}/more.npy --tokenizer none --vocab-size {VOCAB} --eod {EOS} --dtype uint16 --quiet"
-    assert prepare_data.main(f"{options} --output {tmp_path}/more --workers 1".split()) == 0
-    dataset = train([f"0.5 {describe(tmp_path, two)}", f"0.5 {tmp_path}/more"], 160)
-    assert abs(of_high(dataset, 160) - 60) <= 1
-    assert (
-        abs(sum(bool(((dataset[i]["tokens"] > 400) & (dataset[i]["tokens"] < 499)).any()) for i in range(160)) - 80)
-        <= 1
-    )
-
-
-def test_splits_share_no_document(tmp_path):
-    """Ids are documents' numbers."""
-    numbers = np.repeat(np.arange(10, 110), 30)
-    numbers[29::30] = EOS
-    write(tmp_path / "a.npy", numbers)
-    path = describe(tmp_path, [{"name": "a", "files": ["a.npy"]}])
-    sets = build_datasets([path], "80,10,10", 16, 40, 10, 10, 1)
-    seen = [{t for i in range(len(s)) for t in s[i]["tokens"].tolist()} - {EOS} for s in sets]
-    assert not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
-    assert min(seen[1]) >= 90 and min(seen[2]) >= 100
+    more = make(tmp_path / "more", eod=EOS, vocab_size=VOCAB)
+    dataset = train([f"0.5 {describe(tmp_path, two)}", f"0.5 {more}"], 160)
+    assert [sum(dataset[i]["dataset_id"] == which for i in range(160)) for which in range(3)] == [20, 60, 80]
 
 
 def test_names(two, tmp_path):
@@ -177,14 +134,10 @@ def test_index_is_built_once_and_anew_for_a_file_that_has_changed(two, tmp_path,
     path = describe(tmp_path, two)
     expected, read = rows(train(path, 30), 30), []
     real = token_files._index_file
-    monkeypatch.setattr(token_files, "_index_file", lambda *a: (read.append(os.path.basename(a[2])), real(*a)))
+    monkeypatch.setattr(token_files, "_index_file", lambda *a: (read.append(os.path.basename(a[2])), real(*a))[1])
     assert rows(train(path, 30), 30) == expected and read == []
     write(tmp_path / "low/part-1.npy", tokens(60, 77, high=400))
     assert rows(train(path, 30), 30) != expected and read == ["part-1.npy"]
-    for file in (tmp_path / "mix.json.cache").glob("*.documents.npy"):  # cut, as by a full disk
-        file.write_bytes(file.read_bytes()[:100])
-    train(path, 30)
-    assert read == ["part-1.npy"]
 
 
 def test_a_killed_index_goes_on(two, tmp_path, monkeypatch):
@@ -194,7 +147,7 @@ def test_a_killed_index_goes_on(two, tmp_path, monkeypatch):
         read.append(os.path.basename(arguments[2]))
         if len(read) == 2:
             raise KeyboardInterrupt
-        real(*arguments)
+        return real(*arguments)
 
     monkeypatch.setattr(token_files, "_index_file", dies)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -203,50 +156,23 @@ def test_a_killed_index_goes_on(two, tmp_path, monkeypatch):
     assert not list((tmp_path / "mix.json.cache").glob("*.documents.npy"))
     train(path, 10)
     assert sorted(set(read)) == sorted(["part-0.npy", "part-1.npy", "part-2.npy", "high.npy"])
-    assert read.count(read[0]) == 1 and not list((tmp_path / "mix.json.cache").glob(".unfinished-*"))
+    assert read.count(read[0]) == 1 and not list((tmp_path / "mix.json.cache").glob("*.tmp*"))
 
 
 def on_rank(rank, world, path):
-    return rows(train(path, 50), 50)
-
-
-def test_ranks_agree(two, tmp_path):
-    path = describe(tmp_path, two)
-    first, second = run_ranks(2, on_rank, path)
-    assert first == second == rows(train(path, 50), 50)
-
-
-def on_rank_error(rank, world, path):
     try:
-        train(path, 50)
+        return rows(train(path, 50), 50)
     except DataError as problem:
         return str(problem)
 
 
-def test_every_rank_is_told(two, tmp_path):
+def test_ranks_agree_on_samples_and_errors(two, tmp_path):
+    path = describe(tmp_path, two)
+    first, second = run_ranks(2, on_rank, path)
+    assert first == second == rows(train(path, 50), 50)
     write(tmp_path / "high.npy", [1, 2, VOCAB, EOS] * 5, "uint32")
-    errors = run_ranks(2, on_rank_error, describe(tmp_path, two))
-    assert errors[0] == errors[1] and "token 2 is 1000" in errors[0]
-
-
-def test_files_with_numpys_header(tmp_path):
-    values = tokens(80, 1)
-    np.save(tmp_path / "a.npy", values.astype(np.uint16))
-    write(tmp_path / "b.npy", values)
-    with_header = describe(tmp_path, [{"name": "a", "files": ["a.npy"]}], "one.json", dtype=None)
-    bare = describe(tmp_path, [{"name": "a", "files": ["b.npy"]}], "two.json")
-    assert rows(train(with_header, 30), 30) == rows(train(bare, 30), 30)
-
-
-def test_a_folder_with_brackets_and_a_merge_of_yaml(tmp_path):
-    folder = tmp_path / "run[1]"
-    write(folder / "a.npy", tokens(50, 1))
-    (folder / "mix.yaml").write_text(
-        "_one: &one {weight: 1, dtype: uint16}\nvocab_size: 1000\neos: 7\n"
-        "sources: [{name: a, files: '*.npy', <<: *one, weight: 2}]\n"
-    )
-    (source,) = read_mixture(folder / "mix.yaml").sources
-    assert source.files == (str(folder / "a.npy"),) and (source.weight, source.dtype) == (2.0, "uint16")
+    first, second = run_ranks(2, on_rank, path)
+    assert first == second and "token 2 is 1000" in first
 
 
 def test_sources_of_the_same_name_in_two_descriptions_are_both_kept_in_checkpoints(tmp_path):

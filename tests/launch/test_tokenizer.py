@@ -9,6 +9,8 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
 
 from launch.data.tokenizer import END_OF_TEXT, ByteTokenizer, HuggingFaceTokenizer, bpe_size, load, train_bpe
 from launch.prep import DataError
@@ -54,23 +56,11 @@ def test_text_that_spells_the_end_token_stays_text(bpe_file, text):
 
 
 def test_truncation_padding_and_template_of_the_file_are_ignored(tmp_path, bpe_file):
-    content = json.loads(bpe_file.read_text())
-    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    content["padding"] = {
-        "strategy": {"Fixed": 64},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 7,
-        "pad_type_id": 0,
-        "pad_token": "x",
-    }
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [0], "tokens": [END_OF_TEXT]}},
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    library = Library.from_file(str(bpe_file))
+    library.enable_truncation(4)
+    library.enable_padding(length=64, pad_id=7)
+    library.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
+    library.save(str(tmp_path / "tokenizer.json"))
     text = "the quick brown fox jumps"
     assert load(f"hf:{tmp_path}").encode(text) == load(f"hf:{bpe_file}").encode(text)
 
@@ -95,18 +85,24 @@ def test_end_of_document_id(tmp_path, bpe_file):
     assert HuggingFaceTokenizer(tmp_path, "5").eod == 5  # digits are an id
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "b"}}))
     assert HuggingFaceTokenizer(tmp_path).eod == load(f"hf:{bpe_file}").encode("b")[0]
-    with pytest.raises(DataError, match=r"--eod: got 300, .*below 300"):
+    with pytest.raises(DataError, match=r"--eod: got '300', .*below 300"):
         HuggingFaceTokenizer(tmp_path, 300)
     with pytest.raises(DataError, match=r"--eod: got '<nope>'"):
         load(f"hf:{tmp_path}", "<nope>")
 
 
-def test_no_end_token_to_be_told(tmp_path, bpe_file):
+def test_no_end_token(tmp_path, bpe_file):
     content = json.loads(bpe_file.read_text().replace(END_OF_TEXT, "<|odd|>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="--eod: needed"):
-        load(f"hf:{tmp_path}")
     assert load(f"hf:{tmp_path}", "<|odd|>").eod == 0
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["ab ba ab aab bba"] * 20), model_writer=model, vocab_size=8, eos_id=-1, minloglevel=2
+    )
+    (tmp_path / "m.model").write_bytes(model.getvalue())
+    for spec in (f"hf:{tmp_path}", f"sentencepiece:{tmp_path / 'm.model'}"):
+        with pytest.raises(DataError, match="--eod: got nothing"):
+            load(spec)
 
 
 def test_sentencepiece(sentencepiece_file):
@@ -120,16 +116,6 @@ def test_sentencepiece(sentencepiece_file):
         load(f"sentencepiece:{sentencepiece_file}", "zzz")
 
 
-def test_sentencepiece_without_end(tmp_path):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["ab ba ab aab bba"] * 20), model_writer=model, vocab_size=8, eos_id=-1, minloglevel=2
-    )
-    (tmp_path / "m.model").write_bytes(model.getvalue())
-    with pytest.raises(DataError, match="--eod: needed"):
-        load(f"sentencepiece:{tmp_path / 'm.model'}")
-
-
 def test_fingerprint_follows_content_and_end(tmp_path, bpe_file):
     first = load(f"hf:{bpe_file}")
     (tmp_path / "copy.json").write_bytes(bpe_file.read_bytes())
@@ -138,36 +124,21 @@ def test_fingerprint_follows_content_and_end(tmp_path, bpe_file):
     assert ByteTokenizer().fingerprint() != first.fingerprint()
 
 
-@pytest.mark.parametrize(
-    "spec, words",
-    [
-        ("bpee:300", "--tokenizer: got 'bpee:300', accepted: bpe:VOCABSIZE"),
-        ("hf:", "--tokenizer: got 'hf:'"),
-        ("hf:/nowhere/at/all", "does not exist"),
-        ("sentencepiece:/nowhere", "does not exist"),
-    ],
-)
-def test_unknown_tokenizers(spec, words):
-    with pytest.raises(DataError, match=words):
+@pytest.mark.parametrize("spec", ["bpee:300", "hf:", "hf:/nowhere/at/all", "sentencepiece:/nowhere"])
+def test_unknown_tokenizers(spec):
+    with pytest.raises(DataError, match="--tokenizer: got .*, accepted: "):
         load(spec)
 
 
 def test_broken_files(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="is not a tokenizer.json"):
-        load(f"hf:{tmp_path}")
-    (tmp_path / "x.model").write_bytes(b"not a model at all")
-    with pytest.raises(DataError, match="is not a SentencePiece model"):
-        load(f"sentencepiece:{tmp_path / 'x.model'}")
-    with pytest.raises(DataError, match="--eod: got 3"):
-        load("bytes", 3)
+    for name, kind in (("tokenizer.json", "hf"), ("x.model", "sentencepiece")):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(DataError, match=f"--tokenizer: got .*{name}, accepted: "):
+            load(f"{kind}:{tmp_path / name}")
 
 
-@pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:-1", "bpe:1e4", "bpe:٣٠٠", "bpe:300x"])
-def test_bpe_sizes_refused(spec):
-    with pytest.raises(DataError, match="from 257"):
-        bpe_size(spec)
-
-
-def test_bpe_sizes_accepted():
+def test_sizes_of_a_bpe():
     assert bpe_size("bpe:257") == 257 and bpe_size("bytes") is None and bpe_size("hf:bpe") is None
+    for spec in ("bpe:", "bpe:256", "bpe:-1", "bpe:1e4", "bpe:300x"):
+        with pytest.raises(DataError, match="from 257"):
+            bpe_size(spec)

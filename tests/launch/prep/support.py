@@ -10,8 +10,7 @@ from pathlib import Path
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from launch.data.tokenizer import for_data
-from launch.prep.arguments import parser
-from launch.prepare_data import prepare
+from launch.prepare_data import parser, prepare
 
 
 def run(*arguments, tokenizer="bytes", workers="1"):

@@ -32,11 +32,11 @@ def test_folder_of_text_counts_what_it_leaves_out(tmp_path):
     assert Counter(decoded(tmp_path / "out")) == Counter([*expected.values(), "marked"])
     assert summary["skipped"] == {
         "binary": 1,
-        "duplicate link": 1,
+        "duplicate": 1,
         "empty": 1,
         "not UTF-8": 1,
         "other name": 2,
-        "unreadable": 1,
+        "unreadable": 2,
     }
     order = [s.name for s in find([str(folder)])[0]]
     assert order != sorted(order) and order == [s.name for s in find([str(folder)])[0]]
