@@ -122,7 +122,7 @@ class Plan:
             },
             "deepspeed": json.loads(json.dumps(settings)),
             "schedule": asdict(self.schedule),
-            "batch": self.batch._asdict()
+            "batch": asdict(self.batch)
             | ({"found": "auto"} if self.auto else {})
             | ({"given": self.kept.given} if self.kept else {}),
             "data": self.data_identity(),
