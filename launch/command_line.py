@@ -210,7 +210,8 @@ def add_options(parser: Any, cls: type, names: Iterable[str] | None = None) -> N
         target = parser
         if isinstance(parser, argparse.ArgumentParser) and (title := known["group"]):
             target = groups[title] = groups.get(title) or parser.add_argument_group(title)
-        target.add_argument(*_flags(one), dest=one.name, help=help_of[one.name], **given, **known["more"])
+        given |= {"help": help_of[one.name], **known["more"]}
+        target.add_argument(*_flags(one), dest=one.name, **given)
 
 
 def _of_type(kind: Any) -> dict[str, Any]:

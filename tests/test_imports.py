@@ -21,8 +21,8 @@ FOLDERS = ("coat_dist", "megatron_patches", "launch", "benchmarks")
 
 LAYERS = (
     ("launch", "benchmarks"),
-    ("megatron_patches",),
-    ("coat_dist", "coat_dist.report", "coat_dist.__main__", "coat_dist.children"),
+    ("megatron_patches", "coat_dist.children"),
+    ("coat_dist", "coat_dist.report", "coat_dist.__main__"),
     ("coat_dist.deepspeed",),
     ("coat_dist.checkpoint", "coat_dist.hf"),
     ("coat_dist.patching",),

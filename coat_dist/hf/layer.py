@@ -70,6 +70,7 @@ class FusedAttention(Patched):
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in _CACHES if name in kwargs), None)
+        kwargs.pop("cache_position", None)  # of transformers before 5.8
         groups = self.k_proj.weight.shape[0] // self.head_dim if not hasattr(self.k_proj.weight, "ds_shape") else 0
         groups = groups or self.k_proj.weight.ds_shape[0] // self.head_dim
         heads = flow.Heads(groups, self.num_key_value_groups, self.head_dim, blocks=True, batch_first=True)

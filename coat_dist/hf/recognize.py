@@ -43,25 +43,25 @@ class Attention(NamedTuple):
 
 
 ATTENTIONS = {
-    "fd3aba4fff74": Attention(),  # Llama
-    "2ff6cd2af2f1": Attention(window="config"),  # Mistral
-    "38e82a8a2b4b": Attention(window="self"),  # Qwen2
-    "e2f0978b8f29": Attention(window="self", normed=True),  # Qwen3
+    **dict.fromkeys(("fd3aba4fff74", "dcf697ead0e7", "ffbb2851d273", "876b2d653554"), Attention()),  # Llama
+    **dict.fromkeys(("2ff6cd2af2f1", "af459b206859", "5d43b6b3567e"), Attention(window="config")),  # Mistral
+    **dict.fromkeys(("38e82a8a2b4b", "35cff832b1c1", "fb90e9fd0035"), Attention(window="self")),  # Qwen2
+    **dict.fromkeys(("e2f0978b8f29", "bc2f92c309e3", "85562f9ba28a"), Attention("self", normed=True)),  # Qwen3
 }
-"""Attentions that run in one piece with the norm before them."""
+"""Attentions that run in one piece with the norm before them: of transformers 5.24, 5.8 to 5.20, 5.0 and 4.57."""
 SELF_ATTENTIONS = {
     *ATTENTIONS,
-    "a1505232e26d",  # OLMo-2
-    "cfd5975cb071",  # OLMo-3
-    "f58ee7b386cc",  # Gemma-2
-    "a1b04ba3d9e0",  # Gemma-3
-    "38a5ba830f24",  # Phi-3
-    "73b23898e279",  # SmolLM3
-    "a983391ce478",  # Cohere
-    "b153fd4a2f88",  # OLMo
+    *("a1505232e26d", "ee9ce464a9ce", "09682fb48d52"),  # OLMo-2
+    *("cfd5975cb071", "1a0e97573788", "3444045c163f"),  # OLMo-3
+    *("f58ee7b386cc", "fbc9e1e0e088", "cc1037eaf686", "a9ceea19769c"),  # Gemma-2
+    *("a1b04ba3d9e0", "a8021bb89302", "d57fb9689796", "d8a2be2c9209"),  # Gemma-3
+    *("38a5ba830f24", "bf95479160e6", "fc2913930974"),  # Phi-3
+    *("73b23898e279", "039191cb5df4", "0670bc8dd791"),  # SmolLM3
+    *("a983391ce478", "b0a70ef33d93", "334ae36d5ec8"),  # Cohere
+    *("b153fd4a2f88", "033d23aea77f", "aac95540bf5c"),  # OLMo
 }
 """Attentions whose projections of queries, keys and values read one input, and whose ``o_proj`` reads the rest."""
-DECODER_LAYERS = {"dc2a7e8a52a4"}
+DECODER_LAYERS = {"dc2a7e8a52a4", "1515b3d2da53"}
 """x + attention(norm(x)), then x + mlp(norm(x)): Llama and 66 others of transformers 5.24."""
 GATED_MLPS = {"d9e9fc411102"}
 """down(act(gate(x)) * up(x)): Llama and 126 others."""
@@ -69,9 +69,9 @@ JOINED_MLPS = {"cc9ee1739c1f"}
 """The same with gate and up in one weight, ``gate_up_proj``: Phi-3, GLM-4."""
 NORMS = {"075c8d198279": "rms", "2c29d28177de": "rms", "072c442d528d": "centered"}
 """RMSNorms. "rms" multiplies by its weight (Llama, and OLMo-2, which rounds last); "centered" by one more (Gemma)."""
-CAUSAL_LMS = {"49dd0a217873"}
+CAUSAL_LMS = {"49dd0a217873", "06595b600982", "fe735c0f1494"}
 """A model, its last hidden states through ``lm_head``, and the loss of these logits and ``labels``."""
-ROTATIONS = {"6e071d28b2d6"}
+ROTATIONS = {"6e071d28b2d6", "05566310caba"}
 """``apply_rotary_pos_emb`` of pairs (i, i + d / 2) over whole heads, in the dtype of the heads."""
 ACTIVATIONS = {
     "silu": "swiglu",

@@ -115,7 +115,7 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
         assert say(capsys, "--model", given, "--seq-length", "16", "--gpu", "h200") == found
     (tmp_path / "empty").mkdir()
     assert planner.main(["--model", str(tmp_path / "empty")]) == 2
-    assert f"{tmp_path / 'empty'}: holds no model, accepted: a Hugging Face folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'empty'}: holds no weights, accepted: a Hugging Face folder" in capsys.readouterr().err
 
 
 def test_notes_name_guesses(capsys) -> None:

@@ -39,6 +39,7 @@ def answer(capsys, tmp_path, settings, *argv):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(settings))
     load_settings(str(file), tp=1)
+    capsys.readouterr()  # what DeepSpeed says when it is first imported
     assert planner.main([*RUN, "--deepspeed_config", str(file), *argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
