@@ -187,7 +187,7 @@ def test_checkpoints_convert(work, tmp_path, model):
             2,
             2,
             ["num_layers=2"],
-            "--expert-parallel: got 2, accepted: a divisor of model.num_moe_experts .1. and of the number of data-",
+            "--expert-parallel: got 2, accepted: a divisor of model.num_moe_experts .1. and of",
         ),
     ],
 )

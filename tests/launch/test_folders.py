@@ -172,9 +172,7 @@ def test_folders_of_nodes(work, tmp_path):
     """Caches are built once on each node, or once where nodes share them; checkpoints need a folder of all nodes."""
     (first, samples, teams, error), (second, others, _, _) = run_ranks(2, prepared, str(tmp_path), str(work / "data"))
     assert set(first) == {"own", "common"} and set(second) == {"own"}
-    assert (
-        first.count("own") == second.count("own") == first.count("common") == 2
-    )  # an index for each split with samples
+    assert first.count("own") == second.count("own") == first.count("common") == 2
     assert samples[0] == samples[1] == others[0] == others[1] and teams == [[0], [1]]
     assert error.startswith("--save: got disk, which rank 0 (host node-a) and rank 1 (host node-b) do not share")
 

@@ -166,7 +166,6 @@ def under_the_trainer(rank, world, folder):
     quiet_deepspeed()
     import transformers
 
-    import coat_dist
     from tests.coat_dist.deepspeed.test_trainer import Tokens
 
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)

@@ -64,9 +64,9 @@ def kept_for_backward(run):
 
 def measured(rank, world, model, settings, tp=1, recompute=None):
     """Rows of a ``MemoryReport`` after one step: bytes by name, of this rank."""
+    from launch.scale.training import random_batch
     from launch.train import build, runtime
     from launch.train.arguments import PretrainOptions
-    from launch.scale.training import random_batch
     from launch.train.memory import MemoryReport
     from launch.train.plan import assemble
     from megatron_patches import initialize_model_parallel
