@@ -30,7 +30,6 @@ def main() -> None:
     _reach_children()
     if as_module:
         code, module = _of_module(name)
-        sys.path[0] = os.getcwd()
     else:
         code, module = _of_file(name)
         sys.path[0] = str(Path(module.__file__ or "").parent)

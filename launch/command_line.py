@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from types import NoneType
@@ -24,8 +24,6 @@ __all__ = [
     "Parser",
     "RunOptions",
     "add_options",
-    "add_parallel_options",
-    "add_pipeline_options",
     "local_path",
     "micro_batch",
     "number",
@@ -195,20 +193,18 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def add_options(parser: Any, cls: type, names: Iterable[str] | None = None) -> None:
-    """Add fields of a dataclass to a parser, under their headings, or to one group of it; ``names``: None = all."""
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add the fields of a dataclass to a parser, under their headings."""
     hints, help_of = get_type_hints(cls, include_extras=True), _docstrings(cls)
     groups = {group.title: group for group in parser._action_groups}
     for one in _options(cls):
-        if names is not None and one.name not in names:
-            continue
         known, kind = one.metadata["option"], hints[one.name]
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        given = {"action": "store_true"} if kind is bool else {**_of_type(kind), "default": default}
+        given: dict[str, Any] = {"action": "store_true"} if kind is bool else {**_of_type(kind), "default": default}
         if default is MISSING:
             given |= {"required": True, "default": None}
-        target = parser
-        if isinstance(parser, argparse.ArgumentParser) and (title := known["group"]):
+        target: Any = parser
+        if title := known["group"]:
             target = groups[title] = groups.get(title) or parser.add_argument_group(title)
         given |= {"help": help_of[one.name], **known["more"]}
         target.add_argument(*_flags(one), dest=one.name, **given)
@@ -286,16 +282,6 @@ class RunOptions:
     other_memory: str | None = _memory(None, metavar="SIZE")
     """of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with several GPUs, and what
     other programs use of the GPU here)"""
-
-
-def add_parallel_options(group: Any) -> None:
-    """How ranks share a model, of programs that plan or measure."""
-    add_options(group, RunOptions, ("tensor_parallel", "expert_parallel", "sequence_parallel"))
-
-
-def add_pipeline_options(group: Any) -> None:
-    """How stages share the layers of a model, of programs that plan."""
-    add_options(group, RunOptions, ("pipeline_parallel", "virtual_stages"))
 
 
 def one_stage_only(args: Any, why: str) -> list[str]:

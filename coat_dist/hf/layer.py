@@ -17,7 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import flow
 from .modules import ONE, Patched, bias_of, fits, norm_of, plain_linears, running
-from .recognize import attention_kind
 
 __all__ = ["FusedAttention", "FusedLayer"]
 
@@ -65,15 +64,18 @@ class FusedAttention(Patched):
             kwargs["hidden_states"] = coat_norm(x)
             return *plain(self, *args, **kwargs)[:2], x
         del kwargs["hidden_states"]
-        kind, scope = attention_kind(self), inspect.unwrap(self.coat_original.forward).__globals__
-        assert kind is not None
+        kind, scope = self.coat.kind, inspect.unwrap(self.coat_original.forward).__globals__
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in _CACHES if name in kwargs), None)
         kwargs.pop("cache_position", None)  # of transformers before 5.8
-        groups = self.k_proj.weight.shape[0] // self.head_dim if not hasattr(self.k_proj.weight, "ds_shape") else 0
-        groups = groups or self.k_proj.weight.ds_shape[0] // self.head_dim
-        heads = flow.Heads(groups, self.num_key_value_groups, self.head_dim, blocks=True, batch_first=True)
+        heads = flow.Heads(
+            self.k_proj.out_features // self.head_dim,
+            self.num_key_value_groups,
+            self.head_dim,
+            blocks=True,
+            batch_first=True,
+        )
         biases = None if self.q_proj.bias is None else [m.bias for m in linears]
         q, k, v, alias = flow.norm_qkv(
             x,

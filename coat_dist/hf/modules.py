@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import flow
 from ..config import ActivationConfig
-from .recognize import ACTIVATIONS, gate, norm_kind
+from .recognize import ACTIVATIONS, Attention, gate, norm_kind
 
 __all__ = [
     "MLP",
@@ -49,8 +49,8 @@ class Part(NamedTuple):
     settings: ActivationConfig
     others: tuple[nn.Module, ...] = ()
     """Of the first projection of an attention: the others, whose results it computes too."""
-    head: int = 0
-    """Size of a head."""
+    kind: Attention | None = None
+    """Of a fused attention: how it differs from Llama's."""
 
 
 class _Active(threading.local):

@@ -126,13 +126,14 @@ def _bf16_layers(settings: ActivationConfig, count: int) -> set[int]:
 
 def _patch_layer(name: str, layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
     attention, mlp, part = layer.self_attn, layer.mlp, Part(settings)
+    kind = attention_kind(attention)
     why_attention, why_mlp = _why_not_attention(attention), _why_not_mlp(mlp)
     norms = [getattr(layer, n, None) for n in ("input_layernorm", "post_attention_layernorm")]
     fused = (
         why_attention is None
         and why_mlp is None
         and is_decoder_layer(layer)
-        and attention_kind(attention) is not None
+        and kind is not None
         and all(n is not None and norm_kind(n) in ("rms", "centered") and not _has_hooks(n) for n in norms)
         and not any(map(_has_hooks, attention.modules()))
     )
@@ -147,7 +148,7 @@ def _patch_layer(name: str, layer: Any, settings: ActivationConfig, changes: Cha
     if why_mlp is None:
         changes.swap(mlp, swapped(type(mlp), MLP), part)
     if fused:
-        changes.swap(attention, swapped(type(attention), FusedAttention), part)
+        changes.swap(attention, swapped(type(attention), FusedAttention), Part(settings, kind=kind))
         changes.swap(layer, swapped(type(layer), FusedLayer), part)
         return
     report.unfused[f"{name}.self_attn"] = "the model's own code runs around its projections"
