@@ -1,0 +1,266 @@
+"""transformers models end to end, the block beside what their users can put together: tokens/s, peaks, micro-batches.
+
+    python -m benchmarks.speed.hf                                        # a Llama of 1.3 B, ZeRO-2, one GPU
+    python -m benchmarks.speed.hf --model llama3-8b --ranks 2 --stage 3 --micro-batches 1 2 3 4 6 8 --sequence 4096
+
+Each variant has processes of its own, one a GPU, which train a model with random weights on random tokens, one
+micro-batch after the other until memory ends. Parts of a variant are joined by "+": ``adamw`` (torch's) or ``coat``
+(CoatAdamW), then ``flow`` (the block's "activation"), ``attention`` (its FP8 attention), ``remainder`` (16-bit
+remainders), ``liger`` (Liger-Kernel), ``ao`` (torchao's float8, in compiled layers), ``compile``, ``checkpoint``
+(recomputed layers). Ratios are to the best variant without ``flow`` at the same micro-batch. Writes ``speed/hf.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.arguments import positive_float, positive_int
+from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
+from benchmarks.timing import median
+from coat_dist.nodes import free_port
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-1b": ("llama", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                           "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+                           "tie_word_embeddings": True}),
+    "llama3-8b": ("llama", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
+    "qwen3-8b": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                           "vocab_size": 151936}),
+    "tiny": ("llama", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                       "num_key_value_heads": 2, "vocab_size": 256}),
+}  # fmt: skip
+"""Type and shape."""
+VARIANTS = ["adamw", "adamw+liger", "coat+liger", "coat+ao+liger", "coat+flow", "coat+flow+attention"]
+PARTS = {"adamw", "coat", "flow", "attention", "remainder", "liger", "ao", "compile", "checkpoint"}
+OUT_OF_MEMORY = 7
+"""Exit status."""
+
+
+def settings(parts: set[str], stage: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a variant."""
+    params = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # of the engine; what it is given may have more
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "gradient_clipping": 1.0,
+    }
+    if "coat" not in parts:
+        return found | {"optimizer": {"type": "AdamW", "params": params | {"torch_adam": True}}}
+    attention = {"attention": "fp8"} if "attention" in parts else {}
+    found |= {
+        "optimizer": {"type": "CoatAdamW", "params": params},
+        "coat": {"optimizer": {}, "activation": {"enabled": "flow" in parts} | attention},
+    }
+    if "remainder" in parts:
+        found["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        found["coat"]["optimizer"]["master_weights"] = "bf16_remainder"
+    elif stage < 3:
+        found["data_types"] = {"grad_accum_dtype": "fp32"}
+    return found
+
+
+def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
+    """The engine of a variant."""
+    import deepspeed
+    import transformers
+
+    kind, shape = MODELS[case["model"]]
+    if "liger" in parts:
+        import liger_kernel.transformers as liger
+
+        getattr(liger, f"apply_liger_kernel_to_{kind}")()
+    config = transformers.AutoConfig.for_model(
+        kind, **shape, max_position_embeddings=case["sequence"], attn_implementation="sdpa", use_cache=False
+    )
+    ds = settings(parts, case["stage"])
+    torch.manual_seed(0)
+    zero_init = case["stage"] == 3
+    cls = getattr(transformers, {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind])
+    with deepspeed.zero.Init(config_dict_or_path=ds, dtype=torch.bfloat16) if zero_init else nullcontext():
+        model = cls(config)
+    if not zero_init:
+        model = model.to(torch.bfloat16).to(device)
+    model.train()
+    if "checkpoint" in parts:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "ao" in parts:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model, module_filter_fn=lambda module, name: "lm_head" not in name)
+    if parts & {"ao", "compile"}:
+        for layer in model.model.layers:
+            layer.compile()
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds)[0]
+
+
+def steps(engine: Any, micro_batch: int, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The median step with a micro-batch, the peak and the losses."""
+    gpu, times, losses = device.type == "cuda", [], []
+    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    vocabulary = MODELS[case["model"]][1]["vocab_size"]
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(case["warm_up"] + case["steps"]):
+        tokens = torch.randint(0, vocabulary, (micro_batch, case["sequence"]), generator=generator).to(device)
+        if gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+        losses.append(float(loss))
+    peak = torch.tensor(torch.cuda.max_memory_allocated() if gpu else 0, device=device)
+    torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+    seconds = median(times[case["warm_up"] :])
+    return {
+        "micro_batch": micro_batch,
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second_per_gpu": micro_batch * case["sequence"] / seconds,
+        "peak_gib": int(peak) / 2**30,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def rank(case: dict[str, Any], out: Path) -> int:
+    """One rank of a variant; rank 0 writes a line of JSON for each micro-batch. The exit status."""
+    import deepspeed
+
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+        if case["gpu_memory"] is not None:
+            total = torch.cuda.mem_get_info(device)[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, case["gpu_memory"] * 2**30 / total))
+    parts = set(case["variant"].split("+"))
+    if "coat" in parts:
+        import coat_dist  # noqa: F401
+    deepspeed.init_distributed("nccl" if gpu else "gloo")
+    try:
+        engine = build(parts, case, device)
+        for micro_batch in case["micro_batches"]:
+            record = steps(engine, micro_batch, case, device)
+            if torch.distributed.get_rank() == 0:
+                with out.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+    except torch.OutOfMemoryError:
+        return OUT_OF_MEMORY
+    return 0
+
+
+def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
+    """A variant's records, and how it ended."""
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(case["ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONPATH": python_path(ROOT),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out, processes = Path(folder) / "steps", []
+        for i in range(case["ranks"]):
+            line = [sys.executable, "-m", "benchmarks.speed.hf", "--rank", json.dumps(case), str(out)]
+            with (Path(folder) / f"{i}.log").open("w") as log:
+                own = {"RANK": str(i), "LOCAL_RANK": str(i)}
+                processes.append(subprocess.Popen(line, cwd=ROOT, env=shared | own, stdout=log, stderr=log))
+        end, statuses = time.monotonic() + limit, [None] * case["ranks"]
+        while None in statuses and time.monotonic() < end and not any(statuses):
+            time.sleep(0.2)
+            statuses = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+            process.wait()
+        found: dict[str, Any] = {"variant": case["variant"]}
+        found["steps"] = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
+        if OUT_OF_MEMORY in statuses:
+            found["out_of_memory_at"] = case["micro_batches"][len(found["steps"])]
+        elif any(statuses):
+            found["error"] = (Path(folder) / "0.log").read_text(errors="replace")[-600:]
+        elif None in statuses:
+            found["cut_after_s"] = limit
+        return found
+
+
+def compare(variants: Sequence[dict[str, Any]]) -> None:
+    """Add each step's ratio to the best peer at the same micro-batch, and print all."""
+    peers: dict[int, float] = {}
+    for one in variants:
+        for step in one["steps"] if "flow" not in one["variant"] else ():
+            best = peers.get(step["micro_batch"], 0.0)
+            peers[step["micro_batch"]] = max(best, step["tokens_per_second_per_gpu"])
+    for one in variants:
+        for step in one["steps"]:
+            best = peers.get(step["micro_batch"])
+            step["to_best_peer"] = step["tokens_per_second_per_gpu"] / best if best else None
+            print(
+                f"{one['variant']:<28} micro-batch {step['micro_batch']:>2}  {step['step_ms']:8.1f} ms  "
+                f"{step['tokens_per_second_per_gpu']:8,.0f} tokens/s/GPU  "
+                f"{'' if best is None else format(step['to_best_peer'], '.3f')}  peak {step['peak_gib']:5.1f} GiB  "
+                f"loss {step['first_loss']:.4f} -> {step['last_loss']:.4f}",
+                flush=True,
+            )
+        ends = {k: v for k, v in one.items() if k not in ("variant", "steps")}
+        print(f"{one['variant']:<28} {ends or 'all micro-batches'}", flush=True)
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", choices=list(MODELS), default="llama-1b")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, metavar="PARTS")
+    parser.add_argument("--ranks", type=positive_int, default=1)
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2)
+    parser.add_argument("--sequence", type=positive_int, default=2048)
+    parser.add_argument("--micro-batches", type=positive_int, nargs="+", default=[8])
+    parser.add_argument("--warm-up", type=positive_int, default=5)
+    parser.add_argument("--steps", type=positive_int, default=11)
+    parser.add_argument("--gpu-memory", type=positive_float, default=None, metavar="GIB", help="as on a smaller GPU")
+    parser.add_argument("--limit", type=positive_float, default=300.0, metavar="SECONDS", help="of a variant")
+    parser.add_argument("--name", default="hf", help="of the JSON result")
+    arguments = parser.parse_args(given)
+    for variant in arguments.variants:
+        if unknown := set(variant.split("+")) - PARTS:
+            parser.error(f"--variants: got {unknown.pop()!r}, accepted: {', '.join(sorted(PARTS))}, joined by +")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    case = options(arguments, "variants", "limit")
+    found = []
+    for variant in arguments.variants:
+        found.append(run(case | {"variant": variant}, arguments.limit))
+        compare(found[-1:])
+    print("== all", flush=True)
+    compare(found)
+    write_result(f"speed/{arguments.name}", {"settings": options(arguments), "variants": found}, arguments.output)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        status = rank(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        sys.stdout.flush()
+        os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory
+    main()
