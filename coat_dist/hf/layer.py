@@ -68,7 +68,7 @@ class FusedAttention(Patched):
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in _CACHES if name in kwargs), None)
-        kwargs.pop("cache_position", None)  # of transformers before 5.8
+        kwargs.pop("cache_position", None)  # of transformers before 5.4
         heads = flow.Heads(
             self.k_proj.out_features // self.head_dim,
             self.num_key_value_groups,
