@@ -127,17 +127,20 @@ def test_fp8_attention(name):
     assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(step(model)[0], loss)
 
 
-def test_packed_documents_are_as_alone():
-    """By flash attention's arguments, with FP8 attention; each document has the loss that it has alone."""
+@pytest.mark.parametrize("how", ["lengths", "positions"])
+def test_packed_documents_are_as_alone(how):
+    """By flash attention's arguments, or by the positions that it reads, with FP8 attention."""
     model = tiny("llama", attn_implementation="sdpa")
     patch_model(model, ActivationConfig(attention="fp8"))
-    lengths, ids = (9, 15), tokens(1)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    starts = torch.tensor([0, 9, 24], dtype=torch.int32)
-    hidden = model.model(
-        ids, position_ids=positions, cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=15, max_length_k=15
-    ).last_hidden_state
-    for part, n in zip(ids.split(lengths, 1), (slice(0, 9), slice(9, 24)), strict=True):
+    documents, ids = (9, 15), tokens(1)
+    given = {"position_ids": torch.cat([torch.arange(n) for n in documents])[None]}
+    if how == "positions":
+        model.config._attn_implementation = "flash_attention_2"
+    else:
+        starts = torch.tensor([0, 9, 24], dtype=torch.int32)
+        given |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 15, "max_length_k": 15}
+    hidden = model.model(ids, **given).last_hidden_state
+    for part, n in zip(ids.split(documents, 1), (slice(0, 9), slice(9, 24)), strict=True):
         alone = model.model(part).last_hidden_state
         torch.testing.assert_close(hidden[:, n], alone, rtol=2e-2, atol=2e-2)
 
