@@ -26,10 +26,11 @@ REQUIRES = [
     "safetensors>=0.8,<1",
     "tensorboard>=2.17,<3",
 ]
-HF = ["transformers>=4.45,<6", "accelerate>=1,<2", "jinja2>=3.1,<4"]
+HF = ["transformers>=4.56,<6", "accelerate>=1,<2", "jinja2>=3.1,<4"]
 EXTRAS = {
     "dev": [
         *HF,
+        "peft>=0.21,<1",
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
         "hypothesis>=6.100,<7",

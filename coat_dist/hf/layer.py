@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -68,7 +69,7 @@ class FusedAttention(Patched):
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in _CACHES if name in kwargs), None)
-        kwargs.pop("cache_position", None)  # of transformers before 5.8
+        kwargs.pop("cache_position", None)  # of transformers before 5.4
         heads = flow.Heads(
             self.k_proj.out_features // self.head_dim,
             self.num_key_value_groups,
@@ -132,12 +133,16 @@ def _compressed(
         or module.config._attn_implementation == "eager"
     ):
         return None
-    starts = given.get("cu_seq_lens_q")
+    starts, longest, positions = (given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "position_ids"))
+    if starts is None and positions is not None and q.shape[0] == 1 and "flash" in module.config._attn_implementation:
+        found = positions[0].diff().ne(1).nonzero().flatten() + 1  # where its flash attention begins documents
+        if len(found):
+            starts = F.pad(found, (1, 1)).int()
+            starts[-1] = q.shape[2]
+            longest = starts.diff().max()
     if starts is None:
         return (None,)
-    if q.shape[0] != 1 or given.get("max_length_q") is None:
-        return None
-    return (flow.Documents(starts, int(given["max_length_q"])),)
+    return None if q.shape[0] != 1 or longest is None else (flow.Documents(starts, int(longest)),)
 
 
 _CACHES = ("cache", "past_key_values", "past_key_value")

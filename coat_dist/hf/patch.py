@@ -71,6 +71,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     if is_patched(model):
         raise CoatConfigError("model: got one that is patched already, accepted: one that is not (unpatch_model first)")
     report = PatchReport(config)
+    _drop_own_forwards(model)
     with all_or_none() as changes:
         layers = list(_layers(model))
         kept = _bf16_layers(config, len(layers))
@@ -100,6 +101,7 @@ def unpatch_model(model: nn.Module) -> None:
     """
     if "coat_patch_report" not in vars(model):
         raise CoatConfigError("model: got one that is not patched, accepted: what patch_model has patched")
+    _drop_own_forwards(model)
     for module in model.modules():
         cls: Any = type(module)
         own = next((c for c in cls.__mro__ if "coat_original" in vars(c)), None)
@@ -107,6 +109,16 @@ def unpatch_model(model: nn.Module) -> None:
             module.__class__ = restored(cls, own, own.coat_original)
             vars(module).pop("coat", None)
     del model.coat_patch_report
+
+
+def _drop_own_forwards(model: nn.Module) -> None:
+    """Drop copies of a class's forward, which would outlive the class.
+
+    transformers before 5.2 leaves them on modules whose outputs it has recorded.
+    """
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+            del module.forward
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -42,23 +42,23 @@ class Attention(NamedTuple):
     """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
 
 
-ATTENTIONS = {
-    **dict.fromkeys(("fd3aba4fff74", "dcf697ead0e7", "ffbb2851d273", "876b2d653554"), Attention()),  # Llama
-    **dict.fromkeys(("2ff6cd2af2f1", "af459b206859", "5d43b6b3567e"), Attention(window="config")),  # Mistral
-    **dict.fromkeys(("38e82a8a2b4b", "35cff832b1c1", "fb90e9fd0035"), Attention(window="self")),  # Qwen2
-    **dict.fromkeys(("e2f0978b8f29", "bc2f92c309e3", "85562f9ba28a"), Attention("self", normed=True)),  # Qwen3
+ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3
+    **dict.fromkeys(("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"), Attention()),
+    **dict.fromkeys(("2ff6cd2af2f1", "af459b206859", "f033a28d9122", "5d43b6b3567e"), Attention("config")),
+    **dict.fromkeys(("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"), Attention("self")),
+    **dict.fromkeys(("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"), Attention("self", True)),
 }
-"""Attentions that run in one piece with the norm before them: of transformers 5.24, 5.8 to 5.20, 5.0 and 4.57."""
+"""Attentions that run in one piece with the norm before them: since transformers 5.24, 5.4, 5.1, 5.0 and 4.56."""
 SELF_ATTENTIONS = {
     *ATTENTIONS,
-    *("a1505232e26d", "ee9ce464a9ce", "09682fb48d52"),  # OLMo-2
-    *("cfd5975cb071", "1a0e97573788", "3444045c163f"),  # OLMo-3
-    *("f58ee7b386cc", "fbc9e1e0e088", "cc1037eaf686", "a9ceea19769c"),  # Gemma-2
-    *("a1b04ba3d9e0", "a8021bb89302", "d57fb9689796", "d8a2be2c9209"),  # Gemma-3
-    *("38a5ba830f24", "bf95479160e6", "fc2913930974"),  # Phi-3
-    *("73b23898e279", "039191cb5df4", "0670bc8dd791"),  # SmolLM3
-    *("a983391ce478", "b0a70ef33d93", "334ae36d5ec8"),  # Cohere
-    *("b153fd4a2f88", "033d23aea77f", "aac95540bf5c"),  # OLMo
+    *("a1505232e26d", "ee9ce464a9ce", "f736cceac29e", "09682fb48d52"),  # OLMo-2
+    *("cfd5975cb071", "1a0e97573788", "9aff017528fc", "3444045c163f"),  # OLMo-3
+    *("f58ee7b386cc", "fbc9e1e0e088", "52276ee49ca3", "cc1037eaf686", "a9ceea19769c"),  # Gemma-2
+    *("a1b04ba3d9e0", "a8021bb89302", "9e50177f2be0", "d57fb9689796", "d8a2be2c9209"),  # Gemma-3
+    *("38a5ba830f24", "bf95479160e6", "ebe81f6f7263", "fc2913930974"),  # Phi-3
+    *("73b23898e279", "039191cb5df4", "a7debe700979", "0670bc8dd791"),  # SmolLM3
+    *("a983391ce478", "b0a70ef33d93", "944603227592", "334ae36d5ec8"),  # Cohere
+    *("b153fd4a2f88", "033d23aea77f", "5afefc22ed04", "aac95540bf5c"),  # OLMo
 }
 """Attentions whose projections of queries, keys and values read one input, and whose ``o_proj`` reads the rest."""
 DECODER_LAYERS = {"dc2a7e8a52a4", "1515b3d2da53"}
@@ -69,7 +69,7 @@ JOINED_MLPS = {"cc9ee1739c1f"}
 """The same with gate and up in one weight, ``gate_up_proj``: Phi-3, GLM-4."""
 NORMS = {"075c8d198279": "rms", "2c29d28177de": "rms", "072c442d528d": "centered"}
 """RMSNorms. "rms" multiplies by its weight (Llama, and OLMo-2, which rounds last); "centered" by one more (Gemma)."""
-CAUSAL_LMS = {"49dd0a217873", "06595b600982", "fe735c0f1494"}
+CAUSAL_LMS = {"49dd0a217873", "8ec97ae3ffa9", "06595b600982", "fe735c0f1494"}
 """A model, its last hidden states through ``lm_head``, and the loss of these logits and ``labels``."""
 ROTATIONS = {"6e071d28b2d6", "05566310caba"}
 """``apply_rotary_pos_emb`` of pairs (i, i + d / 2) over whole heads, in the dtype of the heads."""

@@ -89,7 +89,8 @@ def test_outputs_on_request_padding_and_autocast(name):
     mask[0, :7] = 0  # left
     mask[1, 20:] = 0  # right
     given = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "output_hidden_states": True}
-    plain = model(ids, **given)
+    plain = tiny(name)(ids, **given)
+    before, grads = step(model)
     patch_model(model, DEFAULT)
     out = model(ids, **given)
     assert abs(out.loss / plain.loss - 1) < 2e-3
@@ -103,19 +104,22 @@ def test_outputs_on_request_padding_and_autocast(name):
     assert mixed.loss.dtype == torch.float32
     mixed.loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    unpatch_model(model)
+    again, old = step(model)
+    assert torch.equal(again, before) and same(old, grads)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_fp8_attention(name):
     """Where nothing stands against it; else attention is transformers'."""
     model, ids = tiny(name, attn_implementation="sdpa"), tokens()
+    mask = torch.ones_like(ids)  # without it and a cache, transformers 4 makes masks of its own
     wanted, grads = step(model)
     patch_model(model, ActivationConfig(attention="fp8"))
-    loss, found = step(model, use_cache=False)
+    loss, found = step(model, use_cache=False, attention_mask=mask)
     assert abs(loss / wanted - 1) < 2e-3
     whole = [torch.cat([g[key].flatten() for key in grads]) for g in (found, grads)]
     assert relative(*whole) < 0.16
-    mask = torch.ones_like(ids)
     mask[0, :5] = 0
     masked, _ = step(model, attention_mask=mask)
     unpatch_model(model)
@@ -123,17 +127,20 @@ def test_fp8_attention(name):
     assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(step(model)[0], loss)
 
 
-def test_packed_documents_are_as_alone():
-    """By flash attention's arguments, with FP8 attention; each document has the loss that it has alone."""
+@pytest.mark.parametrize("how", ["lengths", "positions"])
+def test_packed_documents_are_as_alone(how):
+    """By flash attention's arguments, or by the positions that it reads, with FP8 attention."""
     model = tiny("llama", attn_implementation="sdpa")
     patch_model(model, ActivationConfig(attention="fp8"))
-    lengths, ids = (9, 15), tokens(1)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    starts = torch.tensor([0, 9, 24], dtype=torch.int32)
-    hidden = model.model(
-        ids, position_ids=positions, cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=15, max_length_k=15
-    ).last_hidden_state
-    for part, n in zip(ids.split(lengths, 1), (slice(0, 9), slice(9, 24)), strict=True):
+    documents, ids = (9, 15), tokens(1)
+    given = {"position_ids": torch.cat([torch.arange(n) for n in documents])[None]}
+    if how == "positions":
+        model.config._attn_implementation = "flash_attention_2"
+    else:
+        starts = torch.tensor([0, 9, 24], dtype=torch.int32)
+        given |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 15, "max_length_k": 15}
+    hidden = model.model(ids, **given).last_hidden_state
+    for part, n in zip(ids.split(documents, 1), (slice(0, 9), slice(9, 24)), strict=True):
         alone = model.model(part).last_hidden_state
         torch.testing.assert_close(hidden[:, n], alone, rtol=2e-2, atol=2e-2)
 

@@ -1,0 +1,88 @@
+"""What is known of the installed transformers: forwards by fingerprint, and the arguments of its attentions."""
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from coat_dist.config import ActivationConfig
+from coat_dist.hf import patch_model
+from coat_dist.hf.recognize import (
+    attention_kind,
+    fingerprint,
+    gate,
+    is_causal_lm,
+    is_decoder_layer,
+    norm_kind,
+    shares_input,
+)
+
+from .tiny import FUSED, GENERIC, step, tiny
+
+OWN = {
+    **dict.fromkeys(("olmo2", "olmo3", "phi3", "glm4"), ("layer",)),
+    **dict.fromkeys(("gemma2", "gemma3_text", "granite"), ("layer", "loss")),
+    "olmo": ("norm",),
+    "cohere": ("layer", "norm", "loss"),
+}
+"""Parts of families that compute something of their own, which the flow leaves to them."""
+
+
+@pytest.mark.parametrize("name", [*FUSED, *GENERIC])
+def test_forwards_are_known(name):
+    """Where one is not: read it, and add its fingerprint in ``recognize.py`` to those that compute the same."""
+    model = tiny(name)
+    layer = model.model.layers[0]
+    attention = layer.self_attn
+    norms = {type(m): m for m in model.modules() if type(m).__name__.endswith("Norm")}
+    rotate = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
+    parts = [
+        ("loss", type(model), is_causal_lm(model)),
+        ("layer", type(layer), is_decoder_layer(layer)),
+        ("attention", type(attention), shares_input(attention)),
+        ("mlp", type(layer.mlp), gate(layer.mlp) is not None),
+        *(("norm", cls, norm_kind(m) is not None) for cls, m in norms.items()),
+    ]
+    if name in FUSED:
+        parts.append(("rotation", rotate, attention_kind(attention) is not None))
+    wrong = [
+        f"{part}: {where.__module__}.{where.__qualname__}, {fingerprint(getattr(where, 'forward', where))}"
+        for part, where, known in parts
+        if known == (part in OWN.get(name, ()))
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("cached", [True, False])
+def test_attention_is_given_the_same(name, cached, monkeypatch):
+    """By a patched layer as by the model's own: windows, positions, scale, masks, and all that a program passes."""
+    calls = []
+
+    def attend(module, q, k, v, mask, **given):
+        given.pop("use_cache", None)  # which no attention reads
+        calls.append({"q": q.shape, "k": k.shape, "v": v.shape, "mask": mask, **given})
+        return torch.zeros_like(q).transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+    model = tiny(name, attn_implementation="sdpa", attention_dropout=0.1, **window if name != "gemma" else {})
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, :5] = 0
+    given = {"attention_mask": mask, "use_cache": cached, "is_causal": True}
+    step(model, **given)
+    patch_model(model, ActivationConfig())
+    step(model, **given)
+    assert len(calls) == 4
+    for own, patched in zip(calls[:2], calls[2:], strict=True):
+        assert own.keys() == patched.keys()
+        for key, value in own.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+            assert same(patched[key], value), key
+    assert (calls[0].get("sliding_window"), calls[1].get("sliding_window")) == {
+        "mistral": (8, 8), "qwen2": (None, 8), "qwen3": (None, 8)
+    }.get(name, (None, None))  # fmt: skip
