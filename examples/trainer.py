@@ -1,26 +1,20 @@
-"""AdamW with FP8 moments in the Trainer of transformers, alone or with DeepSpeed.
+"""The Trainer of transformers with FP8 moments and FP8 layers: one more import, and a DeepSpeed configuration.
 
     python examples/trainer.py
-    deepspeed --num_gpus 2 examples/trainer.py --deepspeed
+    deepspeed --num_gpus 2 examples/trainer.py
 
-Needs transformers and accelerate: pip install '/path/to/coat_dist[hf]'. A small Llama learns to continue sequences of
-numbers, on GPUs where there are some. With DeepSpeed, optimizer and block are part of DeepSpeed's configuration, as in
-any other program; the Trainer fills in what is "auto" from its arguments.
+Needs transformers and accelerate: pip install '/path/to/coat_dist[hf]'. Start it from the root of this repository:
+examples/trainer.json, which names the optimizer and has the "coat" block, is read from there. The Trainer fills in what
+is "auto". A small Llama learns to continue sequences of numbers, on GPUs where there are some; the last lines say what
+ran in FP8.
 """
 
-import argparse
 import tempfile
 
 import torch
 import transformers
 
-import coat_dist
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-parser.add_argument("--deepspeed", action="store_true", help="ZeRO-2, with the block in its configuration")
-parser.add_argument("--local_rank", type=int, help="given by the deepspeed command")
-with_deepspeed = parser.parse_args().deepspeed
-gpu = torch.cuda.is_available()
+import coat_dist  # noqa: F401  from here on, deepspeed.initialize honours the "coat" block, and the Trainer calls it
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -35,31 +29,16 @@ class Numbers(torch.utils.data.Dataset):
 torch.manual_seed(0)
 sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+options = dict(max_steps=30, per_device_train_batch_size=8, learning_rate=0.01, weight_decay=0.1, save_strategy="no")
+options |= dict(logging_steps=5, report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available())
+output = tempfile.TemporaryDirectory()
 
-config, optimizers = None, (None, None)
-if with_deepspeed:
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "bf16": {"enabled": "auto"},
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-        "coat": {"activation": {"enabled": False}},
-    }
-else:
-    optimizer = coat_dist.CoatAdamW(coat_dist.param_groups(model, weight_decay=0.1), lr=0.01)
-    optimizers = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))
+arguments = transformers.TrainingArguments(output.name, bf16=True, deepspeed="examples/trainer.json", **options)
+trainer = transformers.Trainer(model, arguments, train_dataset=Numbers())
+trainer.train()
 
-with tempfile.TemporaryDirectory() as folder:
-    arguments = transformers.TrainingArguments(
-        output_dir=folder, max_steps=30, per_device_train_batch_size=8, learning_rate=0.01, weight_decay=0.1,
-        max_grad_norm=1.0, logging_steps=5, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not gpu,
-        bf16=with_deepspeed, deepspeed=config,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Numbers(), optimizers=optimizers)
-    trainer.train()
-
-losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if trainer.is_world_process_zero():
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     for number, loss in enumerate(losses, 1):
         print(f"step {5 * number}: loss {loss:.4f}", flush=True)
+    print(model.coat_patch_report)  # which layers run in FP8, which stay BF16, and why

@@ -27,15 +27,7 @@ class Progress(tqdm):
         quiet: print nothing.
     """
 
-    def __init__(
-        self,
-        total: int,
-        what: str,
-        *,
-        unit: str = "it",
-        initial: int = 0,
-        quiet: bool = False,
-    ) -> None:
+    def __init__(self, total: int, what: str, *, unit: str = "it", initial: int = 0, quiet: bool = False) -> None:
         self._bar = sys.stderr.isatty()
         lines = dict(mininterval=_SECONDS, delay=_SECONDS, miniters=1, smoothing=0, leave=False, bar_format=_LINE)
         super().__init__(

@@ -29,7 +29,7 @@ from launch.plan.arguments import silence_deepspeed
 from launch.scale import arguments, measuring
 from launch.scale.crew import Crew
 from launch.scale.predict import predictions
-from launch.scale.tables import draw, markdown, summary
+from launch.scale.tables import markdown, summary
 
 __all__ = ["main"]
 
@@ -59,7 +59,7 @@ def _measure(args: arguments.ScalingOptions) -> int:
 
 
 def _publish(args: arguments.ScalingOptions, there: Mapping[str, Any], folder: Path | None) -> None:
-    """Print the tables; with a folder write them and a plot there, too."""
+    """Print the tables; with a folder write them there, too."""
     found = summary(there, predictions(there, args.predict, args.gpus_per_node))
     text = markdown(found)
     say(text)
@@ -67,8 +67,7 @@ def _publish(args: arguments.ScalingOptions, there: Mapping[str, Any], folder: P
         make_folder(folder)
         write_text(folder / "scaling.json", json.dumps(found, indent=1))
         write_text(folder / "scaling.md", text)
-        draw(found, [sample for one in there["records"] for sample in one.get("samples", ())], folder / "scaling.png")
-        say(f"wrote scaling.md, scaling.json and scaling.png in {folder}")
+        say(f"wrote scaling.md and scaling.json in {folder}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

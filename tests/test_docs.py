@@ -43,11 +43,14 @@ def holders(code):
     ]
 
 
-def test_readmes_code_is_part_of_the_examples():
+def test_code_that_is_part_of_the_examples():
     found = blocks((ROOT / "README.md").read_text(encoding="utf-8"), "python", "json")
-    assert [holders(code) for code in found] == [
+    (block,) = blocks((ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8"), "json")
+    assert [holders(code) for code in (block, *found)] == [
+        ["trainer.json"],
+        ["trainer.py"],
+        ["trainer.json"],
         ["deepspeed_any_model.py"],
-        ["deepspeed.json"],
         ["torch_loop.py"],
         ["megatron_deepspeed.py"],
     ]

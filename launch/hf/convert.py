@@ -85,11 +85,7 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None) -> Conversion:
 
 
 def plan_hugging_face(
-    weights: Weights,
-    dtype: torch.dtype | None,
-    travelling: Mapping[str, Path],
-    family: str | None,
-    end: int | None,
+    weights: Weights, dtype: torch.dtype | None, travelling: Mapping[str, Path], family: str | None, end: int | None
 ) -> Conversion:
     """The conversion into a folder that ``AutoModelForCausalLM.from_pretrained`` reads.
 

@@ -136,10 +136,7 @@ def router_losses(model: ModelConfig, tp: int, accumulation: int, stages: int = 
         accumulation: micro-batches of a step.
         stages: of a pipeline, each of which adds up those of its own layers.
     """
-    shares = {
-        "load_balancing_loss": tp if model.moe_aux_loss_coeff else 0,
-        "z_loss": int(bool(model.moe_z_loss_coeff)),
-    }
+    shares = {"load_balancing_loss": tp if model.moe_aux_loss_coeff else 0, "z_loss": int(bool(model.moe_z_loss_coeff))}
     if model.num_moe_experts is None or not any(shares.values()):
         return {}
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker

@@ -33,11 +33,7 @@ def pipeline() -> dict[str, Any]:
 
 
 def build_stage(
-    config: Any,
-    build: Callable[..., torch.nn.Module],
-    layers_of: Callable[[Any], Any],
-    vocab: int,
-    seq_length: int,
+    config: Any, build: Callable[..., torch.nn.Module], layers_of: Callable[[Any], Any], vocab: int, seq_length: int
 ) -> torch.nn.Module:
     """This rank's stage: its model, or the ``ModuleList`` of its parts where stages are interleaved.
 

@@ -32,6 +32,7 @@ from .search import with_largest_micro_batch
 __all__ = ["ConfiguredOptions", "chosen_gpu", "dry_run", "parse", "silence_deepspeed"]
 
 _CONTEXT = 2**29  # bytes of this process's own CUDA context
+_MEGATRONS = "tensor_parallel", "recompute_granularity", "recompute_method", "recompute_num_layers", "model_override"
 _settings = partial(option, None, group="in place of the configuration's")
 
 
@@ -60,6 +61,8 @@ class PlannerOptions(ConfiguredOptions):
 
     model: LocalPath = option(group="model", metavar="FILE", meant="model-config")
     """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a checkpoint"""
+    library: Literal["megatron", "transformers"] = option("megatron", group="model")
+    """what builds the model: Megatron-core, as in pretrain.py, or transformers, as in a Trainer's program"""
     seq_length: int | None = option(None, group="model", metavar="N", least=1)
     """tokens of a sample"""
     zero_stage: int | None = _settings(type=whole_number, choices=[1, 2, 3], meant="stage zero")
@@ -111,7 +114,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
     from launch.train.plan import assemble
     from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
 
-    if problems := [*out_of_range(args), *one_stage_only(args, "the planner knows runs of one stage")]:
+    problems = [*out_of_range(args), *one_stage_only(args, "the planner knows runs of one stage")]
+    if args.library == "transformers":
+        given = [(name, getattr(args, name)) for name in _MEGATRONS]
+        wrong = [one for one in given if one[1] not in (None, 1, [], "full")]
+        problems += [f"--{k.replace('_', '-')}: got {v}, accepted: only with --library megatron" for k, v in wrong]
+    if problems:
         raise CoatConfigError("\n".join(problems))
     shared = {one.name: getattr(args, one.name) for one in fields(RunOptions)}
     options = PretrainOptions(
@@ -124,19 +132,26 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
         **shared,
     )
     options.check()
-    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel, stage=args.zero_stage)
+    configuration: Any = args.deepspeed_config
+    if args.library == "transformers":
+        from .library import read_model, read_settings
+
+        library, model = read_model(args.model, args.seq_length)
+        configuration, note = read_settings(configuration, model.hidden_size), None
+    else:
+        library, (model, note) = None, _model(args)
+    settings, coat = load_settings(configuration, tp=args.tensor_parallel, stage=args.zero_stage)
     coat = _with_activation(args, settings, coat)
     if args.accumulation is not None:
         settings[STEPS] = args.accumulation
         if args.micro_batch is not None or settings.get(MICRO) is not None:
             settings.pop(TOTAL, None)  # it follows
-    model, note = _model(args)
     gpu = chosen_gpu(args)
-    return _planned(assemble(options, args.gpus or 1, settings, coat, model, warning=note), gpu), gpu, args
+    return _planned(assemble(options, args.gpus or 1, settings, coat, model, warning=note), gpu, library), gpu, args
 
 
-def _planned(p: Any, gpu: GPU) -> Run:
-    run = Run.of_plan(p)
+def _planned(p: Any, gpu: GPU, library: Any = None) -> Run:
+    run = Run.of_plan(p).but(library=library)
     return with_largest_micro_batch(run, gpu) if p.auto else run
 
 

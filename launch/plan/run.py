@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
@@ -28,6 +29,7 @@ class Run:
     micro: int = 1  # samples of a forward pass on one rank
     accumulation: int = 1
     recompute: Mapping[str, Any] = field(default_factory=dict)  # arguments of Megatron's ``TransformerConfig``
+    library: Any = None  # ``coat_dist.hf.saved.OnPaper`` of a model that transformers builds
     notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
@@ -76,7 +78,13 @@ class Run:
     @property
     def chunked(self) -> bool:
         """Whether the loss is computed without all logits."""
-        return self.flow is not None and self.flow.loss == "chunked"
+        if self.flow is None or self.library is None:
+            return self.flow is not None and self.flow.loss == "chunked"
+        return self.saved_by_library(self.flow).chunked
+
+    def saved_by_library(self, flow: ActivationConfig | None) -> Any:
+        """What transformers saves of one sequence, with the flow or without: ``coat_dist.hf.saved.Saved``."""
+        return self.library.saved(flow, self.model.seq_length)
 
     @property
     def fp8_moments(self) -> bool:
@@ -141,7 +149,12 @@ class Parameter:
 
 
 def parameters(run: Run) -> list[Parameter]:
-    """The parameters of one tensor-parallel rank, in the order of Megatron's model."""
+    """The parameters of one tensor-parallel rank, in the order of the model."""
+    if run.library is not None:
+        return [
+            Parameter(name, prod(shape), len(shape) > 1, int(name.split(".")[2]) if ".layers." in name else None)
+            for name, shape in run.library.shapes.items()
+        ]
     m, tp = run.model, run.tp
     h, d = m.hidden_size, m.head_channels
     q, kv = m.num_attention_heads * d // tp, m.kv_heads * d // tp

@@ -182,7 +182,8 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
     if run.recompute.get("recompute_granularity") != "full":
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         instead = " in place of --recompute-modules" if run.recompute.get("recompute_modules") else ""
-        yield f"--recompute-granularity full{instead} (a third more time)", run.but(recompute=full)
+        what = f"--recompute-granularity full{instead}" if run.library is None else "gradient checkpointing"
+        yield f"{what} (a third more time)", run.but(recompute=full)
     if run.dp > 1:
         below_stage_3 = flow is not None and (flow.cuda_graphs or flow.weights == "cached")
         for later in range(run.stage + 1, 4 if run.dp > 2 else min(run.stage + 2, 4)):

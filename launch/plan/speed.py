@@ -15,9 +15,10 @@ from .zero import states
 
 __all__ = ["StepTime", "step_time"]
 
-_PASSES = {"FP8": 58.5, "BF16": 92.0}
+_PASSES = {"FP8": 58.5, "BF16": 92.0, "transformers": 180.0}
 """Bytes of element-wise traffic a token and channel of h and f, forward and backward: what a measured Llama-2-7B layer
-takes beyond products and attention (docs/flow.md#speed), times the rate of passes."""
+takes beyond products and attention (docs/flow.md#speed), times the rate of passes; in BF16, those of transformers by
+the 1.3 B model of docs/hugging-face.md."""
 _HOST = {"FP8": 2.2e-3, "BF16": 1.3e-3}
 """Seconds in which the host starts a layer's kernels, forward and backward: a layer is never faster."""
 
@@ -51,7 +52,8 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
         kind = "BF16" if i in run.bf16_layers else "FP8"
         rate = gpu.bf16 if kind == "BF16" else gpu.fp8
         one = 6 * tokens * weights / rate + attention / gpu.attention
-        one += _PASSES[kind] * tokens * (sizes.h / sizes.share + sizes.f) / gpu.passes
+        passes = _PASSES["transformers" if run.library is not None and kind == "BF16" else kind]
+        one += passes * tokens * (sizes.h / sizes.share + sizes.f) / gpu.passes
         one *= 1 + again / 3
         layers += one
         host_bound += max(0.0, _HOST[kind] * (1 + again / 3) - one)

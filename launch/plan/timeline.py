@@ -22,10 +22,10 @@ _CHUNK = 2**26  # logits of a chunk (coat_dist/flow/blocks/loss.py)
 _WORKSPACE = 2 * 32 * 2**20  # cuBLAS's on Hopper, of two streams; torch allocates it
 # ZeRO-1: parameters keep them, filled with zeros after each pass, until the step.
 _BESIDE_FP32 = "BF16 gradients beside fp32 sums"
-_RETURNED = {"gradient of proj": "mlp.", "gradient of qkv": "self_attention.linear_proj"}
+_PROJ = "self_attention.linear_proj", "self_attn.o_proj"  # Megatron's name, and transformers'
+_RETURNED = {"gradient of proj": ("mlp.",), "gradient of qkv": _PROJ}
 """Of a patched layer, whose gradients are complete when a moment comes: those of functions that have returned."""
-_MADE = {"gradient of fc2": "mlp.linear_fc2", "gradient of fc1": "mlp.linear_fc1"}
-_MADE["gradient of proj"] = "self_attention.linear_proj"
+_MADE = {"gradient of fc2": ("mlp.linear_fc2", "mlp.down"), "gradient of fc1": ("mlp.",), "gradient of proj": _PROJ}
 """Of a BF16 layer, whose gradient is complete after a moment."""
 _SIDE = ("gradients", "DeepSpeed's reduction")  # allocated on DeepSpeed's second stream
 
@@ -116,11 +116,13 @@ class Step:
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes that a layer saves, with its tables."""
-        patched = layer not in self.run.bf16_layers
+        patched, run = layer not in self.run.bf16_layers, self.run
+        if run.library is not None:
+            return run.micro * run.saved_by_library(run.flow if patched else None).layer
         # Cosines and sines of queries and keys, in BF16, by Megatron's own rotation.
-        own_tables = not patched or self.run.model.qk_norm
-        tables = 8 * self.run.model.seq_length * self.run.model.head_channels if own_tables else 0
-        return round(sum(saved(self.run, patched)) * self.run.tokens) + tables
+        own_tables = not patched or run.model.qk_norm
+        tables = 8 * run.model.seq_length * run.model.head_channels if own_tables else 0
+        return round(sum(saved(run, patched)) * run.tokens) + tables
 
     def in_graphs(self) -> int:
         """Bytes that graphs need besides what layers save: the most that one's backward takes, with all its gradients,
@@ -130,6 +132,8 @@ class Step:
 
     def final_norm(self) -> int:
         """Bytes of the final norm's input, output and statistics."""
+        if self.run.library is not None:  # tables of the rotation, too
+            return self.run.micro * self.run.saved_by_library(self.run.flow).rest + self.stream
         per_token = 8 if self.run.model.normalization == "layernorm" else 4
         return 2 * self.stream + per_token * self.run.tokens // self.run.shared
 
@@ -158,6 +162,8 @@ class Step:
             self.look("loss", "gradient of the last layer's output", logits=sums + weight + dx)
         else:
             logits = 4 * columns * run.tokens
+            if run.library is not None:  # in fp32, with two gradients of that size
+                logits = 2 * logits + run.micro * run.saved_by_library(run.flow).loss
             self.look("loss", "logits and their gradient", logits=logits)
             self.look("loss", "gradient of the output layer", logits=logits + dx + weight + gathered)
         self.held["temporary"] = self.stream
@@ -206,7 +212,7 @@ class Step:
         self.held["activations"] -= self.kept[layer]
         self.hand_over(own, "")
 
-    def hand_over(self, own: dict[str, Parameter], prefix: str) -> None:
+    def hand_over(self, own: dict[str, Parameter], prefix: str | tuple[str, ...]) -> None:
         """Take gradients of a layer's parameters, the last first, out of ``own``."""
         for name in [name for name in reversed(own) if name.startswith(prefix)]:
             self.take(own.pop(name))

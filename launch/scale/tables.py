@@ -1,15 +1,14 @@
-"""Tables and plot of measured scaling."""
+"""Tables of measured scaling."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from .bench import share
 
-__all__ = ["draw", "markdown", "spread_of", "summary"]
+__all__ = ["markdown", "spread_of", "summary"]
 
 
 def _table(head: str, rows: Iterable[str]) -> list[str]:
@@ -154,34 +153,3 @@ def _prediction_cells(row: Mapping[str, Any]) -> str:
 def _bytes(number: float) -> str:
     unit, name = (2**20, "MiB") if number >= 2**20 else (2**10, "KiB") if number >= 2**10 else (1, "B")
     return f"{number / unit:.0f} {name}"
-
-
-def draw(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Write a plot of throughput over ranks, efficiency, and the times of collectives (``samples``) over sizes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
-    speed, efficiency, times = figure.subplots(1, 3)
-    lines = dict.fromkeys((row["variant"], row["mode"]) for row in found["steps"])
-    for index, (variant, mode) in enumerate(lines):
-        rows = [row for row in found["steps"] if (row["variant"], row["mode"]) == (variant, mode)]
-        x, color = [row["ranks"] for row in rows], f"C{index}"
-        speed.plot(x, [row["tokens_per_second"] for row in rows], "o-", color=color, label=f"{variant}, {mode}")
-        efficiency.plot(x, [100 * row["efficiency"] for row in rows], "o-", color=color, label=f"{variant}, {mode}")
-    for kind, ranks in dict.fromkeys((one["kind"], one["ranks"]) for one in samples):
-        rows = sorted((s for s in samples if (s["kind"], s["ranks"]) == (kind, ranks)), key=lambda one: one["size"])
-        label = f"{kind.replace('_', '-')}, {ranks}"
-        x, y = [row["size"] for row in rows], [1e6 * row["seconds"] for row in rows]
-        times.plot(x, y, ".-", label=label, linewidth=1)
-    for axis, label, title, scale in (
-        (speed, "ranks", "tokens/s", "log"),
-        (efficiency, "ranks", "efficiency, %", "linear"),
-        (times, "bytes", "collectives, µs (ranks)", "log"),
-    ):
-        axis.set(xlabel=label, title=title)
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.set_xscale("log", base=2)
-            axis.set_yscale(scale)
-            axis.legend(fontsize=7)
-    figure.savefig(output, dpi=130)

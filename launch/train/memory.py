@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["MemoryReport", "saved_for_backward"]
+from coat_dist.flow.saved import saved_for_backward
+
+__all__ = ["MemoryReport"]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -32,27 +34,6 @@ def _measure(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     kept = {t.untyped_storage().data_ptr(): t for t in tensors}.values()
     sizes = [(t.untyped_storage().nbytes(), t.element_size()) for t in kept]
     return sum(size for size, _ in sizes), sum(size // element for size, element in sizes)
-
-
-@contextlib.contextmanager
-def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the storages that autograd keeps for backward while this context is open, without ``model``'s parameters.
-
-    A view counts with its whole storage, which it keeps alive; a storage counts once.
-
-    Yields:
-        Bytes by storage address, filled as the forward pass runs.
-    """
-    found: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        # Looked up each time: ZeRO-3 gives a parameter a new storage for every use.
-        known = _storages(p.data for p in model.parameters())
-        found.update({k: v for k, v in _storages([tensor]).items() if k not in known})
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
 
 
 class MemoryReport:

@@ -64,18 +64,22 @@ _ACCEPTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 """Keys of the DeepSpeed configuration, values that this program can run, and how an error describes them."""
 
 
-def load_settings(given: str, *, tp: int, stage: int | None = None) -> tuple[dict[str, Any], CoatConfig | None]:
+def load_settings(
+    given: str | dict[str, Any], *, tp: int, stage: int | None = None
+) -> tuple[dict[str, Any], CoatConfig | None]:
     """The DeepSpeed configuration and its "coat" block, both checked for what this program can run.
 
     Args:
-        given: value of ``--deepspeed_config``: a path, a name in ``configs/deepspeed``, or the content in base64.
+        given: value of ``--deepspeed_config``: a path, a name in ``configs/deepspeed``, or the content.
         tp: tensor-parallel size.
         stage: of ZeRO, in place of the configuration's; None = as it says.
 
     Raises:
         CoatConfigError: names each key, its value and what is accepted.
     """
-    if not os.path.exists(given) and decode_base64(given) is not None:
+    if isinstance(given, dict):
+        settings = given
+    elif not os.path.exists(given) and decode_base64(given) is not None:
         settings = load_json(given)
     else:
         settings = read_config("--deepspeed_config", given, "deepspeed")

@@ -26,11 +26,7 @@ __all__ = ["Weights", "fill", "open_weights"]
 
 
 def open_weights(
-    path: str | os.PathLike,
-    dtype: torch.dtype | None = None,
-    *,
-    model: ModelConfig | None = None,
-    tensors: bool = True,
+    path: str | os.PathLike, dtype: torch.dtype | None = None, *, model: ModelConfig | None = None, tensors: bool = True
 ) -> Weights:
     """The weights in a folder, of whichever kind it is; names and shapes are checked, no tensor is read.
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from launch.train.memory import MemoryReport, saved_for_backward
+from coat_dist.flow.saved import saved_for_backward
+from launch.train.memory import MemoryReport
 
 
 class Model(torch.nn.Module):

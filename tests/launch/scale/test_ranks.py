@@ -27,7 +27,7 @@ def test_under_a_launcher(tmp_path):
     process = Program([*launcher, str(ROOT / "launch" / "scaling.py"), *argv], tmp_path, ROOT, **ENVIRONMENT)
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and "vocabulary 32000" in text, text
-    assert {p.name for p in out.iterdir()} == {"measured.json", "scaling.md", "scaling.json", "scaling.png"}
+    assert {p.name for p in out.iterdir()} == {"measured.json", "scaling.md", "scaling.json"}
     found = json.loads((out / "scaling.json").read_text())
     assert [(r["mode"], r["ranks"]) for r in found["steps"]] == [
         ("weak", 1), ("weak", 2), ("strong", 1), ("strong", 2),
