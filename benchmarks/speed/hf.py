@@ -56,7 +56,7 @@ def settings(parts: set[str], stage: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # of the engine; what it is given may have more
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
     }
     if "coat" not in parts:

@@ -1,0 +1,212 @@
+"""A transformers model under the Trainer, in BF16 and with the block alone: pretraining of 60 M parameters, then LoRA.
+
+    python -m benchmarks.convergence.hf [--steps 1000] [--seeds 0 1] [--text PREFIX --lora-text PREFIX]
+
+A Llama of 16 layers and 512 hidden units reads steps of 32 x 512 tokens of Python source; the last 2 % are held out.
+From the weights of the first BF16 run PEFT's LoRA then learns C and C++ headers. All runs of a phase share the GPU. A
+run is this file as a program without a word of coat_dist in it, started by ``python -m coat_dist``; runs differ by
+their DeepSpeed configuration alone. Writes ``convergence/hf.json``: held-out losses, speeds, and the gap in percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy
+import torch
+
+from benchmarks.arguments import positive_int
+from benchmarks.common import ROOT, argument_parser, options, prepare_text, python_path, write_result
+from coat_dist.nodes import free_port
+
+SEQUENCE, BATCH, HELD_OUT = 512, 32, 0.02
+ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Windows(torch.utils.data.Dataset):
+    """Sequences of a token file, of its first part or of what is held out."""
+
+    def __init__(self, prefix: str, held_out: bool, most: int | None = None) -> None:
+        kind = numpy.dtype(json.loads(Path(f"{prefix}.json").read_text())["dtype"])
+        tokens = numpy.fromfile(f"{prefix}.bin", kind)
+        cut = int(len(tokens) * (1 - HELD_OUT))
+        tokens = tokens[cut:] if held_out else tokens[:cut]
+        self.windows = tokens[: len(tokens) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)[:most]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        tokens = torch.from_numpy(self.windows[i].astype("int64"))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def train(case: dict[str, Any]) -> None:
+    """One run under the Trainer."""
+    import transformers
+
+    torch.manual_seed(case["seed"])
+    if case["base"]:
+        model: Any = transformers.LlamaForCausalLM.from_pretrained(case["base"], dtype=torch.float32)
+    else:
+        config = transformers.LlamaConfig(**case["model"], max_position_embeddings=SEQUENCE, tie_word_embeddings=True)
+        model = transformers.LlamaForCausalLM(config)
+    if case["lora"]:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTERS, task_type="CAUSAL_LM"))
+    arguments = transformers.TrainingArguments(
+        case["folder"],
+        deepspeed=case["deepspeed"],
+        bf16=True,
+        max_steps=case["steps"],
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
+        learning_rate=case["lr"],
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        lr_scheduler_type="cosine",
+        warmup_steps=case["steps"] // 20,
+        eval_strategy="steps",
+        eval_steps=max(1, case["steps"] // 4),
+        logging_steps=max(1, case["steps"] // 20),
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=case["seed"],
+        use_cpu=not torch.cuda.is_available(),
+    )
+    held_out = Windows(case["text"], True, case["evaluation"])
+    trainer = transformers.Trainer(model, arguments, train_dataset=Windows(case["text"], False), eval_dataset=held_out)
+    trainer.train()
+    history = trainer.state.log_history
+    result = {
+        "held_out_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "training_losses": [entry["loss"] for entry in history if "loss" in entry],
+        "seconds": next(entry["train_runtime"] for entry in history if "train_runtime" in entry),
+        "patched_blocks": len(getattr(trainer.model_wrapped.coat_patch_report, "patched", []))
+        if hasattr(trainer.model_wrapped, "coat_patch_report")
+        else 0,
+    }
+    if case["save"]:
+        model.save_pretrained(case["save"])
+    Path(case["folder"], "result.json").write_text(json.dumps(result))
+
+
+def deepspeed_settings(coat: bool) -> dict[str, Any]:
+    """The configuration of a run. ``bf16`` is DeepSpeed's: weights in BF16 with fp32 masters."""
+    params = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
+    found = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    if coat:
+        block = {"coat": {"activation": {"enabled": True}}}
+        return found | {"optimizer": {"type": "CoatAdamW", "params": params}} | block
+    return found | {"optimizer": {"type": "AdamW", "params": params | {"torch_adam": True}}}
+
+
+def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Run all cases at the same time; their results."""
+    started = []
+    for i, case in enumerate(cases):
+        own = folder / f"{case['name']}-{case['seed']}"
+        own.mkdir()
+        config = own / "ds.json"
+        config.write_text(json.dumps(deepspeed_settings(case["coat"])))
+        given = json.dumps(case | {"folder": str(own), "deepspeed": str(config)})
+        variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        variables |= {"MASTER_PORT": str(free_port() + 7 * i), "PYTHONPATH": python_path(ROOT)}
+        with (own / "log").open("w") as log:
+            line = [sys.executable, "-m", "coat_dist", __file__, "--run", given]
+            started.append(
+                (case, own, subprocess.Popen(line, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log))
+            )
+    found = []
+    for case, own, process in started:
+        if process.wait():
+            sys.exit(f"error: {case['name']} ended with {process.returncode}\n{(own / 'log').read_text()[-3000:]}")
+        result = json.loads((own / "result.json").read_text())
+        found.append({"name": case["name"], "seed": case["seed"], **result})
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def gap(runs: Sequence[dict[str, Any]], name: str) -> float:
+    """Of the last held-out losses, means over seeds, in percent of BF16's."""
+    coat, bf16 = (
+        fmean(run["held_out_losses"][-1] for run in runs if run["name"] == f"{name}-{kind}")
+        for kind in ("coat", "bf16")
+    )
+    return 100 * (coat / bf16 - 1)
+
+
+def prepare(folder: Path, tiny: bool) -> list[str]:
+    """Python source and headers as tokens of one BPE; the prefixes."""
+    packages, most = Path(torch.__file__).parents[1], ["300K", "300K"] if tiny else ["60M", "12M"]
+    vocabulary, learnt = ("bpe:512", "200K") if tiny else ("bpe:16384", "20M")
+    python, headers = folder / "python", folder / "headers"
+    inputs = ["stdlib", *([] if tiny else [str(packages)])]
+    prepare_text(python, vocabulary, inputs, "--glob", "*.py", "--train-bytes", learnt, "--max-bytes", most[0])
+    tokenizer = f"hf:{python}.tokenizer.json"
+    include = str(Path(torch.__file__).parent / "include")
+    prepare_text(headers, tokenizer, [include], "--glob", "*.h", "--max-bytes", most[1])
+    return [str(python), str(headers)]
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--steps", type=positive_int, default=1000)
+    parser.add_argument("--lora-steps", type=positive_int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--text", help="prefix of prepared tokens (default: made here)")
+    parser.add_argument("--lora-text", help="the same for LoRA, with the same tokenizer")
+    parser.add_argument("--tiny", action="store_true", help="a model of two layers, to try the program")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    a = parse()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        text, headers = (a.text, a.lora_text) if a.text else prepare(folder, a.tiny)
+        layers, width = (2, 64) if a.tiny else (16, 512)
+        model = dict(hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, vocab_size=16384)
+        model |= dict(num_attention_heads=width // 64, num_key_value_heads=width // 64)
+        shared = {"model": model, "base": None, "lora": False, "save": None, "evaluation": 16 if a.tiny else 512}
+        shared |= {"lr": 1e-3, "steps": a.steps, "text": text}
+        base = str(folder / "base")
+        cases = [
+            shared | {"name": f"pretraining-{kind}", "coat": kind == "coat", "seed": seed}
+            for seed in a.seeds
+            for kind in ("bf16", "coat")
+        ]
+        cases[0]["save"] = base
+        runs = phase(cases, folder)
+        tuned = {"name": None, "base": base, "lora": True, "save": None, "lr": 5e-4}
+        tuned |= {"steps": a.lora_steps, "text": headers}
+        runs += phase([case | tuned | {"name": case["name"].replace("pretraining", "lora")} for case in cases], folder)
+    gaps = {name: gap(runs, name) for name in ("pretraining", "lora")}
+    print("gap of held-out losses in %: " + ", ".join(f"{name} {value:+.3f}" for name, value in gaps.items()))
+    result = {"settings": options(a, "text", "lora_text"), "gaps_percent": gaps, "runs": runs}
+    write_result("convergence/hf" + "-tiny" * a.tiny, result, a.output)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        train(json.loads(sys.argv[2]))
+    else:
+        main()
