@@ -6,7 +6,7 @@ def values(engine):
 
     found = {}
     for name, p in engine.module.named_parameters():
-        with zero.GatheredParameters([p]):
+        with zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
             found[name] = p.detach().clone()
     return found
 
