@@ -85,8 +85,7 @@ class Weight:
             ValueError: codes of a parameter that ZeRO-3 partitions were to be cached.
         """
         if (gathered := _gathered(self.parameter)) is not None:
-            q8 = gathered.in_layout(self.settings.forward_scales)
-            return row_operand(q8, self.tp, self.settings) if q8.layout == "row" else Operand(q8, q8.scales)
+            return _operand(gathered.in_layout(self.settings.forward_scales), self.tp, self.settings)
         if self.settings.weights == "cached" and cacheable(self.parameter):
             given = self.parameter, self.tp, self.settings, self.split
             shared_by = self.tp.group if self.settings.tp_invariant else None
@@ -144,6 +143,8 @@ class JoinedWeight:
         first, *others = (part.parameter for part in self.parts)
         if not others:
             return self.parts[0].quantized()
+        if (q8 := self._gathered(self.settings.forward_scales)) is not None:
+            return _operand(q8, self.tp, self.settings)
         if self.settings.weights == "cached" and all(cacheable(p) for p in (first, *others)):
             shared_by = self.tp.group if self.settings.tp_invariant else None
             operand = from_cache(first, self.settings, (shared_by, False), self._quantize, others)
@@ -171,6 +172,8 @@ class JoinedWeight:
         """As :meth:`Weight.transposed`, ``[in, sum of out_i]``."""
         if len(weights) == 1:
             return self.parts[0].transposed(weights[0], scale)
+        if (q8 := self._gathered("tensor")) is not None:
+            return transpose(q8)
         if (w8 := None if self._cached is None else self._cached()) is not None:
             return transpose(w8)
         fmt, first = fp8_format(self.settings.format), weights[0]
@@ -178,6 +181,23 @@ class JoinedWeight:
         for w, part in zip(weights, codes.split(self.rows, 1), strict=True):
             quantize_tensor(w, fmt, scale, True, part)
         return QuantizedTensor(codes, scale, "tensor")
+
+    def _gathered(self, layout: str) -> QuantizedTensor | None:
+        """All weights, where ZeRO-3 has gathered some as codes: those of a "tensor" have the scale of all."""
+        gathered = [_gathered(part.parameter) for part in self.parts]
+        if not any(gathered):
+            return None
+        if layout == "row":
+            found = [part.quantized().q8 for part in self.parts]
+            scales = torch.cat([q8.scales for q8 in found])
+        else:
+            scales, fmt = next(g for g in gathered if g).in_layout(layout).scales, fp8_format(self.settings.format)
+            found = [
+                g.in_layout(layout) if g else quantize_tensor(part.parameter, fmt, scales)
+                for g, part in zip(gathered, self.parts, strict=True)
+            ]
+        codes = torch.cat([q8.codes.view(torch.uint8) for q8 in found]).view(found[0].codes.dtype)
+        return QuantizedTensor(codes, scales, layout)
 
     def gradients(
         self, d8_t: QuantizedTensor, x8_t: QuantizedTensor, wanted: Sequence[bool]
@@ -231,6 +251,10 @@ def into_main_grad(
 def _gathered(parameter: torch.Tensor) -> GatheredWeight | None:
     """The codes that stand for a parameter whose values this rank does not have (``flow/parallel/gathered.py``)."""
     return None if torch.compiler.is_compiling() else getattr(parameter, "coat_gathered", None)
+
+
+def _operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
+    return row_operand(q8, tp, settings) if q8.layout == "row" else Operand(q8, q8.scales)
 
 
 def row_blocks(

@@ -46,7 +46,8 @@ class FusedLayer(Patched):
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
         with running():
-            y, _, x = self.self_attn(hidden_states=hidden_states, coat_norm=self.input_layernorm, **kwargs)
+            # By position: ZeRO-3 lets an attention's weights go in backward where its first argument has a gradient.
+            y, _, x = self.self_attn(hidden_states, coat_norm=self.input_layernorm, **kwargs)
             y, x = self.mlp(x + y, norm=self.post_attention_layernorm)
         return x + y
 
@@ -54,17 +55,24 @@ class FusedLayer(Patched):
 class FusedAttention(Patched):
     """Attention; with ``coat_norm`` the norm before it as well, and the alias of its input for the residual."""
 
+    def coat_flow_weights(self: Any) -> list[Any]:
+        """As :meth:`Projection.coat_flow_weights`."""
+        return [(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight), self.o_proj.weight]
+
     def coat_forward(
-        self: Any, plain: Callable[..., Any], *args: Any, coat_norm: nn.Module | None = None, **kwargs: Any
+        self: Any,
+        plain: Callable[..., Any],
+        hidden_states: torch.Tensor,
+        *args: Any,
+        coat_norm: nn.Module | None = None,
+        **kwargs: Any,
     ) -> Any:
         if coat_norm is None:
-            return plain(self, *args, **kwargs)
-        x = kwargs["hidden_states"]
+            return plain(self, hidden_states, *args, **kwargs)
+        x = hidden_states
         linears = self.q_proj, self.k_proj, self.v_proj
         if not plain_linears(*linears, self.o_proj):  # adapters that came later
-            kwargs["hidden_states"] = coat_norm(x)
-            return *plain(self, *args, **kwargs)[:2], x
-        del kwargs["hidden_states"]
+            return *plain(self, coat_norm(x), **kwargs)[:2], x
         kind, scope = self.coat.kind, inspect.unwrap(self.coat_original.forward).__globals__
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)

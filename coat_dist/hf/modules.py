@@ -23,6 +23,7 @@ __all__ = [
     "MLP",
     "ONE",
     "FirstProjection",
+    "JoinedAttention",
     "Layer",
     "LaterProjection",
     "OutProjection",
@@ -47,8 +48,8 @@ class Part(NamedTuple):
     """The attribute ``coat`` of a patched module."""
 
     settings: ActivationConfig
-    others: tuple[nn.Module, ...] = ()
-    """Of the first projection of an attention: the others, whose results it computes too."""
+    joined: tuple[nn.Module, ...] = ()
+    """Of an attention's projections that are one product: all of them."""
     kind: Attention | None = None
     """Of a fused attention: how it differs from Llama's."""
 
@@ -82,6 +83,9 @@ class Patched:
     coat_patched = True
     coat_original: type
     coat: Part
+
+    def coat_trains(self: Any) -> bool:
+        return trains(self)
 
     def coat_forward(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``forward`` while training; ``plain`` is that of the original class."""
@@ -174,36 +178,40 @@ class UnfusedNorm(Patched):
 class Projection(Patched):
     """A linear in FP8 by itself."""
 
+    def coat_flow_weights(self: Any) -> list[Any]:
+        """Parameters that only the flow reads while training; of one product, in a tuple."""
+        return [tuple(m.weight for m in self.coat.joined) or self.weight]
+
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         if not fits(x):
             return plain(self, x)
         return flow.norm_linear(x, None, self.weight, self.bias, ONE, self.coat.settings)
 
 
-class OutProjection(Patched):
+class OutProjection(Projection):
     """The linear behind attention, which saves an alias of attention's output."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         return bias_of(flow.linear(x, self.weight, ONE, self.coat.settings), self) if fits(x) else plain(self, x)
 
 
-class FirstProjection(Patched):
+class FirstProjection(Projection):
     """The first of several linears of one input: computes all of them, and keeps the others' results for them."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        linears = (self, *self.coat.others)
+        linears = self.coat.joined
         if not fits(x):
             return plain(self, x)
         biases = None if self.bias is None else [m.bias for m in linears]
         sizes = [m.weight.shape[0] for m in linears]
         out = flow.norm_linear(x, None, [m.weight for m in linears], biases, ONE, self.coat.settings)
         first, *rest = out.split(sizes, -1)
-        for module, result in zip(self.coat.others, rest, strict=True):
+        for module, result in zip(linears[1:], rest, strict=True):
             vars(module)["coat_given"] = x, result
         return first
 
 
-class LaterProjection(Patched):
+class LaterProjection(Projection):
     """One of the others: takes what the first has computed of the same input."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
@@ -212,9 +220,34 @@ class LaterProjection(Patched):
             return given[1]
         return Projection.coat_forward(self, plain, x)
 
+    def coat_take(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """What the first has computed, whatever tensor object it was given."""
+        given = vars(self).pop("coat_given", None)
+        return self(x) if given is None else given[1]
+
+
+class JoinedAttention(Patched):
+    """An attention that runs its own code around joined projections.
+
+    ZeRO-3 gives each module another tensor object, gathers weights for each call, and releases them when the gradient
+    of its input is there. So the later projections are not called there: the first uses their weights.
+    """
+
+    def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        later = {name: m for name, m in self._modules.items() if isinstance(m, LaterProjection) and hasattr(m, "ds_id")}
+        try:
+            vars(self).update((name, module.coat_take) for name, module in later.items())
+            return plain(self, *args, **kwargs)
+        finally:
+            for name in later:
+                vars(self).pop(name, None)
+
 
 class MLP(Patched):
     """A gated MLP; with ``norm`` the norm before it as well, and the alias of x for the residual connection."""
+
+    def coat_flow_weights(self: Any) -> list[Any]:
+        return [tuple(getattr(self, name).weight for name in gate(self) or ()), self.down_proj.weight]
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None) -> Any:
         names = gate(self)

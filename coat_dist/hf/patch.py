@@ -23,6 +23,7 @@ from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
     MLP,
     FirstProjection,
+    JoinedAttention,
     LaterProjection,
     Layer,
     OutProjection,
@@ -172,10 +173,10 @@ def _patch_layer(name: str, layer: Any, settings: ActivationConfig, changes: Cha
 def _patch_projections(attention: Any, settings: ActivationConfig, changes: Changes) -> None:
     linears: list[Any] = [getattr(attention, n, None) for n in QKV]
     if all(type(m) is nn.Linear for m in linears) and len({m.bias is None for m in linears}) == 1:
-        first, *others = linears
-        changes.swap(first, swapped(nn.Linear, FirstProjection), Part(settings, tuple(others)))
-        for module in others:
-            changes.swap(module, swapped(nn.Linear, LaterProjection), Part(settings))
+        changes.swap(attention, swapped(type(attention), JoinedAttention))
+        for module in linears:
+            kind = FirstProjection if module is linears[0] else LaterProjection
+            changes.swap(module, swapped(nn.Linear, kind), Part(settings, tuple(linears)))
     for module_name, module in list(attention.named_modules()):
         if type(module) is nn.Linear and "lora_" not in module_name:
             mixin = OutProjection if module_name == "o_proj" else Projection

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import coat_dist
 
 PROGRAM = """
 import json, pickle, subprocess, sys
@@ -42,6 +45,48 @@ def test_a_file_a_module_and_their_children(tmp_path):
     done, found = run(tmp_path, "-m", "sub.train", "--flag")
     assert done.returncode == 0, done.stderr
     assert found["argv"][1:] == ["--flag"] and found["path"] == str(tmp_path) and found["honoured"]
+
+
+RANK = """
+import json, os, pickle, sys
+import deepspeed, torch
+class Mine: pass
+def work(given):
+    return type(given).__name__
+if __name__ == "__main__":
+    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+        worked = pool.map(work, [Mine()])
+    honoured = hasattr(deepspeed, "initialize_without_coat")
+    found = os.environ["LOCAL_RANK"], sys.argv[1:], sys.path[0], honoured, worked
+    open("rank" + found[0], "w").write(json.dumps(found))
+"""
+COAT, TORCHRUN = ["-m", "coat_dist"], ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus=2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--deepspeed_config_file=ds.json"]
+ACCELERATE += ["--num_processes=2", "--num_machines=1"]
+LAUNCHERS = {
+    "torchrun": [*TORCHRUN, *COAT, "train.py"],
+    "under torchrun": [*COAT, *TORCHRUN, "train.py"],
+    "deepspeed": [*DEEPSPEED, "--module", "coat_dist", "-m", "train"],
+    "under deepspeed": [*COAT, *DEEPSPEED, "train.py"],
+    "under accelerate": [*COAT, *ACCELERATE, "train.py"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher, tmp_path):
+    (tmp_path / "train.py").write_text(RANK)
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    line = [sys.executable, *LAUNCHERS[launcher], "-m", "x"]
+    paths = os.pathsep.join([str(Path(coat_dist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for rank in "01":
+        given = [f"--local_rank={rank}"] if "deepspeed" in launcher else []
+        found = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert found == [rank, [*given, "-m", "x"], str(tmp_path), True, ["Mine"]]
 
 
 def test_what_cannot_be_run_is_named(tmp_path):

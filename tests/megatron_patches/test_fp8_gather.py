@@ -7,6 +7,7 @@ import torch
 
 import megatron_patches as mp
 from tests.support import run_ranks
+from tests.support.gathers import Sent, values
 
 from .tiny import FULL, NARROW, tiny_batch, tiny_gpt, tiny_loss
 from .training import drive, engine_config
@@ -37,47 +38,10 @@ def _run(engine, world, rank, steps=3):
     return losses
 
 
-def _values(engine):
-    from deepspeed import zero
-
-    found = {}
-    for name, p in engine.module.named_parameters():
-        with zero.GatheredParameters([p]):
-            found[name] = p.detach().clone()
-    return found
-
-
-class _Sent:
-    """Counts bytes that this rank gives to gathers of weights: DeepSpeed's, and those of codes."""
-
-    def __init__(self):
-        from deepspeed.runtime.zero import partition_parameters as deepspeeds
-
-        from coat_dist.flow.parallel import gathered
-
-        self.plain = self.codes = 0
-        gather_into, allgather = gathered.gather_into, deepspeeds._dist_allgather_fn
-
-        def count_codes(out, payload, group):
-            self.codes += payload.nbytes
-            return gather_into(out, payload, group)
-
-        def count_plain(given, out, group=None):
-            self.plain += given.nbytes
-            return allgather(given, out, group)
-
-        gathered.gather_into, deepspeeds._dist_allgather_fn = count_codes, count_plain
-
-    def take(self):
-        found = self.plain, self.codes
-        self.plain = self.codes = 0
-        return found
-
-
 def _compared(rank, world, cases):
 
     mp.initialize_model_parallel(1)
-    sent = _Sent()
+    sent = Sent()
     found = []
     for changes, zero, activation in cases:
         runs, counts = [], []
@@ -87,8 +51,7 @@ def _compared(rank, world, cases):
             sent.take()
             losses += _run(engine, world, rank, steps=1)
             counts.append(sent.take())
-            values = _values(engine)
-            runs.append((losses, values))
+            runs.append((losses, values(engine)))
             engine.destroy()
         (plain, before), (losses, after) = runs
         different = [n for n, p in before.items() if not torch.equal(p, after[n])]

@@ -8,6 +8,9 @@ memory. ``GatheredParameters`` and exports call ``all_gather``, which brings the
 A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more often. A fetch brings
 what was used of the fetch of the same number in the pass before; what is missing is gathered when it is asked for.
 Ranks run the same modules in the same order, which ZeRO-3 itself relies on, so they agree.
+
+Modules of transformers models (those that have ``coat_trains``) run their own forward where they do not train: a pass
+without gradients fetches values, and a module that finds codes there all the same gathers values before it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config import ActivationConfig
 from ...flow.parallel.gathered import GatheredWeight, Pending, Shard, gather
 from ...formats import QuantizedTensor, fp8_format
 
@@ -37,9 +39,12 @@ def has_flow_weights(module: nn.Module) -> bool:
 def gather_codes(module: nn.Module) -> None:
     """Replace the three methods on every parameter of an engine's module."""
     passes = _Passes()
-    for parameter, (owner, settings) in _flow_weights(module).items():
-        parameter.coat_fetch = _Fetch(parameter, owner, settings, passes)
+    for parameter, (owners, parts) in _flow_weights(module).items():
+        parameter.coat_fetch = _Fetch(parameter, owners[0], passes, parts)
         passes.weights.append(parameter)
+        for owner in owners:
+            if hasattr(owner, "coat_trains"):
+                owner.register_forward_pre_hook(functools.partial(_bring_values, parameter))
     # Before the hook by which DeepSpeed fetches the first parameters of a pass.
     module.register_forward_pre_hook(passes.begin, prepend=True)
     for parameter in module.parameters():
@@ -71,22 +76,27 @@ class _Passes:
     """Counts passes over the model."""
 
     number: int = 0
+    trains: bool = False
+    """Whether the pass under way, with its backward, has gradients."""
     weights: list[Any] = field(default_factory=list)
 
     def begin(self, *_: Any) -> None:
         self.number += 1
+        self.trains = torch.is_grad_enabled()
         for weight in self.weights:
-            if weight.coat_gathered is not None and not weight.coat_fetch.patched:
-                let_go(weight)  # kept from the last pass, and the module has been unpatched since
+            if weight.coat_gathered is not None and not weight.coat_fetch.wanted:
+                let_go(weight)  # kept from the last pass: the module was unpatched since, or evaluates
 
 
 class _Fetch:
     """How one weight is fetched."""
 
-    def __init__(self, parameter: Any, owner: nn.Module, settings: ActivationConfig, passes: _Passes) -> None:
+    def __init__(self, parameter: Any, owner: Any, passes: _Passes, parts: tuple[Any, ...]) -> None:
         self._parameter, self._owner, self._passes = weakref.ref(parameter), weakref.ref(owner), passes
-        self.format = fp8_format(settings.format)
-        self._layouts: dict[int, list[str]] = {0: [settings.forward_scales]}  # by the number of the fetch in its pass
+        self._beside = [weakref.ref(p) for p in parts if p is not parameter]
+        self.format = fp8_format(owner.coat.settings.format)
+        # By the number of the fetch in its pass.
+        self._layouts: dict[int, list[str]] = {0: [owner.coat.settings.forward_scales]}
         self._pass, self._fetched = 0, -1
 
     def count(self) -> list[str]:
@@ -102,27 +112,34 @@ class _Fetch:
             self._layouts[self._fetched] = sorted(gathered.used)
 
     @property
-    def patched(self) -> bool:
-        """Whether the module that uses the weight still runs the flow."""
-        return hasattr(type(self._owner()), "coat_flow_weights")
+    def wanted(self) -> bool:
+        """Whether the module that uses the weight runs the flow in this pass."""
+        owner: Any = self._owner()
+        if not hasattr(type(owner), "coat_flow_weights"):
+            return False
+        return not hasattr(owner, "coat_trains") or (self._passes.trains and owner.training)
 
     @property
     def possible(self) -> bool:
-        """Whether codes will do now: the module is still patched, and the shard is where codes are made."""
+        """Whether codes will do now: the flow reads them, and shards are where codes are made."""
         p: Any = self._parameter()
-        if not self.patched or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
+        if not self.wanted or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
             return False
-        shard, _, world = _shard_of(p)
-        return shard is not None and world > 1 and shard.device == p.device and not hasattr(shard, "ds_quant_scale")
+        shards = [(shard, world) for shard, _, world in map(_shard_of, (p, *self._others()))]
+        return all(
+            shard is not None and world > 1 and shard.device == p.device and not hasattr(shard, "ds_quant_scale")
+            for shard, world in shards
+        )
+
+    def _others(self) -> list[Any]:
+        """The other weights of a product of several."""
+        return [reference() for reference in self._beside]
 
     def shards(self, layouts: Iterable[str]) -> list[Shard]:
         """This rank's, one a layout."""
         p: Any = self._parameter()
-        tensor, group, _ = _shard_of(p)
-        room = tensor.numel()
-        first = min(room * dist.get_rank(group), p.ds_numel)
-        values = tensor.data[: max(0, min(room, p.ds_numel - first))]
-        return [Shard(values, first, room, p.ds_shape, layout) for layout in layouts]
+        beside = tuple(_values_of(other)[0] for other in self._others())
+        return [Shard(*_values_of(p), p.ds_shape, layout, beside) for layout in layouts]
 
     def bring(self, layout: str) -> QuantizedTensor:
         """Gather at once what the fetch has not brought."""
@@ -135,6 +152,14 @@ def _shard_of(p: Any) -> tuple[Any, Any, int]:
     if p.ds_zero_param_process_group is None:
         return p.ds_tensor, p.ds_process_group, p.ds_zero_partition_world_size
     return p.ds_secondary_tensor, p.ds_zero_param_process_group, p.ds_secondary_tensor_group_size
+
+
+def _values_of(p: Any) -> tuple[torch.Tensor, int, int]:
+    """This rank's elements of a parameter, where they begin, and how many each rank has, padding included."""
+    tensor, group, _ = _shard_of(p)
+    room = tensor.numel()
+    first = min(room * dist.get_rank(group), p.ds_numel)
+    return tensor.data[: max(0, min(room, p.ds_numel - first))], first, room
 
 
 class _Handle:
@@ -199,6 +224,12 @@ def _all_gather(
     return original(params, async_op=async_op, hierarchy=hierarchy)
 
 
+def _bring_values(parameter: Any, owner: Any, *_: Any) -> None:
+    """Before a forward that is not the flow's, which codes were fetched for all the same."""
+    if parameter.coat_gathered is not None and not (hasattr(owner, "coat_trains") and owner.coat_trains()):
+        parameter.all_gather()
+
+
 def _partition(
     parameter: Any,
     original: Any,
@@ -213,25 +244,27 @@ def _partition(
     original(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
 
 
-def _flow_weights(model: nn.Module) -> dict[Any, tuple[nn.Module, ActivationConfig]]:
-    """Weights that nothing but the flow reads, each with a module that says so and its settings."""
-    claims: dict[Any, list[Any]] = {}
+def _flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...]]]:
+    """Weights that nothing but the flow reads, each with the modules that say so and all weights of its product."""
+    claims: dict[Any, list[tuple[Any, tuple[Any, ...]]]] = {}
     module: Any
     for module in model.modules():
         settings = getattr(getattr(module, "coat", None), "settings", None)
         if not hasattr(type(module), "coat_flow_weights") or settings is None:
             continue
         if settings.fp8_weight_gather and not settings.tp_invariant:
-            for parameter in module.coat_flow_weights():
-                claims.setdefault(parameter, []).append(module)
-    readers = _readers(model)
-    return {
-        p: (owners[0], owners[0].coat.settings)
-        for p, owners in claims.items()
-        if hasattr(p, "ds_id")
-        and len({(o.coat.settings.format, o.coat.settings.forward_scales) for o in owners}) == 1
-        and all(any(reader is owner for owner in owners) for reader in readers(p))
-    }
+            for given in module.coat_flow_weights():
+                parts = given if isinstance(given, tuple) else (given,)
+                for parameter in parts:
+                    claims.setdefault(parameter, []).append((module, parts))
+    readers, found = _readers(model), {}
+    for p, claimed in claims.items():
+        owners = [owner for owner, _ in claimed]
+        kinds = {(o.coat.settings.format, o.coat.settings.forward_scales, *map(id, parts)) for o, parts in claimed}
+        read = all(any(reader is owner for owner in owners) for reader in readers(p))
+        if hasattr(p, "ds_id") and len(kinds) == 1 and read:
+            found[p] = owners, claimed[0][1]
+    return {p: (owners, parts) for p, (owners, parts) in found.items() if all(part in found for part in parts)}
 
 
 def _readers(model: nn.Module) -> Callable[[Any], Iterator[nn.Module]]:

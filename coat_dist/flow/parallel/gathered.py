@@ -38,6 +38,8 @@ class Shard(NamedTuple):
     """Of the weight, ``[out, in]``."""
     layout: str
     """"row" or "tensor"."""
+    beside: tuple[torch.Tensor, ...] = ()
+    """This rank's elements of other weights of the same product, which share the scale of a "tensor"."""
 
 
 class Pending:
@@ -111,7 +113,8 @@ def _pieces(shard: Shard) -> tuple[slice, list[slice]]:
 def _scale_and_quantize_whole_rows(shard: Shard, scale: torch.Tensor, out: torch.Tensor, fmt: FP8Format) -> None:
     """Fill ``scale`` as far as this rank sees it, and ``out`` where nothing is left to be learnt from other ranks."""
     if shard.layout == "tensor":
-        scale.copy_(tensor_scale(amax(shard.values), fmt, aligned=True))
+        top = torch.stack([amax(values) for values in (shard.values, *shard.beside)]).amax()
+        scale.copy_(tensor_scale(top, fmt, aligned=True))
         return
     columns = shard.shape[1]
     whole, split = _pieces(shard)

@@ -5,8 +5,9 @@ import torch
 
 from coat_dist.hf import patch_model
 from tests.support import run_ranks
+from tests.support.gathers import values
 
-from .tiny import tiny, tokens
+from .tiny import same, tiny, tokens
 
 BLOCK = {"activation": {}, "optimizer": {"stochastic_rounding": False}}
 
@@ -18,15 +19,17 @@ def config(stage, **changes):
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
         "coat": BLOCK,
         **changes,
     }
 
 
-def losses_of(call, rank, steps=4):
-    return [call(tokens(seed=rank)) for _ in range(steps)]
+def run(call, weights, rank):
+    """Losses of four steps, and what the first made of the weights."""
+    losses = [call(tokens(seed=rank))]
+    first = {name: w.clone() for name, w in weights().items()}
+    return losses + [call(tokens(seed=rank)) for _ in range(3)], first
 
 
 def under_zero(rank, world, name, stage, built_in_shards):
@@ -56,19 +59,19 @@ def under_zero(rank, world, name, stage, built_in_shards):
         engine.step()
         return loss.item()
 
-    losses = losses_of(step, rank)
+    losses, first = run(step, lambda: values(engine), rank)
     shapes = {tuple(p.shape) for p in engine.module.parameters()}
     engine.module.eval()
     with torch.no_grad():
         logits = engine(input_ids=tokens()).logits
-    return losses, shapes, logits.float()
+    return losses, first, shapes, logits.float()
 
 
 def under_torch(rank, world, name, how):
     import coat_dist
 
     model = tiny(name, torch.bfloat16, pad_token_id=None)
-    patch_model(model, {"coat": BLOCK})
+    inner, _ = model, patch_model(model, {"coat": BLOCK})
     if how == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     else:
@@ -77,7 +80,7 @@ def under_torch(rank, world, name, how):
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    optimizer = coat_dist.CoatAdamW(model.parameters(), lr=1e-2, stochastic_rounding=False)
+    optimizer = coat_dist.CoatAdamW(model.parameters(), lr=1e-2, weight_decay=0.0, stochastic_rounding=False)
 
     def step(ids):
         loss = model(input_ids=ids, labels=ids).loss
@@ -86,7 +89,7 @@ def under_torch(rank, world, name, how):
         optimizer.zero_grad()
         return loss.item()
 
-    return losses_of(step, rank)
+    return run(step, lambda: {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in inner.named_parameters()}, rank)
 
 
 @pytest.mark.long
@@ -94,14 +97,49 @@ def under_torch(rank, world, name, how):
 def test_first_steps_are_the_same_and_training_goes_on(name):
     runs = {f"zero-{stage}": run_ranks(2, under_zero, name, stage, False) for stage in (1, 2, 3)}
     runs["zero-3 in shards"] = run_ranks(2, under_zero, name, 3, True)
-    first = [losses[0] for losses, *_ in runs["zero-2"]]
+    runs |= {how: run_ranks(2, under_torch, name, how) for how in ("ddp", "fsdp2")}
     for how, found in runs.items():
-        assert [losses[0] for losses, *_ in found] == first, how
-        for (losses, shapes, _), (wanted, *_) in zip(found, runs["zero-2"], strict=True):
-            assert losses == pytest.approx(wanted, rel=0.03), how
-            assert "zero-3" not in how or shapes == {(0,)}, f"{how}: something stays gathered"
-        assert found[0][0][-1] < first[0]
-    for how in ("ddp", "fsdp2"):
-        found = run_ranks(2, under_torch, name, how)
-        assert [losses[0] for losses in found] == first, how
-        assert found[0][-1] < first[0]
+        for (losses, first, *rest), (wanted, weights, *_) in zip(found, runs["zero-2"], strict=True):
+            assert losses[0] == wanted[0] and same(first, weights), how
+            assert losses == pytest.approx(wanted, rel=0.03) and losses[-1] < losses[0], how
+            assert "zero-3" not in how or rest[0] == {(0,)}, f"{how}: something stays gathered"
+
+
+def accumulates(rank, world, name, stage, folder):
+    """Weights after each of two steps of two micro-batches, saved, or those of a loaded engine; and the next loss."""
+    import deepspeed
+
+    changes = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}}
+    changes |= {"checkpoint": {"load_universal": True}} if world == 1 else {}
+    model = tiny(name, torch.bfloat16, seed=world, pad_token_id=None)
+    engine, *_ = deepspeed.initialize(model=model, config=config(stage, **changes))
+    found = []
+    if world == 1:
+        engine.load_checkpoint(folder, tag="universal")
+        found.append(values(engine))
+    for micro in range(4 if world > 1 else 0):
+        engine.backward(engine(input_ids=(ids := tokens(seed=2 * micro + rank)), labels=ids).loss)
+        engine.step()
+        found += [values(engine)] if micro % 2 else []
+    if world > 1:
+        engine.save_checkpoint(folder, tag="two-ranks")
+    loss = engine(input_ids=(ids := tokens(seed=9)), labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return *found, loss.item()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_accumulated_gradients_and_universal_checkpoints(name, tmp_path):
+    from coat_dist import convert_to_universal
+
+    first = {}
+    for stage in (2, 3):
+        folder = tmp_path / str(stage)
+        first[stage], weights, loss = run_ranks(2, accumulates, name, stage, str(folder))[0]
+        convert_to_universal(folder / "two-ranks", folder / "universal")
+        ((loaded, again),) = run_ranks(1, accumulates, name, 5 - stage, str(folder))
+        assert same(loaded, weights) and again == loss
+        assert not same(first[stage], weights)
+    assert same(first[2], first[3])
