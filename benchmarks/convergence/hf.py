@@ -1,11 +1,13 @@
 """A transformers model under the Trainer, in BF16 and with the block alone: pretraining of 60 M parameters, then LoRA.
 
     python -m benchmarks.convergence.hf [--steps 1000] [--seeds 0 1] [--text PREFIX --lora-text PREFIX]
+    python -m benchmarks.convergence.hf --kinds bf16 again optimizer flow coat --lora-steps 0    # what a gap comes from
 
 A Llama of 16 layers and 512 hidden units reads steps of 32 x 512 tokens of Python source; the last 2 % are held out.
 From the weights of the first BF16 run PEFT's LoRA then learns C and C++ headers. All runs of a phase share the GPU. A
 run is this file as a program without a word of coat_dist in it, started by ``python -m coat_dist``; runs differ by
-their DeepSpeed configuration alone. Writes ``convergence/hf.json``: held-out losses, speeds, and the gap in percent.
+their DeepSpeed configuration alone. "again" is BF16 with a learning rate larger by 1e-5 of itself: what chaos does to
+a run. Writes ``convergence/hf.json``: held-out losses, speeds, and the gaps in percent.
 """
 
 from __future__ import annotations
@@ -24,11 +26,19 @@ from typing import Any
 import numpy
 import torch
 
-from benchmarks.arguments import positive_int
+from benchmarks.arguments import int_from_0, positive_int
 from benchmarks.common import ROOT, argument_parser, options, prepare_text, python_path, write_result
 from coat_dist.nodes import free_port
 
 SEQUENCE, BATCH, HELD_OUT = 512, 32, 0.02
+KINDS = {
+    "bf16": (False, False),
+    "again": (False, False),
+    "optimizer": (True, False),
+    "flow": (False, True),
+    "coat": (True, True),
+}
+"""Of runs: whether the optimizer is CoatAdamW, and whether layers run the flow."""
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -102,20 +112,20 @@ def train(case: dict[str, Any]) -> None:
     Path(case["folder"], "result.json").write_text(json.dumps(result))
 
 
-def deepspeed_settings(coat: bool) -> dict[str, Any]:
+def deepspeed_settings(kind: str) -> dict[str, Any]:
     """The configuration of a run. ``bf16`` is DeepSpeed's: weights in BF16 with fp32 masters."""
-    params = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
-    found = {
+    optimizer, flow = KINDS[kind]
+    params: dict[str, Any] = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
+    return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2},
         "data_types": {"grad_accum_dtype": "fp32"},
-    }
-    if coat:
-        block = {"coat": {"activation": {"enabled": True}}}
-        return found | {"optimizer": {"type": "CoatAdamW", "params": params}} | block
-    return found | {"optimizer": {"type": "AdamW", "params": params | {"torch_adam": True}}}
+        "optimizer": {"type": "CoatAdamW", "params": params}
+        if optimizer
+        else {"type": "AdamW", "params": params | {"torch_adam": True}},
+    } | ({"coat": {"activation": {"enabled": flow}}} if optimizer or flow else {})
 
 
 def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -125,7 +135,7 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
         own = folder / f"{case['name']}-{case['seed']}"
         own.mkdir()
         config = own / "ds.json"
-        config.write_text(json.dumps(deepspeed_settings(case["coat"])))
+        config.write_text(json.dumps(deepspeed_settings(case["kind"])))
         given = json.dumps(case | {"folder": str(own), "deepspeed": str(config)})
         variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         variables |= {"MASTER_PORT": str(free_port() + 7 * i), "PYTHONPATH": python_path(ROOT)}
@@ -144,13 +154,13 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
     return found
 
 
-def gap(runs: Sequence[dict[str, Any]], name: str) -> float:
+def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Of the last held-out losses, means over seeds, in percent of BF16's."""
-    coat, bf16 = (
-        fmean(run["held_out_losses"][-1] for run in runs if run["name"] == f"{name}-{kind}")
-        for kind in ("coat", "bf16")
-    )
-    return 100 * (coat / bf16 - 1)
+    means: dict[str, float] = {}
+    for name in {run["name"]: None for run in runs}:
+        means[name] = fmean(run["held_out_losses"][-1] for run in runs if run["name"] == name)
+    bases = {name: f"{name.partition('-')[0]}-bf16" for name in means}
+    return {n: 100 * (mean / means[bases[n]] - 1) for n, mean in means.items() if n != bases[n] in means}
 
 
 def prepare(folder: Path, tiny: bool) -> list[str]:
@@ -170,7 +180,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=positive_int, default=1000)
-    parser.add_argument("--lora-steps", type=positive_int, default=300)
+    parser.add_argument("--lora-steps", type=int_from_0, default=300, help="0: pretraining alone")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(KINDS), default=["bf16", "coat"], help="LoRA starts from the first"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--text", help="prefix of prepared tokens (default: made here)")
     parser.add_argument("--lora-text", help="the same for LoRA, with the same tokenizer")
@@ -187,21 +200,22 @@ def main() -> None:
         model = dict(hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, vocab_size=16384)
         model |= dict(num_attention_heads=width // 64, num_key_value_heads=width // 64)
         shared = {"model": model, "base": None, "lora": False, "save": None, "evaluation": 16 if a.tiny else 512}
-        shared |= {"lr": 1e-3, "steps": a.steps, "text": text}
+        shared |= {"steps": a.steps, "text": text}
         base = str(folder / "base")
         cases = [
-            shared | {"name": f"pretraining-{kind}", "coat": kind == "coat", "seed": seed}
+            shared
+            | {"name": f"pretraining-{kind}", "kind": kind, "seed": seed, "lr": 1e-3 * (1 + 1e-5 * (kind == "again"))}
             for seed in a.seeds
-            for kind in ("bf16", "coat")
+            for kind in a.kinds
         ]
         cases[0]["save"] = base
         runs = phase(cases, folder)
-        tuned = {"name": None, "base": base, "lora": True, "save": None, "lr": 5e-4}
-        tuned |= {"steps": a.lora_steps, "text": headers}
-        runs += phase([case | tuned | {"name": case["name"].replace("pretraining", "lora")} for case in cases], folder)
-    gaps = {name: gap(runs, name) for name in ("pretraining", "lora")}
-    print("gap of held-out losses in %: " + ", ".join(f"{name} {value:+.3f}" for name, value in gaps.items()))
-    result = {"settings": options(a, "text", "lora_text"), "gaps_percent": gaps, "runs": runs}
+        if a.lora_steps:
+            tuned = {"base": base, "lora": True, "save": None, "lr": 5e-4, "steps": a.lora_steps, "text": headers}
+            runs += phase([case | tuned | {"name": f"lora-{case['kind']}"} for case in cases], folder)
+    found = gaps(runs)
+    print("gaps of held-out losses in %: " + ", ".join(f"{name} {value:+.3f}" for name, value in found.items()))
+    result = {"settings": options(a, "text", "lora_text"), "gaps_percent": found, "runs": runs}
     write_result("convergence/hf" + "-tiny" * a.tiny, result, a.output)
 
 
