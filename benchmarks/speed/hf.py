@@ -251,11 +251,10 @@ def main() -> None:
     case = options(arguments, "variants", "limit")
     found = []
     for variant in arguments.variants:
+        print(f"== {variant}", flush=True)
         found.append(run(case | {"variant": variant}, arguments.limit))
-        compare(found[-1:])
-    print("== all", flush=True)
-    compare(found)
-    write_result(f"speed/{arguments.name}", {"settings": options(arguments), "variants": found}, arguments.output)
+        compare(found)
+        write_result(f"speed/{arguments.name}", {"settings": options(arguments), "variants": found}, arguments.output)
 
 
 if __name__ == "__main__":
