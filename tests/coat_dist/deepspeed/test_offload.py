@@ -1,0 +1,15 @@
+"""DeepSpeed's offload_optimizer with CoatAdamW: states in host memory, every bit as without."""
+
+import pytest
+
+from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, trajectory
+from tests.support import run_ranks
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_states_in_host_memory_change_no_bit_and_checkpoints_go_both_ways(case, tmp_path):
+    resident, hosted = (run_ranks(2, trajectory, CASES[case], on, str(tmp_path / str(on))) for on in (False, True))
+    for one, other in zip(resident, hosted, strict=True):
+        assert_same(one[0], other[0])
+        assert_same(one[0][5:], one[1])
+        assert_same(one[0][5:], other[1])
