@@ -14,7 +14,9 @@ if torch.cuda.get_device_capability() < (8, 9):
 
 from coat_dist.optim import CoatAdamW, export_master, export_moments, fp32_state_dict, host
 from coat_dist.optim.moments import write_moment
+from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, moved, trajectory
 from tests.coat_dist.optim.common import equal_bytes
+from tests.support import run_ranks
 
 SHAPES = ((1000, 4097), (3, 77), (2048, 1024), (513,))
 REMAINDER = {"master_weights": "bf16_remainder"}
@@ -216,3 +218,21 @@ def test_memory_that_cannot_be_pinned_is_named(monkeypatch):
         RuntimeError, match=r"state_device: got 'cpu', and 0.00 GiB .* cannot be pinned \(CUDA error 2\)"
     ):
         CoatAdamW([p], state_device="cpu").step()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_deepspeeds_key_changes_no_bit(case, tmp_path):
+    resident, hosted = (
+        run_ranks(1, trajectory, CASES[case], on, str(tmp_path / str(on)), backend="nccl")[0] for on in (False, True)
+    )
+    assert_same(resident[0], hosted[0])
+    assert_same(resident[0][5:], resident[1])
+    assert_same(resident[0][5:], hosted[1])
+
+
+@pytest.mark.parametrize("include", ["all", "optim_states", "lp_params"])
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+@pytest.mark.parametrize("offloaded, remainder", [(True, True), (False, True), (False, False)])
+def test_engines_states_go_and_come_back(case, offloaded, remainder, include):
+    still, away = (run_ranks(1, moved, CASES[case], offloaded, remainder, x, backend="nccl")[0] for x in ("", include))
+    assert_same(still, away)

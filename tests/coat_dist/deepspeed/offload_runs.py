@@ -70,3 +70,27 @@ def assert_same(one, other):
                 [(x, theirs[key][n]) for n, x in value.items()] if isinstance(value, dict) else [(value, theirs[key])]
             )
             assert all(torch.equal(a, b) for a, b in pairs), key
+
+
+def moved(rank, world, zero, offloaded, remainder, include):
+    """Contents of ten steps; in `include`'s run everything is moved away and back between all steps."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    from coat_dist.deepspeed.step.master_weights import pairs_of_copies
+
+    engine, found = engine_of(zero, offloaded, remainder=remainder), []
+    kinds = None if include == "all" else [OffloadStateTypeEnum(x) for x in include.split()]
+    allocated = torch.cuda.memory_allocated if torch.cuda.is_available() else int
+    for step in range(6):
+        found += train(engine, rank, step, step + 1)
+        if include:
+            before, weights = allocated(), sum(flat.numel() for flat, _ in pairs_of_copies(engine.optimizer))
+            (engine, engine.optimizer)[step % 2].offload_states(kinds)
+            if torch.cuda.is_available():  # most parameters have codes, and remainders where weights are masters
+                named = {"all": (2 if remainder else 6) * (not offloaded) + 2, "lp_params": 2}
+                assert before - allocated() >= 0.9 * weights * named.get(include, 2 * (not offloaded))
+            (engine, engine.optimizer)[step % 2].reload_states()
+            assert not engine.optimizer.offloaded_states
+            if remainder:
+                assert all(a.data_ptr() == b.data_ptr() for a, b in pairs_of_copies(engine.optimizer))
+    return found

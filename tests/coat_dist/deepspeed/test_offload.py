@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, trajectory
+from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, moved, trajectory
 from tests.support import run_ranks
 
 
@@ -13,3 +13,13 @@ def test_states_in_host_memory_change_no_bit_and_checkpoints_go_both_ways(case, 
         assert_same(one[0], other[0])
         assert_same(one[0][5:], one[1])
         assert_same(one[0][5:], other[1])
+
+
+@pytest.mark.parametrize("include", ["all", "optim_states", "lp_params"])
+@pytest.mark.parametrize("remainder", [True, False])
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_states_weights_and_masters_that_were_away_are_the_same_bits(case, remainder, include):
+    for offloaded in (True, False) if remainder else (False,):
+        still, away = (run_ranks(2, moved, CASES[case], offloaded, remainder, x) for x in ("", include))
+        for one, other in zip(still, away, strict=True):
+            assert_same(one, other)
