@@ -62,6 +62,13 @@ def trajectory(rank, world, zero, offloaded, folder):
     return found, train(other, rank, 5, 10)
 
 
+def universal(rank, world, zero, offloaded, folder):
+    """The contents that a universal checkpoint has, loaded, and those of more steps."""
+    engine = engine_of(zero, offloaded, universal=True)
+    engine.load_checkpoint(folder, tag="universal")
+    return [contents(engine), *train(engine, rank, 5, 8)]
+
+
 def assert_same(one, other):
     for mine, theirs in zip(one, other, strict=True):
         assert mine.keys() == theirs.keys()

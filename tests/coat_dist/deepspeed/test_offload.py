@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, moved, trajectory
+from coat_dist import convert_to_universal
+from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, moved, trajectory, universal
 from tests.support import run_ranks
 
 
@@ -13,6 +14,10 @@ def test_states_in_host_memory_change_no_bit_and_checkpoints_go_both_ways(case, 
         assert_same(one[0], other[0])
         assert_same(one[0][5:], one[1])
         assert_same(one[0][5:], other[1])
+    convert_to_universal(tmp_path / "True" / "five", tmp_path / "universal")
+    loaded = [run_ranks(2, universal, CASES[case], on, str(tmp_path)) for on in (False, True)]
+    for one, other in zip(*loaded, strict=True):
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("include", ["all", "optim_states", "lp_params"])
