@@ -22,7 +22,7 @@ import torch
 from benchmarks.arguments import positive_float
 from benchmarks.common import argument_parser, write_result
 from benchmarks.timing import median
-from coat_dist import CoatAdamW
+from coat_dist import CoatAdamW, initialize
 from coat_dist.optim import host
 
 CHUNKS = tuple(1 << k for k in (20, 22, 24, 26))
@@ -112,10 +112,6 @@ def steps(n: int, rate: float) -> list[dict[str, Any]]:
 
 def engine_steps(n: int) -> list[dict[str, Any]]:
     """`engine.step()` on a stack of square matrices."""
-    import deepspeed
-
-    import coat_dist  # noqa: F401
-
     rows = []
     for name, settings in ENGINES.items():
         params = {"lr": 1e-4, "master_weights": "bf16_remainder"}
@@ -128,7 +124,7 @@ def engine_steps(n: int) -> list[dict[str, Any]]:
         }
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, n // WIDTH**2))))
         try:
-            engine, *_ = deepspeed.initialize(model=model, config=config)
+            engine, *_ = initialize(model=model, config=config)
         except Exception as error:  # its C++ extension cannot be built everywhere
             print(f"{name}: left out: {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
