@@ -67,6 +67,8 @@ class OptimizerConfig(_Block):
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
     """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
     to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""
+    state_device: Literal["parameter", "cpu"] = "parameter"
+    """"cpu": moments and remainders in host memory, as DeepSpeed's ``offload_optimizer`` asks for, too."""
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:

@@ -23,7 +23,7 @@ from ..flow.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
 from . import expert_parallel, heartbeat
 from .build import pipeline, pipeline_module, round_robin
-from .step import accessors, fp8_gather, master_weights, step, step_gradients
+from .step import accessors, fp8_gather, master_weights, offload_states, step, step_gradients
 
 __all__ = ["ATTACHMENTS", "FOR_NEW_ENGINES", "Attachment", "Built", "attach"]
 
@@ -122,6 +122,13 @@ ATTACHMENTS = (
         lambda b: master_weights.share_memory(b.zero),
         ("zero._restore_from_bit16_weights",),
         "before the accessors: parameters are then linked anew, to the shared memory",
+    ),
+    Attachment(
+        "states are moved to host memory and back",
+        lambda b: b.ours and hasattr(b.zero, "offload_states"),
+        lambda b: offload_states.move_states_by_ours(b.zero),
+        ("zero.offload_states", "zero.reload_states"),
+        "anywhere: nothing else is put around these",
     ),
     Attachment(
         "DeepSpeed's accessors, stages 1 and 2",

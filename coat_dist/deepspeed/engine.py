@@ -102,6 +102,9 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         lightning = not sys.modules.keys().isdisjoint(("lightning", "pytorch_lightning"))
         if lightning and isinstance(request.source, dict):  # its trainer.test looks the key up there
             request.source.setdefault("zero_allow_untested_optimizer", True)
+    if facts.hosted:  # by CoatAdamW itself: DeepSpeed would step on the CPU
+        zero = settings["zero_optimization"]
+        settings["zero_optimization"] = {**zero, "offload_optimizer": {**zero["offload_optimizer"], "device": "none"}}
     if facts.only_evaluates:  # as a reference model: an engine of stage 0 with bf16 would step while it is built
         for key in ("optimizer", "scheduler"):
             settings.pop(key, None)
@@ -115,6 +118,10 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         given["args"].deepspeed_config = None
     with announced_experts(given["model"], given.get("mpu"), facts.ep):
         engine, *others = original()(**{**given, "config": settings})
+    if facts.hosted:
+        settings["zero_optimization"] = request.settings["zero_optimization"]  # `engine.config`, which others read
+        for group in getattr(base_optimizer(engine.optimizer), "param_groups", ()):
+            group["state_device"] = "cpu"
     if facts.ep > 1:  # else it would save and load experts by names of DeepSpeed's own layers
         engine.has_moe_layers, engine.num_experts = False, []
     attach(engine, request.coat, evaluates=facts.only_evaluates)

@@ -57,13 +57,14 @@ NUM_WARPS = 4
 
 @triton.jit
 def _update_tile(
-    first_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, phase, low, copy,
+    first_row, base_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, phase, low, copy,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
     M: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``."""
+    """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``; for
+    their noise ``base_row`` is the number of the first."""
     first = first_row * GROUP
     row = tl.arange(0, ROWS)
     offset = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -114,8 +115,9 @@ def _update_tile(
     noise_m = 0.0
     noise_v = 0.0
     if STOCHASTIC_M or STOCHASTIC_V:  # a tile never straddles a multiple of 2**32 rows: it has a power of two
-        key = mix((first_row >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
-        start = mix((first_row.to(tl.uint32) + row.to(tl.uint32)) ^ key)
+        number = first_row + base_row
+        key = mix((number >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
+        start = mix((number.to(tl.uint32) + row.to(tl.uint32)) ^ key)
         if STOCHASTIC_M:
             noise_m = dither(mix(start ^ 0x5BD1E995), phase, M, GROUP)
         if STOCHASTIC_V:
@@ -133,9 +135,9 @@ def _update_tile(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["seed", "step"])
+@triton.jit(do_not_specialize=["seed", "step", "base_row"])
 def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, step, low, copy, of_count,
+    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, step, base_row, low, copy, of_count,
     grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
@@ -144,7 +146,7 @@ def _adamw_kernel(
     if COUNTED:
         rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_count)
     _update_tile(
-        tl.program_id(0).to(tl.int64) * ROWS, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups,
+        tl.program_id(0).to(tl.int64) * ROWS, base_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups,
         seed + (step >> 3), step & 7, low, copy,
         grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
         GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST,
@@ -170,7 +172,7 @@ def _adamw_table_kernel(
         rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_counts + tensor * 4)
     n = tl.multiple_of(tl.load(row + 8), 16)
     _update_tile(
-        (tile - tl.load(row)) * ROWS,
+        (tile - tl.load(row)) * ROWS, 0,
         tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(PARAM)), 16),
         tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(GRAD)), 16),
         tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.uint8)), 16),
@@ -199,19 +201,10 @@ def adamw_steps(
     rate, decay = (0.0, 0.0) if lr_is_tensor else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
     rows = TILE_ELEMENTS // codec_m.group_size
     scalars = (
-        first.grad if numbers.grad_factor is None else numbers.grad_factor,
-        lr,
-        rate,
-        decay,
-        numbers.weight_decay,
-        numbers.beta1,
-        1.0 - numbers.beta1,
-        numbers.beta2,
-        1.0 - numbers.beta2,
-        numbers.eps,
-        numbers.inverse_bias1,
-        numbers.inverse_sqrt_bias2,
-    )
+        first.grad if numbers.grad_factor is None else numbers.grad_factor, lr, rate, decay, numbers.weight_decay,
+        numbers.beta1, 1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
+        numbers.inverse_bias1, numbers.inverse_sqrt_bias2,
+    )  # fmt: skip
     options = dict(
         GROUP=codec_m.group_size,
         ROWS=rows,
@@ -237,10 +230,10 @@ def adamw_steps(
                 PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad], COPIED=_TYPES[kind.copy or kind.param], **options,
             )  # fmt: skip
     for k, i in enumerate(found.single, len(found.order)):
-        param, grad, m, v, seed, low, copy, _ = tensors[i]
+        param, grad, m, v, seed, low, copy, _, base_row = tensors[i]
         groups = len(m.a)
         _adamw_kernel[(-(-groups // rows),)](
-            param, grad, *m, *v, param.numel(), groups, _int32(seed or 0), _int32(numbers.step),
+            param, grad, *m, *v, param.numel(), groups, _int32(seed or 0), _int32(numbers.step), base_row,
             param if low is None else low, param if copy is None else copy,
             of_counts[k] if counted else of_counts, *scalars,
             **_stochastic(numbers, seed is not None), LOW=low is not None, COPY=copy is not None, COUNTED=counted,

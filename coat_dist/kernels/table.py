@@ -77,11 +77,11 @@ def sort(tensors: Sequence[AdamWTensors], rows: int = 8) -> tuple[dict[Kind, lis
     """
     kinds: dict[Kind, list[Member]] = {}
     single = []
-    for i, (param, grad, m, v, seed, low, copy, _) in enumerate(tensors):
+    for i, (param, grad, m, v, seed, low, copy, _, base_row) in enumerate(tensors):
         n, groups = param.numel(), len(m.a)
         if n == 0:
             continue
-        if n <= LIMIT and n % ALIGNMENT == 0:
+        if n <= LIMIT and n % ALIGNMENT == 0 and not base_row:
             ends = [0 if t is None else t.data_ptr() for t in (low, copy)]
             addresses = [*map(_ADDRESS, (param, *m, *v))]
             if not any(address % ALIGNMENT for address in (*addresses, *ends, grad.data_ptr())):

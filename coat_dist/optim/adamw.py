@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.autograd.graph import increment_version
 from ..ops import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
 from .checks import Pairs, check_capturable, check_capture, check_step
 from .group_keys import check_keys
+from .host import on_host, stream_steps, to_home, wait
 from .moments import forget_written
 from .plan import Columns, Plan, Plans
 from .seeds import name_of, new_seed, noise_seed, taken_seeds
@@ -61,6 +63,8 @@ class CoatAdamW(torch.optim.Optimizer):
             first steps, as nothing else tells a parameter from its like after a restart (``optim/seeds.py``); runs are
             reproducible and resume exactly with and without.
         master_weights: "parameter" or "bf16_remainder".
+        state_device: "parameter", or "cpu": codes and remainders of parameters on a GPU stay in pinned host memory,
+            from where each step moves them past the GPU (docs/memory.md). Equal bits; fp32 moments stay on the GPU.
         capturable: count steps on the device, so that :meth:`step` can be captured in a CUDA graph and replayed: the
             same bits as without. Needs parameters on a CUDA GPU. In a graph a learning rate that is a number stays what
             it was; a tensor on the GPU is read in every replay.
@@ -88,27 +92,12 @@ class CoatAdamW(torch.optim.Optimizer):
         group_size: int = 128,
         stochastic_rounding: bool | str = "auto",
         master_weights: str = "parameter",
+        state_device: str = "parameter",
         capturable: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                maximize=maximize,
-                moments="fp8",
-                first_moment=first_moment,
-                second_moment=second_moment,
-                expand=expand,
-                normalize=normalize,
-                group_size=group_size,
-                stochastic_rounding=stochastic_rounding,
-                master_weights=master_weights,
-                capturable=capturable,
-            ),
-        )
+        options = {key: value for key, value in locals().items() if key in signature(CoatAdamW).parameters}
+        del options["params"]
+        super().__init__(params, {**options, "moments": "fp8"})
 
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
@@ -117,6 +106,16 @@ class CoatAdamW(torch.optim.Optimizer):
     copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
     """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its parameter,
     rounded to nearest even, in the same pass (if it is contiguous; else by way of one that is). Not for DTensors."""
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """States by parameter; those in host memory are complete when this returns."""
+        wait()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: dict[Any, Any]) -> None:
+        self.__dict__["state"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it does not give take their defaults."""
@@ -153,18 +152,22 @@ class CoatAdamW(torch.optim.Optimizer):
                 loss = closure()
         check_capture(self.param_groups)
         forget_written()
+        states = self.__dict__["state"]  # without waiting
         plans: Plans = self.__dict__.setdefault("_plans", Plans())
         found = [
-            plans.find(i, group, self.state, self.copies, self.grad_factor) for i, group in enumerate(self.param_groups)
+            plans.find(i, group, states, self.copies, self.grad_factor) for i, group in enumerate(self.param_groups)
         ]
         unknown = [[] if one.plan else list(zip(one.params, one.grads, strict=True)) for one in found]
-        check_step(self.param_groups, self.state, unknown, self.copies, self.grad_factor)
+        for group, pairs in zip(self.param_groups, unknown, strict=True):
+            for p, _ in pairs:
+                to_home(states.get(p) or {}, p, group)
+        check_step(self.param_groups, states, unknown, self.copies, self.grad_factor)
         for group, pairs, one in zip(self.param_groups, unknown, found, strict=True):
             if one.plan and one.columns:
                 self._step_again(group, one.plan, one.columns)
             elif pairs:
                 self._step_group(group, pairs)
-                plans.learn(one, group, self.state, self.copies, self.grad_factor)
+                plans.learn(one, group, states, self.copies, self.grad_factor)
         return loss
 
     def _step_again(self, group: Mapping[str, Any], plan: Plan, columns: Columns) -> None:
@@ -187,18 +190,19 @@ class CoatAdamW(torch.optim.Optimizer):
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
         shards: list[torch.Tensor] = []
+        states = self.__dict__["state"]
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p, grad in pairs:
-            state = ensure_state(self.state, p, group)
+            state = ensure_state(states, p, group)
             if seeded and "coat_seed" not in state:
                 if taken is None:
-                    taken = taken_seeds(self.state)
+                    taken = taken_seeds(states)
                     places = {p: i for i, p in enumerate(group["params"])}
                 state["coat_seed"] = new_seed(name_of(group, places[p]), taken)
             state["step"] += 1
             count = state["step"] if capturable else None
             key = (1 if capturable else state["step"]), p.device
-            target = self.copies.get(p)
+            target, streamed = self.copies.get(p), on_host(p, group)
             copy = None if target is None else target.contiguous()
             if is_dtensor(p):
                 shards.append(p)
@@ -214,11 +218,12 @@ class CoatAdamW(torch.optim.Optimizer):
             # In the order of the shape's elements, whatever their order in memory: so are codes in every checkpoint.
             dense, g = p.contiguous(), grad.contiguous()
             one = AdamWTensors(dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy, count)
-            if dense is p and g is grad and copy is target:
+            if dense is p and g is grad and copy is target and not streamed:
                 compressed.setdefault(key, []).append(one)
                 continue
             # some are copies, not to be held for all parameters at once
-            adamw_steps([one], *codecs(group), _numbers(group, *key, self.grad_factor))
+            run = stream_steps if streamed else adamw_steps
+            run([one], *codecs(group), _numbers(group, *key, self.grad_factor))
             if dense is not p:
                 p.copy_(dense)
             if target is not None and copy is not None and copy is not target:
@@ -243,10 +248,10 @@ class CoatAdamW(torch.optim.Optimizer):
             handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state to the byte, on the device of each parameter.
+        """Restore a state to the byte, on the device of each parameter or where ``state_device`` says.
 
         As with every torch optimizer, the options saved in parameter groups replace the present ones; those that are
-        lacking stay. Those that say how moments are stored have to agree,
+        lacking stay, and so does ``state_device``. Those that say how moments are stored have to agree,
         except under :func:`coat_dist.optim.fp32_state_dict`, and what codes mean (formats, ``expand``) must be there.
 
         Raises:
@@ -260,7 +265,7 @@ class CoatAdamW(torch.optim.Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        unbox(state["state"])
+        unbox(state)
         forget_written()
         super().__setstate__(state)
         self.__dict__.pop("_plans", None)

@@ -76,7 +76,7 @@ def check_step(
                 and grad.device == device
                 and grad.layout is torch.strided
                 and p.is_contiguous()
-                and _state_fits(state, group, p.numel(), shape, device)
+                and _state_fits(state, group, p.numel(), shape)
                 and (factor is None or factor.device == device)
                 and not (copies and p in copies or is_dtensor(p) or is_dtensor(grad) or "coat_p_low" in state)
                 and not group.get("capturable")
@@ -84,17 +84,15 @@ def check_step(
                 _look_closely(p, grad, state or {}, group, copies.get(p), factor, i)
 
 
-def _state_fits(
-    state: Mapping[str, Any], group: Mapping[str, Any], n: int, shape: torch.Size, device: torch.device
-) -> bool:
-    """Whether a state has what its group says of n elements, on this device."""
+def _state_fits(state: Mapping[str, Any], group: Mapping[str, Any], n: int, shape: torch.Size) -> bool:
+    """Whether a state has what its group says of n elements. ``to_home`` has brought it where it is kept."""
     if not is_count(state.get("step")):
         return False
     if has_remainder(group) != ("coat_p_low" in state):
         return False
     for key, wanted, dtype in state_layout(group, n, shape):
         t = state.get(key)
-        if t is None or t.shape != wanted or t.dtype is not dtype or t.device != device:
+        if t is None or t.shape != wanted or t.dtype is not dtype or t.is_meta:
             return False
         if not t.is_contiguous() and (key.startswith("coat_") or _overlaps(t)):
             return False
@@ -151,16 +149,14 @@ def _look_closely(
         if reason := refusal(p):  # wrapped by FSDP1 after the optimizer was built
             raise TypeError(f"CoatAdamW params: got {reason}")
         return
-    if _state_fits(state, group, mine.numel(), p.shape, mine.device):
+    if _state_fits(state, group, mine.numel(), p.shape):
         return
     check_state(state, p, group, f"{what()}: state")
     for key in (key for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"):
         value = local(state[key])
-        if value.device != p.device or not (value.is_contiguous() if key.startswith("coat_") else not _overlaps(value)):
-            raise ValueError(
-                f"{what()}: state, {key}: got strides {value.stride()} on {value.device}, accepted: contiguous, on "
-                f"{p.device} as the parameter; load the state dict again after a parameter was moved"
-            )
+        if value.is_meta or not (value.is_contiguous() if key.startswith("coat_") else not _overlaps(value)):
+            given = f"got strides {value.stride()} on {value.device}"
+            raise ValueError(f"{what()}: state, {key}: {given}, accepted: contiguous, with data")
 
 
 def _given(tensor: torch.Tensor) -> str:

@@ -56,7 +56,7 @@ def read_master(flat: torch.Tensor, state: Mapping[str, Any], start: int, numel:
     """Master weights ``start`` to ``start + numel`` of a flat parameter: a new fp32 tensor."""
     part = flat.detach()[start : start + numel]
     low = remainder(state, start + numel)
-    return part.to(torch.float32, copy=True) if low is None else join(part, low[start:])
+    return part.to(torch.float32, copy=True) if low is None else join(part, low[start:].to(part.device))
 
 
 def write_master(flat: torch.Tensor, state: Mapping[str, Any], start: int, values: torch.Tensor) -> None:

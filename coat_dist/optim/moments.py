@@ -9,6 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops import Moment, decode, encode, split
+from .host import CHUNK, to_home
 from .sharded import like, local
 from .state import (
     CODE_KEYS,
@@ -50,7 +51,8 @@ def export_moments(
         group: its group, or any mapping with the group's storage options.
 
     Returns:
-        ``exp_avg`` and ``exp_avg_sq``, on the state's device; of a DTensor, DTensors distributed as it is.
+        ``exp_avg`` and ``exp_avg_sq``, on the state's device, decoded on the parameter's; of a DTensor, DTensors
+        distributed as it is.
 
     Raises:
         ValueError: the state does not fit the parameter or the group.
@@ -58,8 +60,15 @@ def export_moments(
     check_state(state, param, group, "export_moments: state")
     if group["moments"] == "fp32":
         return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
-    decoded = _decode_moments(group, moment(state, "first"), moment(state, "second"))
-    first, second = (like(param, x[: local(param).numel()].view(local(param).shape)) for x in decoded)
+    mine, home = local(param), state["coat_m_q"].device
+    both = [torch.empty(mine.numel(), device=home) for _ in MOMENTS]
+    for start in range(0, mine.numel(), CHUNK):
+        numel = min(CHUNK, mine.numel() - start)
+        moments, _ = _rows(state, group, start, numel)
+        decoded = _decode_moments(group, *_on(mine.device if mine.is_cuda else home, moments))
+        for out, values in zip(both, decoded, strict=True):
+            out[start : start + numel].copy_(values[:numel])
+    first, second = (like(param, x.view(mine.shape)) for x in both)
     return first, second
 
 
@@ -71,7 +80,7 @@ def import_moments(
     step: int,
     master: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The state that stores the given moments as ``group`` says, rounded to nearest, on the parameter's device.
+    """The state that stores the given moments as ``group`` says, rounded to nearest, where the group keeps states.
 
     To be assigned to ``optimizer.state[param]`` before the next step.
 
@@ -109,7 +118,9 @@ def import_moments(
         )
         return {"step": step, "exp_avg": first, "exp_avg_sq": second, **low}
     first, second = (local(x.detach()).to(param.device) for x in (exp_avg, exp_avg_sq))
-    return {**pack(*encode_moments(group, first, second), step), **low}
+    state = {**pack(*encode_moments(group, first, second), step), **low}
+    to_home(state, param, group)
+    return state
 
 
 def encode_moments(group: Mapping[str, Any], exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[Moment, Moment]:
@@ -137,22 +148,23 @@ def _decode_moments(group: Mapping[str, Any], first: Moment, second: Moment) -> 
 
 
 def read_moment(
-    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, numel: int
+    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, numel: int, device: Any = None
 ) -> torch.Tensor:
-    """Elements ``start`` to ``start + numel`` of a moment: a new flat fp32 tensor.
+    """Elements ``start`` to ``start + numel`` of a moment: a new flat fp32 tensor, on the state's device or ``device``.
 
     Decodes no more than the groups that hold them.
     """
     if group["moments"] == "fp32":
         return state[FP32_KEYS[which]].reshape(-1)[start : start + numel].clone()
-    (m, v), first = _rows(state, group, start, numel)
-    return _decode_moments(group, m, v)[MOMENTS.index(which)].narrow(0, start - first, numel)
+    moments, first = _rows(state, group, start, numel)
+    moments = moments if device is None else _on(device, moments)
+    return _decode_moments(group, *moments)[MOMENTS.index(which)].narrow(0, start - first, numel)
 
 
 def write_moment(
     state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, values: torch.Tensor
 ) -> None:
-    """Replace elements from ``start`` on by ``values``, flat, rounded to nearest.
+    """Replace elements from ``start`` on by ``values``, flat, rounded to nearest, on the device of ``values``.
 
     Elements that share a group with them are decoded and encoded again; no others change. Where first moments are
     normalized, those of the groups are encoded again with the second ones: from what was written since the last step,
@@ -161,7 +173,8 @@ def write_moment(
     if group["moments"] == "fp32":
         state[FP32_KEYS[which]].view(-1)[start : start + values.numel()].copy_(values)
         return
-    (m, v), first = _rows(state, group, start, values.numel())
+    stored, first = _rows(state, group, start, values.numel())
+    m, v = _on(values.device, stored)
     codec_m, codec_v = codecs(group)
     decoded = _decode_moments(group, m, v)
     if codec_m.over_root:
@@ -175,9 +188,10 @@ def write_moment(
                 decoded[0][low - first : high - first] = x[low - at : high - at].to(decoded[0].device)
     decoded[MOMENTS.index(which)][start - first : start - first + values.numel()] = values
     if which == "second":
-        v.copy_(encode(decoded[1], codec_v))
+        v = encode(decoded[1], codec_v)
+        stored[1].copy_(v)
     if which == "first" or codec_m.over_root:
-        m.copy_(_encode_first(group, decoded[0], v))
+        stored[0].copy_(_encode_first(group, decoded[0], v))
 
 
 def _rows(
@@ -188,3 +202,9 @@ def _rows(
     first, last = start // size, -(-(start + numel) // size)
     m, v = (Moment(*(tensor[first:last] for tensor in moment(state, which))) for which in MOMENTS)
     return (m, v), first * size
+
+
+def _on(device: torch.device, moments: tuple[Moment, Moment]) -> tuple[Moment, Moment]:
+    """Both moments on a device where they are decoded as a step there would: a CPU's rounding differs from a GPU's."""
+    first, second = (Moment(*(t.to(device) for t in one)) for one in moments)
+    return first, second

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..ops import Batch
+from .host import on_host
 from .seeds import noise_seed
 from .state import CODE_KEYS, FP32_KEYS, has_remainder, stochastic
 
@@ -32,7 +33,7 @@ _address, _device = torch.Tensor.data_ptr, torch.Tensor.get_device
 _is_contiguous = torch.Tensor.is_contiguous
 _step, _seed, _low = map(itemgetter, ("step", "coat_seed", "coat_p_low"))
 _moments = {"fp8": itemgetter(*CODE_KEYS), "fp32": itemgetter(*FP32_KEYS.values())}
-_options = itemgetter("moments", "group_size", "capturable")
+_options = itemgetter("moments", "group_size", "capturable", "state_device")
 
 
 class Columns:
@@ -175,6 +176,8 @@ class Plans:
 
     def learn(self, found: Found, group: Mapping[str, Any], *rest: Any) -> None:
         """Make a plan of what has been found, checked and stepped."""
+        if any(on_host(p, group) for p in found.params):  # each of its chunks is a step of its own
+            return
         columns = _columns(found, group, *rest)
         if columns is None or (plan := Plan.of(columns, group["capturable"])) is None:
             return

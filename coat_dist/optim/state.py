@@ -41,30 +41,14 @@ from ..config_errors import Problem
 from ..formats import ALWAYS_EXPANDED
 from ..ops import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
 from .counts import as_count, is_count
+from .host import on_host, to_host
 from .sharded import local, refusal
 
 __all__ = [
-    "CODE_KEYS",
-    "DTYPES",
-    "FP32_KEYS",
-    "LAYOUT_KEYS",
-    "MOMENTS",
-    "MOMENT_OF",
-    "WhichMoment",
-    "check_group",
-    "check_master",
-    "check_state",
-    "codecs",
-    "ensure_state",
-    "has_remainder",
-    "moment",
-    "new_remainder",
-    "new_state",
-    "pack",
-    "remainder",
-    "state_layout",
-    "stochastic",
-]
+    "CODE_KEYS", "DTYPES", "FP32_KEYS", "LAYOUT_KEYS", "MOMENTS", "MOMENT_OF", "WhichMoment", "check_group",
+    "check_master", "check_state", "codecs", "ensure_state", "has_remainder", "moment", "new_remainder",
+    "new_state", "pack", "remainder", "state_layout", "stochastic",
+]  # fmt: skip
 
 WhichMoment = Literal["first", "second"]
 """The one word for each moment: in names, in arguments, in error messages. Keys of a state are the tables below."""
@@ -130,12 +114,12 @@ def has_remainder(group: Mapping[str, Any]) -> bool:
     return group.get("master_weights") == "bf16_remainder"
 
 
-def new_remainder(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def new_remainder(param: torch.Tensor, group: Mapping[str, Any], device: Any = None) -> dict[str, torch.Tensor]:
     """What makes a parameter its own master weight; nothing where states have no remainder."""
     if not has_remainder(group):
         return {}
     n, size = local(param).numel(), group["group_size"]
-    return {"coat_p_low": torch.zeros(-(-n // size), 2 * size, dtype=torch.uint8, device=param.device)}
+    return {"coat_p_low": torch.zeros(-(-n // size), 2 * size, dtype=torch.uint8, device=device or param.device)}
 
 
 def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
@@ -150,15 +134,22 @@ def pack(first: Moment, second: Moment, step: int | torch.Tensor) -> dict[str, A
 
 
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state before the first step, on the parameter's device: zero moments, and the parameter as master weight."""
+    """The state before the first step, where it is kept: zero moments, and the parameter as master weight."""
     if reason := refusal(param):  # wrapped by FSDP1 after the optimizer was built
         raise TypeError(f"CoatAdamW params: got {reason}")
-    low = new_remainder(param, group)
+    hosted, n = on_host(param, group), local(param).numel()
+    device = "meta" if hosted else param.device
+    low = new_remainder(param, group, device)
     if group["moments"] == "fp32":
         zeros = {key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for key in FP32_KEYS.values()}
         return {"step": as_count(0, param, group), **zeros, **low}
-    first, second = (codec.zeros(local(param).numel(), param.device) for codec in codecs(group))
-    return {**pack(first, second, as_count(0, param, group)), **low}
+    first, second = (codec.zeros(n, device) for codec in codecs(group))
+    state = {**pack(first, second, as_count(0, param, group)), **low}
+    if hosted:
+        state |= to_host({key: t for key, t in state.items() if key.startswith("coat_")}, param.is_cuda)
+        for which, codec in zip(MOMENTS, codecs(group), strict=True):
+            moment(state, which).k.fill_(codec.k_of_zeros)
+    return state
 
 
 def state_layout(
@@ -237,6 +228,9 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
     masters = ("parameter", "bf16_remainder")
     require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in masters)
+    place = group.get("state_device", "parameter")
+    require("state_device", "'parameter' or 'cpu'", place in ("parameter", "cpu"))
+    require("capturable", "False with state_device='cpu'", not (group["capturable"] and place == "cpu"))
     size = group["group_size"]
     require("group_size", ", ".join(map(str, GROUP_SIZES)), size in GROUP_SIZES and type(size) is int)
     for key in _UNSUPPORTED:

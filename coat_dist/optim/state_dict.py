@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .counts import as_count, is_count
+from .host import on_host, to_host
 from .master import export_master
 from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
@@ -83,10 +84,16 @@ class Boxed:
         self.tensor = tensor
 
 
-def unbox(state: dict) -> None:
-    """Put copies of boxed tensors in place, on the device of their parameter."""
-    for p, values in state.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
+def unbox(loaded: dict[str, Any]) -> None:
+    """Put copies of boxed tensors in place, where the groups of their parameters keep states."""
+    groups = {p: group for group in loaded.get("param_groups", ()) for p in group["params"]}
+    for p, values in loaded["state"].items():
+        if not isinstance(values, dict):
+            continue
+        boxed = {key: box.tensor for key, box in values.items() if isinstance(box, Boxed)}
+        if boxed and on_host(p, groups[p]):
+            values.update(to_host(boxed, p.is_cuda))
+        for key, value in values.items():
             if isinstance(value, Boxed):
                 # codes are rows of bytes to a kernel; an fp32 moment may have the parameter's strides
                 layout = torch.contiguous_format if key.startswith("coat_") else torch.preserve_format
@@ -166,7 +173,8 @@ def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless
                 "optimizer was built with; build it with the saved setting, or convert the moments with "
                 "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
             )
-    return {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, **saved}
+    present = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return {**present, **saved, **{k: v for k, v in present.items() if k == "state_device"}}
 
 
 def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
@@ -186,7 +194,7 @@ def _own_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[st
     return {
         **group,
         **taken,
-        **{k: group[k] for k in (*LAYOUT_KEYS, "capturable")},
+        **{k: group[k] for k in (*LAYOUT_KEYS, "capturable", "state_device") if k in group},
     }  # params too are the saved ones: indices
 
 

@@ -91,6 +91,8 @@ class AdamWTensors(NamedTuple):
     copy: torch.Tensor | None = None
     step_count: torch.Tensor | None = None
     """fp32 scalar on the parameter's device: the step, in place of that of :class:`AdamWStep`."""
+    base_row: int = 0
+    """Of a part of a parameter, from a multiple of 16 groups on: the groups before it, by which noise is numbered."""
 
 
 class FP32Tensors(NamedTuple):
@@ -116,6 +118,7 @@ def adamw_step(
     seed: int | None = None,
     low: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
+    base_row: int = 0,
 ) -> None:
     """Update ``param``, ``m`` and ``v``, and where given ``low`` and ``copy``, in place.
 
@@ -129,6 +132,7 @@ def adamw_step(
             ``param`` is its upper half, rounded as ``reference/master.py`` says.
         copy: n elements, contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest
             even.
+        base_row: as in :class:`AdamWTensors`.
     """
     size = codec_m.group_size
     param, grad = param.view(-1), grad.view(-1)
@@ -143,7 +147,7 @@ def adamw_step(
         adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
         noise: tuple = (None, None)
         if seed is not None:
-            noise = dither(seed, numbers.step, first, last - first, size, param.device)
+            noise = dither(seed, numbers.step, first + base_row * size, last - first, size, param.device)
         noise_m, noise_v = (u if wanted else None for u, wanted in zip(noise, numbers.stochastic, strict=True))
         old_m.copy_(encode(new_m, codec_m, noise_m, new_v if codec_m.over_root else None))
         old_v.copy_(encode(new_v, codec_v, noise_v, before=old_v if codec_v.keep_grid else None))
@@ -191,7 +195,7 @@ def adamw_steps(
 ) -> None:
     """:func:`adamw_step` on many tensors of one device. Reads counts that are tensors on the host."""
     for one in tensors:
-        adamw_step(*one[:4], codec_m, codec_v, counted(numbers, one.step_count), *one[4:-1])
+        adamw_step(*one[:4], codec_m, codec_v, counted(numbers, one.step_count), *one[4:-2], one.base_row)
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:

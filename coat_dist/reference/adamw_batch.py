@@ -53,7 +53,7 @@ class Batch(Sequence):
             return FP32Tensors(param, self.grads[i], *self.moments[2 * i : 2 * i + 2], *rest)
         first, second = (Moment(*self.moments[j : j + 3]) for j in (6 * i, 6 * i + 3))
         seed = None if self.seeds is None else self.seeds[i]
-        return AdamWTensors(param, self.grads[i], first, second, seed, *rest)
+        return AdamWTensors(param, self.grads[i], first, second, seed, *rest)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self.params)))

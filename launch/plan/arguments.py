@@ -122,15 +122,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
     if problems:
         raise CoatConfigError("\n".join(problems))
     shared = {one.name: getattr(args, one.name) for one in fields(RunOptions)}
-    options = PretrainOptions(
-        model=args.model,
-        deepspeed_config=args.deepspeed_config,
-        data=[],
-        train_steps=1,
-        lr=1e-4,
-        dry_run=True,
-        **shared,
-    )
+    shared |= {"data": [], "train_steps": 1, "lr": 1e-4, "dry_run": True}
+    options = PretrainOptions(model=args.model, deepspeed_config=args.deepspeed_config, **shared)
     options.check()
     configuration: Any = args.deepspeed_config
     if args.library == "transformers":

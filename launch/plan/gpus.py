@@ -42,18 +42,10 @@ class GPU:
 
 def _like(name: str, gib: float, bf16: float, fp8: float, copy: float, link: float, passes: float = 0.0) -> GPU:
     """Rates in proportion to an H200's data sheet: 989 and 1979 TFLOP/s, 4.8 TB/s, 900 GB/s; ``passes`` as measured."""
-    own, copies = fp8 or bf16, 4.27e12 * copy / 4.8
-    return GPU(
-        name,
-        int(gib * 2**30),
-        660e12 * bf16 / 989,
-        (1250e12 * own / 1979) if fp8 else 660e12 * bf16 / 989,
-        480e12 * bf16 / 989,
-        copies,
-        passes or copies,
-        400e9 * link / 900,
-        bool(passes),
-    )
+    copies, products = 4.27e12 * copy / 4.8, 660e12 * bf16 / 989
+    codes = 1250e12 * fp8 / 1979 if fp8 else products
+    memory, attention = int(gib * 2**30), 480e12 * bf16 / 989
+    return GPU(name, memory, products, codes, attention, copies, passes or copies, 400e9 * link / 900, bool(passes))
 
 
 GPUS = {

@@ -20,22 +20,13 @@ _ACCURACY = (
 )
 _GPUS_OF_A_NODE = 8
 _ORDER = {
-    "parameters": "",
-    "gathered parameters": "parameters, gathered (ZeRO-3)",
-    "cached FP8 weights": "",
-    "master weights": "",
-    "moments": "",
-    "gradients": "",
-    "BF16 gradients beside fp32 sums": "",
-    "gradients outside of the buckets": "",
-    "DeepSpeed's buckets": "",
-    "DeepSpeed's reduction": "DeepSpeed's copies of a bucket",
-    "activations": "activations (saved for backward)",
-    "logits": "logits and their gradients",
-    "computing": "temporary, of backward or step",
-    "temporary": "gradient of the residual stream",
-    "tables, batch, workspaces": "",
-}
+    "parameters": "", "gathered parameters": "parameters, gathered (ZeRO-3)", "cached FP8 weights": "",
+    "master weights": "", "moments": "", "gradients": "", "BF16 gradients beside fp32 sums": "",
+    "gradients outside of the buckets": "", "DeepSpeed's buckets": "",
+    "DeepSpeed's reduction": "DeepSpeed's copies of a bucket", "activations": "activations (saved for backward)",
+    "logits": "logits and their gradients", "computing": "temporary, of backward or step",
+    "temporary": "gradient of the residual stream", "tables, batch, workspaces": "",
+}  # fmt: skip
 """Order of a table's rows, and their labels where these are longer than the keys."""
 
 
@@ -124,7 +115,8 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
 def _notes(run: Run, gpu: GPU) -> list[str]:
     rates = f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"
     links = f"times are those of links within one node, also with more than {_GPUS_OF_A_NODE} GPUs"
-    return [rates] * (not gpu.measured) + [links] * (run.dp * run.tp > _GPUS_OF_A_NODE)
+    away = f"{states(run).hosted / GIB:.1f} GiB of a rank's states are in host memory"
+    return [away] * run.hosted + [rates] * (not gpu.measured) + [links] * (run.dp * run.tp > _GPUS_OF_A_NODE)
 
 
 def text(run: Run, gpu: GPU) -> str:

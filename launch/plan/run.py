@@ -36,9 +36,9 @@ class Run:
         if self.model.num_moe_experts is not None:
             accepted = "null (what experts keep depends on the tokens that are routed to them)"
             raise CoatConfigError(f"model.num_moe_experts: got {self.model.num_moe_experts}, accepted: {accepted}")
-        for key in ("offload_param", "offload_optimizer"):
+        for key in ("offload_param", *(() if self.hosted else ("offload_optimizer",))):
             if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (None, "none"):
-                accepted = "absent (the planner knows states on the GPU only)"
+                accepted = "absent, or offload_optimizer with CoatAdamW (weights are on the GPU)"
                 raise CoatConfigError(f"zero_optimization.{key}: got {json.dumps(device)}, accepted: {accepted}")
 
     @classmethod
@@ -95,6 +95,11 @@ class Run:
         """Whether master weights are bfloat16 weights and remainders."""
         given = look_up(self.settings, "optimizer.params.master_weights")
         return "bf16_remainder" in (given, self.coat and self.coat.optimizer.master_weights)
+
+    @property
+    def hosted(self) -> bool:
+        """Whether moments and remainders of matrices are in host memory."""
+        return self.fp8_moments and look_up(self.settings, "zero_optimization.offload_optimizer.device") == "cpu"
 
     @property
     def group_size(self) -> int:

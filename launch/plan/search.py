@@ -132,6 +132,7 @@ def without_block(run: Run) -> Run:
     """The run in plain BF16 with torch's AdamW."""
     settings = copy.deepcopy({key: value for key, value in run.settings.items() if key != "coat"})
     settings["optimizer"] = {**settings.get("optimizer", {}), "type": "AdamW", "params": _shared_params(run)}
+    settings.get("zero_optimization", {}).pop("offload_optimizer", None)
     _drop_bf16_states(settings)
     found = run.but(settings=settings, coat=None)
     return found.but(recompute=recompute_without_flow(run.recompute, run.model))
@@ -172,6 +173,9 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         params = look_up(run.settings, "optimizer.params") or {}
         in_params = run.coat is None or not params.keys().isdisjoint(OptimizerConfig.model_fields)
         yield f"{'optimizer.params' if in_params else 'coat.optimizer'}.{_REMAINDER}", _with_remainder(run)
+    if run.remainder and not run.hosted:
+        hosted = _with(run, "zero_optimization", offload_optimizer={"device": "cpu", "pin_memory": True})
+        yield 'zero_optimization.offload_optimizer.device "cpu"', hosted
     if run.micro > 1:
         samples = run.micro * run.accumulation
         half = max(n for n in range(1, run.micro // 2 + 1) if samples % n == 0)

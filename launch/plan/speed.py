@@ -21,6 +21,8 @@ takes beyond products and attention (docs/flow.md#speed), times the rate of pass
 the 1.3 B model of docs/hugging-face.md."""
 _HOST = {"FP8": 2.2e-3, "BF16": 1.3e-3}
 """Seconds in which the host starts a layer's kernels, forward and backward: a layer is never faster."""
+_HOST_BUS = 45e9
+"""Bytes a second of each direction between a GPU and its host: a guess, benchmarks/speed/offload.py measures it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
             parts["data parallelism"] = _reduction(run, found.elements, gpu)
         parts["gathering weights"] = 2 * found.elements / gpu.link * (2 * run.accumulation if run.stage == 3 else 1)
     parts["step"] = found.shard * _step_of_a_parameter(run) * 4.27e12 / gpu.passes
+    parts["step"] = max(parts["step"], found.hosted / _HOST_BUS)
     return StepTime(parts, tokens * run.dp * run.accumulation, run.dp * run.tp)
 
 

@@ -81,18 +81,16 @@ class Step:
         """Weights before and after they are laid out, and the copy that becomes the master weights."""
         run, found, phase = self.run, self.states, "building the engine"
         shard, weights = found.shard, found.weights
+        master = 2 * shard if run.remainder else 4 * shard
         if run.stage == 3:  # in shards, whole one parameter at a time
             largest = max(p.numel for p in self.parameters)
             self.look(phase, "the model", parameters=2 * shard + 2 * largest)
             # Zeros of a first step, then this rank's share.
             gradients = max(4 * found.sub_group, found.gradients)
-            self.look(
-                phase, "fp32 copies of the shards", parameters=weights, master_weights=4 * shard, gradients=gradients
-            )
+            self.look(phase, "copies of the shards", parameters=weights, master_weights=master, gradients=gradients)
             return
         self.look(phase, "weights are laid out flat", parameters=2 * found.elements + weights)
         self.look(phase, "master weights", parameters=weights, master_weights=6 * shard)
-        master = 2 * shard if run.remainder else 4 * shard
         self.look(phase, "states are tried", parameters=weights, master_weights=master, gradients=master)
 
     def begin(self) -> None:

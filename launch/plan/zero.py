@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 
+from coat_dist.optim.host import CHUNK
+
 from .run import Parameter, Run, parameters
 
 __all__ = ["BUCKET", "GROUPS", "States", "local_elements", "states"]
@@ -31,7 +33,8 @@ class States:
     elements: int  # parameters of the rank before ZeRO shards them
     weights: int
     master: int
-    moments: int
+    moments: int  # with states in host memory, the buffers through which they travel
+    hosted: int  # of states in host memory
     gradients: int  # what waits for the step after the last backward
     shard: int  # elements that this rank updates, padding included
     largest: int  # elements of the largest gradient whose norm this rank takes
@@ -67,11 +70,17 @@ def states(run: Run) -> States:
         else:  # of parameters that two ranks share, each has the whole gradient in BF16
             gradients = 4 * sum(shards) if run.fp32_gradients else 2 * _most_whole(groups, shards)
     shard = sum(shards)
+    low = [ceil(n / run.group_size) * 2 * run.group_size * run.remainder for n in shards]
+    moments = [_moments(run, n, matrix) for n, matrix in zip(shards, GROUPS, strict=True)]
+    hosted = (low[0] + moments[0]) * run.hosted  # of matrices, the first group
+    if hosted:
+        low[0], moments[0] = 0, 3 * (_moments(run, CHUNK, True) + 2 * CHUNK * run.remainder)
     return States(
         elements=elements,
         weights=weights,
-        master=sum(ceil(n / run.group_size) * 2 * run.group_size for n in shards) if run.remainder else 4 * shard,
-        moments=sum(_moments(run, n, matrix) for n, matrix in zip(shards, GROUPS, strict=True)),
+        master=sum(low) if run.remainder else 4 * shard,
+        moments=sum(moments),
+        hosted=hosted,
         gradients=gradients,
         shard=shard,
         largest=largest,

@@ -17,9 +17,11 @@ from ...config import CoatConfig, Problem, look_up, without_comments
 from ...config_errors import got
 from ...optim import CoatAdamW
 
-__all__ = ["EXPERTS", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused"]
+__all__ = ["EXPERTS", "OFFLOAD", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused"]
 
 _SIZES = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+_ZERO = "zero_optimization"
+OFFLOAD = f"{_ZERO}.offload_optimizer"
 _UNSET = ("bf16", "bfloat16", "aio")
 """Keys that may be null, which means to DeepSpeed that they are not given."""
 _MODELS = ("zero_optimization", "fp16", "bf16", "tensor_parallel", "compile")
@@ -88,6 +90,11 @@ class Facts:
         return self.compressed and self.optimizer is None and self.stage == 0 and nothing_to_train
 
     @property
+    def hosted(self) -> bool:
+        """States are to be kept in host memory."""
+        return self.compressed and self[f"{OFFLOAD}.device"] == "cpu"
+
+    @property
     def remainder(self) -> bool:
         """Master weights are going to be bfloat16 weights and remainders."""
         if self.ours is not None:
@@ -131,7 +138,6 @@ def _given(value: Any, facts: Any = None) -> bool:
     return value is not None
 
 
-_ZERO = "zero_optimization"
 _ON_DISK = "absent: checkpoints are written by torch.save, with checksums, and are on disk when save_checkpoint returns"
 _REMAINDER = 'master_weights "bf16_remainder"'
 
@@ -171,10 +177,15 @@ RULES = (
         lambda v, f: f.tp > 1 and (v or 1) > 1),
     Key(f"{_ZERO}.elastic_checkpoint", "false with CoatAdamW: it merges raw optimizer state across ranks",
         _if("compressed")),
-    # These keep the optimizer's states on the CPU.
-    Key(f"{_ZERO}.offload_optimizer.device", '"none" with CoatAdamW', _if("compressed", _off_gpu)),
-    Key(f"{_ZERO}.offload_optimizer.super_offload", "false with CoatAdamW", _if("compressed")),
-    Key(f"{_ZERO}.cpu_offload", "false with CoatAdamW", _if("compressed")),
+    # "cpu" is state_device="cpu"; what else keeps the optimizer's states on the CPU steps there.
+    Key(f"{OFFLOAD}.device", '"cpu" or "none" with CoatAdamW',
+        _if("compressed", lambda v: v not in (None, "none", "cpu"))),
+    Key(f"{OFFLOAD}.device", f'"none", or "cpu" with {_REMAINDER}: fp32 master weights stay on the GPU',
+        lambda v, f: f.hosted and not f.remainder),
+    Key(f"{OFFLOAD}.ratio", "1 with CoatAdamW", _if("hosted", lambda v: v not in (None, 1))),
+    Key("optimizer.params.capturable", f"false with {OFFLOAD}", _if("hosted")),
+    Key(f"{OFFLOAD}.super_offload", "false with CoatAdamW", _if("compressed")),
+    Key(f"{_ZERO}.cpu_offload", "false with CoatAdamW; offload_optimizer instead", _if("compressed")),
     Key(f"{_ZERO}.zenflow", "absent with CoatAdamW", _if("compressed", _given)),
     Key(f"{_ZERO}.stage",
         "1, 2 or 3 with {f.half}.enabled: stage 0 steps on zero gradients while the engine is built, and with fp16 "
@@ -205,7 +216,7 @@ _LATE = "(gradients stay on a stage until the last micro-batch, and are reduced 
 STAGES = (
     Key(f"{_ZERO}.stage", f"1 with pipeline stages {_LATE}", lambda v, f: v != 1),
     Key(f"{_ZERO}.overlap_comm", f"false with pipeline stages {_LATE}", _on),
-    Key(f"{_ZERO}.offload_optimizer.device", '"none" with pipeline stages', _off_gpu),
+    Key(f"{OFFLOAD}.device", '"none" with pipeline stages', _off_gpu),
     Key("fp16.enabled", "false with pipeline stages (bf16 needs no loss scaling)", _on),
     Key("checkpoint.use_node_local_storage",
         "false with pipeline stages (DeepSpeed would write the model states of each node's first rank alone)", _on),

@@ -18,7 +18,7 @@ from ..build.pipeline_module import check_tied, tied_apart, tied_weights
 from ..build.replicated_grads import check_replicated_grads
 from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_params
 from .keys import misspelt, unknown
-from .table import EXPERTS, RULES, STAGES, TYPES, Facts, as_read, refused
+from .table import EXPERTS, OFFLOAD, RULES, STAGES, TYPES, Facts, as_read, refused
 
 __all__ = ["Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
 
@@ -56,6 +56,8 @@ class Request:
         elif facts.block or facts["optimizer.type"] == "CoatAdamW":
             key, what = ("coat.optimizer", "a block") if facts.block else ("optimizer.type", '"CoatAdamW"')
             accepted = "no optimizer argument, or a CoatAdamW"
+            if name == "DeepSpeedCPUAdam":  # Accelerate puts it in the place of an object
+                accepted += f' with "zero_force_ds_cpu_optimizer": false beside {OFFLOAD}'
             raise CoatConfigError(Problem(key, f"got {what} beside optimizer={name}", accepted))
         else:
             _check_effect(self.coat, name)
@@ -67,6 +69,10 @@ class Request:
         def make_and_check(parameters: Any) -> Any:
             optimizer = make(parameters)
             self.check_optimizer(optimizer)
+            on_cpu = look_up(self.settings, f"{OFFLOAD}.device") == "cpu" and not self.facts.hosted
+            if on_cpu and isinstance(optimizer, CoatAdamW):  # DeepSpeed, which is being built, would step there
+                accepted = '"none" with a callable, or "optimizer.type": "CoatAdamW"'
+                raise CoatConfigError(Problem(f"{OFFLOAD}.device", 'got "cpu"', accepted))
             block = {} if self.coat is None else {"coat": self.coat}
             check_deepspeed({**self.settings, **block}, tp=self.facts.tp, optimizer=optimizer)
             return optimizer

@@ -104,7 +104,7 @@ def _read(zero: Any, part: Partition, which: WhichMoment | None, start: int, num
         return read_master(part.flat, state, start, numel)
     if "step" not in state:
         return torch.zeros(numel, device=part.flat.device)
-    return read_moment(state, part.group, which, start, numel)
+    return read_moment(state, part.group, which, start, numel, part.flat.device)
 
 
 def _write(zero: Any, part: Partition, which: WhichMoment | None, start: int, values: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from ...config import CoatConfigError, Problem
 from ...optim.state import has_remainder
 from ..reviewed import is_verified_build
 
-__all__ = ["check_master_weights", "keeps_remainders", "share_memory"]
+__all__ = ["check_master_weights", "keeps_remainders", "pairs_of_copies", "share_memory"]
 
 
 def check_master_weights(zero: Any) -> None:
@@ -47,14 +47,17 @@ def share_memory(zero: Any) -> None:
     """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was built. With an
     unverified DeepSpeed (``reviewed.py``) they stay two copies."""
     if is_verified_build():
-        if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
-            pairs = list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
-        else:
-            flats = zero.single_partition_of_fp32_groups
-            pairs = [(flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats)]
-        for flat, weights in pairs:
+        for flat, weights in pairs_of_copies(zero):
             flat.data = weights.data
     zero._restore_from_bit16_weights = types.MethodType(_restore_from_bit16_weights, zero)
+
+
+def pairs_of_copies(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The partitions that ZeRO steps, each with the weights that it would copy them to."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
+        return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
+    flats = zero.single_partition_of_fp32_groups
+    return [(flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats)]
 
 
 def _restore_from_bit16_weights(zero: Any) -> None:

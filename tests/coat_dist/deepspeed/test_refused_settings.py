@@ -111,6 +111,11 @@ FP32 = {"data_types__grad_accum_dtype": "fp32"}
         (ON, {}),
         ({**ON, **FP32}, {}),
         ({**ON, f"{ZERO}__stage": 0}, {}),
+        ({**ON, f"{ZERO}__offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 1.0}}, {}),
+        (
+            {**ON, f"{ZERO}__offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            {f"{ZERO}.offload_optimizer.ratio": 0.5},
+        ),
         ({}, {MASTER: None, STATES: None}),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {STATES: None}),
         ({"bf16": {"enabled": False, **MASTERS}}, {"bf16.enabled": False}),
@@ -193,7 +198,7 @@ def test_a_wrong_block_and_what_is_wrong_elsewhere_are_one_error():
     ("changes", "key"),
     [
         ({f"{ZERO}__elastic_checkpoint": True}, f"{ZERO}.elastic_checkpoint"),
-        ({f"{ZERO}__offload_optimizer": {"device": "cpu"}}, f"{ZERO}.offload_optimizer.device"),
+        ({f"{ZERO}__offload_optimizer": {"device": "nvme"}}, f"{ZERO}.offload_optimizer.device"),
         ({f"{ZERO}__stage": 0}, f"{ZERO}.stage"),
         ({ZERO: True}, ZERO),
         ({"bf16__bf16_master_weights_and_grads": True}, MASTER),

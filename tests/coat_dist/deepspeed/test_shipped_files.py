@@ -1,4 +1,4 @@
-"""DeepSpeed files that LLaMA-Factory, axolotl and Accelerate ship: with the block added each trains, or names its key.
+"""DeepSpeed files that LLaMA-Factory, axolotl and Accelerate ship: with the block added each trains.
 
 Keys and values as of November 2026, after these programs have put numbers in place of "auto".
 """
@@ -23,6 +23,8 @@ MONITORS = {
 SIZES = {"reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 3686, "stage3_param_persistence_threshold": 640}
 BILLIONS = {"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+REMAINDER = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 TEMPLATE = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": True}}
 DECAY = {
     "type": "WarmupDecayLR",
@@ -66,6 +68,12 @@ OFFLOADED = {
         **BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2, **OFFLOAD, **OVERLAPPED},
     },
 }  # fmt: skip
+for name, stage in (("ds_z2_config.json", 2), ("ds_z3_config.json", 3)):
+    plain = FILES[f"LLaMA-Factory {name}"]
+    OFFLOADED[f"LLaMA-Factory ds_z{stage}_offload_config.json"] = {
+        **plain,
+        "zero_optimization": {**plain["zero_optimization"], **PINNED},
+    }
 
 
 def with_the_block(file):
@@ -94,7 +102,15 @@ def test_each_file_trains_with_the_block_added():
         assert optimizer == "CoatAdamW" and losses[-1] < losses[0] and torch.tensor(losses).isfinite().all(), name
 
 
-def test_what_cannot_be_honoured_is_named():
+@pytest.mark.filterwarnings("ignore")
+def test_files_that_offload_states_train_with_remainders_and_name_what_they_need_without():
     for name, message in run_ranks(1, one_step, OFFLOADED)[0].items():
         assert isinstance(message, str), name
         assert message.startswith("zero_optimization.offload_optimizer.device: got") and message.count("\n") == 0, name
+    files = copy.deepcopy(OFFLOADED)
+    for file in files.values():
+        file["bf16"] = REMAINDER
+        file["optimizer"] = {"params": {"lr": 1e-3, "master_weights": "bf16_remainder"}}
+    for name, found in run_ranks(1, one_step, files)[0].items():
+        assert not isinstance(found, str), f"{name}: {found}"
+        assert found[1][-1] < found[1][0], name

@@ -91,6 +91,27 @@ def load(model, optimizer, folder):
     set_optimizer_state_dict(model, optimizer, states["optimizer"])
 
 
+def states_in_host_memory(rank, world, folder):
+    """Bytes after each run: with states on the device and in host memory, and each resumed as the other."""
+    from coat_dist.optim import host
+
+    host.DEVICES, host.CHUNK = ("cpu", "cuda"), 16 * 128
+    found, places = [], ("parameter", "cpu")
+    for mine, other in (places, places[::-1]):
+        one, again = (sharded(**REMAINDER, state_device=place) for place in (mine, other))
+        train(*one, 0, 3, rank)
+        save(*one, f"{folder}/{mine}")
+        load(*again, f"{folder}/{mine}")
+        for model in (one, again):
+            train(*model, 3, 5, rank)
+            found.append(snapshot(*model))
+    return all(same(found[0], x) for x in found), bool(host._lanes)
+
+
+def test_states_in_host_memory_are_the_same_shards_and_checkpoints(tmp_path):
+    assert run_ranks(2, states_in_host_memory, str(tmp_path)) == [(True, True)] * 2
+
+
 def shards_follow_the_whole_model(rank, world, moments):
     """FSDP2 against the same optimizer on each rank's slice of the unsharded model: equal bytes."""
     model, optimizer = sharded(**(REMAINDER if moments == "remainder" else {}))

@@ -39,6 +39,22 @@ def test_the_table_says_what_json_says(capsys) -> None:
     assert coat["needed_bytes"] < plain["needed_bytes"] and len(said["savings"]) == 3
 
 
+def test_states_in_host_memory_leave_three_chunks_on_the_gpu(tmp_path, capsys) -> None:
+    config = json.loads((ROOT / "configs/deepspeed/zero2-remainder.json").read_text())
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (tmp_path / "offload.json").write_text(json.dumps(config))
+    here, away = (
+        say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", x)
+        for x in ("zero2-remainder", str(tmp_path / "offload.json"))
+    )
+    assert any("offload_optimizer" in one["setting"] for one in here["savings"])
+    states = [sum(x["states_bytes"][k] for k in ("master weights", "moments")) for x in (here, away)]
+    chunks = 3 * (2**24 * 4 + 2**17 * 6)
+    gone = float(re.search(r"([\d.]+) GiB of a rank's states are in host memory", " ".join(away["notes"]))[1])
+    assert states[0] - states[1] + chunks == pytest.approx(gone * 2**30, rel=0.01)
+    assert away["peak"]["allocated_bytes"] < here["peak"]["allocated_bytes"]
+
+
 def test_a_row_that_does_not_fit_has_no_speed(capsys) -> None:
     assert planner.main([*SEVEN, "--gpu-memory", "60GiB"]) == 0
     table = capsys.readouterr().out
