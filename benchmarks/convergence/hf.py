@@ -197,9 +197,17 @@ def main() -> None:
         folder = Path(made)
         text, headers = (a.text, a.lora_text) if a.text else prepare(folder, a.tiny)
         layers, width = (2, 64) if a.tiny else (16, 512)
-        model = dict(hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, vocab_size=16384)
+        model: dict[str, int] = dict(
+            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, vocab_size=16384
+        )
         model |= dict(num_attention_heads=width // 64, num_key_value_heads=width // 64)
-        shared = {"model": model, "base": None, "lora": False, "save": None, "evaluation": 16 if a.tiny else 512}
+        shared: dict[str, Any] = {
+            "model": model,
+            "base": None,
+            "lora": False,
+            "save": None,
+            "evaluation": 16 if a.tiny else 512,
+        }
         shared |= {"steps": a.steps, "text": text}
         base = str(folder / "base")
         cases = [

@@ -185,7 +185,8 @@ def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
             with (Path(folder) / f"{i}.log").open("w") as log:
                 own = {"RANK": str(i), "LOCAL_RANK": str(i)}
                 processes.append(subprocess.Popen(line, cwd=ROOT, env=shared | own, stdout=log, stderr=log))
-        end, statuses = time.monotonic() + limit, [None] * case["ranks"]
+        end = time.monotonic() + limit
+        statuses: list[int | None] = [None] * case["ranks"]
         while None in statuses and time.monotonic() < end and not any(statuses):
             time.sleep(0.2)
             statuses = [process.poll() for process in processes]
@@ -208,8 +209,7 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
     peers: dict[int, float] = {}
     for one in variants:
         for step in one["steps"] if "flow" not in one["variant"] else ():
-            best = peers.get(step["micro_batch"], 0.0)
-            peers[step["micro_batch"]] = max(best, step["tokens_per_second_per_gpu"])
+            peers[step["micro_batch"]] = max(peers.get(step["micro_batch"], 0.0), step["tokens_per_second_per_gpu"])
     for one in variants:
         for step in one["steps"]:
             best = peers.get(step["micro_batch"])

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import flow
 from .modules import ONE, Patched, bias_of, fits, norm_of, plain_linears, running
+from .recognize import norm_kind
 
 __all__ = ["FusedAttention", "FusedLayer"]
 
@@ -71,7 +72,7 @@ class FusedAttention(Patched):
             return plain(self, hidden_states, *args, **kwargs)
         x = hidden_states
         linears = self.q_proj, self.k_proj, self.v_proj
-        if not plain_linears(*linears, self.o_proj):  # adapters that came later
+        if not plain_linears(*linears, self.o_proj) or norm_kind(coat_norm) is None:  # adapters that came later
             return *plain(self, coat_norm(x), **kwargs)[:2], x
         kind, scope = self.coat.kind, inspect.unwrap(self.coat_original.forward).__globals__
         cos, sin = kwargs.pop("position_embeddings")
@@ -108,13 +109,15 @@ class FusedAttention(Patched):
             kwargs["sliding_window"] = self.sliding_window
         elif kind.window == "config":
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
-        documents = _compressed(self, q, k, mask, kwargs) if self.coat.settings.attention == "fp8" else None
+        attend = _interface(self.config._attn_implementation, scope["eager_attention_forward"])
+        documents = None
+        if self.coat.settings.attention == "fp8" and not _replaced(attend):
+            documents = _compressed(self, q, k, mask, kwargs)
         weights, o8 = None, None
         if documents is not None:
             q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))
             out, o8 = flow.attention(q, k, v, self.coat.settings, scale=self.scaling, documents=documents[0])
         else:
-            attend = _interface(self.config._attn_implementation, scope["eager_attention_forward"])
             dropout = self.attention_dropout if self.training else 0.0
             out, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
             out = out.reshape(*x.shape[:-1], -1)
@@ -154,6 +157,12 @@ def _compressed(
 
 
 _CACHES = ("cache", "past_key_values", "past_key_value")
+
+
+def _replaced(attend: Any) -> bool:
+    """Whether another library computes attention under this name: over ranks, as DeepSpeed's Ulysses, or its own."""
+    module = getattr(attend, "func", attend).__module__  # kernels of the hub are partial functions
+    return module.partition(".")[0] not in ("transformers", "coat_dist")
 
 
 def _interface(name: str, eager: Callable[..., Any]) -> Callable[..., Any]:

@@ -137,7 +137,8 @@ class LogitsOnRead:
         Raises:
             RuntimeError: ZeRO-3 has let the output layer's weight go.
         """
-        if self._made is None:
+        # Made anew where it was read without gradients first, for a metric, and now belongs to a loss.
+        if self._made is None or (torch.is_grad_enabled() and not self._made.requires_grad):
             hidden, head = self._parts
             weight: Any = head.weight
             if hasattr(weight, "ds_shape") and weight.shape != weight.ds_shape:
@@ -145,9 +146,13 @@ class LogitsOnRead:
                     "logits: read after forward under ZeRO-3, accepted: inside deepspeed.zero.GatheredParameters of "
                     'lm_head, or "coat": {"activation": {"loss": "plain"}}'
                 )
-            logits = F.linear(hidden, weight.to(hidden.dtype), head.bias)  # type: ignore[arg-type]
-            self._made = logits if self._dtype is None else logits.to(self._dtype)
+            self._made = F.linear(hidden, weight.to(hidden.dtype), head.bias).to(self.dtype)
         return self._made
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Known before they are made: Accelerate asks every output."""
+        return self._parts[0].dtype if self._dtype is None else self._dtype
 
     def float(self) -> LogitsOnRead:
         """In fp32, still not made: what Accelerate does to every output."""
@@ -172,3 +177,12 @@ class LogitsOnRead:
             return type(value)(map(made, value)) if type(value) in (list, tuple) else value
 
         return function(*made(tuple(args)), **{k: made(v) for k, v in (kwargs or {}).items()})
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(torch.Tensor, name)(self.tensor(), *args)
+
+
+_BOTH_SIDES = ["add", "sub", "mul", "truediv", "pow", "matmul"]
+for _name in [*_BOTH_SIDES, *(f"r{n}" for n in _BOTH_SIDES), *["neg", "eq", "ne", "lt", "le", "gt", "ge", "setitem"]]:
+    setattr(LogitsOnRead, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks operators up in the class alone

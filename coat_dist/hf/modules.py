@@ -252,7 +252,8 @@ class MLP(Patched):
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None) -> Any:
         names = gate(self)
         linears = [getattr(self, name) for name in names or ()]
-        if not (fits(x) and plain_linears(*linears, self.down_proj)):
+        known = norm is None or norm_kind(norm) is not None
+        if not (known and fits(x) and plain_linears(*linears, self.down_proj)):
             if norm is None:
                 return plain(self, x)
             return plain(self, norm(x)), x
