@@ -16,9 +16,8 @@ import torch.distributed as dist
 from . import nodes
 from .config import CoatConfigError
 
-__all__ = ["alone", "attempt", "before_others", "check_same_on_all_ranks", "gather", "of_another_rank"]
-__all__ += ["on_first_ranks", "on_rank_0", "raise_everywhere", "rank_and_world", "say_ranks", "tell_torchrun"]
-__all__ += ["wait_for"]
+__all__ = ["alone", "attempt", "check_same_on_all_ranks", "gather", "of_another_rank", "on_first_ranks", "on_rank_0"]
+__all__ += ["raise_everywhere", "rank_and_world", "say_ranks", "tell_torchrun", "wait_for"]
 
 T = TypeVar("T")
 _alone = False
@@ -92,25 +91,6 @@ def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T], pa
             several = len(firsts) > 1 and isinstance(error, ValueError)
             raise type(error)(nodes.on_host(str(error), first)) if several else error
     return answers[next(team[0] for team in teams if rank in team)][0]
-
-
-def before_others(name: str, first: bool, function: Callable[[], None]) -> None:
-    """Call ``function`` on the ``first`` rank, while those that call this with the same ``name`` wait; no other ranks
-    take part. It is done once for all calls of a process group; where it raises, the others raise a RuntimeError."""
-    key = f"coat_dist/before_others/{name}"
-    if not first:
-        wait_for([key])
-        if (ended := _store().get(key)) != b"done":
-            raise RuntimeError(ended.decode())
-        return
-    ended = "done"
-    try:
-        function()
-    except BaseException as problem:
-        ended = f"{type(problem).__name__} on rank {rank_and_world()[0]}: {problem}"
-        raise
-    finally:
-        _store().set(key, ended)
 
 
 def wait_for(keys: list[str], seconds: float = math.inf) -> None:

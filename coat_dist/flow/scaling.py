@@ -67,11 +67,6 @@ class Operand(NamedTuple):
     scale: torch.Tensor
     """fp32 scalar, to be saved: backward quantizes the same values with it, transposed."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.q8.nbytes + (0 if self.scale is self.q8.scales else self.scale.nbytes)
-
 
 def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
     """The operand with these row scales; its ``scale`` is that of all ranks' rows with ``tp_invariant``."""

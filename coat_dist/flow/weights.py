@@ -48,7 +48,6 @@ __all__ = [
     "JoinedWeight",
     "Weight",
     "cacheable",
-    "cached_weight_bytes",
     "from_cache",
     "into_main_grad",
     "invalidate_after",
@@ -293,11 +292,6 @@ def invalidate_after(owner: Any, *methods: str) -> None:
         method = getattr(owner, name, None)
         if callable(method):
             setattr(owner, name, _then_invalidate(method))
-
-
-def cached_weight_bytes() -> int:
-    """Bytes of the codes and scales that are cached now."""
-    return sum(cached.operand.nbytes for cached in _cache.values())
 
 
 def _then_invalidate(method: Any) -> Any:

@@ -28,7 +28,6 @@ from ...ops import (
     amax_experts,
     apart,
     check_activation,
-    dequantize,
     expert_rows,
     grouped_mm,
     grouped_wgrad,
@@ -58,7 +57,6 @@ def grouped_mlp(
     activation: str,
     settings: ActivationConfig,
     probs: torch.Tensor | None = None,
-    quantized: QuantizedTensor | None = None,
 ) -> torch.Tensor:
     """The experts of a layer on tokens that are sorted by expert, with FP8 products; each rank works by itself.
 
@@ -71,8 +69,6 @@ def grouped_mlp(
         fc2_weight: contiguous, read as ``[experts, f, h]``; ``weight2``.
         activation: as in :func:`~coat_dist.flow.norm_mlp`.
         probs: ``[tokens]``, any floating dtype: what each token's output is multiplied by.
-        quantized: x in FP8 where it arrived so: codes ``[tokens, h]`` with scales of rows that are powers of two. Then
-            values of x are not read; it says shape and dtype and gets the gradient.
 
     Returns:
         ``[tokens, h]`` of x's dtype.
@@ -81,13 +77,12 @@ def grouped_mlp(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     experts = tokens_per_expert.numel()
-    _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quantized)
+    _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs)
     rows = expert_rows(tokens_per_expert, x.shape[0], x.device)
-    codes, scales = (None, None) if quantized is None else (quantized.codes, quantized.scales)
-    return _GroupedMLP.apply(x, fc1_weight, fc2_weight, probs, codes, scales, rows, activation, settings)
+    return _GroupedMLP.apply(x, fc1_weight, fc2_weight, probs, rows, activation, settings)
 
 
-def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quantized) -> None:
+def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> None:
     check_settings(settings)
     parts = check_activation(activation).parts
     for name, t in (("x", x), ("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
@@ -116,13 +111,6 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs, quan
         raise ValueError("tp_invariant: got true, accepted: false with grouped experts")
     if probs is not None and probs.shape != x.shape[:1]:
         raise ValueError(f"probs: got shape {list(probs.shape)}, accepted: {list(x.shape[:1])}")
-    if quantized is not None:
-        if quantized.layout != "row" or quantized.codes.shape != x.shape:
-            given = f"layout {quantized.layout!r} of shape {list(quantized.codes.shape)}"
-            raise ValueError(f"quantized: got {given}, accepted: layout 'row' of x's shape {list(x.shape)}")
-        fmt = fp8_format(settings.format)
-        if quantized.codes.dtype != fmt.dtype:
-            raise ValueError(f"quantized: got codes of {quantized.codes.dtype}, accepted: {fmt.dtype}")
 
 
 class _Weight:
@@ -176,12 +164,12 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x, fc1_weight, fc2_weight, probs, codes, scales, rows: ExpertRows, activation: str, settings
+        ctx: Any, x, fc1_weight, fc2_weight, probs, rows: ExpertRows, activation: str, settings
     ) -> torch.Tensor:
         fmt, width = fp8_format(settings.format), x.shape[1]
         fc1 = _Weight(fc1_weight, rows.experts, width, settings)
         fc2 = _Weight(fc2_weight, rows.experts, fc2_weight.numel() // (rows.experts * width), settings)
-        y8, x8 = _input(x, codes, scales, rows, settings)
+        y8, x8 = _input(x, rows, settings)
         w1, w1_scale = fc1.quantized()
         pre = grouped_mm(y8, w1, rows, x.dtype, fast_accum=True)
         del y8, w1
@@ -233,23 +221,16 @@ class _GroupedMLP(torch.autograd.Function):
         del d8
         if ctx.needs_input_grad[1]:
             dfc1 = fc1.gradient(transpose(QuantizedTensor(x_codes, x_scales, "expert")), d8_t, rows)
-        return dx, dfc1, dfc2, dprobs, None, None, None, None, None
+        return dx, dfc1, dfc2, dprobs, None, None, None
 
 
-def _input(x, codes, scales, rows: ExpertRows, settings: ActivationConfig) -> tuple[QuantizedTensor, QuantizedTensor]:
+def _input(x, rows: ExpertRows, settings: ActivationConfig) -> tuple[QuantizedTensor, QuantizedTensor]:
     """What fc1 multiplies, and x in FP8 with a scale an expert for backward; the same where scales are per tensor."""
-    fmt = fp8_format(settings.format)
-    if codes is None:
-        values, y8 = take_rows(x, rows.source), None
-    else:
-        taken = take_rows(codes.view(torch.uint8), rows.source).view(codes.dtype)
-        y8 = QuantizedTensor(taken, take_rows(scales, rows.source), "row")
-        values = dequantize(y8, x.dtype)
+    fmt, values = fp8_format(settings.format), take_rows(x, rows.source)
     if settings.forward_scales != "row":
         x8 = quantize_experts(values, fmt, tensor_scale(amax_experts(values, rows), fmt, True), rows)
         return x8, x8
-    if y8 is None:
-        y8 = quantize_rows(values, fmt, aligned=True)
+    y8 = quantize_rows(values, fmt, aligned=True)
     return y8, quantize_experts(values, fmt, largest_rows(y8.scales, rows, SMALLEST_SCALE), rows)
 
 

@@ -56,11 +56,6 @@ class GraphedFunction:
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), ()
 
-    @property
-    def captured(self) -> int:
-        """For how many keys there are graphs."""
-        return len(self._graphs)
-
     def __call__(
         self, function: Function, x: torch.Tensor, parameters: Sequence[torch.Tensor], held: Any = None
     ) -> torch.Tensor:

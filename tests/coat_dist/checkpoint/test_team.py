@@ -9,7 +9,7 @@ import pytest
 from coat_dist.checkpoint import team
 from coat_dist.checkpoint.team import CheckpointError, check_shared, check_there
 from coat_dist.nodes import Place, by_node
-from coat_dist.ranks import before_others, check_same_on_all_ranks, on_first_ranks, say_ranks
+from coat_dist.ranks import check_same_on_all_ranks, on_first_ranks, say_ranks
 from tests.coat_dist.checkpoint.test_loading import build, refused
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
@@ -87,21 +87,6 @@ def test_folders_of_two_nodes(tmp_path):
         assert failed == "host node-b: no room"
         assert answers == ["made by 0", f"made by {rank}"] and calls == (1 if rank else 2)
         assert left == [str(rank)] and (both, second) == ("ranks 0-1 (hosts node-a, node-b)", "rank 1 (host node-b)")
-
-
-def waits(rank, world):
-    done = []
-    before_others("x", rank == 1, lambda: done.append(1))
-    try:
-        before_others("y", rank == 1, lambda: 1 / 0)
-    except (RuntimeError, ZeroDivisionError) as problem:
-        return done, str(problem)
-
-
-def test_one_rank_works_before_others():
-    (first, told), (second, raised) = run_ranks(2, waits)
-    assert (first, second) == ([], [1])
-    assert told == "ZeroDivisionError on rank 1: division by zero" and raised == "division by zero"
 
 
 def parts(rank, world, folder, case):

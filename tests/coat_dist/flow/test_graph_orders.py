@@ -174,7 +174,7 @@ def settles(both) -> None:
         if seed == 5:
             before = pool().captured
     if max(graphs._captures for graphs in both.models[1].graphs) < 32:
-        assert pool().captured == before and all(graphs.captured for graphs in both.models[1].graphs)
+        assert pool().captured == before and all(graphs._graphs for graphs in both.models[1].graphs)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])

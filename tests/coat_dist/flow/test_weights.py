@@ -109,21 +109,24 @@ def test_bytes_and_lifetime(scales):
     out = layer.flow(x, config)
     elements, rows = (sum(count(getattr(layer, name)) for name in WEIGHTS) for count in (torch.numel, len))
     for_rows = 4 * rows if scales == "row" else 0
-    assert weights.cached_weight_bytes() == elements + 4 * len(WEIGHTS) + for_rows  # a byte each, and scales
+    kept = [t for entry in weights._cache.values() for t in (entry.operand.q8.codes, entry.operand.q8.scales)]
+    kept += [entry.operand.scale for entry in weights._cache.values() if scales == "row"]
+    assert sum(t.nbytes for t in kept) == elements + 4 * len(WEIGHTS) + for_rows  # a byte each, and scales
+    del kept
     copied = copy.deepcopy(layer.weight)
     assert not copied.__dict__ and torch.equal(copied, layer.weight)
     pickle.dump(layer.weight, buffer := io.BytesIO())
     assert len(buffer.getvalue()) < 2 * layer.weight.numel() + 2000
     held = [weakref.ref(entry.operand.q8) for entry in weights._cache.values()]
     invalidate_weights()
-    assert weights.cached_weight_bytes() == 0
+    assert not weights._cache
     assert len(held) == len(WEIGHTS) and not any(w8() for w8 in held)  # though ``out`` still holds its graph
     out.sum().backward()  # and can still run
     assert layer.weight.grad.isfinite().all()
     layer.flow(x, config)
     del layer, out, copied
     gc.collect()
-    assert weights.cached_weight_bytes() == 0
+    assert not weights._cache
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
@@ -156,4 +159,4 @@ def test_compiled_code_does_not_keep_codes():
     for _ in range(3):
         assert torch.equal(compiled(x), plain_linear(weight, 2 * x, "on_use"))
         weight.data.mul_(1.5)
-    assert weights.cached_weight_bytes() == 0
+    assert not weights._cache

@@ -106,7 +106,7 @@ def test_methods_that_write_weights_can_be_named():
     assert owner.load.__doc__ == "Load." and not hasattr(owner, "save")
     for fails in (False, True):
         plain_linear(p, x)
-        assert weights.cached_weight_bytes()
+        assert weights._cache
         with pytest.raises(OSError, match="here") if fails else contextlib.nullcontext():
             assert owner.load("here", fails=fails) == "here"
-        assert not weights.cached_weight_bytes()
+        assert not weights._cache
