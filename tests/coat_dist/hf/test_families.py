@@ -127,6 +127,20 @@ def test_fp8_attention(name):
     assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(step(model)[0], loss)
 
 
+def test_attention_of_another_library_is_called(monkeypatch):
+    """DeepSpeed's Ulysses and ring attention take the name of transformers' own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own, losses = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+    replaced = {**ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa": lambda *a, **k: (own(*a, **k)[0] * 3, None)}
+    monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", replaced)
+    for attention in ("bf16", "fp8"):
+        model = tiny("llama", attn_implementation="sdpa")
+        patch_model(model, ActivationConfig(attention=attention))
+        losses.append(step(model, use_cache=False, attention_mask=torch.ones_like(tokens()))[0])
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("how", ["lengths", "positions"])
 def test_packed_documents_are_as_alone(how):
     """By flash attention's arguments, or by the positions that it reads, with FP8 attention."""

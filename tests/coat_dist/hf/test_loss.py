@@ -65,6 +65,25 @@ def test_logits_are_made_when_they_are_read():
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), "without labels"
 
 
+def test_logits_that_a_metric_reads_first_have_gradients_afterwards():
+    ids, found = tokens(), []
+    for model in (tiny(), loss_alone(tiny())):
+        out = model(ids, labels=ids)
+        with torch.no_grad():
+            assert not out.logits.exp().requires_grad
+        (out.loss + out.logits.square().mean()).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_on_the_output_layer_get_logits():
+    model, ids = tiny(), tokens()
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits / 2)
+    wanted = model(ids, labels=ids).loss
+    assert torch.equal(loss_alone(model)(ids, labels=ids).loss, wanted)
+
+
 def test_a_loss_function_of_the_program_is_its_own():
     model, ids = tiny(), tokens()
     loss_alone(model)
