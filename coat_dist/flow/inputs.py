@@ -68,7 +68,7 @@ class NormedInput:
     ) -> tuple[NormedInput, QuantizedTensor | Rows]:
         """From x ``[rows, h]``: what to save, and y8 ``[all rows, h]``; sequence parallelism gathers the rows.
 
-        Rows that are still coming are to be given to :meth:`received` after the product.
+        Give y8 to :meth:`received` after the product.
         """
         fmt, exact = fp8_format(settings.format), settings.forward == "exact"
         groups = settings.group_size, settings.scale
@@ -81,10 +81,7 @@ class NormedInput:
             else:
                 x8, stats, y8 = norm_compress_rows(*given, reserve_rows(x, fmt, tp, settings))
                 rows = gather_operand(y8, tp, settings) if tp.sharded else y8
-            this = cls(x8, stats, rows.scales, norm, tp, settings, x.dtype)
-            if not isinstance(rows, Rows):
-                this.received(rows)
-            return this, rows
+            return cls(x8, stats, rows.scales, norm, tp, settings, x.dtype), rows
         found = norm_compress(*given)
         scale = shared_scale(found.amax, fmt, tp, tp.sharded)
         this = cls(found.x8, found.stats, scale, norm, tp, settings, x.dtype)

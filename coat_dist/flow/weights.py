@@ -47,14 +47,18 @@ from .scaling import Operand, quantize_input, row_operand, shared_scale
 __all__ = [
     "JoinedWeight",
     "Weight",
+    "Weights",
     "cacheable",
     "from_cache",
     "into_main_grad",
     "invalidate_after",
     "invalidate_weights",
+    "joined",
     "row_blocks",
 ]
 
+Weights = torch.Tensor | Sequence[torch.Tensor]
+"""A weight, or several of one product; a bias, or one for each of these."""
 _CHUNK = 2**24
 """Elements of a weight's gradient on their way into ``main_grad`` at a time: 64 MiB."""
 
@@ -214,6 +218,14 @@ class JoinedWeight:
         return [
             part.gradient(d8, x8_t) if want else None for part, d8, want in zip(self.parts, rows, wanted, strict=True)
         ]
+
+
+def joined(weight: Weights, bias: Weights | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Weights of one product and their biases: one bias for each weight, or none at all."""
+    weights, biases = (() if t is None else (t,) if isinstance(t, torch.Tensor) else tuple(t) for t in (weight, bias))
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"bias: got {len(biases)}, accepted: {len(weights)}, one for each weight, or None")
+    return weights, biases
 
 
 def into_main_grad(

@@ -27,13 +27,11 @@ from ...ops import (
 )
 from ..function import check_settings, shaped, without_autocast
 from ..inputs import check_normed, quantized_input, residual_alias, restore_input
-from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input, gemm, summed_gemm
 from ..scaling import Operand, gradient_amax, quantize_gradient, row_operand, saved_format, share_rows, shared_scale
-from ..weights import JoinedWeight, Weight
+from ..weights import JoinedWeight, Weight, Weights, joined
 from .norm import Norm
-from .norm_linear import Weights, joined
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
 
@@ -183,8 +181,7 @@ class _MLP(torch.autograd.Function):
         ctx.fc1, ctx.fc2 = JoinedWeight(fc1_weights, tp, settings), Weight(fc2_weight, tp, settings, split=True)
         w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
-        if isinstance(y8, Rows):
-            block_input.received(y8)
+        block_input.received(y8)
         del y8
         fc1_bias = (torch.cat(fc1_biases) if len(fc1_biases) > 1 else fc1_biases[0]) if fc1_biases else None
         pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)

@@ -11,7 +11,6 @@ in place. Where x gets no gradient, it is x itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -21,17 +20,13 @@ from ...config import ActivationConfig
 from ...ops import Heads, RopeTable, split_rope, split_rope_backward
 from ..function import check_settings, shaped, without_autocast
 from ..inputs import check_normed, quantized_input, residual_alias, restore_input
-from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input, gemm, summed_gemm
 from ..scaling import gradient_amax, quantize_gradient
-from ..weights import JoinedWeight
+from ..weights import JoinedWeight, Weights, joined
 from .norm import Norm
 
-__all__ = ["Weights", "joined", "norm_linear", "norm_qkv"]
-
-Weights = torch.Tensor | Sequence[torch.Tensor]
-"""A weight, or several of one product; a bias, or one for each of these."""
+__all__ = ["norm_linear", "norm_qkv"]
 
 
 @overload
@@ -136,14 +131,6 @@ def _parameters(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | 
     return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
-def joined(weight: Weights, bias: Weights | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Weights of one product and their biases, of which there are as many or none."""
-    weights, biases = (() if t is None else (t,) if isinstance(t, torch.Tensor) else tuple(t) for t in (weight, bias))
-    if biases and len(biases) != len(weights):
-        raise ValueError(f"bias: got {len(biases)}, accepted: {len(weights)}, one for each weight, or None")
-    return weights, biases
-
-
 def _check(
     x: torch.Tensor,
     norm: Norm | None,
@@ -177,8 +164,7 @@ class _NormLinear(torch.autograd.Function):
         ctx.weight = JoinedWeight(weights, tp, settings)
         w8, w_scale = ctx.weight.quantized()
         out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
-        if isinstance(y8, Rows):
-            block_input.received(y8)
+        block_input.received(y8)
         if biases:
             out += biases[0] if count == 1 else torch.cat(biases)
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
