@@ -26,7 +26,7 @@ from ..reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Mom
 from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
 from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
-from .dispatch import operation, operation_on_list
+from .dispatch import operation
 from .gemm import scaled_mm
 from .grouped_gemm import apart, grouped_mm, grouped_wgrad, one_by_one
 
@@ -99,6 +99,6 @@ logit_grad = operation(cross_entropy.logit_grad)  # gradient of logits, in place
 # without a kernel: merge (statistics of blocks), pow2
 
 # AdamW ----------------------------------------------------------------------------------------------------------------
-adamw_steps = operation_on_list(adamw.adamw_steps)  # a step on tensors with FP8 moments: decode, update, encode
-adamw_fp32_steps = operation_on_list(adamw.adamw_fp32_steps)  # a step on tensors with fp32 moments
+adamw_steps = operation(adamw.adamw_steps)  # a step on tensors with FP8 moments: decode, update, encode
+adamw_fp32_steps = operation(adamw.adamw_fp32_steps)  # a step on tensors with fp32 moments
 # without a kernel, for checkpoints: encode and decode (moments), split and join (master weights); a step has its own

@@ -12,7 +12,7 @@ import torch
 from ..devices import runs_kernels, switched_on
 from ..formats import QuantizedTensor
 
-__all__ = ["operation", "operation_on_list", "use_kernels"]
+__all__ = ["operation", "use_kernels"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,26 +33,17 @@ def use_kernels(tensor: torch.Tensor) -> bool:
 def operation(definition: Callable[_P, _R]) -> Callable[_P, _R]:
     """The operation that ``definition`` defines: its kernel where the first argument's device calls for one.
 
-    The kernel is the function of the same name, with the same arguments, in the module of the same name under
-    ``kernels``.
+    The first argument is a tensor, a quantized one, or a list, not empty, of tuples with a ``param`` on one device. The
+    kernel is the function of the same name, with the same arguments, in the module of the same name under ``kernels``.
     """
     kernel = _kernel_of(definition)
 
     @functools.wraps(definition)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = kernel() if use_kernels(first.codes if isinstance(first, QuantizedTensor) else first) else definition
-        return chosen(first, *args, **kwargs)
-
-    return cast(Callable[_P, _R], call)
-
-
-def operation_on_list(definition: Callable[_P, _R]) -> Callable[_P, _R]:
-    """:func:`operation` whose first argument is a list, not empty, of tuples with a ``param`` on one device."""
-    kernel = _kernel_of(definition)
-
-    @functools.wraps(definition)
-    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        return (kernel() if use_kernels(tensors[0].param) else definition)(tensors, *args, **kwargs)
+        tensor = first
+        if not isinstance(first, torch.Tensor):
+            tensor = first.codes if isinstance(first, QuantizedTensor) else first[0].param
+        return (kernel() if use_kernels(tensor) else definition)(first, *args, **kwargs)
 
     return cast(Callable[_P, _R], call)
 

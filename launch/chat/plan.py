@@ -127,7 +127,7 @@ def _with_steps(args: FinetuneOptions) -> FinetuneOptions:
 
 
 def _tokenizer_folder(weights: Weights) -> str:
-    for file in weights.tokenizer_files():
+    for file in weights.travelling().values():
         if file.name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
             return str(file.parent)
     raise DataError(f"--tokenizer: missing, and {weights.path} has none, accepted: a folder with tokenizer.json")

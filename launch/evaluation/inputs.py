@@ -79,7 +79,7 @@ def read_inputs(args: EvaluateOptions, weights: Weights, run: Mapping[str, Any])
 
 def _read_files(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Mapping[str, Any]) -> None:
     longest, vocab = weights.model.seq_length, weights.model.vocab_size or 0
-    tokenizer, source = tokens.find_tokenizer(args.tokenizer, args.eod, weights.tokenizer_files(), run)
+    tokenizer, source = tokens.find_tokenizer(args.tokenizer, args.eod, list(weights.travelling().values()), run)
     digest, trained = tokenizer.fingerprint(), training_data(run)
     if tokenizer.ids_of_text() > vocab:
         raise CoatConfigError(f"--tokenizer: got {source} of {tokenizer.vocab_size} ids, accepted: at most {vocab}")

@@ -102,7 +102,7 @@ def plan_hugging_face(
     """
     copies = dict(travelling)
     remembered = read_config(copies.pop(CONFIG)) if CONFIG in copies else {}
-    dtypes = {dtype or weights.dtype(name) for name in weights.names()}
+    dtypes = {dtype or weights.dtype(name) for name in weights.shapes}
     most = DTYPES.get(str(remembered.get("dtype", remembered.get("torch_dtype"))))
     whole = dtypes.pop() if len(dtypes) == 1 else most if most in dtypes else torch.float32
     config, known = config_for(weights.model, whole, remembered, family, end)

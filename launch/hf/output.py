@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
-from coat_dist.checkpoint.write.durable import make_folder, sync_folder, sync_tree, write_text
-from coat_dist.checkpoint.write.publish import unfinished
+from coat_dist.checkpoint.write.durable import make_folder, sync_tree, write_text
+from coat_dist.checkpoint.write.publish import put_in_place, unfinished
 from launch.hf.folder import CONFIG, travelling_files
 from launch.outputs import checkpoint_at, lack_of_room
 from launch.weights.converted import MODEL
@@ -77,26 +76,15 @@ class Output:
             content = {"format": FORMAT, **manifest, "files": sync_files(temporary)}
             write_text(temporary / MANIFEST, json.dumps(content, indent=1))
             sync_tree(temporary)
-            self._publish(temporary)
+            replaced = self.final.with_name(f".unfinished-replaced-{self.final.name}")
+            if replaces := self.overwrite and self.final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            put_in_place(temporary, self.final, replaced if replaces else None)
+            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as problem:
             raise CheckpointError(f"{self.option}: cannot write {self.final}: {problem}") from problem
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # after an error; else it has its name
-
-    def _publish(self, temporary: Path) -> None:
-        replaced = self.final.with_name(f".unfinished-replaced-{self.final.name}")
-        if self.overwrite and self.final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(self.final, replaced)
-        try:
-            os.rename(temporary, self.final)
-        except BaseException:
-            if not self.final.exists():
-                with suppress(OSError):
-                    os.rename(replaced, self.final)
-            raise
-        sync_folder(self.final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _not_replaceable(folder: Path) -> str | None:

@@ -155,14 +155,13 @@ class Output:
             Warnings: what is left and could not be removed.
         """
         folder, temporary = self.final.parent, tags.unfinished(self.final)
-        if not self.exact:
-            tags.publish(temporary, self.final, manifest)
-            write_text(folder / LATEST_UNIVERSAL, self.final.name)
-            return tags.retire(folder, self.final)
-        if self.final.exists() and _is_empty(self.final):
+        if self.exact and _is_empty(self.final):
             self.final.rmdir()
         tags.finish(temporary, self.final, manifest)
-        write_text(folder / LATEST_UNIVERSAL, self.final.name)
+        for name in (LATEST_UNIVERSAL,) if self.exact else (tags.LATEST, LATEST_UNIVERSAL):
+            write_text(folder / name, self.final.name)
+        if not self.exact:
+            return tags.retire(folder, self.final)
         replaced = temporary.with_name(f".unfinished-replaced-{self.final.name}")  # where `finish` puts it
         shutil.rmtree(replaced, ignore_errors=True)
         return [f"{replaced} could not be removed"] if replaced.exists() else []

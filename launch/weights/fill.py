@@ -43,7 +43,7 @@ def fill(model: Any, weights: Weights) -> None:
 
 @torch.no_grad()
 def _fill(model: Any, weights: Weights) -> None:
-    order = {name: i for i, name in enumerate(weights.names())}
+    order = {name: i for i, name in enumerate(weights.shapes)}
     sources = global_names(model)
     if model.share_embeddings_and_output_weights and _OUTPUT not in order:  # the last stage has a copy
         sources = {p: [_EMBEDDING if name == _OUTPUT else name for name in names] for p, names in sources.items()}

@@ -39,10 +39,6 @@ class Weights(ABC):
     manifest: Mapping[str, Any] = {}
     """``manifest.json`` of the folder; empty where this project did not write it."""
 
-    def names(self) -> list[str]:
-        """Every parameter, in the order in which they are best read."""
-        return list(self.shapes)
-
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that :meth:`read` returns."""
@@ -64,10 +60,6 @@ class Weights(ABC):
         """Files that travel with the weights, by their names in a Hugging Face folder: tokenizer, chat template,
         generation config, config.json."""
         return files_in(self.path / CARRIED)
-
-    def tokenizer_files(self) -> list[Path]:
-        """:meth:`travelling`, the paths."""
-        return list(self.travelling().values())
 
     def verify(self) -> None:
         """Compare every file of the manifest with its checksum; collective, and ranks share the work.

@@ -39,7 +39,7 @@ def universal(load, output):
 
 def whole(folder, dtype=torch.float32):
     weights = open_weights(folder, dtype)
-    return {name: weights.read(name).clone() for name in weights.names()}
+    return {name: weights.read(name).clone() for name in weights.shapes}
 
 
 @pytest.fixture(scope="module")

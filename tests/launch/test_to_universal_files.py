@@ -25,7 +25,8 @@ def make(save, step, seed=0):
     temporary.mkdir(parents=True)
     (temporary / "states.pt").write_text(f"{step} {seed}")
     progress = {"step": step, "loss": seed / 7}
-    publish.publish(temporary, final, {"format": 1, "progress": progress, "run": {}, "files": sync_files(temporary)})
+    publish.finish(temporary, final, {"format": 1, "progress": progress, "run": {}, "files": sync_files(temporary)})
+    (save / publish.LATEST).write_text(final.name)
     return final
 
 

@@ -30,8 +30,8 @@ __all__ = [
     "latest_of",
     "name_of",
     "own_name",
-    "publish",
     "published",
+    "put_in_place",
     "replaced_or",
     "retire",
     "unfinished",
@@ -64,12 +64,6 @@ def begin(final: Path) -> None:
     (temporary / MANIFEST).write_text(json.dumps(UNFINISHED), encoding="utf-8")
 
 
-def publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """:func:`finish` a written folder and let ``latest`` name it; after an error, that names what it did before."""
-    finish(temporary, final, manifest)
-    write_text(final.parent / LATEST, final.name)
-
-
 def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Give a written folder, whose files are on disk, its manifest and its name.
 
@@ -85,10 +79,16 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
             _settle(replaced, final)
         else:  # nothing of ours: it stays, under another name
             replaced = _kept(final)
+    put_in_place(temporary, final, replaced)
+
+
+def put_in_place(temporary: Path, final: Path, replaced: Path | None) -> None:
+    """Rename ``final`` to ``replaced``, unless it is None, and a written folder to ``final``; an error undoes both."""
+    if replaced is not None:
         os.rename(final, replaced)
     try:
         os.rename(temporary, final)
-    except OSError:
+    except BaseException:
         if replaced is not None:
             with suppress(OSError):  # find() and retire() know the other name
                 os.rename(replaced, final)

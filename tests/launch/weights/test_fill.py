@@ -46,7 +46,7 @@ def test_ranks_hold_their_slices(tmp_path, name, tp, pp):
                 source = "embedding.word_embeddings.weight"
             assert torch.equal(joined(parameter, [m[parameter] for m in members]), weights.read(source)), parameter
             seen.add(source)
-    assert seen == set(weights.names())
+    assert seen == set(weights.shapes)
 
 
 class Given(Weights):
