@@ -30,7 +30,7 @@ from .write.publish import LATEST, begin, finish, retire, unfinished
 __all__ = ["Extras", "describe", "save_whole_checkpoints"]
 
 # fmt: off
-_DEEPSPEEDS = frozenset({
+_DEEPSPEED_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
@@ -115,7 +115,7 @@ class _Save:
 
         def arguments() -> dict[str, Any]:
             _check_tag(self.tag)
-            state.update(_own_values({} if client_state is None else client_state, self.engine))
+            state.update(_without_deepspeed_keys({} if client_state is None else client_state, self.engine))
             flags = {"save_latest": self.save_latest, "exclude_frozen_parameters": exclude_frozen}
             return {"tag": self.tag, "folder": os.path.abspath(self.save_dir), **flags}
 
@@ -179,16 +179,16 @@ def _check_tag(tag: str) -> None:
         )
 
 
-def _own_values(client_state: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
-    """``client_state`` without DeepSpeed's own keys, which it has where ``load_checkpoint`` returned it.
+def _without_deepspeed_keys(client_state: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
+    """``client_state`` without DeepSpeed's own keys, which are in it if ``load_checkpoint`` returned it.
 
-    DeepSpeed's tutorial hands that back to the next save. The old run's values in it (its steps, say) would replace
-    those of now.
+    DeepSpeed's tutorial passes that on to the next save, where old values (the number of steps, say) would replace the
+    current ones.
     """
     if client_state.keys() >= {"ds_config", "ds_version"}:
-        names = _DEEPSPEEDS | ({"universal_checkpoint_info"} if info_of(engine) else set())
+        names = _DEEPSPEED_KEYS | ({"universal_checkpoint_info"} if info_of(engine) else set())
         return {key: value for key, value in client_state.items() if key not in names}
-    if keys := sorted(client_state.keys() & _DEEPSPEEDS):
+    if keys := sorted(client_state.keys() & _DEEPSPEED_KEYS):
         raise CheckpointError(
             f"client_state: got keys {', '.join(keys)}, which DeepSpeed writes itself; accepted: other names"
         )

@@ -23,7 +23,7 @@ class _BeforeDeepSpeed:
         return None
 
 
-def _run_the_next() -> None:
+def _run_shadowed_sitecustomize() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     rest = [path for path in sys.path if os.path.abspath(path or os.curdir) != here]
     spec = PathFinder.find_spec("sitecustomize", rest)
@@ -32,4 +32,4 @@ def _run_the_next() -> None:
 
 
 sys.meta_path.insert(0, _BeforeDeepSpeed())
-_run_the_next()
+_run_shadowed_sitecustomize()

@@ -17,7 +17,7 @@ from torch import nn
 from ..config import ActivationConfig, CoatConfigError
 from ..patching.changes import Changes, all_or_none, restored
 from ..patching.report import PatchReport, is_patched
-from ..patching.settings import Config, coat_block
+from ..patching.settings import Config, bf16_layers, check_bf16_layers, coat_block
 from .layer import FusedAttention, FusedLayer
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
@@ -75,7 +75,8 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     _drop_own_forwards(model)
     with all_or_none() as changes:
         layers = list(_layers(model))
-        kept = _bf16_layers(config, len(layers))
+        check_bf16_layers(config, len(layers))
+        kept = bf16_layers(config, len(layers))
         for i, (name, layer) in enumerate(layers):
             if i in kept:
                 report.left |= {f"{name}.{block}": "bf16_layers" for block in ("self_attn", "mlp")}
@@ -128,13 +129,6 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         parts = dict(module.named_children())
         if {"self_attn", "mlp"} <= parts.keys():
             yield name, module
-
-
-def _bf16_layers(settings: ActivationConfig, count: int) -> set[int]:
-    wrong = [i for i in settings.bf16_layers if not -count <= i < count]
-    if wrong:
-        raise CoatConfigError(f"coat.activation.bf16_layers: got {wrong[0]}, accepted: -{count} to {count - 1}")
-    return {i % count for i in settings.bf16_layers}
 
 
 def _patch_layer(name: str, layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:

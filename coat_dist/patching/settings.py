@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from ..config import CoatConfig, CoatConfigError
+from ..config import ActivationConfig, CoatConfig, CoatConfigError
 
-__all__ = ["Config", "coat_block"]
+__all__ = ["Config", "bf16_layers", "check_bf16_layers", "coat_block"]
 
 Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | CoatConfig
 """What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; or the parsed block."""
@@ -27,3 +27,16 @@ def coat_block(config: Config, name: str = "config") -> CoatConfig:
     if block is None:
         raise CoatConfigError(f'{name}: got one without a "coat" block, accepted: a DeepSpeed configuration with it')
     return block
+
+
+def bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:
+    """Indices from 0 of the layers that stay BF16, out of ``layers`` (over all pipeline stages)."""
+    return {i % layers for i in settings.bf16_layers if -layers <= i < layers}
+
+
+def check_bf16_layers(settings: ActivationConfig, layers: int) -> None:
+    """Raises CoatConfigError for an index that is out of range; ``layers``: of the highest stack in the model."""
+    wrong = [i for i in settings.bf16_layers if not -layers <= i < layers]
+    if wrong and layers:
+        accepted = f"0 to {layers - 1}, or {-layers} to -1 from the last, for {layers} layers"
+        raise CoatConfigError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")

@@ -1,8 +1,8 @@
-"""Activations: which of Megatron's functions compute what the flow and the model descriptions call by a name.
+"""Activations: Megatron's functions, by the names of the flow and of model descriptions.
 
-The names are the flow's (``ACTIVATIONS`` in ``coat_dist/reference/activation.py``), and the ``"activation"`` of a model
-description (``configs/models/*.json``) takes the same ones. A name stands for a function and whether it has a gate;
-:data:`FUNCTIONS` says what Megatron is given for the function, and what counts as the same function.
+The names are those of ``ACTIVATIONS`` in ``coat_dist/reference/activation.py``; the ``"activation"`` of a model
+description (``configs/models/*.json``) takes them too. A name stands for a function and for whether it has a gate.
+:data:`FUNCTIONS` lists Megatron's functions that compute the same; the first is given to models that are built here.
 """
 
 from __future__ import annotations

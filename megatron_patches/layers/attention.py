@@ -48,11 +48,11 @@ _OWN_FORWARD = "test_mode", "flash_decode", "attention_output_gate"
 
 
 class CompactSelfAttention(SelfAttention):
-    """Self-attention that does not keep the whole of linear_qkv's output alive through the values.
+    """Self-attention that copies the values, so that linear_qkv's output is freed after forward.
 
-    Values are a view of it: saved for backward, that view holds queries and keys a second time, 4 bytes a token and
-    hidden element. With norms on queries and keys, which save their inputs, the whole output is kept in any case and a
-    copy would only add to it; but those over all heads save copies.
+    Megatron's values are a view of that output. Saved for backward, the view keeps queries and keys a second time: 4
+    bytes a token and hidden element. Norms on queries and keys save their inputs, so the output stays in any case and
+    values are not copied. Norms over all heads save copies instead, and values are copied.
 
     Several documents in a sequence (``packed_seq_params``) are those of ``packed.py`` where core attention is ours.
     """

@@ -1,7 +1,7 @@
 """Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host starts too slowly.
 
-``flow/graphs/cuda_graphs.py`` captures and replays. Here is which models and layers may, and which calls: training
-on whole sequences with Megatron's causal mask. Every other call runs as without the key, with gradients with a warning.
+``flow/graphs/cuda_graphs.py`` captures and replays. This file decides which layers and calls run as graphs: training on
+whole sequences with Megatron's causal mask. Every other call runs without a graph, and warns if it needs gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["GRAPHED", "layers_to_graph", "why_no_graphs"]
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "context", "context_mask", "rotary_pos_emb")
 """Of a layer's forward, the first by position."""
-_ALONE = {
+_REQUIRED_VALUES = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -52,14 +52,14 @@ class _Graphed:
         given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         x, rope = given.pop("hidden_states", None), given.pop("rotary_pos_emb", None)
         if torch.compiler.is_compiling():
-            _say_that_it_is_compiled()
+            _warn_compiled()
             return plain(*args, **kwargs)
         if not torch.is_grad_enabled() or not isinstance(x, torch.Tensor) or len(args) > len(_ARGUMENTS):
             return plain(*args, **kwargs)
         modules = dict(self.named_modules(prefix="layer"))  # type: ignore[attr-defined]
         named = {f"{path}.{key}": p for path, m in modules.items() for key, p in m._parameters.items() if p is not None}
         own = tuple(named.values())
-        why = _why_as_it_is(x, own, modules, given)
+        why = _why_eager(x, own, modules, given)
         if why is not None:
             run_without_graphs(why)
             return plain(*args, **kwargs)
@@ -75,7 +75,7 @@ class _Graphed:
 
 
 @torch.compiler.assume_constant_result
-def _say_that_it_is_compiled() -> None:
+def _warn_compiled() -> None:
     """Run while torch.compile traces, and not part of what it compiles."""
     run_without_graphs("the model is compiled")
 
@@ -107,7 +107,7 @@ GRAPHED: dict[type, type] = {
 }
 
 
-def _why_as_it_is(
+def _why_eager(
     x: torch.Tensor,
     parameters: Sequence[torch.Tensor],
     modules: Mapping[str, nn.Module],
@@ -155,7 +155,7 @@ def layers_to_graph(blocks: Sequence[Block]) -> tuple[dict[str, Any], list[str]]
 
 def why_no_graphs(config: Any) -> str | None:
     """The first field of a model's configuration with which its layers cannot be graphs, or None."""
-    for name, accepted in _ALONE.items():
+    for name, accepted in _REQUIRED_VALUES.items():
         if (given := getattr(config, name, accepted)) != accepted:
             return f"config.{name}={given}"
     return None

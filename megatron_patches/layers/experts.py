@@ -41,8 +41,8 @@ class ExpertMLP(MLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[tokens, h]`` → the same, times the router's ``per_token_scale`` ``[tokens]``; any number of tokens.
 
-        Megatron multiplies the activation by it, before fc2; here the output is multiplied, which is the same but for
-        rounding. fc2's bias is handed on where there is no scale, and added, scaled, where there is, as in Megatron.
+        Megatron multiplies the activation by it, before fc2. Here the output is multiplied: the same but for rounding.
+        As in Megatron, fc2's bias is returned if there is no scale; otherwise it is scaled and added.
         """
         wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
         y = flow.mlp(

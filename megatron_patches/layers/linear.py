@@ -50,7 +50,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         **_: object,
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], None]:
         """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or with ``heads`` queries, keys and
-        values, rotated by ``table``. ``residual`` gets its alias where ``input_`` is its x."""
+        values, rotated by ``table``. Where ``input_`` is ``residual.x``, ``residual.alias`` is set."""
         norm, tp, settings = None, self.coat.tp_now(self), self.coat.settings
         if self.coat.norm is not None:
             check_uncalled("input_layernorm", self.coat.norm)

@@ -1,7 +1,7 @@
 """First steps of :func:`~megatron_patches.patch_model`: decide what to patch, and refuse what the settings rule out.
 
-Nothing is changed here. Under pipeline parallelism every rank sees its own stage only. What class and configuration of
-the model rule out is refused in every stage, so that no rank waits for one that has raised.
+Nothing is changed here. Under pipeline parallelism every rank sees its own stage only. All stages refuse a model by its
+class and configuration, which they share, so that no rank waits for one that has raised.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 from coat_dist.patching.report import PatchReport
+from coat_dist.patching.settings import bf16_layers, check_bf16_layers
 
 from ..layers.attention import why_no_fp8_attention
 from ..layers.cuda_graphs import layers_to_graph, why_no_graphs
@@ -62,9 +63,9 @@ def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
         ValueError: ``bf16_layers`` out of range.
     """
     plan, configs = Plan(PatchReport(settings=settings)), configs_of(model)
-    _check_bf16_layers(settings, max((config.num_layers for config in configs), default=0))
+    check_bf16_layers(settings, max((config.num_layers for config in configs), default=0))
     for config in configs:
-        all_bf16 = len(_bf16_layers(settings, config.num_layers)) == config.num_layers
+        all_bf16 = len(bf16_layers(settings, config.num_layers)) == config.num_layers
         plan.why_nothing = plan.why_nothing or why_bf16_config(config) or ("bf16_layers" if all_bf16 else None)
     _plan_blocks(model, settings, plan)
     _plan_outputs(model, settings, plan)
@@ -76,7 +77,7 @@ def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
 def _plan_blocks(model: nn.Module, settings: ActivationConfig, plan: Plan) -> None:
     left, blocks, layers = plan.report.left, [], list(layers_of(model))
     for name, layer in layers:
-        asked = layer.layer_number - 1 in _bf16_layers(settings, layer.config.num_layers)
+        asked = layer.layer_number - 1 in bf16_layers(settings, layer.config.num_layers)
         whole = "bf16_layers" if asked else why_bf16_layer(layer, settings)
         for block in blocks_of(name, layer):
             reason = whole or WHY_BF16[block.kind](layer, settings)
@@ -114,19 +115,6 @@ def _plan_outputs(model: nn.Module, settings: ActivationConfig, plan: Plan) -> N
                 report.left[name] = reason
             else:
                 plan.invariant_outputs[name] = output_layer
-
-
-def _bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:
-    """Indices, from 0 over all pipeline stages, of the layers that stay BF16; ``layers`` is how many there are."""
-    return {i % layers for i in settings.bf16_layers if -layers <= i < layers}
-
-
-def _check_bf16_layers(settings: ActivationConfig, layers: int) -> None:
-    """Raises ValueError for an index that is out of range; ``layers``: of the highest stack in the model."""
-    wrong = [i for i in settings.bf16_layers if not -layers <= i < layers]
-    if wrong and layers:
-        accepted = f"0 to {layers - 1}, or {-layers} to -1 from the last, for {layers} layers"
-        raise ValueError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")
 
 
 def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None:

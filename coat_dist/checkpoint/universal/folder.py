@@ -22,10 +22,10 @@ class UniversalFolder:
         tp: tensor-parallel rank and size.
 
     Attributes:
-        rest: what was not trained when it was saved: frozen parameters and buffers.
-        complete: the rest is there; DeepSpeed's converter keeps trained parameters only.
-        extra: modules' extra states (``get_extra_state``), by name, of each tensor-parallel rank that wrote it. Not
-            mapped, for modules may keep what they get.
+        rest: frozen parameters and buffers.
+        complete: there is a ``rest``; DeepSpeed's converter keeps trained parameters only.
+        extra: modules' extra states (``get_extra_state``), by name, one for each tensor-parallel rank. They are copies
+            and not memory-mapped, since a module may keep what it is given.
 
     Raises:
         ValueError: a file that concerns no single parameter is missing or cannot be read.
@@ -67,7 +67,11 @@ class UniversalFolder:
         return self.folder / name / CODES_FILE
 
     def extra_state(self, name: str) -> Any:
-        """What a module on this rank is to get; ``ValueError`` where other numbers of ranks saved different ones."""
+        """The extra state of a module on this rank.
+
+        Raises:
+            ValueError: another number of ranks saved it, and not all saved the same.
+        """
         values = self.extra[name]
         if len(values) == self.tp[1]:
             return values[self.tp[0]]
@@ -79,7 +83,7 @@ class UniversalFolder:
         return values[0]
 
     def _divide(self, saved: Mapping[str, Any], shape: torch.Size, where: str) -> torch.Tensor:
-        """This rank's part of a whole tensor, which is saved with how to divide it, in DeepSpeed's keys."""
+        """This rank's part of a whole tensor. DeepSpeed's keys beside it say how to divide it."""
         rank, size = self.tp
         whole = local = saved["param"]
         if whole.ndim == 1 and whole.numel() == shape.numel():  # as DeepSpeed's converter writes what ZeRO-3 had

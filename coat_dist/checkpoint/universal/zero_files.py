@@ -70,7 +70,7 @@ class Shard:
         self.names = [names.get(name, name) for name in self.names]
 
     def place(self, name: str) -> Place:
-        """Where this rank has its part of a parameter, perhaps nothing."""
+        """Where this rank's part of a parameter lies; ``numel`` is 0 if it has none."""
         return self.places.get(name, Place(0, 0, 0))
 
     def part(self, name: str, key: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """DeepSpeed's writing during a save: which files a rank wrote, and errors kept until all ranks hear of them.
 
-``engine.save_checkpoint`` meets the other ranks after writing, so a rank that left it early would let them hang. For
-the time of a save some methods of the engine are therefore replaced on its instance.
+``engine.save_checkpoint`` ends with a collective: if one rank raised before it, the others would hang. So some methods
+of the engine are replaced on its instance during a save.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
     """Note what DeepSpeed's engine saves meanwhile, and keep the errors of writing instead of raising them."""
     writes = Writes()
 
-    def keeping(write: Callable[..., Any], saves: bool) -> Callable[..., Any]:
+    def collect_errors(write: Callable[..., Any], saves: bool) -> Callable[..., Any]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
             path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
             try:
@@ -61,7 +61,7 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
     ]
     before = [vars(owner).get(name) for owner, name in places]
     for owner, name in places:
-        setattr(owner, name, keeping(getattr(owner, name), name == "save"))
+        setattr(owner, name, collect_errors(getattr(owner, name), name == "save"))
     try:
         yield writes
     finally:

@@ -54,7 +54,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a lock on the file ``path``, which is made here and removed afterwards.
 
     A record lock: it belongs to this process alone, children do not inherit it, and it reaches other hosts over NFS.
-    The same process can take it twice, so do not: leaving one would drop both.
+    Do not take it twice in one process: the system allows that, and leaving one would drop both.
 
     Raises:
         BlockingIOError: another process holds it.

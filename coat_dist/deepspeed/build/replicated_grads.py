@@ -1,8 +1,8 @@
 """Tensor-parallel models that DeepSpeed would let drift apart: refused before an engine is built.
 
-DeepSpeed reduces gradients over data-parallel ranks only. Of a parameter that every tensor-parallel (TP) rank holds,
-but sees only a part of the data for, somebody has to sum the gradient over TP ranks as well. Without that the copies
-drift apart and no error tells. This file knows the marks that Megatron puts on parameters, and imports no Megatron.
+DeepSpeed reduces gradients over data-parallel ranks only. Tensor-parallel (TP) ranks must sum the gradient of a
+parameter that each holds but sees only part of the data for. Otherwise the copies drift apart without an error. This
+file knows the marks that Megatron puts on parameters, and imports no Megatron.
 """
 
 from __future__ import annotations

@@ -44,14 +44,14 @@ _PLACES: tuple[tuple[str, Iterable[str]], ...] = (
 """Keys that are easily put into another block; of equal names the last place counts."""
 
 
-class _Asked(dict):
+class _RecordingConfig(dict):
     """A configuration that notes the keys it is asked for, and the types of their defaults."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self.asked: dict[str, type] = {}
 
-    def __copy__(self) -> _Asked:
+    def __copy__(self) -> _RecordingConfig:
         return self
 
     def __contains__(self, key: Any) -> bool:
@@ -75,8 +75,9 @@ def known_keys() -> dict[str, dict[str, type]]:
     """Types of the keys that the installed DeepSpeed reads, by block, "" being the top level."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    blocks = {name: _Asked({"type": ""} if name in ("optimizer", "scheduler") else {}) for name in _READ_BY_KEY}
-    top = _Asked({"train_micro_batch_size_per_gpu": 1, **blocks})
+    typed = ("optimizer", "scheduler")
+    blocks = {name: _RecordingConfig({"type": ""} if name in typed else {}) for name in _READ_BY_KEY}
+    top = _RecordingConfig({"train_micro_batch_size_per_gpu": 1, **blocks})
     made = DeepSpeedConfig(top)
     found = {"": top.asked} | {name: block.asked for name, block in blocks.items()}
     found["optimizer"]["params"] = dict
@@ -107,14 +108,15 @@ def unknown(config: Mapping[str, Any], compressed: bool) -> Iterator[Problem]:
             name = f"{owner}.{key}" if owner else str(key)
             if key not in fields:
                 accepted = 'DeepSpeed\'s keys, "coat"' if not owner else ", ".join(sorted(fields))
-                yield Problem(name, f"unknown key{_meant(owner, str(key), fields)}", f'{accepted}, a comment "_{key}"')
+                meant = _suggestion(owner, str(key), fields)
+                yield Problem(name, f"unknown key{meant}", f'{accepted}, a comment "_{key}"')
             elif fields[key] is dict and not isinstance(value, Mapping):
                 yield Problem(name, got(value), "an object with its settings")
             elif fields[key] is bool and (isinstance(value, str) or value not in (True, False, None)):
                 yield Problem(name, got(value), "true or false")
 
 
-def _meant(owner: str, key: str, fields: Iterable[str]) -> str:
+def _suggestion(owner: str, key: str, fields: Iterable[str]) -> str:
     places = {one: f"zero_optimization.{one}" for one in known_keys()["zero_optimization"]}
     places |= {one: f"{place}.{one}" for place, keys in _PLACES for one in keys}
     close = difflib.get_close_matches(key.lower().replace("-", "_").replace(" ", "_"), sorted(fields), 1)
@@ -127,7 +129,7 @@ def _letters(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-_DISTINCT = {
+_COAT_ONLY_KEYS = {
     _letters(key.partition(".")[2]): key
     for key in (
         *("optimizer.first_moment", "optimizer.second_moment", "optimizer.stochastic_rounding"),
@@ -145,11 +147,11 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
     compressed = look_up(config, "optimizer.type") == "CoatAdamW"
     for owner, key, value in _entries("", config):
         name = f"{owner}{key}"
-        near = difflib.get_close_matches(_letters(key), _DISTINCT, 1, 0.9)
+        near = difflib.get_close_matches(_letters(key), _COAT_ONLY_KEYS, 1, 0.9)
         if owner and isinstance(value, Mapping) and (key == "coat" or misspells_coat(key, value)):
             yield Problem(name, 'unknown key (did you mean "coat"?)', "at the top level")
         elif near and not (compressed and owner == "optimizer.params."):
-            yield Problem(name, f'unknown key (did you mean "coat.{_DISTINCT[near[0]]}"?)', 'in the "coat" block')
+            yield Problem(name, f'unknown key (did you mean "coat.{_COAT_ONLY_KEYS[near[0]]}"?)', 'in the "coat" block')
         elif isinstance(value, str) and (key == "type" or name in ("optimizer", "optimizer.name")):
             letters = _letters(value)
             close = letters.startswith("coat") or difflib.SequenceMatcher(None, letters, "coatadamw").ratio() > 0.8

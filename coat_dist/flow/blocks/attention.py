@@ -54,7 +54,7 @@ def sdpa(
         ValueError: ``documents`` that do not fit the sequence.
     """
     values, options = [t.permute(1, 2, 0, 3) for t in (q, k, v)], {"causal": causal, "scale": scale, "dropout": dropout}
-    documents = _several(documents, q, k)
+    documents = _checked_documents(documents, q, k)
     if documents is None or why_no_flash(q, k, v) is None:
         out = attend(values, documents, options)  # one call, which autograd knows
     else:
@@ -106,7 +106,7 @@ def attention(
         )
     if causal and q.shape[0] != k.shape[0]:
         raise ValueError(f"k: got {k.shape[0]} keys for {q.shape[0]} queries, accepted: equal lengths where causal")
-    documents = _several(documents, q, k)
+    documents = _checked_documents(documents, q, k)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     out, codes, scales = _Attention.apply(q, k, v, settings, causal, scale, documents, keep)
     return out, QuantizedTensor(codes, scales, "group", settings.group_size)
@@ -171,7 +171,7 @@ class _EachDocument(torch.autograd.Function):
         return *ctx.node.backward(dout, tensors[:4], tensors[4:]), None, None, None
 
 
-def _several(documents: Documents | None, q: torch.Tensor, k: torch.Tensor) -> Documents | None:
+def _checked_documents(documents: Documents | None, q: torch.Tensor, k: torch.Tensor) -> Documents | None:
     """``documents``, or None where one SDPA does the same; raises what :func:`sdpa` says."""
     if documents is None:
         return None

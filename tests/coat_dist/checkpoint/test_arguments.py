@@ -15,7 +15,7 @@ from tests.support import run_ranks
 
 def handed_back(rank, world, folder):
     """What loading returned goes into the next save, as in DeepSpeed's tutorial; the engine has gone on meanwhile."""
-    from coat_dist.checkpoint.save import _DEEPSPEEDS
+    from coat_dist.checkpoint.save import _DEEPSPEED_KEYS
 
     wrong = []
     bf16 = {"bf16": {"enabled": True}}
@@ -26,7 +26,7 @@ def handed_back(rank, world, folder):
         step(engine)
         engine.save_checkpoint(where, client_state={"mine": 1})
         file = next(Path(where).glob("*/*model_states.pt"))
-        wrong += [f"{stage}: {key}" for key in torch.load(file, weights_only=False).keys() - _DEEPSPEEDS - {"mine"}]
+        wrong += [f"{stage}: {key}" for key in torch.load(file, weights_only=False).keys() - _DEEPSPEED_KEYS - {"mine"}]
         for flags in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
             _, state = engine.load_checkpoint(where, **flags)
             step(engine)

@@ -195,7 +195,7 @@ def test_what_stays_bf16_is_named():
     report = patch_model(odd, DEFAULT)
     assert "whose sizes are not multiples of 16" in report.left["model.layers.0.mlp"]
     assert "model.layers.0.self_attn" in report.patched and step(odd)[0].isfinite()
-    with pytest.raises(CoatConfigError, match="bf16_layers: got 3, accepted: -3 to 2"):
+    with pytest.raises(CoatConfigError, match="^activation.bf16_layers: got 3, accepted: 0 to 2, or -3 to -1"):
         patch_model(tiny("llama", num_hidden_layers=3), ActivationConfig(bf16_layers=[3]))
     with pytest.raises(CoatConfigError, match="patched already"):
         patch_model(model, DEFAULT)
