@@ -7,16 +7,16 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
-from .fields import FIELDS, Handled, Only
+from .fields import ACCEPTED, KNOWN
 
 __all__ = ["check_field", "why_bf16_config", "why_not_built"]
 
 
 def why_not_built(config: TransformerConfig) -> str | None:
     """The first field of ``config`` that a model from ``gpt_layer_spec`` would ignore or get wrong, or None."""
-    for name, field in FIELDS.items():
+    for name in ACCEPTED["built"]:
         of_experts = name.startswith("moe_") and config.num_moe_experts is None  # without meaning in a dense model
-        if not of_experts and (reason := _refusal(config, name, field.built)) is not None:
+        if not of_experts and (reason := _refusal(config, name, "built")) is not None:
             return f"{reason} (use Megatron's own spec)"
     for name, given in _unknown(config).items():
         return f"{name}: got {given!r}, accepted: its default (a field of megatron-core that is not known here)"
@@ -25,8 +25,8 @@ def why_not_built(config: TransformerConfig) -> str | None:
 
 def why_bf16_config(config: Any) -> str | None:
     """The first field of ``config`` that asks for something that patched modules do not do, or None."""
-    for name, field in FIELDS.items():
-        if _refusal(config, name, field.patched) is not None:
+    for name in ACCEPTED["patched"]:
+        if _refusal(config, name, "patched") is not None:
             return f"config.{name}={getattr(config, name)}"
     for name, given in _unknown(config).items():
         return f"config.{name}={given} is not known here"
@@ -35,20 +35,23 @@ def why_bf16_config(config: Any) -> str | None:
 
 def check_field(config: Any, name: str, where: str) -> None:
     """Raises ValueError where a model from ``gpt_layer_spec`` does not accept this field's value."""
-    if (reason := _refusal(config, name, FIELDS[name].built)) is not None:
+    if (reason := _refusal(config, name, "built")) is not None:
         raise ValueError(f"{reason} {where}")
 
 
-def _refusal(config: Any, name: str, treatment: Handled | Only | str) -> str | None:
-    if not isinstance(treatment, Only) or not hasattr(config, name):  # older versions lack some fields
+def _refusal(config: Any, name: str, where: str) -> str | None:
+    accepted = ACCEPTED[where].get(name)
+    if accepted is None or not hasattr(config, name):  # older versions lack some fields
         return None
     given = getattr(config, name)
-    return None if treatment.accepts(given) else f"{name}: got {given!r}, accepted: {treatment}"
+    if any(given == value or not (given or value) for value in accepted):
+        return None
+    return f"{name}: got {given!r}, accepted: {', '.join(map(repr, accepted))}"
 
 
 def _unknown(config: Any) -> dict[str, Any]:
     """Fields of the installed Megatron's own class that the table lacks and that are not what they are by default."""
-    new = [f.name for f in dataclasses.fields(TransformerConfig) if f.name not in FIELDS and hasattr(config, f.name)]
+    new = [f.name for f in dataclasses.fields(TransformerConfig) if f.name not in KNOWN and hasattr(config, f.name)]
     if not new:
         return {}
     sizes = {key: getattr(config, key) for key in ("num_layers", "hidden_size", "num_attention_heads")}

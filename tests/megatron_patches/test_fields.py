@@ -19,8 +19,8 @@ from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched
 from megatron_patches.compat import older_than
 from megatron_patches.layers.core_attention import SDPA
-from megatron_patches.patch import fields
-from megatron_patches.patch.fields import FIELDS, Only
+from megatron_patches.patch import config_check
+from megatron_patches.patch.fields import ACCEPTED, KNOWN, WITHOUT_MEANING
 
 from .samples import CORE, DECLARED, EFFECT, EXPERTS, FULL, INERT, KERNELS, SELECTIVE, SEQ, SIZES, VOCAB
 from .tiny import tiny_config
@@ -81,9 +81,9 @@ def test_the_table_has_every_field():
 
     What to do is in docs/CONTRIBUTING.md. Fields that a supported version still has stay in fields.py.
     """
-    assert not set(DECLARED) - set(FIELDS), "fields without a treatment"
-    assert not NEWEST or not set(FIELDS) - set(DECLARED)
-    assert not {*EFFECT, *CORE, *INERT, *FULL, *SELECTIVE} - set(FIELDS)
+    assert not set(DECLARED) - KNOWN, "fields without a treatment"
+    assert not NEWEST or not KNOWN - set(DECLARED)
+    assert not {*EFFECT, *CORE, *INERT, *FULL, *SELECTIVE} - KNOWN
 
 
 def known(table: dict[str, dict[str, Any]]) -> list[str]:
@@ -145,8 +145,7 @@ def test_fields_that_change_nothing_on_one_rank(recompute):
 @pytest.mark.parametrize("where", ["built", "patched"])
 def test_fields_without_meaning_change_no_bit(where, monkeypatch):
     """All at once, in a built and in a patched model."""
-    names = {n for n, f in FIELDS.items() if isinstance(getattr(f, where), str) and n in DECLARED}
-    names -= {"_cpu_offloading_context"}  # an object that Megatron makes itself
+    names = WITHOUT_MEANING[where] & DECLARED.keys() - {"_cpu_offloading_context"}  # which Megatron makes itself
     values = {n: AttnBackend.unfused if n == "attention_backend" else settable(n) for n in names}
     usual = build({})
     for key in KERNELS:
@@ -162,10 +161,10 @@ def test_fields_without_meaning_change_no_bit(where, monkeypatch):
         monkeypatch.delenv(key, raising=False)
 
 
-@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if isinstance(f.built, Only) and n in DECLARED])
+@pytest.mark.parametrize("name", [n for n in ACCEPTED["built"] if n in DECLARED])
 def test_the_spec_refuses_by_name(name):
     config = tiny_config(**EXPERTS)
-    setattr(config, name, settable(name, FIELDS[name].built.accepted))
+    setattr(config, name, settable(name, ACCEPTED["built"][name]))
     with pytest.raises(ValueError, match=rf"^{name}: got .*, accepted: .* \(use Megatron's own spec\)$"):
         gpt_layer_spec(config)
 
@@ -173,11 +172,11 @@ def test_the_spec_refuses_by_name(name):
 def test_patching_refuses_by_name():
     """Nothing is patched, and the reason names the field."""
     model = build({})
-    names = [n for n, f in FIELDS.items() if isinstance(f.patched, Only) and n in DECLARED]
+    names = [n for n in ACCEPTED["patched"] if n in DECLARED]
     assert len(names) > 5
     for name in names:
         before = getattr(model.config, name)
-        setattr(model.config, name, value := settable(name, FIELDS[name].patched.accepted))
+        setattr(model.config, name, value := settable(name, ACCEPTED["patched"][name]))
         with pytest.raises(ValueError, match="nothing to patch") as error:
             patch_model(model, ActivationConfig())
         assert f"config.{name}={value}" in str(error.value)
@@ -188,7 +187,7 @@ def test_patching_refuses_by_name():
 @pytest.mark.parametrize(("name", "value"), [("softmax_scale", 0.5), ("num_query_groups", 2)])
 def test_a_field_that_is_not_in_the_table_is_refused_where_it_is_set(name, value, monkeypatch):
     """As a field of a newer Megatron would be. Its default is accepted, also where other fields determine it."""
-    monkeypatch.delitem(fields.FIELDS, name)
+    monkeypatch.setattr(config_check, "KNOWN", KNOWN - {name})
     build({})
     config = tiny_config()
     setattr(config, name, value)
