@@ -76,6 +76,10 @@ class ConvertOptions:
     """read the result again and compare it with --from, bit by bit"""
     overwrite: bool = option(False)
     """replace a model that is in --to"""
+    tensor_parallel: int | None = option(None, metavar="N")
+    """no effect: the result fits any number of ranks"""
+    pipeline_parallel: int | None = option(None, metavar="N")
+    """no effect: the result fits any number of ranks"""
     log_level: Literal["debug", "info", "warning", "error"] = option("info")
     """what is printed: warning leaves out progress and notes"""
 
@@ -184,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(p, ConvertOptions)
     args = ConvertOptions(**vars(p.parse_args(argv)))
     set_log_level(args.log_level)
+    if args.tensor_parallel or args.pipeline_parallel:
+        say("note: --tensor-parallel and --pipeline-parallel have no effect: the result has whole tensors", "warning")
     try:
         final = convert(args)
     except (CoatConfigError, CheckpointError, OSError) as problem:

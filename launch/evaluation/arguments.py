@@ -76,6 +76,8 @@ class EvaluateOptions:
     """ranks that share every layer"""
     local_rank: int | None = _how(None, flags=("--local_rank", "--local-rank"), help=argparse.SUPPRESS)
     """set by the launcher"""
+    deepspeed: bool = _how(False, help=argparse.SUPPRESS)
+    """accepted for habit"""
     output: LocalPath | None = _output(None, metavar="DIR")
     """folder for evaluation.json"""
     details: bool = _output(False)

@@ -59,6 +59,8 @@ class ScalingOptions(ConfiguredOptions):
 
     model: LocalPath | None = option(None, group="model", metavar="FILE")
     """a path, or a name such as llama2-7b"""
+    deepspeed: bool = _measure(False)
+    """accepted for habit; DeepSpeed always runs"""
     local_rank: int | None = _measure(None, flags=("--local_rank", "--local-rank"))
     """set by the launcher"""
     output: LocalPath | None = _measure(None, metavar="DIR")
