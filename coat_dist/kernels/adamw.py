@@ -201,10 +201,19 @@ def adamw_steps(
     rate, decay = (0.0, 0.0) if lr_is_tensor else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
     rows = TILE_ELEMENTS // codec_m.group_size
     scalars = (
-        first.grad if numbers.grad_factor is None else numbers.grad_factor, lr, rate, decay, numbers.weight_decay,
-        numbers.beta1, 1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
-        numbers.inverse_bias1, numbers.inverse_sqrt_bias2,
-    )  # fmt: skip
+        first.grad if numbers.grad_factor is None else numbers.grad_factor,
+        lr,
+        rate,
+        decay,
+        numbers.weight_decay,
+        numbers.beta1,
+        1.0 - numbers.beta1,
+        numbers.beta2,
+        1.0 - numbers.beta2,
+        numbers.eps,
+        numbers.inverse_bias1,
+        numbers.inverse_sqrt_bias2,
+    )
     options = dict(
         GROUP=codec_m.group_size,
         ROWS=rows,

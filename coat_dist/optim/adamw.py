@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -95,9 +94,26 @@ class CoatAdamW(torch.optim.Optimizer):
         state_device: str = "parameter",
         capturable: bool = False,
     ) -> None:
-        options = {key: value for key, value in locals().items() if key in signature(CoatAdamW).parameters}
-        del options["params"]
-        super().__init__(params, {**options, "moments": "fp8"})
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                maximize=maximize,
+                moments="fp8",
+                first_moment=first_moment,
+                second_moment=second_moment,
+                expand=expand,
+                normalize=normalize,
+                group_size=group_size,
+                stochastic_rounding=stochastic_rounding,
+                master_weights=master_weights,
+                state_device=state_device,
+                capturable=capturable,
+            ),
+        )
 
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.

@@ -45,10 +45,27 @@ from .host import on_host, to_host
 from .sharded import local, refusal
 
 __all__ = [
-    "CODE_KEYS", "DTYPES", "FP32_KEYS", "LAYOUT_KEYS", "MOMENTS", "MOMENT_OF", "WhichMoment", "check_group",
-    "check_master", "check_state", "codecs", "ensure_state", "has_remainder", "moment", "new_remainder",
-    "new_state", "pack", "remainder", "state_layout", "stochastic",
-]  # fmt: skip
+    "CODE_KEYS",
+    "DTYPES",
+    "FP32_KEYS",
+    "LAYOUT_KEYS",
+    "MOMENTS",
+    "MOMENT_OF",
+    "WhichMoment",
+    "check_group",
+    "check_master",
+    "check_state",
+    "codecs",
+    "ensure_state",
+    "has_remainder",
+    "moment",
+    "new_remainder",
+    "new_state",
+    "pack",
+    "remainder",
+    "state_layout",
+    "stochastic",
+]
 
 WhichMoment = Literal["first", "second"]
 """The one word for each moment: in names, in arguments, in error messages. Keys of a state are the tables below."""

@@ -20,13 +20,22 @@ _ACCURACY = (
 )
 _GPUS_OF_A_NODE = 8
 _ORDER = {
-    "parameters": "", "gathered parameters": "parameters, gathered (ZeRO-3)", "cached FP8 weights": "",
-    "master weights": "", "moments": "", "gradients": "", "BF16 gradients beside fp32 sums": "",
-    "gradients outside of the buckets": "", "DeepSpeed's buckets": "",
-    "DeepSpeed's reduction": "DeepSpeed's copies of a bucket", "activations": "activations (saved for backward)",
-    "logits": "logits and their gradients", "computing": "temporary, of backward or step",
-    "temporary": "gradient of the residual stream", "tables, batch, workspaces": "",
-}  # fmt: skip
+    "parameters": "",
+    "gathered parameters": "parameters, gathered (ZeRO-3)",
+    "cached FP8 weights": "",
+    "master weights": "",
+    "moments": "",
+    "gradients": "",
+    "BF16 gradients beside fp32 sums": "",
+    "gradients outside of the buckets": "",
+    "DeepSpeed's buckets": "",
+    "DeepSpeed's reduction": "DeepSpeed's copies of a bucket",
+    "activations": "activations (saved for backward)",
+    "logits": "logits and their gradients",
+    "computing": "temporary, of backward or step",
+    "temporary": "gradient of the residual stream",
+    "tables, batch, workspaces": "",
+}
 """Order of a table's rows, and their labels where these are longer than the keys."""
 
 
