@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -37,6 +37,7 @@ __all__ = [
     "read_json",
     "read_result",
     "result_path",
+    "wait_for_ranks",
     "write",
     "write_figure",
     "write_json",
@@ -250,6 +251,29 @@ def dumps(value: Any, indent: str = "") -> str:
 def python_path(*folders: str | Path) -> str:
     """``PYTHONPATH`` of a process that finds ``folders`` before what this one's ``PYTHONPATH`` names."""
     return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
+def wait_for_ranks(
+    processes: Sequence[subprocess.Popen], limit: float, stopped: Callable[[], bool] = lambda: False
+) -> list[int | None]:
+    """Statuses; None of a rank that ``limit`` seconds ended, or ``stopped``. A rank that fails ends the others: they
+    would wait for it. None is left behind, whatever happens."""
+    end = time.monotonic() + limit
+    statuses: list[int | None] = []
+    failed = False
+    try:
+        while any(p.poll() is None for p in processes) and time.monotonic() < end and not stopped():
+            if any(p.poll() for p in processes):
+                break
+            time.sleep(0.2)
+        failed = any(p.poll() for p in processes) and not stopped()
+    finally:
+        for p in processes:
+            if alive := p.poll() is None:
+                p.kill()
+            status = p.wait()
+            statuses.append((0 if failed else None) if alive else status)
+    return statuses
 
 
 def prepare_text(prefix: Path, tokenizer: str, inputs: list[str], *more: str) -> None:

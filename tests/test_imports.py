@@ -40,7 +40,7 @@ LAYERS = (
 SAME_ROW = {("benchmarks", "launch")}
 """But benchmarks build their models as ``launch`` does."""
 MAY_IMPORT = {
-    "deepspeed": ("coat_dist.deepspeed", "coat_dist.checkpoint", "launch", "benchmarks.speed.hf"),  # peers without us
+    "deepspeed": ("coat_dist.deepspeed", "coat_dist.checkpoint", "launch", "benchmarks.speed.hf"),
     "megatron": ("megatron_patches", "launch", "benchmarks"),
 }
 

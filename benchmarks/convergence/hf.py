@@ -98,14 +98,12 @@ def train(case: dict[str, Any]) -> None:
     held_out = Windows(case["text"], True, case["evaluation"])
     trainer = transformers.Trainer(model, arguments, train_dataset=Windows(case["text"], False), eval_dataset=held_out)
     trainer.train()
-    history = trainer.state.log_history
+    history, report = trainer.state.log_history, getattr(trainer.model_wrapped, "coat_patch_report", None)
     result = {
         "held_out_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "training_losses": [entry["loss"] for entry in history if "loss" in entry],
         "seconds": next(entry["train_runtime"] for entry in history if "train_runtime" in entry),
-        "patched_blocks": len(getattr(trainer.model_wrapped.coat_patch_report, "patched", []))
-        if hasattr(trainer.model_wrapped, "coat_patch_report")
-        else 0,
+        "patched_blocks": 0 if report is None else len(report.patched),
     }
     if case["save"]:
         model.save_pretrained(case["save"])

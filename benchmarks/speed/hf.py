@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import positive_float, positive_int
-from benchmarks.common import ROOT, argument_parser, options, python_path, write_result
+from benchmarks.common import ROOT, argument_parser, options, python_path, wait_for_ranks, write_result
 from benchmarks.timing import median
 from coat_dist.nodes import free_port
 
@@ -153,8 +153,6 @@ def rank(case: dict[str, Any], out: Path) -> int:
             total = torch.cuda.mem_get_info(device)[1]
             torch.cuda.set_per_process_memory_fraction(min(1.0, case["gpu_memory"] * 2**30 / total))
     parts = set(case["variant"].split("+"))
-    if "coat" in parts:
-        import coat_dist  # noqa: F401
     deepspeed.init_distributed("nccl" if gpu else "gloo")
     try:
         engine = build(parts, case, device)
@@ -185,14 +183,7 @@ def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
             with (Path(folder) / f"{i}.log").open("w") as log:
                 own = {"RANK": str(i), "LOCAL_RANK": str(i)}
                 processes.append(subprocess.Popen(line, cwd=ROOT, env=shared | own, stdout=log, stderr=log))
-        end = time.monotonic() + limit
-        statuses: list[int | None] = [None] * case["ranks"]
-        while None in statuses and time.monotonic() < end and not any(statuses):
-            time.sleep(0.2)
-            statuses = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
-            process.wait()
+        statuses = wait_for_ranks(processes, limit)
         found: dict[str, Any] = {"variant": case["variant"]}
         found["steps"] = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
         if OUT_OF_MEMORY in statuses:

@@ -38,6 +38,7 @@ from benchmarks.common import (
     python_path,
     read_json,
     result_path,
+    wait_for_ranks,
     write_result,
 )
 from benchmarks.speed.te_layer import unpack
@@ -82,7 +83,7 @@ def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
                 processes.append(
                     subprocess.Popen(line, cwd=ROOT, env={**clean, **shared, **own}, stdout=log, stderr=log)
                 )
-        statuses = _wait(processes, limit)
+        statuses = wait_for_ranks(processes, limit, STOPPED.is_set)
         steps = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
         found: dict[str, Any] = {"steps": steps, "out_of_memory_at": None}
         left = [n for n in case["micro_batches"] if n > (steps[-1]["micro_batch"] if steps else 0)]
@@ -142,27 +143,6 @@ def worth_keeping(was: dict[str, Any], new: dict[str, Any], again: bool) -> bool
     if "measured" not in was or not finished(was) or finished(new):
         return False
     return new.get("cut") == "without a step" or (again and current(was))
-
-
-def _wait(processes: list[subprocess.Popen], limit: float) -> list[int | None]:
-    """Statuses; None of a rank that time ended. A rank that fails ends the others: they would wait for it. None is left
-    behind, whatever happens."""
-    end = time.monotonic() + limit
-    statuses: list[int | None] = []
-    failed = False
-    try:
-        while any(p.poll() is None for p in processes) and time.monotonic() < end and not STOPPED.is_set():
-            if any(p.poll() for p in processes):
-                break
-            time.sleep(0.2)
-        failed = any(p.poll() for p in processes) and not STOPPED.is_set()
-    finally:
-        for p in processes:
-            if alive := p.poll() is None:
-                p.kill()
-            status = p.wait()
-            statuses.append((0 if failed else None) if alive else status)
-    return statuses
 
 
 def show(one: dict[str, Any]) -> str:

@@ -35,11 +35,16 @@ def _masters(zero: Any) -> list[torch.Tensor]:
     return [] if _shared(zero) else getattr(zero, "fp32_partitioned_groups_flat", [])
 
 
+def _ours(zero: Any) -> set[str]:
+    """Kinds of states that are moved here, and not by DeepSpeed."""
+    return {"optim_states", *(["hp_params"] if _shared(zero) or _masters(zero) else [])}
+
+
 def _offload(zero: Any, include: Any = None, device: Any = None, pin_memory: bool = True, **more: Any) -> None:
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
     kinds = {x for x in OffloadStateTypeEnum if include is None or x in include} - zero.offloaded_states
-    ours = kinds & {"optim_states", *(["hp_params"] if _shared(zero) or _masters(zero) else [])}
+    ours = kinds & _ours(zero)
     if "optim_states" in ours:
         for state in zero.optimizer.state.values():
             tensors = {k: t for k, t in state.items() if isinstance(t, torch.Tensor) and t.device.type != "cpu"}
@@ -72,7 +77,7 @@ def _follow(zero: Any) -> None:
 
 
 def _reload(zero: Any, non_blocking: bool = False) -> None:
-    ours = zero.offloaded_states & {"optim_states", *(["hp_params"] if _shared(zero) or _masters(zero) else [])}
+    ours = zero.offloaded_states & _ours(zero)
     zero.offloaded_states -= ours
     follow = _shared(zero) and "lp_params" in zero.offloaded_states
     type(zero).reload_states(zero, non_blocking)

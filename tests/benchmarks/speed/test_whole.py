@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.common import wait_for_ranks
 from benchmarks.speed import whole, whole_report
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS, settings_of
 
@@ -83,7 +84,7 @@ def test_how_a_case_ends(steps, end, limit, expected, monkeypatch) -> None:
 )
 def test_a_rank_that_ends_ends_the_others(first, second, limit, expected) -> None:
     ranks = [subprocess.Popen([sys.executable, "-c", f"import sys, time; {code}"]) for code in (first, second)]
-    assert whole._wait(ranks, limit) == expected
+    assert wait_for_ranks(ranks, limit) == expected
     assert all(one.poll() is not None for one in ranks)
 
 
