@@ -58,7 +58,8 @@ class FusedAttention(Patched):
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """As :meth:`Projection.coat_flow_weights`."""
-        return [(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight), self.o_proj.weight]
+        linears = self.q_proj, self.k_proj, self.v_proj
+        return [tuple(m.weight for m in linears), self.o_proj.weight] if plain_linears(*linears, self.o_proj) else []
 
     def coat_forward(
         self: Any,

@@ -179,6 +179,14 @@ class LogitsOnRead:
         return function(*made(tuple(args)), **{k: made(v) for k, v in (kwargs or {}).items()})
 
 
+# What finds tensors in a result, to know where backward begins, finds these: DDP with a static graph, and FSDP2.
+torch.utils._pytree.register_pytree_node(
+    LogitsOnRead,
+    lambda logits: ([logits._parts[0]], (logits._parts[1], logits._dtype)),
+    lambda hidden, rest: LogitsOnRead(*hidden, *rest),
+)
+
+
 def _operator(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(torch.Tensor, name)(self.tensor(), *args)
 

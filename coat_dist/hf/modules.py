@@ -247,7 +247,9 @@ class MLP(Patched):
     """A gated MLP; with ``norm`` the norm before it as well, and the alias of x for the residual connection."""
 
     def coat_flow_weights(self: Any) -> list[Any]:
-        return [tuple(getattr(self, name).weight for name in gate(self) or ()), self.down_proj.weight]
+        linears = [getattr(self, name) for name in gate(self) or ()]
+        whole = plain_linears(*linears, self.down_proj)
+        return [tuple(m.weight for m in linears), self.down_proj.weight] if whole else []
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None) -> Any:
         names = gate(self)

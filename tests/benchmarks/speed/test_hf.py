@@ -11,9 +11,8 @@ pytest.importorskip("transformers")
 
 
 def test_a_variant_is_measured(tmp_path, monkeypatch) -> None:
-    line = ["hf", "--model", "tiny", "--variants", "coat+flow", "--stage", "3", "--sequence", "32", "--micro-batches"]
-    line += ["1", "2", "--warm-up", "1", "--steps", "1", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", line)
+    line = "hf --model tiny --variants coat+flow --stage 3 --sequence 32 --micro-batches 1 2 --warm-up 1 --steps 1"
+    monkeypatch.setattr(sys, "argv", [*line.split(), "--output", str(tmp_path)])
     hf.main()
     (found,) = json.loads((tmp_path / "speed/hf.json").read_text())["variants"]
     assert [step["micro_batch"] for step in found["steps"]] == [1, 2] and "error" not in found

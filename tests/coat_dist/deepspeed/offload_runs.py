@@ -8,11 +8,7 @@ from tests.coat_dist.deepspeed.remainders import Given, build
 from tests.coat_dist.deepspeed.test_master_weights import contents_of_given
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
-CASES = {
-    "zero-1": {"stage": 1},
-    "zero-2": {"stage": 2},
-    "zero-3": {"stage": 3, "sub_group_size": 5000},
-}
+CASES = {"zero-1": {"stage": 1}, "zero-2": {"stage": 2}, "zero-3": {"stage": 3, "sub_group_size": 5000}}
 
 
 def engine_of(zero, offloaded, **more):
@@ -42,10 +38,8 @@ def train(engine, rank, first, last):
 
 
 def contents(engine):
-    return {
-        k: {n: x.cpu() for n, x in v.items()} if isinstance(v, dict) else v.cpu()
-        for k, v in contents_of_given(engine).items()
-    }
+    found = contents_of_given(engine)
+    return {k: {n: x.cpu() for n, x in v.items()} if isinstance(v, dict) else v.cpu() for k, v in found.items()}
 
 
 def trajectory(rank, world, zero, offloaded, folder):

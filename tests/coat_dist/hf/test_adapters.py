@@ -47,3 +47,13 @@ def test_after(name):
         assert found[key].any() == grads[key].any() and relative(found[key], grads[key]) < 0.4, key
     with model.disable_adapter():
         assert torch.equal(model.eval()(tokens()).logits, tiny(name).eval()(tokens()).logits)
+
+
+def test_adapted_blocks_take_no_codes_for_weights():
+    """Their own code multiplies values, also of linears without an adapter."""
+    model = tiny()
+    patch_model(model, ActivationConfig())
+    layer = model.model.layers[0]
+    assert [len(block.coat_flow_weights()) for block in (layer.self_attn, layer.mlp)] == [2, 2]
+    adapted(model)
+    assert [block.coat_flow_weights() for block in (layer.self_attn, layer.mlp)] == [[], []]

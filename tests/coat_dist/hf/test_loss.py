@@ -77,6 +77,20 @@ def test_logits_that_a_metric_reads_first_have_gradients_afterwards():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
 
 
+def test_what_looks_for_tensors_in_a_result_finds_the_way_to_the_logits():
+    """DDP with a static graph puts the beginning of backward behind them; ranks drift apart where it misses one."""
+    model, ids, passed = loss_alone(tiny()), tokens(), []
+    out = model(ids, labels=ids, use_cache=False)
+    leaves, spec = torch.utils._pytree.tree_flatten(out)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves) and out.logits._made is None
+    for leaf in leaves:
+        leaf.register_hook(passed.append)
+    again = torch.utils._pytree.tree_unflatten([leaf * 1 for leaf in leaves], spec)
+    assert torch.equal(again.logits[...], out.logits[...]) and not passed
+    again.logits.sum().backward()
+    assert len(passed) == 1
+
+
 def test_hooks_on_the_output_layer_get_logits():
     model, ids = tiny(), tokens()
     model.lm_head.register_forward_hook(lambda _, __, logits: logits / 2)

@@ -83,6 +83,5 @@ def test_attention_is_given_the_same(name, cached, monkeypatch):
         for key, value in own.items():
             same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
             assert same(patched[key], value), key
-    assert (calls[0].get("sliding_window"), calls[1].get("sliding_window")) == {
-        "mistral": (8, 8), "qwen2": (None, 8), "qwen3": (None, 8)
-    }.get(name, (None, None))  # fmt: skip
+    wanted = {"mistral": (8, 8), "qwen2": (None, 8), "qwen3": (None, 8)}.get(name, (None, None))
+    assert (calls[0].get("sliding_window"), calls[1].get("sliding_window")) == wanted

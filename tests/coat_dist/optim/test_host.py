@@ -41,10 +41,8 @@ def train(*both, steps=3, copies=False):
     """Equal gradients for both; returns the 16-bit copies of each, if they are to be written."""
     written = [[torch.zeros(p.shape, dtype=torch.bfloat16) for p in params] for params, _ in both]
     for _ in range(steps):
-        factor, grads = (
-            torch.rand(()),
-            [torch.randn(p.shape) * 10 ** torch.empty(p.shape).uniform_(-4, 0) for p in both[0][0]],
-        )
+        factor = torch.rand(())
+        grads = [torch.randn(p.shape) * 10 ** torch.empty(p.shape).uniform_(-4, 0) for p in both[0][0]]
         for (params, optimizer), mine in zip(both, written, strict=True):
             optimizer.grad_factor = factor
             optimizer.copies = dict(zip(params, mine, strict=True)) if copies else {}
@@ -130,13 +128,10 @@ class Device:
     def run(self, done=lambda: False):
         """Until ``done`` or nothing is left: one piece of work at a time, of a stream that has to wait for nothing."""
         while not done():
-            ready = [
-                s
-                for s in self.streams
-                if s.queue and (s.queue[0][0] is None or s.queue[0][0][0].done >= s.queue[0][0][1])
-            ]
+            heads = [(s, s.queue[0][0]) for s in self.streams if s.queue]
+            ready = [s for s, after in heads if after is None or after[0].done >= after[1]]
             if not ready:
-                assert not any(s.queue for s in self.streams), "streams wait for one another"
+                assert not heads, "streams wait for one another"
                 return
             _, work, args = random.choice(ready).queue.pop(0)
             if work:
@@ -169,9 +164,8 @@ def test_state_dicts_go_from_one_place_to_the_other_and_the_place_stays(small_ch
     train(resident, hosted)
     saved = pickle.loads(pickle.dumps(hosted[1].state_dict()))
     back, there = pair(**BOTH)
-    for params in (back[0], there[0]):
-        for p, trained in zip(params, hosted[0], strict=True):
-            p.data.copy_(trained.data)
+    for p, trained in zip([*back[0], *there[0]], 2 * hosted[0], strict=True):
+        p.data.copy_(trained.data)
     back[1].load_state_dict(saved)
     there[1].load_state_dict(resident[1].state_dict())
     assert [x[1].param_groups[0]["state_device"] for x in (back, there)] == ["parameter", "cpu"]
@@ -199,9 +193,8 @@ def test_moments_and_master_weights_read_and_write_as_those_on_the_device(small_
     for (p,), optimizer in (resident, hosted):
         state, group = optimizer.state[p], optimizer.param_groups[0]
         write_moment(state, group, "second", 130, torch.full((70,), 2.0))
-        found += [
-            (*export_moments(p, state, group), export_master(p, state), read_moment(state, group, "first", 5, 900))
-        ]
+        part = read_moment(state, group, "first", 5, 900)
+        found.append((*export_moments(p, state, group), export_master(p, state), part))
         with fp32_state_dict(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())
     assert all(map(equal_bytes, *found))
