@@ -24,6 +24,8 @@ __all__ = ["FusedAttention", "FusedLayer"]
 
 _tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Cosines -> the table of the same pass: all layers share one."""
+_documents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Positions -> their version, and the documents that they begin."""
 
 
 def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
@@ -147,14 +149,25 @@ def _compressed(
         return None
     starts, longest, positions = (given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "position_ids"))
     if starts is None and positions is not None and q.shape[0] == 1 and "flash" in module.config._attn_implementation:
-        found = positions[0].diff().ne(1).nonzero().flatten() + 1  # where its flash attention begins documents
-        if len(found):
-            starts = F.pad(found, (1, 1)).int()
-            starts[-1] = q.shape[2]
-            longest = starts.diff().max()
+        return (_documents_in(positions),)
     if starts is None:
         return (None,)
     return None if q.shape[0] != 1 or longest is None else (flow.Documents(starts, int(longest)),)
+
+
+def _documents_in(positions: torch.Tensor) -> flow.Documents | None:
+    """Documents that ``[1, s]`` positions begin, as transformers' flash attention reads them; None where there is one.
+
+    Found once a pass: it waits for the GPU.
+    """
+    version, found = _documents.get(positions, (None, None))
+    if version != positions._version:
+        borders = positions[0].diff().ne(1).nonzero().flatten() + 1
+        starts = F.pad(borders, (1, 1)).int()
+        starts[-1] = positions.shape[1]
+        found = flow.Documents(starts, int(starts.diff().max())) if len(borders) else None
+        _documents[positions] = positions._version, found
+    return found
 
 
 _CACHES = ("cache", "past_key_values", "past_key_value")
