@@ -5,7 +5,7 @@
 
 A Llama of 16 layers and 512 hidden units reads steps of 32 x 512 tokens of Python source; every 50th sequence is held
 out, so that it is of every package: the loss of one package alone differs by 0.6 % between runs that rounding parts.
-From the weights of the first BF16 run PEFT's LoRA then learns C and C++ headers. All runs of a phase share the GPU. A
+From the weights of the first BF16 run PEFT's LoRA then learns C and C++ headers. All runs of a phase share the GPUs. A
 run is this file as a program without a word of coat_dist in it, started by ``python -m coat_dist``; runs differ by
 their DeepSpeed configuration alone. "again" is BF16 with a learning rate larger by 1e-5 of itself: what chaos does to
 a run. Writes ``convergence/hf.json``: held-out losses, speeds, and the gaps in percent.
@@ -137,6 +137,7 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
         given = json.dumps(case | {"folder": str(own), "deepspeed": str(config)})
         variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         variables |= {"MASTER_PORT": str(free_port() + 7 * i), "PYTHONPATH": python_path(ROOT)}
+        variables |= {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if (gpus := torch.cuda.device_count()) else {}
         with (own / "log").open("w") as log:
             line = [sys.executable, "-m", "coat_dist", __file__, "--run", given]
             started.append(

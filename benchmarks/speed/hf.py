@@ -6,8 +6,9 @@
 Each variant has processes of its own, one a GPU, which train a model with random weights on random tokens, one
 micro-batch after the other until memory ends. Parts of a variant are joined by "+": ``adamw`` (torch's) or ``coat``
 (CoatAdamW), then ``flow`` (the block's "activation"), ``attention`` (its FP8 attention), ``remainder`` (16-bit
-remainders), ``liger`` (Liger-Kernel), ``ao`` (torchao's float8, in compiled layers), ``compile``, ``checkpoint``
-(recomputed layers). Ratios are to the best variant without ``flow`` at the same micro-batch. Writes ``speed/hf.json``.
+remainders), ``host`` (the optimizer's states in host memory; ``adamw`` is DeepSpeed's CPUAdam then), ``liger``
+(Liger-Kernel), ``ao`` (torchao's float8, in compiled layers), ``compile``, ``checkpoint`` (recomputed layers). Ratios
+are to the best variant without ``flow`` at the same micro-batch. Writes ``speed/hf.json``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-1b": ("llama", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
                            "tie_word_embeddings": True}),
+    "llama2-7b": ("llama", {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}),
+    "llama2-13b": ("llama", {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+                             "num_attention_heads": 40, "num_key_value_heads": 40, "vocab_size": 32000}),
     "llama3-8b": ("llama", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
     "qwen3-8b": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
@@ -45,22 +50,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Type and shape."""
 VARIANTS = ["adamw", "adamw+liger", "coat+liger", "coat+ao+liger", "coat+flow", "coat+flow+attention"]
-PARTS = {"adamw", "coat", "flow", "attention", "remainder", "liger", "ao", "compile", "checkpoint"}
+PARTS = {"adamw", "coat", "flow", "attention", "remainder", "host", "liger", "ao", "compile", "checkpoint"}
 OUT_OF_MEMORY = 7
 """Exit status."""
 
 
-def settings(parts: set[str], stage: int) -> dict[str, Any]:
+def settings(parts: set[str], stage: int, accumulation: int = 1) -> dict[str, Any]:
     """The DeepSpeed configuration of a variant."""
     params = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    host = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if "host" in parts else {}
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # of the engine; what it is given may have more
+        "gradient_accumulation_steps": accumulation,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage} | host,
         "gradient_clipping": 1.0,
     }
     if "coat" not in parts:
-        return found | {"optimizer": {"type": "AdamW", "params": params | {"torch_adam": True}}}
+        return found | {"optimizer": {"type": "AdamW", "params": params | {"torch_adam": not host}}}
     attention = {"attention": "fp8"} if "attention" in parts else {}
     found |= {
         "optimizer": {"type": "CoatAdamW", "params": params},
@@ -87,7 +94,7 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
     config = transformers.AutoConfig.for_model(
         kind, **shape, max_position_embeddings=case["sequence"], attn_implementation="sdpa", use_cache=False
     )
-    ds = settings(parts, case["stage"])
+    ds = settings(parts, case["stage"], case["accumulation"])
     torch.manual_seed(0)
     zero_init = case["stage"] == 3
     cls = getattr(transformers, {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind])
@@ -121,9 +128,10 @@ def steps(engine: Any, micro_batch: int, case: dict[str, Any], device: torch.dev
         if gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
+        for _ in range(case["accumulation"]):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
         if gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
@@ -134,7 +142,7 @@ def steps(engine: Any, micro_batch: int, case: dict[str, Any], device: torch.dev
     return {
         "micro_batch": micro_batch,
         "step_ms": 1e3 * seconds,
-        "tokens_per_second_per_gpu": micro_batch * case["sequence"] / seconds,
+        "tokens_per_second_per_gpu": case["accumulation"] * micro_batch * case["sequence"] / seconds,
         "peak_gib": int(peak) / 2**30,
         "first_loss": losses[0],
         "last_loss": losses[-1],
@@ -225,6 +233,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2)
     parser.add_argument("--sequence", type=positive_int, default=2048)
     parser.add_argument("--micro-batches", type=positive_int, nargs="+", default=[8])
+    parser.add_argument("--accumulation", type=positive_int, default=1)
     parser.add_argument("--warm-up", type=positive_int, default=5)
     parser.add_argument("--steps", type=positive_int, default=11)
     parser.add_argument("--gpu-memory", type=positive_float, default=None, metavar="GIB", help="as on a smaller GPU")
