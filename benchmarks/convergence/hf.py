@@ -8,7 +8,7 @@ out, so that it is of every package: the loss of one package alone differs by 0.
 From the weights of the first BF16 run PEFT's LoRA then learns C and C++ headers. All runs of a phase share the GPUs. A
 run is this file as a program without a word of coat_dist in it, started by ``python -m coat_dist``; runs differ by
 their DeepSpeed configuration alone. "again" is BF16 with a learning rate larger by 1e-5 of itself: what chaos does to
-a run. Writes ``convergence/hf.json``: held-out losses, speeds, and the gaps in percent.
+a run. Writes ``convergence/hf.json``: losses, seconds, and the gaps of the last held-out losses in percent.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def train(case: dict[str, Any]) -> None:
     trainer.train()
     history, report = trainer.state.log_history, getattr(trainer.model_wrapped, "coat_patch_report", None)
     result = {
-        "held_out_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
-        "training_losses": [entry["loss"] for entry in history if "loss" in entry],
+        "held_out_losses": [round(entry["eval_loss"], 4) for entry in history if "eval_loss" in entry],
+        "training_losses": [round(entry["loss"], 4) for entry in history if "loss" in entry],
         "seconds": next(entry["train_runtime"] for entry in history if "train_runtime" in entry),
         "patched_blocks": 0 if report is None else len(report.patched),
     }

@@ -25,7 +25,7 @@ from benchmarks.timing import median
 from coat_dist import CoatAdamW, initialize
 from coat_dist.optim import host
 
-CHUNKS = tuple(1 << k for k in (20, 22, 24, 26))
+CHUNKS = tuple(1 << k for k in (20, 22, 24, 25, 26))
 TOTAL = 1 << 31
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}

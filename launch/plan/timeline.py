@@ -64,6 +64,8 @@ class Step:
         self.phases: Counter[str] = Counter()
         self.kept: list[int] = []  # bytes that each layer has saved, 0 for those that are recomputed or in graphs
         self.waiting: list[Parameter] = []  # whose gradients are in a bucket
+        # ZeRO-2's BF16 gradients of a pass are added to the earlier ones when backward is over.
+        self.twice = run.stage == 2 and run.accumulation > 1 and not run.fp32_gradients
 
     def look(self, phase: str, moment: str, **temporary: int) -> None:
         """Note this moment if nothing larger has been seen; ``temporary`` is held at it alone."""
@@ -241,7 +243,7 @@ class Step:
             together += ceil(4 * elements / run.dp) if found.gradients > 2 * found.shard else 0
         elif largest := max(self.local.get(one.name, 0) for one in self.waiting):
             # The rank's own gradients are allocated when the first of them is reduced.
-            self.held["gradients"] = self.held["gradients"] or found.gradients
+            self.held["gradients"] = max(self.held["gradients"], (1 + self.twice) * found.gradients)
             together += 4 * largest if run.fp32_gradients else 0
         self.look("backward", "gradients are reduced", reduction=together)
         self.held["gradients outside of the buckets"] = 0
@@ -254,6 +256,8 @@ class Step:
             self.look("backward", "gradients are reduced", reduction=_reduction_of_whole_gradients(run))
         elif found.full_gradients and not run.overlap:
             self.look("backward", "gradients are reduced", gradients_of_this_rank=found.gradients)
+            self.held["gradients"] = found.gradients
+        elif self.twice:
             self.held["gradients"] = found.gradients
         if run.stage < 3:
             self.held["DeepSpeed's buckets"] = 0

@@ -221,6 +221,14 @@ def test_accumulation_in_place_of_the_configurations(capsys) -> None:
         assert say(capsys, *olmo, "--accumulation", "3", *micro)["gradient_accumulation_steps"] == 3
 
 
+def test_accumulation_holds_the_gradients_of_a_pass_beside_earlier_ones(capsys) -> None:
+    """In BF16, ZeRO-2. Measured with states in host memory: 69.72 instead of 57.17 GiB."""
+    seven = ["--model", "llama2-7b", "--deepspeed_config", "zero2-remainder", "--micro-batch", "4", "--gpu", "h200"]
+    one, more = (say(capsys, *seven, "--accumulation", n) for n in "18")
+    gap = more["peak"]["allocated_bytes"] - one["peak"]["allocated_bytes"]
+    assert gap == one["states_bytes"]["gradients"]
+
+
 @pytest.mark.parametrize(
     ("override", "module", "accepted"),
     [([], "layernorm", "core_attn, mlp"), (["--model-override", "linear_bias=true"], "mlp", "core_attn")],
