@@ -177,10 +177,8 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     for micro_batch in case["micro_batches"]:
         shape = micro_batch, case["sequence"]
-        drawn = (
-            torch.randint(0, vocabulary, shape, generator=generator).to(device)
-            for _ in range(case["warm_up"] + case["steps"])
-        )
+        count = case["warm_up"] + case["steps"]
+        drawn = (torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(count))
         tokens = case["accumulation"] * micro_batch * case["sequence"]
         found = timed_steps(step, drawn, tokens, case["warm_up"], device)
         losses = found.pop("losses")
