@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8b": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
                            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
                            "vocab_size": 151936}),
-    "tiny": ("llama", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "tiny": ("llama", {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
                        "num_key_value_heads": 2, "vocab_size": 256}),
 }  # fmt: skip
 """Type and shape."""
@@ -81,25 +82,32 @@ def settings(parts: set[str], stage: int, accumulation: int = 1) -> dict[str, An
     return found
 
 
-def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
-    """The engine of a variant."""
-    import deepspeed
+def untrained(case: dict[str, Any]) -> Callable[[], Any]:
+    """What builds a model with the same random weights on every rank. Its code is imported here: within DeepSpeed's
+    ``zero.Init`` that fails."""
     import transformers
 
     kind, shape = MODELS[case["model"]]
-    if "liger" in parts:
-        import liger_kernel.transformers as liger
-
-        getattr(liger, f"apply_liger_kernel_to_{kind}")()
     config = transformers.AutoConfig.for_model(
         kind, **shape, max_position_embeddings=case["sequence"], attn_implementation="sdpa", use_cache=False
     )
-    ds = settings(parts, case["stage"], case["accumulation"])
     torch.manual_seed(0)
-    zero_init = case["stage"] == 3
     cls = getattr(transformers, {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind])
+    return partial(cls, config)
+
+
+def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
+    """The engine of a variant."""
+    import deepspeed
+
+    if "liger" in parts:
+        import liger_kernel.transformers as liger
+
+        getattr(liger, f"apply_liger_kernel_to_{MODELS[case['model']][0]}")()
+    ds = settings(parts, case["stage"], case["accumulation"])
+    make, zero_init = untrained(case), case["stage"] == 3
     with deepspeed.zero.Init(config_dict_or_path=ds, dtype=torch.bfloat16) if zero_init else nullcontext():
-        model = cls(config)
+        model = make()
     if not zero_init:
         model = model.to(torch.bfloat16).to(device)
     model.train()
@@ -115,79 +123,107 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds)[0]
 
 
-def steps(engine: Any, micro_batch: int, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The median step with a micro-batch, the peak and the losses."""
+def timed_steps(
+    step: Callable[[Any], torch.Tensor], batches: Iterable[Any], tokens: float, warm_up: int, device: torch.device
+) -> dict[str, Any]:
+    """Median time of ``step``, which takes a batch and returns its loss, tokens/s/GPU with ``tokens`` a step and GPU,
+    the largest peak, and the ranks' mean losses. What draws a batch is not timed."""
     gpu, times, losses = device.type == "cuda", [], []
-    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
-    vocabulary = MODELS[case["model"]][1]["vocab_size"]
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(case["warm_up"] + case["steps"]):
-        tokens = torch.randint(0, vocabulary, (micro_batch, case["sequence"]), generator=generator).to(device)
+    for batch in batches:
         if gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
+        losses.append(step(batch).detach().float())
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    mean, peak = torch.stack(losses), torch.tensor(torch.cuda.max_memory_allocated() if gpu else 0, device=device)
+    torch.distributed.all_reduce(mean)
+    torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+    seconds = median(times[warm_up:] or times)
+    return {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second_per_gpu": tokens / seconds,
+        "peak_gib": int(peak) / 2**30,
+        "losses": (mean / torch.distributed.get_world_size()).tolist(),
+    }
+
+
+def noisy_text(seed: int, rows: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Tokens that a model can learn, down to a loss of log(16): each is the one before plus one of 16 numbers."""
+    generator, kinds = torch.Generator().manual_seed(seed), min(vocabulary, 1024)
+    start = torch.randint(kinds, (rows, 1), generator=generator)
+    return (start + torch.randint(3, 19, (rows, length), generator=generator).cumsum(1)) % kinds
+
+
+def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
+    """A record for each micro-batch of a variant."""
+    import deepspeed
+
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+    engine = build(set(case["variant"].split("+")), case, device)
+    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    vocabulary = MODELS[case["model"]][1]["vocab_size"]
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
         for _ in range(case["accumulation"]):
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()
-        if gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-        losses.append(float(loss))
-    peak = torch.tensor(torch.cuda.max_memory_allocated() if gpu else 0, device=device)
-    torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
-    seconds = median(times[case["warm_up"] :])
-    return {
-        "micro_batch": micro_batch,
-        "step_ms": 1e3 * seconds,
-        "tokens_per_second_per_gpu": case["accumulation"] * micro_batch * case["sequence"] / seconds,
-        "peak_gib": int(peak) / 2**30,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-    }
+        return loss
+
+    for micro_batch in case["micro_batches"]:
+        shape = micro_batch, case["sequence"]
+        count = case["warm_up"] + case["steps"]
+        drawn = (torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(count))
+        tokens = case["accumulation"] * micro_batch * case["sequence"]
+        found = timed_steps(step, drawn, tokens, case["warm_up"], device)
+        losses = found.pop("losses")
+        yield {"micro_batch": micro_batch, **found, "first_loss": losses[0], "last_loss": losses[-1]}
 
 
-def rank(case: dict[str, Any], out: Path) -> int:
-    """One rank of a variant; rank 0 writes a line of JSON for each micro-batch. The exit status."""
-    import deepspeed
-
+def as_rank(measure: Callable[[dict[str, Any], torch.device], Iterable[dict[str, Any]]]) -> None:
+    """Measure and end this process, if :func:`run` started it: the first rank writes a line of JSON for a record."""
+    if sys.argv[1:2] != ["--rank"]:
+        return
+    case, status = json.loads(sys.argv[2]), 0
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-        if case["gpu_memory"] is not None:
-            total = torch.cuda.mem_get_info(device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, case["gpu_memory"] * 2**30 / total))
-    parts = set(case["variant"].split("+"))
-    deepspeed.init_distributed("nccl" if gpu else "gloo")
+        if memory := case.get("gpu_memory"):
+            torch.cuda.set_per_process_memory_fraction(min(1.0, memory * 2**30 / torch.cuda.mem_get_info(device)[1]))
     try:
-        engine = build(parts, case, device)
-        for micro_batch in case["micro_batches"]:
-            record = steps(engine, micro_batch, case, device)
-            if torch.distributed.get_rank() == 0:
-                with out.open("a") as file:
+        for record in measure(case, device):
+            if os.environ["RANK"] == "0":
+                with open(sys.argv[3], "a") as file:
                     file.write(json.dumps(record) + "\n")
     except torch.OutOfMemoryError:
-        return OUT_OF_MEMORY
-    return 0
+        status = OUT_OF_MEMORY
+    sys.stdout.flush()
+    os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory
 
 
-def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
-    """A variant's records, and how it ended."""
+def run(
+    case: dict[str, Any], limit: float, program: str = "benchmarks.speed.hf", path: Sequence[Path] = (), **more: str
+) -> dict[str, Any]:
+    """Records of a variant's ranks, and how they ended; ``path`` and ``more`` are of their environment."""
     shared = {
         **os.environ,
         "WORLD_SIZE": str(case["ranks"]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "PYTHONPATH": python_path(ROOT),
+        "PYTHONPATH": python_path(ROOT, *path),
+        **more,
     }
     with tempfile.TemporaryDirectory() as folder:
         out, processes = Path(folder) / "steps", []
         for i in range(case["ranks"]):
-            line = [sys.executable, "-m", "benchmarks.speed.hf", "--rank", json.dumps(case), str(out)]
+            line = [sys.executable, "-m", program, "--rank", json.dumps(case), str(out)]
             with (Path(folder) / f"{i}.log").open("w") as log:
                 own = {"RANK": str(i), "LOCAL_RANK": str(i)}
                 processes.append(subprocess.Popen(line, cwd=ROOT, env=shared | own, stdout=log, stderr=log))
@@ -197,7 +233,8 @@ def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
         if OUT_OF_MEMORY in statuses:
             found["out_of_memory_at"] = case["micro_batches"][len(found["steps"])]
         elif any(statuses):
-            found["error"] = (Path(folder) / "0.log").read_text(errors="replace")[-600:]
+            first = next(i for i, status in enumerate(statuses) if status)
+            found["error"] = (Path(folder) / f"{first}.log").read_text(errors="replace")[-900:]
         elif None in statuses:
             found["cut_after_s"] = limit
         return found
@@ -258,8 +295,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        status = rank(json.loads(sys.argv[2]), Path(sys.argv[3]))
-        sys.stdout.flush()
-        os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory
+    as_rank(measure)
     main()

@@ -88,12 +88,6 @@ def test_a_full_disk_leaves_the_earlier_plot(tmp_path, capsys):
     assert picture.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["a", picture.name]
 
 
-def test_a_link_to_a_plot_stays_one(tmp_path):
-    (tmp_path / "link.png").symlink_to(tmp_path / "data")
-    assert main([write(tmp_path / "a"), "--output", str(tmp_path / "link.png")]) == 0
-    assert (tmp_path / "link.png").is_symlink() and (tmp_path / "data").stat().st_size > 10_000
-
-
 def test_smoothing():
     assert smoothed([4.0, 2.0, 6.0, 0.0], 1) == [4.0, 2.0, 6.0, 0.0]
     assert smoothed([4.0, 2.0, 6.0, 0.0], 3) == pytest.approx([4.0, 3.0, 4.0, 8 / 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -73,12 +72,3 @@ def test_hidden_time() -> None:
     }
     assert (found["us"], found["hidden_us"], found["span_us"], found["idle_us"]) == (6.0, 3.5, 12.0, 1.0)
     assert hidden([])["span_us"] == 0
-
-
-def test_bad_arguments_are_named(capsys) -> None:
-    with pytest.raises(SystemExit):
-        collectives.parse(["--tokens", "5000"])
-    assert "--tokens: got 5000, accepted: a multiple of --sequence, 4096" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        collectives.parse(["--variants", "coat by pigeon"])
-    assert "invalid choice: 'coat by pigeon'" in capsys.readouterr().err

@@ -2,13 +2,11 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
-from benchmarks.common import wait_for_ranks
 from benchmarks.speed import whole, whole_report
-from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS, settings_of
+from benchmarks.speed.whole_rank import VARIANTS, settings_of
 
 TINY = ["--models", "tiny", "--model-override", "vocab_size=512", "num_layers=1", "seq_length=32", "--ranks", "2"]
 
@@ -73,21 +71,6 @@ def test_how_a_case_ends(steps, end, limit, expected, monkeypatch) -> None:
     assert found == {"out_of_memory_at": None} | expected
 
 
-@pytest.mark.parametrize(
-    "first, second, limit, expected",
-    [
-        ("sys.exit(7)", "time.sleep(60)", 30, [OUT_OF_MEMORY, 0]),
-        ("time.sleep(60)", "sys.exit(3)", 30, [0, 3]),
-        ("pass", "time.sleep(60)", 0.5, [0, None]),
-        ("pass", "pass", 30, [0, 0]),
-    ],
-)
-def test_a_rank_that_ends_ends_the_others(first, second, limit, expected) -> None:
-    ranks = [subprocess.Popen([sys.executable, "-c", f"import sys, time; {code}"]) for code in (first, second)]
-    assert wait_for_ranks(ranks, limit) == expected
-    assert all(one.poll() is not None for one in ranks)
-
-
 def test_variants() -> None:
     for name, (optimizer, activation, file) in VARIANTS.items():
         settings = settings_of(name, 3)
@@ -99,13 +82,6 @@ def test_variants() -> None:
             assert ("optimizer" in settings["coat"]) == (optimizer == "CoatAdamW")
             remainders = settings["coat"].get("optimizer", {}).get("master_weights") == "bf16_remainder"
             assert remainders == (file == "zero2-remainder") == ("remainders" in name)
-
-
-def test_peers_are_needed_for_peers(capsys) -> None:
-    with pytest.raises(SystemExit):
-        whole.parse(["--variants", "TE bf16"])
-    assert "--peers" in capsys.readouterr().err
-    assert "TE bf16" not in whole.parse([]).variants and "TE bf16" in whole.parse(["--peers", "x"]).variants
 
 
 def case(variant, speeds, out_of_memory_at=None, commit="abc", **more):

@@ -1,0 +1,201 @@
+"""Optimizers under FSDP2: a transformers model with fp32 weights and BF16 layers, beside torch's AdamW; a checkpoint.
+
+    python -m benchmarks.speed.fsdp                                  # a Llama of 1.3 B on two GPUs, 200 steps
+
+Each variant has processes of its own, with the same weights, text and ``fully_shard`` of every layer and the rest.
+bitsandbytes does not know DTensors: it steps on tensors that share their memory. CoatAdamW's variants are then saved by
+``torch.distributed.checkpoint`` and loaded on one rank; the bytes of weights and states are compared. Ratios and gaps
+are to the first variant. Writes ``speed/fsdp.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as torch_states
+
+from benchmarks.arguments import positive_float, positive_int
+from benchmarks.common import argument_parser, loss_gaps, options, write_result
+from benchmarks.speed.hf import MODELS, as_rank, noisy_text, run, timed_steps, untrained
+from benchmarks.speed.optimizer import candidates
+
+VARIANTS = ["torch fused AdamW", "torchao AdamWFp8", "bitsandbytes AdamW8bit", "CoatAdamW", "CoatAdamW + layers"]
+LAYERS = " + layers"
+WARM_UP = 20  # steps of the learning rate, which are not timed either
+
+
+def sharded(case: dict[str, Any], device: torch.device) -> torch.nn.Module:
+    """The model of a variant."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import coat_dist
+
+    model = untrained(case)().to(device).train()
+    if case["variant"].endswith(LAYERS):
+        coat_dist.patch_model(model, {"coat": {}})  # before fully_shard
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def on_shards(groups: list[dict[str, Any]], build: Any) -> torch.optim.Optimizer:
+    """An optimizer of parameters that share the memory of this rank's shards; each step takes their gradients."""
+    own = {p: torch.nn.Parameter(p.to_local().detach()) for g in groups for p in g["params"]}
+    optimizer = build([g | {"params": [own[p] for p in g["params"]]} for g in groups])
+
+    def take(*_: Any) -> None:
+        for shared, mine in own.items():
+            mine.grad = shared.grad.to_local()
+
+    optimizer.register_step_pre_hook(take)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    return optimizer
+
+
+def parts(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors of a state: what a DTensor, or a subclass with codes and scales, is made of."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from parts(one)
+    elif hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from parts(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> float:
+    """Bytes of this rank's states for each of its parameters; what several states share counts once."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parts(dict(optimizer.state))}
+    return sum(storages.values()) / sum(x.numel() for p in parameters for x in parts(p))
+
+
+def states(model: Any, optimizer: Any, **how: Any) -> dict[str, Any]:
+    """What ``torch.distributed.checkpoint`` saves and loads."""
+    found = torch_states.get_state_dict(model, optimizer, options=torch_states.StateDictOptions(**how))
+    return dict(zip(("model", "optimizer"), found, strict=True))
+
+
+def digests(model: Any, optimizer: Any) -> dict[str, str]:
+    """Hashes of all weights, and of all optimizer states, as whole tensors. Only the first rank's are complete."""
+    found, whole = {}, states(model, optimizer, full_state_dict=True, cpu_offload=True)
+    for key, values in (("weights", whole["model"]), ("states", whole["optimizer"].get("state", {}))):
+        total = hashlib.sha256()
+        for name, held in sorted(values.items()):
+            for inner, value in sorted(held.items() if isinstance(held, dict) else [("", held)]):
+                is_tensor = isinstance(value, torch.Tensor)
+                total.update(f"{name} {inner} {tuple(value.shape) if is_tensor else value}".encode())
+                if is_tensor:
+                    total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found[key] = total.hexdigest()
+    return found
+
+
+def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
+    """The record of a variant's training, with its digests if it is saved; or the digests of what was loaded."""
+    from coat_dist.optim import param_groups
+
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    model = sharded(case, device)
+    build = candidates()[case["variant"].removesuffix(LAYERS)]
+    groups = param_groups(model, 0.1)
+    if "CoatAdamW" not in case["variant"]:
+        groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
+    optimizer = on_shards(groups, build) if "bitsandbytes" in case["variant"] else build(groups)
+    if case.get("load"):
+        held = states(model, optimizer)
+        dcp.load(held, checkpoint_id=case["folder"])
+        loaded = {"model_state_dict": held["model"], "optim_state_dict": held["optimizer"]}
+        torch_states.set_state_dict(model, optimizer, **loaded)
+        yield digests(model, optimizer)
+        return
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / WARM_UP))
+    size = case["micro_batch"], case["sequence"], MODELS[case["model"]][1]["vocab_size"]
+    seeds = range(dist.get_rank(), case["ranks"] * case["steps"], case["ranks"])
+    texts = (noisy_text(seed, *size).to(device) for seed in seeds)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        model.zero_grad()
+        return loss
+
+    found = timed_steps(step, texts, size[0] * size[1], WARM_UP, device)
+    found["state_bytes_per_parameter"] = state_bytes(optimizer, list(model.parameters()))
+    if "CoatAdamW" in case["variant"]:
+        began = time.perf_counter()
+        dcp.save(states(model, optimizer), checkpoint_id=case["folder"])
+        found |= {"save_s": time.perf_counter() - began, **digests(model, optimizer)}
+    yield found
+
+
+def compare(one: dict[str, Any], base: dict[str, Any]) -> None:
+    """Add ratios and gaps of losses to those of another variant, and print them."""
+    for step in one["steps"]:
+        other = (base["steps"] or one["steps"])[0]
+        last, last_other = (sum(x["losses"][-20:]) / len(x["losses"][-20:]) for x in (step, other))
+        step["tokens_per_second_ratio"] = step["tokens_per_second_per_gpu"] / other["tokens_per_second_per_gpu"]
+        step |= {"last_twenty": last, "last_twenty_gap": last / last_other - 1}
+        step["mean_gap"] = sum(step["losses"]) / sum(other["losses"]) - 1
+        step["largest_loss_gap"] = loss_gaps(step["losses"], other["losses"])["largest_loss_gap"]
+        print(
+            f"{step['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU ({step['tokens_per_second_ratio']:.3f}x)  peak "
+            f"{step['peak_gib']:5.1f} GiB  states {step['state_bytes_per_parameter']:.2f} B/parameter  loss "
+            f"{step['losses'][0]:.4f}, of the last twenty {last:.4f} ({step['last_twenty_gap']:+.3%}; of all "
+            f"{step['mean_gap']:+.3%}; largest gap {step['largest_loss_gap']:.3%})",
+            flush=True,
+        )
+    if ends := {k: v for k, v in one.items() if k not in ("variant", "steps")}:
+        print(ends, flush=True)
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", choices=list(MODELS), default="llama-1b")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
+    parser.add_argument("--ranks", type=positive_int, default=2)
+    parser.add_argument("--sequence", type=positive_int, default=2048)
+    parser.add_argument("--micro-batch", type=positive_int, default=4)
+    parser.add_argument("--steps", type=positive_int, default=200)
+    parser.add_argument("--limit", type=positive_float, default=300.0, metavar="SECONDS", help="of a variant")
+    parser.add_argument("--name", default="fsdp", help="of the JSON result")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse()
+    case = options(arguments, "variants", "limit") | {"micro_batches": [arguments.micro_batch]}
+    found, installed = [], candidates()
+    for variant in [v for v in arguments.variants if v.removesuffix(LAYERS) in installed]:
+        print(f"== {variant}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            own = case | {"variant": variant, "folder": folder}
+            one = run(own, arguments.limit, "benchmarks.speed.fsdp")
+            if one["steps"] and "states" in one["steps"][0]:
+                there = run(own | {"load": True, "ranks": 1}, arguments.limit, "benchmarks.speed.fsdp")
+                here, loaded = one["steps"][0], (there["steps"] or [{}])[0]
+                one |= {f"same_{key}": here.pop(key) == loaded.get(key) for key in ("weights", "states")}
+                one |= {"load_error": there["error"]} if "error" in there else {}
+        found.append(one)
+        compare(one, found[0])
+        write_result(
+            f"speed/{arguments.name}", {"settings": options(arguments), "variants": found}, arguments.output, nan=True
+        )
+
+
+if __name__ == "__main__":
+    as_rank(measure)
+    main()
