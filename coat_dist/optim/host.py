@@ -39,7 +39,7 @@ _PORTABLE = 1
 
 def on_host(param: torch.Tensor, group: Mapping[str, Any]) -> bool:
     """Whether codes and remainders of a parameter are kept in host memory."""
-    wanted = group.get("state_device") == "cpu" and group["moments"] == "fp8"
+    wanted = group.get("state_device") == "cpu" and group["moments"] == "fp8" and not group.get("capturable")
     return wanted and param.device.type in DEVICES and local(param).numel() > 0
 
 
@@ -86,11 +86,11 @@ def to_home(state: dict[str, Any], param: torch.Tensor, group: Mapping[str, Any]
     """Move tensors of a state that lie elsewhere, as after somebody's ``.to(...)``, to where the group keeps them."""
     tensors = {key: t for key, t in state.items() if isinstance(t, torch.Tensor) and not t.is_meta}
     if on_host(param, group):
-        pin = param.is_cuda
-        if not all(t.device.type == "cpu" and (t.is_pinned() or not pin) for t in tensors.values()):
+        if not all(t.device.type == "cpu" and (t.is_pinned() or not param.is_cuda) for t in tensors.values()):
             wait()
-            state.update(to_host(tensors, pin))
+            state.update(to_host(tensors, param.is_cuda))
     else:
+        wait()  # the group's place may have changed since the last step
         state.update({key: t.to(param.device) for key, t in tensors.items() if t.device != param.device})
 
 
@@ -166,8 +166,8 @@ class _Lanes:
                 self.store.wait_event(buffer.updated)
                 _copy(far, near)
                 buffer.freed.record(self.store)
-        done.record(self.store)
-        self.last = done
+            done.record(self.store)  # after each chunk: the next one may raise
+            self.last = done
 
 
 def _copy(to: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .counts import as_count, is_count
-from .host import on_host, to_host
+from .host import on_host, to_host, wait
 from .master import export_master
 from .moments import export_moments, import_moments
 from .sharded import from_global, is_dtensor, to_global
@@ -87,6 +87,7 @@ class Boxed:
 def unbox(loaded: dict[str, Any]) -> None:
     """Put copies of boxed tensors in place, where the groups of their parameters keep states."""
     groups = {p: group for group in loaded.get("param_groups", ()) for p in group["params"]}
+    wait()  # for steps after the state dict was made, which shares memory with the states
     for p, values in loaded["state"].items():
         if not isinstance(values, dict):
             continue

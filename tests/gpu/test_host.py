@@ -12,14 +12,14 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
 
-from coat_dist.optim import CoatAdamW, export_master, export_moments, fp32_state_dict, host
-from coat_dist.optim.moments import write_moment
+from coat_dist.optim import CoatAdamW, host
 from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, moved, trajectory
 from tests.coat_dist.optim.common import equal_bytes
+from tests.coat_dist.optim.test_host import BOTH as REMAINDER
+from tests.coat_dist.optim.test_host import assert_equal, read_and_write, train
 from tests.support import run_ranks
 
 SHAPES = ((1000, 4097), (3, 77), (2048, 1024), (513,))
-REMAINDER = {"master_weights": "bf16_remainder"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,44 +32,17 @@ def pair(shapes=SHAPES, **options):
     """Equal parameters with states on the GPU, and in host memory; the vector has fp32 moments in both."""
     dtype = torch.bfloat16 if "master_weights" in options else torch.float32
     first = [torch.nn.Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in shapes]
-    found = []
-    for params, place in ((first, "parameter"), (copy.deepcopy(first), "cpu")):
-        groups = [{"params": [p], "moments": "fp32" if p.dim() == 1 else "fp8"} for p in params]
-        found.append((params, CoatAdamW(groups, **{"lr": 0.01, **options}, state_device=place)))
-    return found
+    return [kept(params, place, **options) for params, place in ((first, "parameter"), (copy.deepcopy(first), "cpu"))]
 
 
-def train(*both, steps=4, clip=True):
-    """Equal steps for all. In the third the gradients are NaN, and the step is left out."""
-    for step in range(steps):
-        grads = [torch.randn(p.shape, device="cuda") * 10 ** torch.empty_like(p).uniform_(-4, 0) for p in both[0][0]]
-        norm = torch.stack(torch._foreach_norm(grads)).norm() * (torch.nan if step == 2 else 1.0)
-        if not norm.isfinite():
-            continue
-        for params, optimizer in both:
-            optimizer.grad_factor = (1.0 / norm.clamp(min=1.0)).float() if clip else None
-            for p, grad in zip(params, grads, strict=True):
-                p.grad = grad.to(p.dtype)
-            optimizer.step()
-
-
-def assert_equal(one, other):
-    """The state in host memory is read first, right after its step."""
-    later = {k: {n: t.clone() if torch.is_tensor(t) else t for n, t in s.items()} for k, s in other[1].state.items()}
-    for mine, theirs in zip(one[1].state.values(), later.values(), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in mine.items():
-            same = equal_bytes(value.cpu(), theirs[key].cpu()) if torch.is_tensor(value) else value == theirs[key]
-            assert same, key
-    assert all(equal_bytes(a, b) for a, b in zip(one[0], other[0], strict=True))
+def kept(params, place, **options):
+    groups = [{"params": [p], "moments": "fp32" if p.dim() == 1 else "fp8"} for p in params]
+    return params, CoatAdamW(groups, **{"lr": 0.01, **options}, state_device=place)
 
 
 def on_host(optimizer):
-    return [
-        s["coat_m_q"].device.type == "cpu" and s["coat_m_q"].is_pinned()
-        for s in optimizer.state.values()
-        if "coat_m_q" in s
-    ]
+    codes = [s["coat_m_q"] for s in optimizer.state.values() if "coat_m_q" in s]
+    return [q.device.type == "cpu" and q.is_pinned() for q in codes]
 
 
 @pytest.mark.parametrize("chunk", [1 << 14, 3 << 16, 1 << 24])
@@ -82,10 +55,7 @@ def test_twenty_steps_give_equal_bits(monkeypatch, chunk, options):
     train(resident, hosted, steps=20)
     assert_equal(resident, hosted)
     assert on_host(hosted[1]) == [True] * 3 and on_host(resident[1]) == [False] * 3
-    copies = [{p: torch.zeros_like(p, dtype=torch.float16) for p in params} for params, _ in (resident, hosted)]
-    resident[1].copies, hosted[1].copies = copies
-    train(resident, hosted, steps=1)
-    assert all(map(equal_bytes, *(c.values() for c in copies)))
+    assert all(map(equal_bytes, *train(resident, hosted, steps=1, copies=True)))
     assert_equal(resident, hosted)
 
 
@@ -142,11 +112,9 @@ def test_restarts_copies_and_other_places():
     resident, hosted = pair(**REMAINDER)
     train(resident, hosted)
     saved = [copy.deepcopy(x[1].state_dict()) for x in (resident, hosted)]
-    others = [(copy.deepcopy(hosted[0]), None) for _ in range(2)]
-    for i, (params, _) in enumerate(others):
-        groups = [{"params": [p], "moments": "fp32" if p.dim() == 1 else "fp8"} for p in params]
-        others[i] = params, CoatAdamW(groups, lr=0.01, **REMAINDER, state_device=("cpu", "parameter")[i])
-        others[i][1].load_state_dict(saved[i])
+    others = [kept(copy.deepcopy(hosted[0]), place, **REMAINDER) for place in ("cpu", "parameter")]
+    for (_, optimizer), one in zip(others, saved, strict=True):
+        optimizer.load_state_dict(one)
     again = [copy.deepcopy(hosted), pickle.loads(pickle.dumps(hosted))]
     assert on_host(others[0][1]) == [True] * 3 and on_host(others[1][1]) == [False] * 3
     train(resident, hosted, *others, *again)
@@ -163,9 +131,7 @@ def test_states_that_somebody_moved_come_home(device):
         train(resident, hosted, steps=2)
         for _, optimizer in (resident, hosted):
             for state in optimizer.state.values():
-                for key, value in state.items():
-                    if torch.is_tensor(value):
-                        state[key] = value.to(device, non_blocking=True)
+                state.update({k: t.to(device, non_blocking=True) for k, t in state.items() if torch.is_tensor(t)})
         torch.cuda.synchronize()
     train(resident, hosted, steps=2)
     assert_equal(resident, hosted)
@@ -173,18 +139,7 @@ def test_states_that_somebody_moved_come_home(device):
 
 
 def test_moments_and_master_weights_read_and_write_alike():
-    resident, hosted = pair(**REMAINDER)
-    train(resident, hosted)
-    found = []
-    for params, optimizer in (resident, hosted):
-        p, group = params[0], optimizer.param_groups[0]
-        write_moment(optimizer.state[p], group, "second", 130, torch.full((700,), 2.0, device="cuda"))
-        found.append([*export_moments(p, optimizer.state[p], group), export_master(p, optimizer.state[p])])
-        with fp32_state_dict(optimizer):
-            optimizer.load_state_dict(optimizer.state_dict())
-    assert all(equal_bytes(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
-    train(resident, hosted)
-    assert_equal(resident, hosted)
+    read_and_write(*pair(**REMAINDER))
 
 
 def test_the_gpu_holds_three_chunks_instead_of_the_states():

@@ -7,12 +7,13 @@ each. Of these, "hp_params" are the weights and move with "lp_params"; remainder
 
 from __future__ import annotations
 
+import itertools
 import types
 from typing import Any
 
 import torch
 
-from ...checkpoint.zero_partitions import partitions
+from ...checkpoint.zero_partitions import members, partitions
 from ...optim import host
 from ..reviewed import is_verified_build
 from .master_weights import keeps_remainders, pairs_of_copies
@@ -52,13 +53,20 @@ def _offload(zero: Any, include: Any = None, device: Any = None, pin_memory: boo
         host.release()
     for flat in _masters(zero) if "hp_params" in ours else ():
         flat.data = host.to_host({"": flat.data}, pin_memory and flat.is_cuda)[""]
-    device = OffloadDeviceEnum.cpu if device is None else device
     if "lp_params" in kinds and _shared(zero) and hasattr(zero, "_clear_hp_buffer_references"):
         zero._clear_hp_buffer_references()
-    type(zero).offload_states(zero, [*(kinds - ours)], device, pin_memory, **more)
+    module = getattr(zero, "module", None)
+    # ZeRO-3 takes trained weights, whose buffer has the order of groups, for all of the model's, in the model's order.
+    zero.module = types.SimpleNamespace(parameters=lambda: itertools.chain(*members(zero)))
+    try:
+        type(zero).offload_states(zero, [*(kinds - ours)], device or OffloadDeviceEnum.cpu, pin_memory, **more)
+    finally:
+        zero.module = module
     if "lp_params" in kinds and _shared(zero):
         _follow(zero)
         torch.cuda.empty_cache()
+    if hasattr(zero, "_link_all_hp_params"):  # accessors read zeros and write nothing where parameters have no links
+        zero._link_all_hp_params()
     zero.offloaded_states |= ours
 
 

@@ -11,14 +11,14 @@ BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_
 
 
 class Given(torch.nn.Module):
-    """Its gradients are what it is given, whatever its weights are."""
+    """Its gradients are what it is given, whatever its weights are. Parameter groups have another order than it."""
 
     def __init__(self):
         super().__init__()
-        self.matrix = torch.nn.Parameter(torch.randn(61, 47))
-        self.other = torch.nn.Parameter(torch.randn(33, 129))
         self.vector = torch.nn.Parameter(torch.randn(47))
+        self.matrix = torch.nn.Parameter(torch.randn(61, 47))
         self.scale = torch.nn.Parameter(torch.ones(1))
+        self.other = torch.nn.Parameter(torch.randn(33, 129))
 
     def forward(self, given):
         return sum((p * g).sum(dtype=torch.float32) for p, g in zip(self.parameters(), given, strict=True))

@@ -39,10 +39,10 @@ def pair(sizes=SIZES, **options):
 
 def train(*both, steps=3, copies=False):
     """Equal gradients for both; returns the 16-bit copies of each, if they are to be written."""
-    written = [[torch.zeros(p.shape, dtype=torch.bfloat16) for p in params] for params, _ in both]
+    written = [[torch.zeros_like(p, dtype=torch.bfloat16) for p in params] for params, _ in both]
     for _ in range(steps):
-        factor = torch.rand(())
-        grads = [torch.randn(p.shape) * 10 ** torch.empty(p.shape).uniform_(-4, 0) for p in both[0][0]]
+        factor = torch.rand((), device=both[0][0][0].device)
+        grads = [torch.randn_like(p) * 10 ** torch.empty_like(p).uniform_(-4, 0) for p in both[0][0]]
         for (params, optimizer), mine in zip(both, written, strict=True):
             optimizer.grad_factor = factor
             optimizer.copies = dict(zip(params, mine, strict=True)) if copies else {}
@@ -80,6 +80,10 @@ def test_chunks_of_any_size_and_tails_of_any_length_give_equal_bits(small_chunks
 def test_the_kernel_numbers_the_groups_of_a_chunk_as_those_of_the_whole(small_chunks, monkeypatch):
     monkeypatch.setenv("COAT_KERNELS", "1")
     resident, hosted = pair((128 * 35 + 51,), **BOTH, stochastic_rounding=True)
+    train(resident, hosted, steps=2)
+    assert_equal(resident, hosted)
+    for _, optimizer in (resident, hosted):  # a loop that sets it in groups
+        optimizer.param_groups[0]["capturable"] = True
     train(resident, hosted, steps=2)
     assert_equal(resident, hosted)
 
@@ -138,25 +142,67 @@ class Device:
                 work(*args)
 
 
+@pytest.fixture
+def late(small_chunks, monkeypatch):
+    """Makes two optimizers with equal states, of which one's copies and kernels run late."""
+
+    def make(sizes=(128 * 130 + 7, 57, 128 * 40)):
+        device, (resident, hosted) = Device(), pair(sizes, **BOTH)
+        train(resident)  # states are there, unlike the other's
+        resident[1].load_state_dict(resident[1].state_dict())
+        for a, b in zip(resident[0], hosted[0], strict=True):
+            b.data.copy_(a.data)
+        hosted[1].load_state_dict(resident[1].state_dict())
+        monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+        monkeypatch.setattr(host, "_copy", device.later(host._copy))
+        monkeypatch.setattr(host, "adamw_steps", device.later(adamw_steps))
+        return device, resident, hosted
+
+    return make
+
+
 @pytest.mark.parametrize("sizes", [(128 * 130 + 7, 57, 128 * 40), (128 * 20,)], ids=["many chunks", "two chunks"])
 @pytest.mark.parametrize("attempt", range(3))
-def test_whatever_order_streams_and_events_allow_gives_equal_bits(small_chunks, monkeypatch, attempt, sizes):
-    device = Device()
+def test_whatever_order_streams_and_events_allow_gives_equal_bits(late, attempt, sizes):
     random.seed(torch.initial_seed() + attempt)
-    resident, hosted = pair(sizes, **BOTH)
-    train(resident)  # states are there, unlike the other's
-    resident[1].load_state_dict(resident[1].state_dict())
-    for a, b in zip(resident[0], hosted[0], strict=True):
-        b.data.copy_(a.data)
-    hosted[1].load_state_dict(resident[1].state_dict())
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    monkeypatch.setattr(host, "_copy", device.later(host._copy))
-    monkeypatch.setattr(host, "adamw_steps", device.later(adamw_steps))
+    device, resident, hosted = late(sizes)
     train(resident, hosted, steps=3)
     assert sum(len(s.queue) for s in device.streams) > 50  # nothing has run yet
     assert_equal(resident, hosted)  # `state` waits; weights are written before what it waits for
     device.run()
     assert_equal(resident, hosted)
+
+
+def test_states_that_travel_arrive_before_a_group_keeps_them_elsewhere(late):
+    device, resident, hosted = late()
+    train(resident, hosted)
+    hosted[1].param_groups[0]["state_device"] = "parameter"
+    while left := len(device.default.queue):  # a program sees its own stream's work done, and not the stores
+        device.run(lambda left=left: len(device.default.queue) < left)
+    train(resident, hosted, steps=1)
+    device.run()
+    assert_equal(resident, hosted)
+
+
+def test_a_state_dict_is_loaded_as_the_steps_after_it_have_left_it(late):
+    _, resident, hosted = late()
+    others = pair([p.numel() for p in hosted[0]], **BOTH)
+    for _, other in others:
+        saved = hosted[1].state_dict()
+        train(resident, hosted)
+        other.load_state_dict(saved)
+        assert_same_state(resident[1], other)
+
+
+def test_chunks_before_one_that_fails_are_stored_before_anybody_reads_them(late, monkeypatch):
+    device, _, ((p,), optimizer) = late((128 * 130,))
+    kernels = iter([*[host.adamw_steps] * 4, None])
+    monkeypatch.setattr(host, "adamw_steps", lambda *args: next(kernels)(*args))
+    with pytest.raises(TypeError):
+        train(([p], optimizer), steps=1)
+    found = copy.deepcopy(optimizer.state[p])
+    device.run()
+    assert all(equal_bytes(v, found[k]) for k, v in optimizer.state[p].items() if torch.is_tensor(v))
 
 
 def test_state_dicts_go_from_one_place_to_the_other_and_the_place_stays(small_chunks):
@@ -187,13 +233,16 @@ def test_copies_go_on_as_the_original(small_chunks, make):
 
 
 def test_moments_and_master_weights_read_and_write_as_those_on_the_device(small_chunks):
-    resident, hosted = pair((1000,), **BOTH)
+    read_and_write(*pair((1000,), **BOTH))
+
+
+def read_and_write(resident, hosted):
     train(resident, hosted)
     found = []
-    for (p,), optimizer in (resident, hosted):
+    for (p, *_), optimizer in (resident, hosted):
         state, group = optimizer.state[p], optimizer.param_groups[0]
-        write_moment(state, group, "second", 130, torch.full((70,), 2.0))
-        part = read_moment(state, group, "first", 5, 900)
+        write_moment(state, group, "second", 130, torch.full((70,), 2.0, device=p.device))
+        part = read_moment(state, group, "first", 5, 900, p.device)
         found.append((*export_moments(p, state, group), export_master(p, state), part))
         with fp32_state_dict(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())
