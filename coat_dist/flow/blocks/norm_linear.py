@@ -3,15 +3,15 @@
 Saved per token: x8, with a norm also its group scales and rstd; per call: one scale of y8, one of the weight, and a
 reference to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
 
-With ``residual`` the functions return x once more, as an alias for the residual connection. Its gradient arrives in the
-same backward as that of the product, and the pass that computes the norm's gradient adds it, in fp32 and before the one
-rounding: autograd has nothing left to add. The alias is a view of x and costs no memory. Autograd refuses to change it
-in place. Where x gets no gradient, it is x itself.
+With ``residual`` :func:`norm_qkv` returns x once more, as an alias for the residual connection. Its gradient arrives
+in the same backward as that of the product, and the pass that computes the norm's gradient adds it, in fp32 and before
+the one rounding: autograd has nothing left to add. The alias is a view of x and costs no memory. Autograd refuses to
+change it in place. Where x gets no gradient, it is x itself.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -29,7 +29,6 @@ from .norm import Norm
 __all__ = ["norm_linear", "norm_qkv"]
 
 
-@overload
 def norm_linear(
     x: torch.Tensor,
     norm: Norm | None,
@@ -37,48 +36,25 @@ def norm_linear(
     bias: Weights | None,
     tp: TensorParallel,
     settings: ActivationConfig,
-    residual: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def norm_linear(
-    x: torch.Tensor,
-    norm: Norm | None,
-    weight: Weights,
-    bias: Weights | None,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    residual: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def norm_linear(
-    x: torch.Tensor,
-    norm: Norm | None,
-    weight: Weights,
-    bias: Weights | None,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    residual: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """``norm(x) @ weight.T + bias`` with an FP8 product, split over ranks by output features.
 
     Args:
         x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
-        norm: None where the linear reads x itself; then there is no ``residual``.
+        norm: None where the linear reads x itself.
         weight, bias: this rank's ``[n / tp, h]`` and ``[n / tp]``; or several of each, one below the other, whose n add
             up.
-        residual: also return x's alias for the residual connection.
 
     Returns:
-        ``[..., n / tp]`` of x's dtype, for the whole sequence; with ``residual`` also the alias.
+        ``[..., n / tp]`` of x's dtype, for the whole sequence.
 
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     weights, biases = joined(weight, bias)
-    _check(x, norm, weights, biases, tp, settings, residual)
-    alias = residual_alias(x, residual)
-    options = norm, tp, settings, None, None, alias, len(weights)
-    out = _NormLinear.apply(x, *_parameters(norm), *options, *weights, *biases)
-    return out if alias or not residual else (out, x)
+    _check(x, norm, weights, biases, tp, settings, False)
+    options = norm, tp, settings, None, None, False, len(weights)
+    return _NormLinear.apply(x, *_parameters(norm), *options, *weights, *biases)
 
 
 def norm_qkv(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table
+from coat_dist.flow import Heads, norm_mlp, norm_qkv, rope_table
 from coat_dist.reference.norm import norm_backward
 from tests.support import Adds
 
@@ -16,7 +16,7 @@ from .saved_bytes import saved
 S, B, H = 12, 3, 64
 HEADS = Heads(groups=2, per_group=2, size=16)
 CONFIG = settings()
-CALLS = ("norm_linear", "norm_qkv", "norm_mlp")
+CALLS = ("norm_qkv", "norm_mlp")
 
 
 def function(name, layer, residual=True, config=CONFIG):
@@ -24,12 +24,9 @@ def function(name, layer, residual=True, config=CONFIG):
     table = rope_table(torch.linspace(0, 30, S * 12).view(S, 1, 1, 12))
 
     def call(x):
-        if name == "norm_linear":
-            out = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config, residual=residual)
-        elif name == "norm_qkv":
+        if name == "norm_qkv":
             return norm_qkv(x, layer.norm, layer.weight, layer.bias, HEADS, table, ONE, config, residual=residual)
-        else:
-            out = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=residual)
+        out = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=residual)
         return out if residual else (out,)
 
     return call

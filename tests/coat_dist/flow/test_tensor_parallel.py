@@ -66,7 +66,7 @@ def rows(t, tp):
 def model(kind, x, p, labels, tp, config):
     """Every piece: norm → linear → linear; MLPs gated, with a bias, without norm; final norm, output layer, loss."""
     one = Norm(kind, 1e-5, p["gain"], p.get("shift"), reduce_grad=tp.sharded)
-    middle, x = norm_linear(x, one, p["weight"], p["bias"], tp, config, residual=True)
+    middle = norm_linear(x, one, p["weight"], p["bias"], tp, config)
     x = x + linear(middle, p["back"], tp, config)
     y, x = norm_mlp(x, one, p["fc1"], p["fc2"], "swiglu", tp, config, residual=True)
     x = x + y
