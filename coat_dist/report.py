@@ -29,7 +29,7 @@ SUPPORTED = {
 def versions() -> dict[str, str | None]:
     """Installed version of each package that matters; None where it is missing."""
     found: dict[str, str | None] = {}
-    for name in (*SUPPORTED, "pydantic", "transformer-engine", "apex"):
+    for name in (*SUPPORTED, "transformers", "pydantic", "transformer-engine", "apex"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -179,7 +179,7 @@ def _patch_projections(attention: Any, settings: ActivationConfig, changes: Chan
 
 def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
     for name, module in model.named_modules():
-        head = getattr(module, "lm_head", None)
+        head = module._modules.get("lm_head")  # not by what PEFT passes on
         if not isinstance(head, nn.Module):
             continue
         label = f"{name}.lm_head".lstrip(".")
