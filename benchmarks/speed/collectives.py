@@ -1,11 +1,10 @@
-"""What tensor-parallel ranks say to each other in a layer: how many collectives, of how many bytes, how well hidden.
+"""What tensor-parallel ranks say to each other in a layer: how many collectives, of how many bytes.
 
     torchrun --nproc_per_node 2 -m benchmarks.speed.collectives [--presets llama2-13b llama3-8b] [--tokens 16384]
 
 Runs Megatron layers with sequence parallelism, as BF16 and patched. Collectives are counted as torch.distributed
 dispatches them, so that nothing is left out; their bytes are those of the whole tensor: what a gather makes, what a
-reduction reads. On GPUs a profiler's trace says how long each takes and how much of that lies under kernels that
-compute. With gloo there are counts and bytes only.
+reduction reads. ``step.py`` says how long they take.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.arguments import positive_int, preset_name
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
-from benchmarks.timing import union
 from coat_dist import CoatConfig
 from coat_dist.flow import products
 from coat_dist.flow.parallel.peer_memory import PeerMemory
@@ -49,17 +47,6 @@ KINDS = {
     "barrier": "barrier",
 }
 """torch.distributed's operations by what they do; an all-reduce for a maximum is called "max"."""
-KERNELS = {
-    "ncclDevKernel_AllGather": "gather",
-    "ncclDevKernel_ReduceScatter": "reduce-scatter",
-    "ncclDevKernel_AllReduce": "all-reduce",
-    "ncclDevKernel_SendRecv": "send",
-    "nccl": "other",
-    "Memcpy PtoP": "copy",
-    "Memcpy DtoD": "copy",
-    "barrier_kernel": "barrier",
-}
-"""What a trace calls communication, by what it does. Copies within a GPU are of rooms that other GPUs read."""
 COPIES = " by copies"
 """Said of what :mod:`coat_dist.flow.parallel.peer_memory` moves."""
 
@@ -175,78 +162,12 @@ def count(forward: Callable[[], torch.Tensor], layers: int) -> dict[str, Any]:
     }
 
 
-def trace(forward: Callable[[], torch.Tensor], layers: int) -> dict[str, Any]:
-    """GPU time of the collectives of one forward and of one backward, and how much of it is hidden, µs a layer.
-
-    A collective's kernel also runs while it waits for the other ranks.
-    """
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    def spans(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
-        dist.barrier()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as record:
-            call()
-            torch.cuda.synchronize()
-        return [
-            (e.name, e.time_range.start, e.time_range.end)
-            for e in record.events()
-            if e.device_type == DeviceType.CUDA and e.time_range.end > e.time_range.start
-        ]
-
-    y = forward()
-    dy = torch.ones_like(y)
-    y.backward(dy)
-    outputs: list[torch.Tensor] = []
-    parts = {"forward": lambda: outputs.append(forward()), "backward": lambda: outputs.pop().backward(dy)}
-    return {part: hidden(spans(call), layers) for part, call in parts.items()}
-
-
-def hidden(spans: Sequence[tuple[str, float, float]], layers: int = 1) -> dict[str, Any]:
-    """What ``spans``, (kernel, start, end) in µs, say of the collectives among them, a layer.
-
-    Returns:
-        By kind ``{"calls", "us", "hidden_us"}`` in ``"kinds"``; the sum of all as ``"us"`` and ``"hidden_us"``; from
-        the first kernel's start to the last one's end ``"span_us"``, in which ``"idle_us"`` nothing ran.
-    """
-    known = [(next((k for part, k in KERNELS.items() if part in name), None), a, b) for name, a, b in spans]
-    compute = union((start, end) for kind, start, end in known if kind is None)
-    kinds: dict[str, dict[str, float]] = {}
-    for kind, start, end in known:
-        if kind is None:
-            continue
-        row = kinds.setdefault(kind, {"calls": 0, "us": 0.0, "hidden_us": 0.0})
-        row["calls"] += 1 / layers
-        row["us"] += (end - start) / layers
-        row["hidden_us"] += sum(max(0.0, min(end, e) - max(start, s)) for s, e in compute) / layers
-    busy = union((start, end) for _, start, end in spans)
-    span = max((e for _, e in busy), default=0.0) - min((s for s, _ in busy), default=0.0)
-    return {
-        "kinds": kinds,
-        "us": sum(row["us"] for row in kinds.values()),
-        "hidden_us": sum(row["hidden_us"] for row in kinds.values()),
-        "span_us": span / layers,
-        "idle_us": (span - sum(e - s for s, e in busy)) / layers,
-    }
-
-
 def show(name: str, one: dict[str, Any]) -> None:
     """Print one variant's collectives."""
     print(f"{name}: {one['calls']:g} collectives a layer, {one['gathered_bytes']:,.0f} B gathered")
     for part in ("forward", "backward"):
         rows = [f"{r['count']:g} x {r['kind']} {r['bytes']:,} B {r['dtype']}" for r in one[part]]
         print(f"  {part}: {'; '.join(rows) or 'none'}")
-        if timed := one.get("times", {}).get(part):
-            print(
-                f"    {timed['us']:.0f} us of collectives, {timed['hidden_us']:.0f} hidden, "
-                f"{timed['us'] - timed['hidden_us']:.0f} not; {timed['idle_us']:.0f} us idle of {timed['span_us']:.0f}"
-            )
-            for kind, row in timed["kinds"].items():
-                print(
-                    f"      {row['calls']:4.1f} x {kind:<15} {row['us']:7.0f} us, {row['hidden_us']:7.0f} hidden",
-                    flush=True,
-                )
 
 
 def start_ranks() -> int:
@@ -267,8 +188,7 @@ def measure(preset: str, tokens: int, sequence: int, variants: Sequence[str], la
 
     def one() -> dict[str, Any]:
         forward().sum().backward()
-        found = count(forward, layers)
-        return found | ({"times": trace(forward, layers)} if torch.cuda.is_available() else {})
+        return count(forward, layers)
 
     found = {"bf16": one()}
     for name in variants:

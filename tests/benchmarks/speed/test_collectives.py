@@ -1,4 +1,4 @@
-"""Collectives of a layer, counted exactly, and what a trace says of them."""
+"""Collectives of a layer, counted exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.speed import collectives
-from benchmarks.speed.collectives import hidden, recorded
+from benchmarks.speed.collectives import recorded
 from coat_dist.flow import TensorParallel
 from megatron_patches import initialize_model_parallel
 from tests.support import run_ranks
@@ -54,21 +54,3 @@ def test_collectives_of_a_layer() -> None:
         assert (base["calls"], ours["calls"], tensor["calls"]) == (10, 12, 14)
         assert seen == [("max", 12, "float32"), ("sum", 20, "float32"), ("max", 28, "float32")]
         assert nothing == []
-
-
-def test_hidden_time() -> None:
-    spans = [
-        ("gemm", 0.0, 10.0),
-        ("ncclDevKernel_AllGather_RING_LL", 8.0, 14.0),
-        ("elementwise", 13.0, 20.0),
-        ("Memcpy PtoP (Device -> Device)", 15.0, 19.0),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 22.0, 24.0),
-    ]
-    found = hidden(spans, layers=2)
-    assert found["kinds"] == {
-        "gather": {"calls": 0.5, "us": 3.0, "hidden_us": 1.5},
-        "copy": {"calls": 0.5, "us": 2.0, "hidden_us": 2.0},
-        "all-reduce": {"calls": 0.5, "us": 1.0, "hidden_us": 0.0},
-    }
-    assert (found["us"], found["hidden_us"], found["span_us"], found["idle_us"]) == (6.0, 3.5, 12.0, 1.0)
-    assert hidden([])["span_us"] == 0
