@@ -49,7 +49,7 @@ from coat_dist.nodes import free_port
 from launch.model.config import load_model_config
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
-KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory")
+KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory", "expert_parallel")
 """What tells cases apart."""
 GRACE = 30
 """Seconds that a case may go on after ``--seconds``. One that has less than twice as much in all is not started."""
@@ -168,6 +168,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--ranks", type=positive_int, default=2, help="GPUs")
+    parser.add_argument("--expert-parallel", type=positive_int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3], help="of ZeRO")
     parser.add_argument("--variants", nargs="+", default=None, choices=[*VARIANTS], help="default: all that can run")
     parser.add_argument("--micro-batches", nargs="+", type=positive_int, default=MICRO_BATCHES)
@@ -199,6 +200,7 @@ def cases_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "ranks": arguments.ranks,
             "stage": arguments.stage,
             "gpu_memory": arguments.gpu_memory,
+            "expert_parallel": arguments.expert_parallel,
         }
         for model in arguments.models
         for variant in arguments.variants
@@ -207,7 +209,7 @@ def cases_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def key_of(case: dict[str, Any]) -> tuple[str, ...]:
     """A case's :data:`KEY`."""
-    return tuple(str(case[k]) for k in KEY)
+    return tuple(str(case.get(k, 1)) for k in KEY)
 
 
 def wanted(

@@ -74,12 +74,12 @@ def settings_of(variant: str, stage: int) -> dict[str, Any]:
 
 
 def plan_of(
-    model: ModelConfig, settings: dict[str, Any], tp: int = 1, recompute: Mapping[str, Any] | None = None
+    model: ModelConfig, settings: dict[str, Any], tp: int = 1, recompute: Mapping[str, Any] | None = None, ep: int = 1
 ) -> Any:
     """What ``launch.train.build.build_engine`` reads of `pretrain.py`'s plan."""
     return SimpleNamespace(
         model=model,
-        args=SimpleNamespace(tensor_parallel=tp, expert_parallel=1, pipeline_parallel=1, sequence_parallel=tp > 1),
+        args=SimpleNamespace(tensor_parallel=tp, expert_parallel=ep, pipeline_parallel=1, sequence_parallel=tp > 1),
         batch=batch_sizes(settings, torch.distributed.get_world_size() // tp),
         settings=settings,
         coat=CoatConfig.from_deepspeed(settings),
@@ -87,9 +87,9 @@ def plan_of(
     )
 
 
-def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1) -> Any:
+def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1, ep: int = 1) -> Any:
     """The engine that `pretrain.py` would build for a variant. Process groups are set up before."""
-    plan = plan_of(model, settings_of(variant, stage), tp)
+    plan = plan_of(model, settings_of(variant, stage), tp, ep=ep)
     recipe = RECIPES.get(variant)
     with nullcontext() if recipe is None else te_layers(recipe):
         return build.build_engine(plan, lambda text: None)
@@ -156,11 +156,12 @@ def main(case: dict[str, Any], out: Path) -> int:
         free, total = torch.cuda.mem_get_info(device)  # what is gone is the context, which a smaller GPU would hold too
         allowed = case["gpu_memory"] * 2**30 - (total - free)
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
-    initialize_model_parallel(1, seed=1234, create_gloo_process_groups=False)
+    ep = case.get("expert_parallel", 1)
+    initialize_model_parallel(1, seed=1234, create_gloo_process_groups=False, expert_model_parallel_size=ep)
     rank = torch.distributed.get_rank()
     try:
         model = load_model_config(case["model"], case["override"])
-        engine = engine_of(model, case["variant"], case["stage"])
+        engine = engine_of(model, case["variant"], case["stage"], ep=ep)
         loss_of = build.language_model_loss(1, device)
         for micro_batch in case["micro_batches"]:
             record = steps(engine, loss_of, micro_batch, model)
