@@ -166,7 +166,7 @@ def rank(case: dict[str, Any], out: Path) -> int:
     return 0
 
 
-def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
+def run(case: dict[str, Any], limit: float, module: str = "benchmarks.speed.hf") -> dict[str, Any]:
     """A variant's records, and how it ended."""
     shared = {
         **os.environ,
@@ -179,7 +179,7 @@ def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out, processes = Path(folder) / "steps", []
         for i in range(case["ranks"]):
-            line = [sys.executable, "-m", "benchmarks.speed.hf", "--rank", json.dumps(case), str(out)]
+            line = [sys.executable, "-m", module, "--rank", json.dumps(case), str(out)]
             with (Path(folder) / f"{i}.log").open("w") as log:
                 own = {"RANK": str(i), "LOCAL_RANK": str(i)}
                 processes.append(subprocess.Popen(line, cwd=ROOT, env=shared | own, stdout=log, stderr=log))
