@@ -55,8 +55,8 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
 
         module = pl.LightningModule()
         module.model = model
-        module.training_step = lambda ids, index: model(input_ids=ids, labels=ids).loss
-        module.on_train_batch_end = lambda outputs, ids, index: steps.on_log(logs=outputs)
+        module.training_step = lambda ids: model(input_ids=ids, labels=ids).loss
+        module.on_train_batch_end = lambda outputs, *_: steps.on_log(logs=outputs)
         module.configure_optimizers = lambda: None
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         strategy = pl.strategies.DeepSpeedStrategy(config=ds)
