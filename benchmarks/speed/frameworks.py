@@ -1,6 +1,7 @@
 """A model in the frameworks that train it, with AdamW and with the block: tokens/s, peak, losses, on one GPU.
 
-    python -m benchmarks.speed.frameworks     # options and variants are those of benchmarks.speed.hf
+    python -m benchmarks.speed.frameworks                # options and variants are those of benchmarks.speed.hf
+    python -m benchmarks.speed.frameworks trl lightning  # these two
 
 ``trl`` is its SFTTrainer without recomputation. Writes ``speed/frameworks.json``.
 """
@@ -109,12 +110,16 @@ def rank(case: dict[str, Any], out: Path) -> int:
 
 
 def parse(given: list[str]) -> argparse.Namespace:
-    return hf.parse(["--variants", "adamw", "coat+flow", "--name", "frameworks", "--steps", "15", *given])
+    names = [name for name in FRAMEWORKS if name in given]
+    rest = [argument for argument in given if argument not in FRAMEWORKS]
+    found = hf.parse(["--variants", "adamw", "coat+flow", "--name", "frameworks", "--steps", "15", *rest])
+    found.frameworks = names or FRAMEWORKS
+    return found
 
 
 def main() -> None:
     arguments, found = parse(sys.argv[1:]), {}
-    for name in FRAMEWORKS:
+    for name in arguments.frameworks:
         cases = [options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"} for v in arguments.variants]
         found[name] = [hf.run(case, arguments.limit, "benchmarks.speed.frameworks") for case in cases]
         hf.compare(found[name])
