@@ -1,0 +1,134 @@
+"""A model in the frameworks that train it, with AdamW and with the block: tokens/s, peak, losses, on one GPU.
+
+    python -m benchmarks.speed.frameworks                # options and variants are those of benchmarks.speed.hf
+    python -m benchmarks.speed.frameworks trl lightning  # these two
+
+``trl`` is its SFTTrainer without recomputation. Writes ``speed/frameworks.json``.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.common import options, write_result
+from benchmarks.speed import hf
+from benchmarks.timing import median
+
+FRAMEWORKS = ["trainer", "trl", "accelerate", "lightning"]
+
+
+class Steps(transformers.TrainerCallback):
+    """Losses, and when each was there: reading it has waited for the GPU."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        if "loss" in logs:
+            self.seen.append((float(logs["loss"]), time.perf_counter()))
+
+
+def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: Steps) -> None:
+    batch = ds["train_micro_batch_size_per_gpu"]
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch)  # type: ignore[arg-type]
+    if name == "accelerate":
+        import accelerate
+
+        accelerator = accelerate.Accelerator(deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=ds))
+        dummy = accelerate.utils.DummyOptim(model.parameters(), lr=1e-4)
+        model, optimizer, loader = accelerator.prepare(model, dummy, loader)
+        for ids in loader:
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.on_log(logs={"loss": loss})
+    elif name == "lightning":
+        import pytorch_lightning as pl
+
+        module = pl.LightningModule()
+        module.model = model
+        module.training_step = lambda ids: model(input_ids=ids, labels=ids).loss
+        module.on_train_batch_end = lambda outputs, *_: steps.on_log(logs=outputs)
+        module.configure_optimizers = lambda: None
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        strategy = pl.strategies.DeepSpeedStrategy(config=ds)
+        pl.Trainer(max_epochs=1, devices=1, precision="bf16-true", strategy=strategy, **quiet).fit(module, loader)
+    else:
+        settings: dict[str, Any] = {
+            "deepspeed": ds, "bf16": True, "per_device_train_batch_size": batch, "max_steps": len(rows) // batch,
+            "learning_rate": 1e-4, "adam_beta2": 0.95, "weight_decay": 0.1, "use_cpu": not torch.cuda.is_available(),
+            "gradient_checkpointing": False, "logging_steps": 1, "disable_tqdm": True, "report_to": [],
+            "save_strategy": "no", "output_dir": tempfile.gettempdir(),
+        }  # fmt: skip
+        if name == "trainer":
+            data: Any = [{"input_ids": row, "labels": row} for row in rows]
+            arguments = transformers.TrainingArguments(**settings)
+            transformers.Trainer(model, arguments, train_dataset=data, callbacks=[steps]).train()
+            return
+        import datasets
+        import trl
+        from tokenizers import Tokenizer, models
+
+        words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # pads alone
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", pad_token="b")
+        data = datasets.Dataset.from_dict({"input_ids": rows.tolist()})
+        arguments = trl.SFTConfig(**settings, max_length=rows.shape[1])
+        given = {"train_dataset": data, "callbacks": [steps], "processing_class": tokenizer}
+        trl.SFTTrainer(model, arguments, **given).train()
+
+
+def rank(case: dict[str, Any], out: Path) -> int:
+    """A framework with a variant; writes its line of JSON. The exit status."""
+    name, *parts = case["variant"].split("+")
+    (kind, shape), (batch,) = hf.MODELS[case["model"]], case["micro_batches"]
+    config = transformers.AutoConfig.for_model(kind, **shape, max_position_embeddings=case["sequence"], use_cache=False)
+    gpu, steps = torch.cuda.is_available(), Steps()
+    torch.manual_seed(0)
+    with torch.device("cuda" if gpu else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    rows = torch.randint(0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"]))
+    ds = hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch}
+    try:
+        train(name, model, ds, rows, steps)
+    except torch.OutOfMemoryError:
+        return hf.OUT_OF_MEMORY
+    (first, _), *_, (last, _) = steps.seen
+    times = [b - a for (_, a), (_, b) in zip(steps.seen, steps.seen[1:], strict=False)][case["warm_up"] - 1 :]
+    speed = {"step_ms": 1e3 * median(times), "tokens_per_second_per_gpu": batch * case["sequence"] / median(times)}
+    found = {"micro_batch": batch, **speed, "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0}
+    out.write_text(json.dumps(found | {"first_loss": first, "last_loss": last}) + "\n")
+    return 0
+
+
+def parse(given: list[str]) -> argparse.Namespace:
+    names = [name for name in FRAMEWORKS if name in given]
+    rest = [argument for argument in given if argument not in FRAMEWORKS]
+    found = hf.parse(["--variants", "adamw", "coat+flow", "--name", "frameworks", "--steps", "15", *rest])
+    found.frameworks = names or FRAMEWORKS
+    return found
+
+
+def main() -> None:
+    arguments, found = parse(sys.argv[1:]), {}
+    for name in arguments.frameworks:
+        cases = [options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"} for v in arguments.variants]
+        found[name] = [hf.run(case, arguments.limit, "benchmarks.speed.frameworks") for case in cases]
+        hf.compare(found[name])
+        write_result(f"speed/{arguments.name}", {"settings": options(arguments), **found}, arguments.output)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        status = rank(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        sys.stdout.flush()
+        os._exit(status)
+    main()
