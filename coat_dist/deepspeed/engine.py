@@ -136,4 +136,6 @@ def _describe(engine: Any) -> str:
     reports = [vars(m)["coat_patch_report"] for m in engine.module.modules() if "coat_patch_report" in vars(m)]
     patched, left = (sum(len(getattr(report, name)) for report in reports) for name in ("patched", "left"))
     flow = f"FP8 flow in {patched} of {patched + left} blocks" if patched else "no layers in the FP8 flow"
-    return f"{'no optimizer, this engine evaluates' if optimizer is None else type(optimizer).__name__}; {flow}"
+    away = any(group.get("state_device") == "cpu" for group in getattr(optimizer, "param_groups", ()))
+    name = "no optimizer, this engine evaluates" if optimizer is None else type(optimizer).__name__
+    return f"{name}{', states in host memory' * away}; {flow}"

@@ -12,6 +12,7 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import Problem, decode_base64, load_json, look_up
 from coat_dist.config_errors import got
+from coat_dist.deepspeed.config.table import with_remainders
 from coat_dist.deepspeed.config.validate import check_deepspeed
 from launch.find_config import read_config
 
@@ -85,6 +86,7 @@ def load_settings(
         settings = read_config("--deepspeed_config", given, "deepspeed")
     if stage is not None and isinstance(zero := settings.get("zero_optimization", {}), dict):
         settings["zero_optimization"] = {**zero, "stage": stage}
+    settings = with_remainders(settings)
     checked = {key: value for key, value in settings.items() if key != "scheduler"}
     coat = check_deepspeed({**checked, MICRO: 1} if checked.get(MICRO) == "auto" else checked, tp=tp)
     wrong = [(key, accepted) for key, possible, accepted in _ACCEPTED if look_up(settings, key) not in possible]

@@ -17,7 +17,7 @@ from ...config import CoatConfig, Problem, look_up, without_comments
 from ...config_errors import got
 from ...optim import CoatAdamW
 
-__all__ = ["EXPERTS", "OFFLOAD", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused"]
+__all__ = ["EXPERTS", "OFFLOAD", "RULES", "STAGES", "TYPES", "Facts", "Key", "as_read", "refused", "with_remainders"]
 
 _SIZES = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
 _ZERO = "zero_optimization"
@@ -105,6 +105,21 @@ class Facts:
     def __getitem__(self, key: str) -> Any:
         """The configuration's value at a key of the table."""
         return look_up(self.config, key)
+
+
+def with_remainders(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration, with 16-bit remainders where it offloads states and says nothing of master weights: only
+    remainders can be in host memory."""
+    facts, keys = Facts(as_read(config)), ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    named = ("optimizer.params.master_weights", "coat.optimizer.master_weights", *(f"bf16.{key}" for key in keys))
+    if not (facts.hosted and facts["bf16.enabled"]) or any(facts[key] is not None for key in named):
+        return config
+    option = {"master_weights": "bf16_remainder"}
+    config = {**config, "bf16": {**facts["bf16"], **dict.fromkeys(keys, True)}}
+    if isinstance(block := facts["coat.optimizer"], Mapping):
+        return config | {"coat": {**config["coat"], "optimizer": {**block, **option}}}
+    optimizer = config["optimizer"]
+    return config | {"optimizer": {**optimizer, "params": {**(optimizer.get("params") or {}), **option}}}
 
 
 class Key(NamedTuple):

@@ -18,7 +18,7 @@ from ..build.pipeline_module import check_tied, tied_apart, tied_weights
 from ..build.replicated_grads import check_replicated_grads
 from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_params
 from .keys import misspelt, unknown
-from .table import EXPERTS, OFFLOAD, RULES, STAGES, TYPES, Facts, as_read, refused
+from .table import EXPERTS, OFFLOAD, RULES, STAGES, TYPES, Facts, as_read, refused, with_remainders
 
 __all__ = ["Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
 
@@ -114,7 +114,7 @@ def _validate(request: Request, explicit: bool) -> None:
     if len(sources) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
         raise CoatConfigError(Problem("config", f"got {len(sources)} of {ways}", "exactly one of them"))
-    settings = without_comments(load_json(read[0]))  # DeepSpeed would take some comments for settings
+    settings = with_remainders(without_comments(load_json(read[0])))  # DeepSpeed would take some comments for settings
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     ep = _size(mpu, "get_expert_model_parallel_world_size")

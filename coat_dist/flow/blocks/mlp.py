@@ -6,7 +6,7 @@ or one tensor without a gate); per call: four scales. Not saved: fc1's output, t
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -36,31 +36,6 @@ from .norm import Norm
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
 
 
-@overload
-def norm_mlp(
-    x: torch.Tensor,
-    norm: Norm,
-    fc1_weight: Weights,
-    fc2_weight: torch.Tensor,
-    activation: str,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    fc1_bias: Weights | None = None,
-    residual: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def norm_mlp(
-    x: torch.Tensor,
-    norm: Norm,
-    fc1_weight: Weights,
-    fc2_weight: torch.Tensor,
-    activation: str,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    fc1_bias: Weights | None = None,
-    *,
-    residual: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 def norm_mlp(
     x: torch.Tensor,
     norm: Norm,

@@ -72,7 +72,6 @@ def residual_functions(layer: Layer, **changes):
     """The same for functions that return an alias of x, the last of their outputs."""
     config = settings(**changes)
     return {
-        "norm_linear": lambda x: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config, residual=True),
         "norm_qkv": lambda x: norm_qkv(
             x, layer.norm, layer.weight, layer.bias, HEADS, None, ONE, config, residual=True
         ),
