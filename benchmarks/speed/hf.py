@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -204,6 +205,8 @@ def as_rank(measure: Callable[[dict[str, Any], torch.device], Iterable[dict[str,
     except torch.OutOfMemoryError:
         status = OUT_OF_MEMORY
     sys.stdout.flush()
+    for child in multiprocessing.active_children():  # of Megatron's checkpoints
+        child.kill()
     os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory
 
 

@@ -11,6 +11,7 @@ SIZE = 64
 
 
 def settings(optimizer="CoatAdamW", sums="bf16", stage=1, **coat):
+    not_compiled = {"torch_adam": True} if optimizer == "AdamW" else {}
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -18,7 +19,7 @@ def settings(optimizer="CoatAdamW", sums="bf16", stage=1, **coat):
         "zero_optimization": {"stage": stage},
         "data_types": {"grad_accum_dtype": sums},
         "gradient_clipping": 0.1,
-        "optimizer": {"type": optimizer, "params": {"lr": 3e-3, "weight_decay": 0.1}},
+        "optimizer": {"type": optimizer, "params": {"lr": 3e-3, "weight_decay": 0.1} | not_compiled},
         **({"coat": {"activation": {"enabled": False}, "optimizer": coat}} if optimizer == "CoatAdamW" else {}),
     }
 
