@@ -173,8 +173,11 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         params = look_up(run.settings, "optimizer.params") or {}
         in_params = run.coat is None or not params.keys().isdisjoint(OptimizerConfig.model_fields)
         yield f"{'optimizer.params' if in_params else 'coat.optimizer'}.{_REMAINDER}", _with_remainder(run)
-    if run.remainder and not run.hosted:
+    if run.fp8_moments and not run.hosted and not run.fp32_gradients_whole:
         hosted = _with(run, "zero_optimization", offload_optimizer={"device": "cpu", "pin_memory": True})
+        if not run.remainder:  # the key switches remainders on
+            changed = _with_remainder(hosted).settings
+            hosted = run.but(settings={**changed, "data_types": run.settings.get("data_types", {})})
         yield 'zero_optimization.offload_optimizer.device "cpu"', hosted
     if run.micro > 1:
         samples = run.micro * run.accumulation

@@ -47,7 +47,8 @@ def test_states_in_host_memory_leave_three_chunks_on_the_gpu(tmp_path, capsys) -
         say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", x)
         for x in ("zero2-remainder", str(tmp_path / "offload.json"))
     )
-    assert any("offload_optimizer" in one["setting"] for one in here["savings"])
+    suggested = [*here["savings"], *say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", "zero2")["savings"]]
+    assert sum("offload_optimizer" in one["setting"] for one in suggested) == 2
     states = [sum(x["states_bytes"][k] for k in ("master weights", "moments")) for x in (here, away)]
     chunks = 3 * (2**24 * 4 + 2**17 * 6)
     gone = float(re.search(r"([\d.]+) GiB of a rank's states are in host memory", " ".join(away["notes"]))[1])
