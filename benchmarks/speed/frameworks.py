@@ -7,12 +7,10 @@
 """
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,27 +84,22 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
         trl.SFTTrainer(model, arguments, **given).train()
 
 
-def rank(case: dict[str, Any], out: Path) -> int:
-    """A framework with a variant; writes its line of JSON. The exit status."""
+def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
+    """The record of a framework with a variant."""
     name, *parts = case["variant"].split("+")
     (kind, shape), (batch,) = hf.MODELS[case["model"]], case["micro_batches"]
     config = transformers.AutoConfig.for_model(kind, **shape, max_position_embeddings=case["sequence"], use_cache=False)
-    gpu, steps = torch.cuda.is_available(), Steps()
     torch.manual_seed(0)
-    with torch.device("cuda" if gpu else "cpu"):
+    with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     rows = torch.randint(0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"]))
-    ds = hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch}
-    try:
-        train(name, model, ds, rows, steps)
-    except torch.OutOfMemoryError:
-        return hf.OUT_OF_MEMORY
+    ds, steps = hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch}, Steps()
+    train(name, model, ds, rows, steps)
     (first, _), *_, (last, _) = steps.seen
     times = [b - a for (_, a), (_, b) in zip(steps.seen, steps.seen[1:], strict=False)][case["warm_up"] - 1 :]
     speed = {"step_ms": 1e3 * median(times), "tokens_per_second_per_gpu": batch * case["sequence"] / median(times)}
-    found = {"micro_batch": batch, **speed, "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0}
-    out.write_text(json.dumps(found | {"first_loss": first, "last_loss": last}) + "\n")
-    return 0
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    yield {"micro_batch": batch, **speed, "peak_gib": peak, "first_loss": first, "last_loss": last}
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -127,8 +120,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        status = rank(json.loads(sys.argv[2]), Path(sys.argv[3]))
-        sys.stdout.flush()
-        os._exit(status)
+    hf.as_rank(measure)
     main()

@@ -15,22 +15,9 @@ TINY = ["hidden_size=128", "ffn_hidden_size=256", "num_attention_heads=4", "num_
 @pytest.mark.long
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_losses_follow_bf16_and_go_on_from_a_checkpoint(tp, tmp_path, monkeypatch) -> None:
-    line = [
-        "loop",
-        "--ranks",
-        "2",
-        "--tensor-parallel",
-        str(tp),
-        "--layers",
-        "2",
-        "--steps",
-        "3",
-        "--lr",
-        "1e-3",
-        "--resume-ranks",
-        "1",
-    ]
-    line += ["--variants", "bf16", "coat", "--model-override", *TINY, "vocab_size=256", "--output", str(tmp_path)]
+    line = ["loop", "--ranks", "2", "--tensor-parallel", str(tp), "--resume-ranks", "1", "--layers", "2"]
+    line += ["--steps", "3", "--lr", "1e-3", "--variants", "bf16", "coat", "--output", str(tmp_path)]
+    line += ["--model-override", *TINY, "vocab_size=256"]
     monkeypatch.setattr(sys, "argv", line)
     program.main()
     found = json.loads((tmp_path / "speed/megatron-loop-2-ranks.json").read_text())
