@@ -150,7 +150,6 @@ def _with_activation(run: Run, **changes: object) -> Run:
 
 def _with_remainder(run: Run) -> Run:
     found = _with(run, "bf16", bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
-    found = _with(found, "data_types", grad_accum_dtype=None)
     params = {**(look_up(run.settings, "optimizer.params") or {}), "master_weights": "bf16_remainder"}
     return _with(found, "optimizer", params=params)
 
@@ -172,12 +171,13 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         # Options of the optimizer are in one of two places; all have to be in the same.
         params = look_up(run.settings, "optimizer.params") or {}
         in_params = run.coat is None or not params.keys().isdisjoint(OptimizerConfig.model_fields)
-        yield f"{'optimizer.params' if in_params else 'coat.optimizer'}.{_REMAINDER}", _with_remainder(run)
+        yield (
+            f"{'optimizer.params' if in_params else 'coat.optimizer'}.{_REMAINDER}",
+            _with(_with_remainder(run), "data_types", grad_accum_dtype=None),
+        )
     if run.fp8_moments and not run.hosted and not run.fp32_gradients_whole:
-        hosted = _with(run, "zero_optimization", offload_optimizer={"device": "cpu", "pin_memory": True})
-        if not run.remainder:  # the key switches remainders on
-            changed = _with_remainder(hosted).settings
-            hosted = run.but(settings={**changed, "data_types": run.settings.get("data_types", {})})
+        exact = run if run.remainder else _with_remainder(run)  # the key switches remainders on
+        hosted = _with(exact, "zero_optimization", offload_optimizer={"device": "cpu", "pin_memory": True})
         yield 'zero_optimization.offload_optimizer.device "cpu"', hosted
     if run.micro > 1:
         samples = run.micro * run.accumulation

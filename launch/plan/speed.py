@@ -22,7 +22,8 @@ the 1.3 B model of docs/hugging-face.md."""
 _HOST = {"FP8": 2.2e-3, "BF16": 1.3e-3}
 """Seconds in which the host starts a layer's kernels, forward and backward: a layer is never faster."""
 _HOST_BUS = 45e9
-"""Bytes a second of each direction between a GPU and its host: a guess, benchmarks/speed/offload.py measures it."""
+"""Bytes a second of each direction between a GPU and its host. benchmarks/speed/offload.py measured 43 to 46e9 on an
+H100 and 50e9 on an H200."""
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,14 @@ def _offload(zero: Any, include: Any = None, device: Any = None, pin_memory: boo
         zero._clear_hp_buffer_references()
     for name in () if pin_memory else ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers"):
         vars(zero).pop(name, None)  # of an earlier call: ZeRO-3 would reload from it
-    module = getattr(zero, "module", None)
     # ZeRO-3 takes trained weights, whose buffer has the order of groups, for all of the model's, in the model's order.
-    zero.module = types.SimpleNamespace(parameters=lambda: itertools.chain(*members(zero)))
+    if (module := vars(zero).get("module")) is not None:
+        zero.module = types.SimpleNamespace(parameters=lambda: itertools.chain(*members(zero)))
     try:
         type(zero).offload_states(zero, [*(kinds - ours)], device or OffloadDeviceEnum.cpu, pin_memory, **more)
     finally:
-        zero.module = module
+        if module is not None:
+            zero.module = module
     if "lp_params" in kinds and _shared(zero):
         _follow(zero)
         torch.cuda.empty_cache()

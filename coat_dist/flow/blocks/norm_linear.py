@@ -52,7 +52,7 @@ def norm_linear(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     weights, biases = joined(weight, bias)
-    _check(x, norm, weights, biases, tp, settings, False)
+    _check(x, norm, weights, biases, tp, settings)
     options = norm, tp, settings, None, None, False, len(weights)
     return _NormLinear.apply(x, *_parameters(norm), *options, *weights, *biases)
 
@@ -90,7 +90,9 @@ def norm_qkv(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     weights, biases = joined(weight, bias)
-    _check(x, norm, weights, biases, tp, settings, residual)
+    _check(x, norm, weights, biases, tp, settings)
+    if residual and norm is None:
+        raise ValueError("residual: got true without a norm, accepted: false (its backward has nothing to add to)")
     if x.dim() != 3 or heads.batch_first and tp.sharded:
         raise ValueError(
             f"x: got shape {list(x.shape)}, accepted: [s, b, h], or [b, s, h] without sequence parallelism"
@@ -114,15 +116,12 @@ def _check(
     biases: tuple[torch.Tensor, ...],
     tp: TensorParallel,
     settings: ActivationConfig,
-    residual: bool,
 ) -> None:
     check_settings(settings)
     for weight in weights:
         check_input(x, weight)
     if norm is not None:
         check_normed(x, norm, tp)
-    elif residual:
-        raise ValueError("residual: got true without a norm, accepted: false (its backward has nothing to add to)")
     for weight, bias in zip(weights, biases, strict=False):
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}")
