@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch.utils._pytree import tree_leaves
 
 import megatron_patches as mp
@@ -171,6 +171,21 @@ def _alone(rank, world, folder):
     return run.inner().steps(), run.train(range(1))
 
 
+def _in_megatrons_passes(rank, world):
+    """Whether steps are to the bit those that clip and write weights in passes of their own; and norms, and weights."""
+    start()
+    ours, theirs = Run(COAT, clip_grad=0.5), Run(COAT, clip_grad=0.5)
+    for optimizer in theirs.optimizer.chained_optimizers:
+        optimizer.optimizer.copies = {}
+    theirs.optimizer.__class__ = ChainedOptimizer
+    for run in (ours, theirs):
+        run.train(range(3))
+    weights = [p.detach().bfloat16().flatten() for p in ours.inner().copies]
+    written = list(ours.inner().copies.values())
+    norms = [run.optimizer.get_grad_norm() for run in (ours, theirs)]
+    return _same(ours.bytes(), theirs.bytes()), norms, _same(weights, written)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
@@ -199,6 +214,12 @@ def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
             assert losses != run["losses"][SAVED_AFTER:]
             assert losses == pytest.approx(run["losses"][SAVED_AFTER:], rel=0.02)
         assert len(run["said"]) == 1
+
+
+def test_a_step_is_that_of_megatrons_passes():
+    for same, norms, written in run_ranks(2, _in_megatrons_passes):
+        assert same and written
+        assert norms[0] > 0.6 and norms[1] == pytest.approx(0.5)  # theirs were written back
 
 
 def test_another_number_of_ranks(runs):
