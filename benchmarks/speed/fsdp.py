@@ -133,12 +133,11 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
         return loss
 
     found = timed_steps(step, texts, size[0] * size[1], WARM_UP, device)
-    found["state_bytes_per_parameter"] = state_bytes(optimizer, list(model.parameters()))
+    yield found | {"state_bytes_per_parameter": state_bytes(optimizer, list(model.parameters()))}
     if "CoatAdamW" in case["variant"]:
         began = time.perf_counter()
         dcp.save(states(model, optimizer), checkpoint_id=case["folder"])
-        found |= {"save_s": time.perf_counter() - began, **digests(model, optimizer)}
-    yield found
+        yield {"save_s": time.perf_counter() - began, **digests(model, optimizer)}
 
 
 def compare(one: dict[str, Any], base: dict[str, Any]) -> None:
@@ -184,10 +183,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             own = case | {"variant": variant, "folder": folder}
             one = run(own, arguments.limit, "benchmarks.speed.fsdp")
-            if one["steps"] and "states" in one["steps"][0]:
+            if one["steps"][1:]:
                 there = run(own | {"load": True, "ranks": 1}, arguments.limit, "benchmarks.speed.fsdp")
-                here, loaded = one["steps"][0], (there["steps"] or [{}])[0]
-                one |= {f"same_{key}": here.pop(key) == loaded.get(key) for key in ("weights", "states")}
+                here, loaded = one["steps"].pop(), (there["steps"] or [{}])[0]
+                one |= {f"same_{key}": here[key] == loaded.get(key) for key in ("weights", "states")}
+                one["save_s"] = here["save_s"]
                 one |= {"load_error": there["error"]} if "error" in there else {}
         found.append(one)
         compare(one, found[0])

@@ -19,24 +19,21 @@ from typing import Any
 
 __all__ = ["FAMILIES", "Family"]
 
-Table = Mapping[str, tuple[str, tuple[str, ...]]]
+Line = tuple[str, tuple[str, ...]]
+Table = Mapping[str, Line]
+
+
+def _halves(module: str, one: str = "gate_proj", other: str = "up_proj", kind: str = "weight") -> Line:
+    return "halves", (f"{module}.{one}.{kind}", f"{module}.{other}.{kind}")
 
 
 def _lines(kind: str) -> Table:
     """Lines of weights, or of biases, of what all families have."""
+    theirs, ours = "model.layers.{}.self_attn", "decoder.layers.{}.self_attention"
     return {
-        f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}": (
-            "qkv",
-            tuple(f"model.layers.{{}}.self_attn.{one}_proj.{kind}" for one in "qkv"),
-        ),
-        f"decoder.layers.{{}}.self_attention.linear_proj.{kind}": (
-            "same",
-            (f"model.layers.{{}}.self_attn.o_proj.{kind}",),
-        ),
-        f"decoder.layers.{{}}.mlp.linear_fc1.{kind}": (
-            "halves",
-            tuple(f"model.layers.{{}}.mlp.{one}_proj.{kind}" for one in ("gate", "up")),
-        ),
+        f"{ours}.linear_qkv.{kind}": ("qkv", tuple(f"{theirs}.{one}_proj.{kind}" for one in "qkv")),
+        f"{ours}.linear_proj.{kind}": ("same", (f"{theirs}.o_proj.{kind}",)),
+        f"decoder.layers.{{}}.mlp.linear_fc1.{kind}": _halves("model.layers.{}.mlp", kind=kind),
         f"decoder.layers.{{}}.mlp.linear_fc2.{kind}": ("same", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
     }
 
@@ -65,26 +62,17 @@ _SHARED = "decoder.layers.{}.mlp.shared_experts"
 _MIXTRAL: Table = {
     **_LLAMA,
     "decoder.layers.{}.mlp.router.weight": ("same", ("model.layers.{}.block_sparse_moe.gate.weight",)),
-    f"{_EXPERT}.linear_fc1.weight": (
-        "halves",
-        tuple(f"model.layers.{{}}.block_sparse_moe.experts.{{e}}.{one}.weight" for one in ("w1", "w3")),
-    ),
+    f"{_EXPERT}.linear_fc1.weight": _halves("model.layers.{}.block_sparse_moe.experts.{e}", "w1", "w3"),
     f"{_EXPERT}.linear_fc2.weight": ("same", ("model.layers.{}.block_sparse_moe.experts.{e}.w2.weight",)),
 }
 
 _QWEN_MOE: Table = {
     **_LLAMA,
     "decoder.layers.{}.mlp.router.weight": ("same", ("model.layers.{}.mlp.gate.weight",)),
-    f"{_EXPERT}.linear_fc1.weight": (
-        "halves",
-        tuple(f"model.layers.{{}}.mlp.experts.{{e}}.{one}_proj.weight" for one in ("gate", "up")),
-    ),
+    f"{_EXPERT}.linear_fc1.weight": _halves("model.layers.{}.mlp.experts.{e}"),
     f"{_EXPERT}.linear_fc2.weight": ("same", ("model.layers.{}.mlp.experts.{e}.down_proj.weight",)),
     f"{_SHARED}.gate_weight": ("same", ("model.layers.{}.mlp.shared_expert_gate.weight",)),
-    f"{_SHARED}.linear_fc1.weight": (
-        "halves",
-        tuple(f"model.layers.{{}}.mlp.shared_expert.{one}_proj.weight" for one in ("gate", "up")),
-    ),
+    f"{_SHARED}.linear_fc1.weight": _halves("model.layers.{}.mlp.shared_expert"),
     f"{_SHARED}.linear_fc2.weight": ("same", ("model.layers.{}.mlp.shared_expert.down_proj.weight",)),
 }
 

@@ -17,7 +17,7 @@ from coat_dist.config import ActivationConfig
 from ..patch.hooks import CALL, why_bf16_hooks
 from .attached import Patch, eager_under_zero3, wait_for_parameters
 from .grouped import GROUPED, why_bf16_grouped
-from .mlp import checked_activation, why_bf16_products
+from .mlp import NormMLP, checked_activation, why_bf16_products
 
 __all__ = ["ExpertMLP", "SharedExperts", "has_experts", "why_bf16_experts", "why_bf16_shared_experts"]
 
@@ -30,10 +30,7 @@ class ExpertMLP(MLP):
 
     coat_patched = True
     coat: Patch
-
-    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
-        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.step.fp8_gather`."""
-        return [self.linear_fc1.weight, self.linear_fc2.weight]
+    coat_flow_weights = NormMLP.coat_flow_weights
 
     @eager_under_zero3
     def forward(

@@ -69,10 +69,7 @@ class FP8RowParallelLinear(RowParallelLinear):
 
     coat_patched = True
     coat: Patch
-
-    def coat_flow_weights(self) -> list[torch.nn.Parameter]:
-        """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.step.fp8_gather`."""
-        return [self.weight]
+    coat_flow_weights = NormColumnParallelLinear.coat_flow_weights
 
     @eager_under_zero3
     def forward(

@@ -154,7 +154,8 @@ def _convert(optimizer: Any, moments: MomentsConfig, index: int) -> None:
     optimizer.optimizer = _Inner(groups, **moments.model_dump())
     optimizer.__class__ = CoatDistributedOptimizer
     if not optimizer._get_fp8_params_and_shard_fp32_from_fp8()[0]:  # Transformer Engine's have another way
-        optimizer.optimizer.copies = dict(optimizer.places())
+        shards = zip(optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups, strict=True)
+        optimizer.optimizer.copies = {p: low for both in shards for p, low in zip(*both, strict=True)}
     optimizer.coat_index, optimizer.coat_codes_elsewhere = index, False
 
 
@@ -183,16 +184,17 @@ class _Inner(CoatAdamW):
 
 
 class _Chain(ChainedOptimizer):
-    """Megatron's chain, where every optimizer clips in its step."""
+    """Megatron's chain, whose optimizers clip gradients as the step reads them; gradients stay as they were."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
         if self.prepare_grads():
             return False, None, None
         norm = self.get_grad_norm()
+        factor = min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
         for optimizer in self.chained_optimizers:
             if not optimizer.is_stub_optimizer:
-                optimizer.clip(norm)
+                optimizer.optimizer.grad_factor = torch.tensor(factor, device=optimizer.buffers[0].grad_data.device)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         return self.step_with_ready_grads(), norm, zeros
 
@@ -200,17 +202,9 @@ class _Chain(ChainedOptimizer):
 class CoatDistributedOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer over a CoatAdamW; made by :func:`get_megatron_optimizer`.
 
-    The step clips gradients and writes 16-bit weights as it passes them: Megatron has a pass for each, and without
-    Transformer Engine and Apex it waits for the GPU at every parameter. Gradients stay as they were before clipping.
+    The step writes 16-bit weights too, for which Megatron has a pass of its own, as for clipping; and the norm of
+    gradients does not wait for the GPU at every parameter, as Megatron's does without Transformer Engine and Apex.
     """
-
-    def places(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each fp32 shard of a 16-bit parameter, and where Megatron gathers its new weights from."""
-        for shards, of_model in zip(self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True):
-            for shard, model_param in zip(shards, of_model, strict=True):
-                own = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
-                buffer, _, bucket = self.model_param_gbuf_map[model_param]
-                yield shard, self.buffers[buffer].buckets[bucket].param_data.view(-1)[own.start : own.end]
 
     def _copy_main_params_to_model_params(self) -> None:
         if not self.optimizer.copies:  # else the step has written them
@@ -220,23 +214,6 @@ class CoatDistributedOptimizer(DistributedOptimizer):
         """The norm of them, in their place: its norm is theirs."""
         grads = super().get_main_grads_for_grad_norm()
         return [torch.nn.utils.get_total_norm(grads).reshape(1)] if grads else []
-
-    def clip(self, norm: float) -> None:
-        """Have the next step multiply gradients, whose norm is given, as ``clip_grad`` asks."""
-        if self.config.clip_grad > 0.0:
-            factor = min(1.0, self.config.clip_grad / (norm + 1e-6))
-            self.optimizer.grad_factor = torch.tensor(factor, device=self.buffers[0].grad_data.device)
-
-    def clip_grad_norm(self, clip_grad: float) -> float:
-        norm = self.get_grad_norm()
-        self.clip(norm)
-        return norm
-
-    def step_with_ready_grads(self) -> bool:
-        try:
-            return super().step_with_ready_grads()
-        finally:
-            self.optimizer.grad_factor = None
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
         p, group = self._shard(model_param)
