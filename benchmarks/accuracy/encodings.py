@@ -49,8 +49,5 @@ def altered(factor: float | None = None, fresh_grids: bool = False, independent_
     def noise(seed: int, step: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return dither(seed, 8 * step if independent_noise else step, *rest)
 
-    with (
-        mock.patch("coat_dist.optim.adamw.codecs", codecs),
-        mock.patch("coat_dist.reference.adamw.dither", noise),
-    ):
+    with mock.patch("coat_dist.optim.adamw.codecs", codecs), mock.patch("coat_dist.reference.adamw.dither", noise):
         yield

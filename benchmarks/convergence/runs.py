@@ -58,12 +58,7 @@ def stop(process: subprocess.Popen) -> None:
 @contextmanager
 def launched(line: Sequence[str], log: Path, gpus: str) -> Iterator[subprocess.Popen]:
     """A program that sees ``gpus`` and writes to ``log``; what still runs at the end of the block is killed."""
-    environment = {
-        "OMP_NUM_THREADS": "4",
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": gpus,
-        "PYTHONPATH": python_path(ROOT),
-    }
+    environment = {"OMP_NUM_THREADS": "4", **os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": python_path(ROOT)}
     with open(log, "a") as output:
         process = subprocess.Popen(
             line, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -76,12 +71,7 @@ def launched(line: Sequence[str], log: Path, gpus: str) -> Iterator[subprocess.P
 
 
 def measured(
-    line: Sequence[str],
-    out: Path,
-    log: Path,
-    gpu: str,
-    seconds: float | None,
-    wait: Wait | None = None,
+    line: Sequence[str], out: Path, log: Path, gpu: str, seconds: float | None, wait: Wait | None = None
 ) -> dict[str, Any]:
     """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``, which is when ``wait``
     raises TimeoutExpired.

@@ -77,10 +77,7 @@ def main() -> None:
             lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", False, E3M4),
             (3 + wide) * m * h,
         ),
-        "norm_quantize from x": (
-            lambda: norm.norm_quantize(x, compressed.stats, weight, None, E4M3, scale),
-            3 * m * h,
-        ),
+        "norm_quantize from x": (lambda: norm.norm_quantize(x, compressed.stats, weight, None, E4M3, scale), 3 * m * h),
         "norm_quantize from x8, transposed": (
             lambda: norm.norm_quantize(compressed.x8, compressed.stats, weight, None, E4M3, scale, True),
             (1 + wide) * m * h,
@@ -109,10 +106,7 @@ def main() -> None:
             lambda: activation.activation_quantize(gate_up, "swiglu", E4M3, scale),
             5 * m * f,
         ),
-        "activation_grad_amax": (
-            lambda: activation.activation_grad_amax(da, gu8, "swiglu"),
-            (2 + 2 * wide) * m * f,
-        ),
+        "activation_grad_amax": (lambda: activation.activation_grad_amax(da, gu8, "swiglu"), (2 + 2 * wide) * m * f),
         "activation_backward": (
             lambda: activation.activation_backward(da, gu8, "swiglu", E4M3, scale, E4M3, scale),
             (2 + 2 * wide + 5) * m * f,

@@ -19,14 +19,16 @@ def gemm(
     dtype: torch.dtype,
     settings: ActivationConfig,
     fast_accum: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``. Rows that are still coming
-    are multiplied as they come."""
+    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``, in ``out`` if given. Rows
+    that are still coming are multiplied as they come."""
     if isinstance(a, Rows):
         return a.multiply(lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), b.codes.shape[0], dtype)
     if settings.tp_invariant:  # fp32 sums of tensor cores depend on the shape, and so on the number of ranks
-        return scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
-    return scaled_mm(a, b, dtype, fast_accum)
+        found = scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
+        return found if out is None else out.copy_(found)
+    return scaled_mm(a, b, dtype, fast_accum, out)
 
 
 def summed_gemm(

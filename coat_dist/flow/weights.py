@@ -4,10 +4,8 @@ Every autograd function of the flow handles a weight through one :class:`Weight`
 context: ``quantized()`` for the forward product, ``transposed()`` for dgrad, ``gradient()`` for wgrad.
 
 **Cached codes** (``weights: "cached"``). The codes of forward are kept until the weights change: 1 byte a parameter.
-Backward transposes them, which moves a quarter of the bytes that quantizing on every use moves (2 of 8 a parameter
-and micro-batch); keeping the transposed codes too would save that quarter for another byte a parameter. With row
-scales codes cannot be transposed, since dgrad sums over these rows: backward quantizes the weight again. What is
-multiplied is the same to the bit either way. Codes are dropped
+Backward transposes them, a quarter of the bytes that quantizing moves. With row scales codes cannot be transposed,
+since dgrad sums over these rows: backward quantizes the weight again. Bits are the same. Codes are dropped
 
 * after every step of any ``torch.optim.Optimizer`` in the process, by a hook that torch offers. DeepSpeed and Megatron
   write their flat buffers through such an optimizer and into the parameters after it, without a trace in the
@@ -17,11 +15,7 @@ multiplied is the same to the bit either way. Codes are dropped
 * by :func:`invalidate_weights`, which ``coat_dist.initialize`` calls, since DeepSpeed broadcasts weights there, and
   ties to the engine's steps and loads.
 
-Three kinds of writes are not noticed unless a step of an optimizer follows before the next forward pass: through
-``parameter.data`` (``p.data.copy_(...)``); to a flat buffer that the parameter lies in; and collectives that write into
-the parameter, ``torch.distributed.broadcast(parameter, ...)`` and ``all_reduce`` among them, which do not raise the
-version counter. Code that does so, to swap averaged weights in or to make ranks equal, calls
-:func:`invalidate_weights` afterwards.
+What is not noticed (docs/flow.md, Weights) does not raise the version counter; who writes so calls that function.
 """
 
 from __future__ import annotations
@@ -46,6 +40,7 @@ from .scaling import Operand, quantize_input, row_operand, shared_scale
 
 __all__ = [
     "JoinedWeight",
+    "Product",
     "Weight",
     "Weights",
     "cacheable",
@@ -57,6 +52,8 @@ __all__ = [
     "row_blocks",
 ]
 
+Product = Callable[[torch.Tensor | None], torch.Tensor]
+"""Computes a block of a gradient, in the tensor that it is given."""
 Weights = torch.Tensor | Sequence[torch.Tensor]
 """A weight, or several of one product; a bias, or one for each of these."""
 _CHUNK = 2**24
@@ -229,17 +226,18 @@ def joined(weight: Weights, bias: Weights | None) -> tuple[tuple[torch.Tensor, .
 
 
 def into_main_grad(
-    weight: Any, products: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+    weight: Any, products: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, Product]]]
 ) -> torch.Tensor | None:
     """``main_grad += wgrad``, by the protocol of Megatron's ``gradient_accumulation_fusion``.
 
     The product is fp32 and the sum is rounded once, to main_grad's dtype. ``torch._scaled_mm`` cannot add to its
     output, so the product passes through a temporary of at most 64 MiB, block by block of the weight's rows:
-    ``products(main_grad)`` gives parts of it, and what is to be added to each.
+    ``products(main_grad)`` gives parts of it, and the product of each.
 
-    ``weight.overwrite_main_grad`` replaces main_grad instead. ``weight.grad_added_to_main_grad`` is set where it is:
-    DistributedDataParallel then discards what autograd is given, which only makes its hook run. That has no meaningful
-    values, or zeros where ``weight.zero_out_wgrad`` asks for them. Without the attribute autograd gets None.
+    ``weight.overwrite_main_grad`` replaces main_grad instead, and so does ``weight.coat_zeroed``, once: it says that
+    main_grad is zero. ``weight.grad_added_to_main_grad`` is set where it is: DistributedDataParallel then discards what
+    autograd is given, which only makes its hook run. That has no meaningful values, or zeros where
+    ``weight.zero_out_wgrad`` asks for them. Without the attribute autograd gets None.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
@@ -248,10 +246,16 @@ def into_main_grad(
             f"weight.main_grad: got {given}, accepted with wgrad 'main_grad' (gradient_accumulation_fusion): "
             f"torch.float32 or torch.bfloat16 {list(weight.shape)}, as Megatron's DistributedDataParallel makes it"
         )
-    put = torch.Tensor.copy_ if getattr(weight, "overwrite_main_grad", False) else torch.Tensor.add_
-    for pair in products(main_grad):
-        put(*pair)
-        del pair  # so that one block lives at a time
+    replace = getattr(weight, "overwrite_main_grad", False)
+    if getattr(weight, "coat_zeroed", False):
+        replace, weight.coat_zeroed = True, False
+    for part, product in products(main_grad):
+        if not replace:
+            part.add_(product(None))
+        elif part.dtype == torch.float32:
+            product(part)
+        else:
+            part.copy_(product(None))
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -270,13 +274,13 @@ def _operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig
 
 def row_blocks(
     out: torch.Tensor, d8_t: QuantizedTensor, x8_t: QuantizedTensor, settings: ActivationConfig
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, Product]]:
     """Blocks of rows of ``out``, of at most 64 MiB, and the same of the product ``[out, in]`` in fp32."""
     step = max(128, _CHUNK // out.shape[1] // 128 * 128)  # whole tiles of the product
     for first in range(0, out.shape[0], step):
         rows = slice(first, first + step)
         part = QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout)
-        yield out[rows], gemm(part, x8_t, torch.float32, settings)
+        yield out[rows], functools.partial(gemm, part, x8_t, torch.float32, settings, False)
 
 
 class _CachedOperand(NamedTuple):

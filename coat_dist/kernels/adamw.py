@@ -2,11 +2,9 @@
 
 A program takes a tile of [ROWS, group_size] elements: decode, update, reduce each row, encode. Per parameter it moves
 the fp32 parameter twice, the gradient once and 2.05 bytes of moments twice, so it is bound by memory as long as its
-arithmetic stays short. With exact ``log2``, ``exp2``, division and square root it does not (3.55 ms for 2**29
-parameters on an H200); with the hardware's approximations, which err by some 2**-22 against the 2**-4 of a code, it
-does: 2.07 ms, 98 % of the bandwidth of a copy, where torch's fused fp32 AdamW takes 4.32 ms (the first kernel; with
-grids that stay and moments over their root 86 %: docs/optimizer.md). That also takes counting
-instructions: magnitudes scale in the exponent, by one fused multiply-add, and signs are bits.
+arithmetic stays short. With exact ``log2``, ``exp2``, division and square root it does not; with the hardware's
+approximations, which err by some 2**-22 against the 2**-4 of a code, it does (86 % of the bandwidth of a copy:
+docs/optimizer.md). That also takes counting instructions: magnitudes scale in the exponent, and signs are bits.
 
 The order of work follows what is shared: the inverse root of v serves the update and the ratio of m, and the square
 root in which v is decoded serves m. Noise costs two integer operations an element (``dither``), and rounding with it an

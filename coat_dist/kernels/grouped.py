@@ -127,10 +127,7 @@ def _spread_kernel(
 
 
 def spread_gradient(
-    dout: torch.Tensor,
-    rows: ExpertRows | None,
-    factor: torch.Tensor | None = None,
-    y8: QuantizedTensor | None = None,
+    dout: torch.Tensor, rows: ExpertRows | None, factor: torch.Tensor | None = None, y8: QuantizedTensor | None = None
 ) -> SpreadGradient:
     """See :func:`coat_dist.reference.grouped.spread_gradient`: one pass."""
     dout, columns, device = dout.contiguous(), dout.shape[1], dout.device

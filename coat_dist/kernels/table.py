@@ -203,11 +203,7 @@ def launches(
 
 
 def _build(
-    kinds: Mapping[Any, list[Member]],
-    single: list[int],
-    device: torch.device,
-    stream: int,
-    tensors: Sequence[Any],
+    kinds: Mapping[Any, list[Member]], single: list[int], device: torch.device, stream: int, tensors: Sequence[Any]
 ) -> Launches:
     order = [member.position for many in kinds.values() for member in many]
     if not order:

@@ -35,7 +35,8 @@ def scaled_mm(
     if not (a.codes.is_cuda and use_kernels(a.codes)):
         return reference.scaled_mm(a, b, out_dtype, fast_accum, out)
     check_operands(a, b)
-    direct = out is not None and a.codes.shape[1] % _ALIGNMENT == 0 and b.codes.shape[0] % _ALIGNMENT == 0
+    even = a.codes.shape[1] % _ALIGNMENT == 0 and b.codes.shape[0] % _ALIGNMENT == 0
+    direct = out is not None and even and out.storage_offset() * out.itemsize % _ALIGNMENT == 0
     result = _scaled_mm(a, b, out_dtype, fast_accum, out if direct else None)
     return result if out is None or result is out else out.copy_(result)
 

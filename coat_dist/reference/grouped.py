@@ -139,10 +139,7 @@ def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def spread_gradient(
-    dout: torch.Tensor,
-    rows: ExpertRows | None,
-    factor: torch.Tensor | None = None,
-    y8: QuantizedTensor | None = None,
+    dout: torch.Tensor, rows: ExpertRows | None, factor: torch.Tensor | None = None, y8: QuantizedTensor | None = None
 ) -> SpreadGradient:
     """Backward of :func:`take_rows` by ``rows.place``, of y to ``out``.
 

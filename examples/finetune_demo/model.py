@@ -56,10 +56,7 @@ def make(folder: Path, texts: Iterable[str], size: str, seed: int) -> None:
     library.train_from_iterator(
         texts,
         tokenizers.trainers.BpeTrainer(
-            vocab_size=512,
-            special_tokens=special,
-            show_progress=False,
-            initial_alphabet=split.ByteLevel.alphabet(),
+            vocab_size=512, special_tokens=special, show_progress=False, initial_alphabet=split.ByteLevel.alphabet()
         ),
     )
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -108,10 +108,7 @@ GRAPHED: dict[type, type] = {
 
 
 def _why_eager(
-    x: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    modules: Mapping[str, nn.Module],
-    others: Mapping[str, Any],
+    x: torch.Tensor, parameters: Sequence[torch.Tensor], modules: Mapping[str, nn.Module], others: Mapping[str, Any]
 ) -> str | None:
     """Why a call does not run as graphs, or None. ``modules``: the layer, first, and those in it."""
     if not x.is_cuda:

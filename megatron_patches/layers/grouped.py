@@ -66,10 +66,7 @@ class GroupedExperts(GroupedMLP):
             super().__init__(*args, **kwargs)
 
     def forward(
-        self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """``[tokens, h]``, sorted by expert → the same; as in Megatron the probabilities weight the activation."""
         x, probs = _probs_on_input(self.config, permuted_local_hidden_states, permuted_probs)
@@ -95,10 +92,7 @@ class FP8GroupedMLP(GroupedMLP):
 
     @eager_under_zero3
     def forward(
-        self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """``[tokens, h]``, sorted by expert → the same, times the router's ``permuted_probs`` ``[tokens]``.
 

@@ -18,6 +18,7 @@ from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
 from coat_dist.patching.changes import Changes, all_or_none
 from coat_dist.patching.report import PatchReport
 
+from ..compat import mark_zeroed
 from ..layers.activations import activation_name
 from ..layers.attached import Patch
 from ..layers.attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
@@ -157,12 +158,14 @@ def _patch_layers(plan: Plan, settings: ActivationConfig, changes: Changes) -> N
 
 def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:
     """``settings`` with weight gradients where the layer's configuration wants them."""
-    if not layer.config.gradient_accumulation_fusion or settings.wgrad == "main_grad":
-        return settings
-    report.note(
-        "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
-    )
-    return settings.model_copy(update={"wgrad": "main_grad"})
+    if settings.wgrad != "main_grad" and layer.config.gradient_accumulation_fusion:
+        report.note(
+            "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
+        )
+        settings = settings.model_copy(update={"wgrad": "main_grad"})
+    if settings.wgrad == "main_grad":
+        mark_zeroed()
+    return settings
 
 
 def _patch_residuals(model: nn.Module, changes: Changes, report: PatchReport) -> None:

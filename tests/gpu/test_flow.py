@@ -8,13 +8,7 @@ from coat_dist.flow import TensorParallel, linear, norm_linear, vocab_parallel_c
 from coat_dist.formats import E4M3, E5M2, QuantizedTensor, fp8_format
 from coat_dist.ops import scaled_mm
 from coat_dist.reference import gemm as reference
-from coat_dist.reference.quantize import (
-    amax,
-    dequantize,
-    quantize_rows,
-    quantize_tensor,
-    tensor_scale,
-)
+from coat_dist.reference.quantize import amax, dequantize, quantize_rows, quantize_tensor, tensor_scale
 from tests.coat_dist.flow.common import Layer, median_error, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

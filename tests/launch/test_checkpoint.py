@@ -84,11 +84,7 @@ def test_find(tmp_path):
 
 def test_a_damaged_manifest_is_one_line(tmp_path):
     good = {"format": 1, "progress": {"step": 3}, "run": {}, "files": {"a": [1, 2]}}
-    for key, values in {
-        "progress": ("", 1),
-        "run": (1, []),
-        "files": ([], "a"),
-    }.items():
+    for key, values in {"progress": ("", 1), "run": (1, []), "files": ([], "a")}.items():
         rest = {k: v for k, v in good.items() if k != key}
         for damaged in (rest, *({**rest, key: value} for value in values)):
             (tmp_path / "manifest.json").write_text(json.dumps(damaged))

@@ -183,12 +183,7 @@ def test_checkpoints_convert(work, tmp_path, model):
     [
         (3, 2, EXPERTS, r"--expert-parallel: got 3, accepted: a divisor of model.num_moe_experts \(4\)"),
         (2, 3, EXPERTS, "zero_optimization.stage: got 3, accepted: 1 or 2 with expert parallelism"),
-        (
-            2,
-            2,
-            ["num_layers=2"],
-            "--expert-parallel: got 2, accepted: a divisor of model.num_moe_experts .1. and of",
-        ),
+        (2, 2, ["num_layers=2"], "--expert-parallel: got 2, accepted: a divisor of model.num_moe_experts .1. and of"),
     ],
 )
 def test_what_cannot_be_run_is_named(work, tmp_path, given, stage, model, told):

@@ -30,10 +30,7 @@ def test_draws_several_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, *a, **k: (limits.append(figure.axes[2].get_ylim()), real(figure, *a, **k))
     )
-    runs = [
-        write(tmp_path / "a", [10.0 / i for i in range(1, 30)]),
-        write(tmp_path / "b" / "a", skipped="nan"),
-    ]
+    runs = [write(tmp_path / "a", [10.0 / i for i in range(1, 30)]), write(tmp_path / "b" / "a", skipped="nan")]
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "loss": null}\n')
     picture = tmp_path / "deep" / "loss.png"

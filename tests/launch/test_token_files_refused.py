@@ -33,11 +33,7 @@ ONE = [{"name": "a", "files": ["a.npy"]}]
         ([{**ONE[0], "weight": 0}], {}, r"sources\[0\].weight: got 0"),
         ([{**ONE[0], "weight": 1}, {"name": "b", "files": ["b.npy"]}], {}, r"weight: got \[1.0, None\]"),
         ([*ONE, {"name": "b", "files": ["b.npy"], "eos": 9}], {}, r"eos: got the pairs \[\(1000, 7\), \(1000, 9\)\]"),
-        (
-            [{"name": "a", "files": ["none-*.npy"]}],
-            {},
-            r"sources\[0\].files: .*none-\*.npy is no file",
-        ),
+        ([{"name": "a", "files": ["none-*.npy"]}], {}, r"sources\[0\].files: .*none-\*.npy is no file"),
         ([{"name": "a", "files": ["folder"]}], {}, "folder is no file"),
     ],
 )

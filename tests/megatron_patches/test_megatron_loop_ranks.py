@@ -59,6 +59,8 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
                 with ddp.no_sync():
                     loss.backward()
             losses.append(loss.item())
+            in_flow = [p for n, p in model.named_parameters() if ".linear_" in n and n.endswith(".weight")]
+            assert not fusion or not any(p.coat_zeroed for p in in_flow)
             if step == 0 and not (last and distributed):  # overlapped, the reduction over ranks is under way
                 gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
             stale += [names[id(w)] for w, at_use in used if not torch.equal(w, at_use)]

@@ -85,10 +85,7 @@ def test_sdpa_dropout_follows_the_configuration(device):
 def test_sdpa_refuses_what_it_would_ignore():
     """And so does the specification, by the fields of the configuration: test_fields.py."""
     for arguments, message in (
-        (
-            {"attention_mask": torch.ones(1, 1, SEQ, SEQ)},
-            "attention_mask: got a tensor .*, accepted: None",
-        ),
+        ({"attention_mask": torch.ones(1, 1, SEQ, SEQ)}, "attention_mask: got a tensor .*, accepted: None"),
         ({"attention_bias": torch.ones(1)}, r"attention_bias: got a tensor \[1\], accepted: None"),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "attn_mask_type: got arbitrary, accepted: causal, no_mask"),
     ):

@@ -23,11 +23,7 @@ __all__ = ["dispatch_rows"]
 
 
 def dispatch_rows(
-    x: torch.Tensor,
-    group: dist.ProcessGroup,
-    received: Sequence[int],
-    sent: Sequence[int],
-    settings: ActivationConfig,
+    x: torch.Tensor, group: dist.ProcessGroup, received: Sequence[int], sent: Sequence[int], settings: ActivationConfig
 ) -> torch.Tensor:
     """Send rows to other ranks in FP8; collective over ``group``.
 

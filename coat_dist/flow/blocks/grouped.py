@@ -44,7 +44,7 @@ from ...ops import (
 )
 from ..function import check_settings, shaped, without_autocast
 from ..scaling import Operand, saved_format
-from ..weights import cacheable, from_cache, into_main_grad, row_blocks
+from ..weights import Product, cacheable, from_cache, into_main_grad, row_blocks
 
 __all__ = ["grouped_mlp"]
 
@@ -146,7 +146,7 @@ class _Weight:
             return into_main_grad(self.parameter, lambda out: self._products(out, x8_t, d8_t, rows))
         return grouped_wgrad(x8_t, d8_t, rows, self.parameter.dtype).view(self.parameter.shape)
 
-    def _products(self, out, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _products(self, out, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, Product]]:
         out, missing = out.view(self.shape), set(range(self.shape[0]))
         scales = apart(x8_t.scales), apart(d8_t.scales)
         for expert, at in rows.pieces():
@@ -157,7 +157,7 @@ class _Weight:
             )
             yield from row_blocks(out[expert], left, right, self.settings)
         for expert in missing:
-            yield out[expert], out.new_zeros((), dtype=torch.float32).expand(self.shape[1:])
+            yield out[expert], lambda part: out.new_zeros(()) if part is None else part.zero_()
 
 
 class _GroupedMLP(torch.autograd.Function):

@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy import trajectories
-from benchmarks.accuracy.trajectories import (
-    FORMER,
-    Joined,
-    Options,
-    Trained,
-    measure,
-    ratios,
-    train,
-)
+from benchmarks.accuracy.trajectories import FORMER, Joined, Options, Trained, measure, ratios, train
 from benchmarks.accuracy.trajectory_gradients import (
     Gradients,
     changing_scale,

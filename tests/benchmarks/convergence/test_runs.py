@@ -10,17 +10,7 @@ import pytest
 
 from benchmarks.convergence import branches
 from benchmarks.convergence.branch_report import KEYS, gaps, plot, report
-from benchmarks.convergence.flow import (
-    BF16,
-    FULL,
-    NEEDED,
-    SAME,
-    VARIANTS,
-    Job,
-    check_text,
-    earlier,
-    pretrain,
-)
+from benchmarks.convergence.flow import BF16, FULL, NEEDED, SAME, VARIANTS, Job, check_text, earlier, pretrain
 from benchmarks.convergence.runs import RunFailed, measured
 
 SETTINGS = {"steps": 500, "lr": 1e-3, "tiny": True}

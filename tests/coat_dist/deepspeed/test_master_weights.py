@@ -55,8 +55,7 @@ def contents_of_given(engine):
 
 
 @pytest.mark.parametrize(
-    ("case", "clip"),
-    [("zero-1", 0.0), ("zero-2", 30.0), ("zero-3", 0.0), ("zero-3, sub-groups, persistent", 0.0)],
+    ("case", "clip"), [("zero-1", 0.0), ("zero-2", 30.0), ("zero-3", 0.0), ("zero-3, sub-groups, persistent", 0.0)]
 )
 def test_given_equal_gradients_every_step_has_the_bits_of_fp32_master_weights(case, clip):
     """Where ZeRO clips, it is CoatAdamW that multiplies (ZeRO-1, 2); ZeRO-3 would round clipped gradients to bf16."""

@@ -119,10 +119,7 @@ FP32 = {"data_types__grad_accum_dtype": "fp32"}
         ({}, {MASTER: None, STATES: None}),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {STATES: None}),
         ({"bf16": {"enabled": False, **MASTERS}}, {"bf16.enabled": False}),
-        (
-            {**ON, **STAGE_3, f"{ZERO}__offload_param": {"device": "cpu"}},
-            {f"{ZERO}.offload_param.device": "cpu"},
-        ),
+        ({**ON, **STAGE_3, f"{ZERO}__offload_param": {"device": "cpu"}}, {f"{ZERO}.offload_param.device": "cpu"}),
     ],
 )
 @pytest.mark.parametrize("place", ["block", "params"])

@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import (
-    Norm,
-    TensorParallel,
-    invariant_linear,
-    linear,
-    norm,
-    norm_linear,
-    norm_mlp,
-    scale_rows,
-)
+from coat_dist.flow import Norm, TensorParallel, invariant_linear, linear, norm, norm_linear, norm_mlp, scale_rows
 
 from .common import EPS, ONE, Layer, gradients, settings
 

@@ -9,12 +9,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, grouped_mlp, invalidate_weights, mlp, scale_rows, weights
 
 H, F = 64, 48
-COUNTS = {
-    "any": [5, 0, 33, 32, 1],
-    "one": [0, 0, 40, 0, 0],
-    "none": [0, 0, 0, 0, 0],
-    "last_empty": [64, 3, 7, 9, 0],
-}
+COUNTS = {"any": [5, 0, 33, 32, 1], "one": [0, 0, 40, 0, 0], "none": [0, 0, 0, 0, 0], "last_empty": [64, 3, 7, 9, 0]}
 
 
 def problem(counts, activation="swiglu", dtype=torch.bfloat16, seed=0):

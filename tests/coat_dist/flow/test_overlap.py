@@ -11,16 +11,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import (
-    Heads,
-    Norm,
-    TensorParallel,
-    linear,
-    mlp,
-    norm_mlp,
-    norm_qkv,
-    rope_table,
-)
+from coat_dist.flow import Heads, Norm, TensorParallel, linear, mlp, norm_mlp, norm_qkv, rope_table
 from coat_dist.flow.parallel.overlap import Rows, scattered_product
 from coat_dist.flow.parallel.peer_memory import Fetched, PeerMemory, check_switch
 from coat_dist.formats import QuantizedTensor

@@ -15,9 +15,12 @@ def wgrads(monkeypatch):
     """Operands and output dtype of every wgrad product, blocks of one weight's rows one after the other."""
     seen = []
     original = weights.gemm
-    monkeypatch.setattr(
-        weights, "gemm", lambda a, b, dtype, *rest: (seen.append((a, b, dtype)), original(a, b, dtype, *rest))[1]
-    )
+
+    def gemm(a, b, dtype, *rest):
+        seen.append((a, b, dtype))
+        return original(a, b, dtype, *rest)
+
+    monkeypatch.setattr(weights, "gemm", gemm)
     return seen
 
 
@@ -72,12 +75,17 @@ def test_what_autograd_is_given():
     assert not zeroed.grad.any() and zeroed.grad_added_to_main_grad is True
 
 
-def test_overwrite_main_grad():
+@pytest.mark.parametrize("said", ["overwrite_main_grad", "coat_zeroed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_is_replaced(said, dtype):
+    """Always, or the first time."""
     weight, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
     linear(x, weight, ONE, settings()).sum().backward()
-    weight.main_grad, weight.overwrite_main_grad = torch.full((64, 48), torch.nan), True
-    linear(x, weight, ONE, settings(wgrad="main_grad")).sum().backward()
-    assert torch.equal(weight.main_grad, weight.grad)
+    weight.main_grad = torch.full((64, 48), torch.nan, dtype=dtype)
+    setattr(weight, said, True)
+    for times in (1, 1 if said == "overwrite_main_grad" else 2):
+        linear(x, weight, ONE, settings(wgrad="main_grad")).sum().backward()
+        assert torch.equal(weight.main_grad, times * weight.grad.to(dtype))
 
 
 @pytest.mark.parametrize(

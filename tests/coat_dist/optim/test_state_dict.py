@@ -6,10 +6,7 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict, import_moments, param_groups
 

@@ -12,15 +12,7 @@ from coat_dist.optim import CoatAdamW, fp32_state_dict
 from tests.coat_dist.optim.common import assert_same_state, equal_bytes
 
 KINDS = ["fp8", "fp32"]
-OPTIONS = [
-    {},
-    {"lr": torch.tensor(1e-2)},
-    {"maximize": True},
-    {
-        "betas": (0.9, 0.95),
-    },
-    {"stochastic_rounding": True},
-]
+OPTIONS = [{}, {"lr": torch.tensor(1e-2)}, {"maximize": True}, {"betas": (0.9, 0.95)}, {"stochastic_rounding": True}]
 
 
 def problem(moments="fp8", named=False, **options):

@@ -75,17 +75,11 @@ def test_the_block_of_an_fp8_forward_pass_and_where_it_is_from():
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (
-            ["--load", "{hf}", "--text", "{folder}/missing.txt"],
-            "got {folder}/missing.txt, which does not exist",
-        ),
+        (["--load", "{hf}", "--text", "{folder}/missing.txt"], "got {folder}/missing.txt, which does not exist"),
         (["--load", "{hf}", "--text", "{text}", "--window", "65"], "--window: got 65, accepted: 2 to the model's"),
         (["--load", "{hf}", "--text", "{text}", "--stride", "65"], "--stride: got 65, accepted: 1 to the window (64)"),
         (["--load", "{hf}", "--text", "{text}", "--bos", "<no>"], "--bos: got '<no>', accepted: auto, none, eod"),
-        (
-            ["--load", "{hf}", "--text", "{questions}"],
-            "questions.jsonl:1: no key 'text' ('context', 'choices'",
-        ),
+        (["--load", "{hf}", "--text", "{questions}"], "questions.jsonl:1: no key 'text' ('context', 'choices'"),
         (["--load", "{hf}", "--choices", "{jsonl}"], "text.jsonl:1: context: Field required"),
         (["--load", "{hf}", "--text", "{text}", "--tensor-parallel", "2"], "--tensor-parallel: got 2, accepted: a"),
         (
