@@ -41,7 +41,7 @@ def build():
     model = GPTModel(
         layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="rope"
     ).to(device, torch.bfloat16)
-    coat = {"coat": {}}  # or a DeepSpeed configuration, of which the block is read
+    coat = {"coat": {"activation": {"wgrad": "main_grad"}}}  # or a DeepSpeed configuration, of which the block is read
     report = patch_model(model, coat)  # before DistributedDataParallel wraps the model
     if dist.get_rank() == 0:
         print(report)
