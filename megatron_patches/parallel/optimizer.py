@@ -193,8 +193,8 @@ class _Chain(ChainedOptimizer):
         norm = self.get_grad_norm()
         factor = min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
         for optimizer in self.chained_optimizers:
-            if not optimizer.is_stub_optimizer:
-                optimizer.optimizer.grad_factor = torch.tensor(factor, device=optimizer.buffers[0].grad_data.device)
+            if parameters := optimizer.get_parameters():  # a rank may have none
+                optimizer.optimizer.grad_factor = torch.tensor(factor, device=parameters[0].device)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         return self.step_with_ready_grads(), norm, zeros
 

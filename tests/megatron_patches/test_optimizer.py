@@ -34,8 +34,8 @@ COAT = {"coat": {"optimizer": {"stochastic_rounding": True}}}
 class Run:
     """A patched GPT in Megatron's own loop; ``coat`` None: Megatron's AdamW."""
 
-    def __init__(self, coat=None, model=None, patch=True, **options):
-        model = tiny_gpt(**NARROW | (model or {}))
+    def __init__(self, coat=None, model=None, patch=True, frozen=False, **options):
+        model = tiny_gpt(**NARROW | (model or {})).requires_grad_(not frozen)
         if patch:
             mp.patch_model(model, {"coat": {}})
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -183,6 +183,15 @@ def _in_megatrons_passes(rank, world):
     return _same(ours.bytes(), theirs.bytes()), ours.optimizer.get_grad_norm()
 
 
+def _with_a_frozen_stage(rank, world):
+    """Whether a step was taken, and the norm: the second pipeline stage has nothing to train, and takes part."""
+    start(pipeline_model_parallel_size=2)
+    run = Run(COAT, {"pipeline_model_parallel_size": 2}, frozen=rank == 1)
+    for buffer in run.model.buffers:
+        buffer.grad_data.fill_(1.0)
+    return run.optimizer.step()[:2]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
@@ -215,6 +224,11 @@ def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
 
 def test_a_step_is_that_of_megatrons_passes():
     assert all(same and norm > 0.6 for same, norm in run_ranks(2, _in_megatrons_passes))
+
+
+def test_a_stage_without_parameters_to_train():
+    first, frozen = run_ranks(2, _with_a_frozen_stage)
+    assert first == frozen and first[0] and first[1] > 1
 
 
 def test_another_number_of_ranks(runs):
