@@ -71,7 +71,7 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
             "gradient_checkpointing": False, "logging_steps": 1, "disable_tqdm": True, "report_to": [],
             "save_strategy": "no", "output_dir": f"{folder}/out",
         }  # fmt: skip
-        transformers.trainer.DEFAULT_CALLBACKS.append(steps)
+        transformers.trainer.DEFAULT_CALLBACKS.append(steps)  # type: ignore[arg-type]
         data: Any = [{"input_ids": row, "labels": row} for row in rows.tolist()]
         if name == "trainer":
             transformers.Trainer(model, transformers.TrainingArguments(**settings), train_dataset=data).train()
@@ -106,7 +106,7 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
 
             own = {"base_model": folder, "datasets": [{"path": f"{folder}/rows"}], "sequence_len": rows.shape[1],
                    "dataset_prepared_path": f"{folder}/prepared", "micro_batch_size": batch,
-                   "gradient_accumulation_steps": 1, "optimizer": "adamw_torch"}  # fmt: skip
+                   "gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "seed": 1}  # fmt: skip
             do_train(config.load_cfg(DictDefault(settings | own)), args.TrainerCliArgs())
 
 
