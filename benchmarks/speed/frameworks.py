@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
             "save_strategy": "no", "output_dir": f"{folder}/out",
         }  # fmt: skip
         transformers.trainer.DEFAULT_CALLBACKS.append(steps)  # type: ignore[arg-type]
-        data: Any = [{"input_ids": row, "labels": row} for row in rows.tolist()]
         if name == "trainer":
+            data: Any = [{"input_ids": row, "labels": row} for row in rows]
             transformers.Trainer(model, transformers.TrainingArguments(**settings), train_dataset=data).train()
             return
         import datasets
@@ -81,7 +82,8 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
 
         words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # pads alone
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", pad_token="b")
-        data = datasets.Dataset.from_list([row | {"attention_mask": [1] * rows.shape[1]} for row in data])
+        columns = {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
+        data = datasets.Dataset.from_dict({key: values.tolist() for key, values in columns.items()})
         if name == "trl":
             import trl
 
@@ -105,8 +107,8 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
             from axolotl.utils.dict import DictDefault
 
             own = {"base_model": folder, "datasets": [{"path": f"{folder}/rows"}], "sequence_len": rows.shape[1],
-                   "dataset_prepared_path": f"{folder}/prepared", "micro_batch_size": batch,
-                   "gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "seed": 1}  # fmt: skip
+                   "skip_prepare_dataset": True, "dataset_prepared_path": f"{folder}/prepared", "seed": 1,
+                   "micro_batch_size": batch, "gradient_accumulation_steps": 1, "optimizer": "adamw_torch"}  # fmt: skip
             do_train(config.load_cfg(DictDefault(settings | own)), args.TrainerCliArgs())
 
 
@@ -145,7 +147,8 @@ def main() -> None:
             print(f"{name}: no package {FRAMEWORKS[name]}")
             continue
         cases = [options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"} for v in arguments.variants]
-        found[name] = [hf.run(case, arguments.limit, "benchmarks.speed.frameworks") for case in cases]
+        run = partial(hf.run, program="benchmarks.speed.frameworks", HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
+        found[name] = [run(case, arguments.limit) for case in cases]
         hf.compare(found[name])
         write_result(f"speed/{arguments.name}", {"settings": options(arguments), **found}, arguments.output)
 
