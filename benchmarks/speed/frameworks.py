@@ -3,14 +3,17 @@
     python -m benchmarks.speed.frameworks                # options and variants are those of benchmarks.speed.hf
     python -m benchmarks.speed.frameworks trl lightning  # these two
 
-``trl`` is its SFTTrainer without recomputation. Writes ``speed/frameworks.json``.
+Nothing is recomputed; ``trl`` is its SFTTrainer. Frameworks that are not installed are left out. One that needs other
+releases of its packages is run by itself, with them first on ``PYTHONPATH``. Writes ``speed/frameworks.json``.
 """
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +23,9 @@ from benchmarks.common import options, write_result
 from benchmarks.speed import hf
 from benchmarks.timing import median
 
-FRAMEWORKS = ["trainer", "trl", "accelerate", "lightning"]
+FRAMEWORKS = {"trainer": "transformers", "trl": "trl", "accelerate": "accelerate", "lightning": "pytorch_lightning",
+              "llamafactory": "llamafactory", "axolotl": "axolotl"}  # fmt: skip
+"""And their packages."""
 
 
 class Steps(transformers.TrainerCallback):
@@ -34,7 +39,7 @@ class Steps(transformers.TrainerCallback):
             self.seen.append((float(logs["loss"]), time.perf_counter()))
 
 
-def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: Steps) -> None:
+def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: Steps, folder: str) -> None:
     batch = ds["train_micro_batch_size_per_gpu"]
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch)  # type: ignore[arg-type]
     if name == "accelerate":
@@ -65,23 +70,46 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
             "deepspeed": ds, "bf16": True, "per_device_train_batch_size": batch, "max_steps": len(rows) // batch,
             "learning_rate": 1e-4, "adam_beta2": 0.95, "weight_decay": 0.1, "use_cpu": not torch.cuda.is_available(),
             "gradient_checkpointing": False, "logging_steps": 1, "disable_tqdm": True, "report_to": [],
-            "save_strategy": "no", "output_dir": tempfile.gettempdir(),
+            "save_strategy": "no", "output_dir": f"{folder}/out",
         }  # fmt: skip
+        transformers.trainer.DEFAULT_CALLBACKS.append(steps)  # type: ignore[arg-type]
         if name == "trainer":
             data: Any = [{"input_ids": row, "labels": row} for row in rows]
-            arguments = transformers.TrainingArguments(**settings)
-            transformers.Trainer(model, arguments, train_dataset=data, callbacks=[steps]).train()
+            transformers.Trainer(model, transformers.TrainingArguments(**settings), train_dataset=data).train()
             return
         import datasets
-        import trl
         from tokenizers import Tokenizer, models
 
         words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # pads alone
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", pad_token="b")
-        data = datasets.Dataset.from_dict({"input_ids": rows.tolist()})
-        arguments = trl.SFTConfig(**settings, max_length=rows.shape[1])
-        given = {"train_dataset": data, "callbacks": [steps], "processing_class": tokenizer}
-        trl.SFTTrainer(model, arguments, **given).train()
+        columns = {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
+        data = datasets.Dataset.from_dict({key: values.tolist() for key, values in columns.items()})
+        if name == "trl":
+            import trl
+
+            arguments = trl.SFTConfig(**settings, max_length=rows.shape[1])
+            trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer).train()
+            return
+        model.save_pretrained(folder)
+        model.to("meta")  # and out of the GPU's memory
+        tokenizer.save_pretrained(folder)
+        data.save_to_disk(f"{folder}/rows")
+        if name == "llamafactory":
+            from llamafactory.train.tuner import run_exp
+
+            own = {"model_name_or_path": folder, "stage": "pt", "do_train": True, "finetuning_type": "full",
+                   "dataset": "rows", "tokenized_path": f"{folder}/rows", "cutoff_len": rows.shape[1],
+                   "disable_gradient_checkpointing": True}  # fmt: skip
+            run_exp(settings | own)
+        else:
+            from axolotl.cli import args, config
+            from axolotl.cli.train import do_train
+            from axolotl.utils.dict import DictDefault
+
+            own = {"base_model": folder, "datasets": [{"path": f"{folder}/rows"}], "sequence_len": rows.shape[1],
+                   "skip_prepare_dataset": True, "dataset_prepared_path": f"{folder}/prepared", "seed": 1,
+                   "micro_batch_size": batch, "gradient_accumulation_steps": 1, "optimizer": "adamw_torch"}  # fmt: skip
+            do_train(config.load_cfg(DictDefault(settings | own)), args.TrainerCliArgs())
 
 
 def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
@@ -94,7 +122,9 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     rows = torch.randint(0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"]))
     ds, steps = hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch}, Steps()
-    train(name, model, ds, rows, steps)
+    del ds["gradient_accumulation_steps"]  # Lightning refuses it
+    with tempfile.TemporaryDirectory() as folder:
+        train(name, model, ds, rows, steps, folder)
     (first, _), *_, (last, _) = steps.seen
     times = [b - a for (_, a), (_, b) in zip(steps.seen, steps.seen[1:], strict=False)][case["warm_up"] - 1 :]
     speed = {"step_ms": 1e3 * median(times), "tokens_per_second_per_gpu": batch * case["sequence"] / median(times)}
@@ -106,15 +136,19 @@ def parse(given: list[str]) -> argparse.Namespace:
     names = [name for name in FRAMEWORKS if name in given]
     rest = [argument for argument in given if argument not in FRAMEWORKS]
     found = hf.parse(["--variants", "adamw", "coat+flow", "--name", "frameworks", "--steps", "15", *rest])
-    found.frameworks = names or FRAMEWORKS
+    found.frameworks = names or list(FRAMEWORKS)
     return found
 
 
 def main() -> None:
     arguments, found = parse(sys.argv[1:]), {}
     for name in arguments.frameworks:
+        if not importlib.util.find_spec(FRAMEWORKS[name]):
+            print(f"{name}: no package {FRAMEWORKS[name]}")
+            continue
         cases = [options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"} for v in arguments.variants]
-        found[name] = [hf.run(case, arguments.limit, "benchmarks.speed.frameworks") for case in cases]
+        run = partial(hf.run, program="benchmarks.speed.frameworks", HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
+        found[name] = [run(case, arguments.limit) for case in cases]
         hf.compare(found[name])
         write_result(f"speed/{arguments.name}", {"settings": options(arguments), **found}, arguments.output)
 
