@@ -43,12 +43,18 @@ def test_cached_and_on_use_are_the_same_bits(dtype, scales):
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [1, 2**24])
 @pytest.mark.parametrize(("n", "k", "m"), [(768, 512, 1024), (336, 64, 4096), (1040, 48, 160)])
-def test_main_grad_against_the_definition(monkeypatch, main_dtype, chunk, n, k, m):
+@pytest.mark.parametrize("offset", [None, 0, 1, 64])
+def test_main_grad_against_the_definition(monkeypatch, main_dtype, chunk, n, k, m, offset):
+    """Added to what is there; or, with an offset, written so many elements into a buffer that is said to be zero."""
     monkeypatch.setattr(weights, "_CHUNK", chunk)
     d8_t, x8_t = quantized(n, m), quantized(k, m)
     parameter = torch.nn.Parameter(torch.randn(n, k, device="cuda", dtype=torch.bfloat16))
     before = torch.randn(n, k, device="cuda").to(main_dtype)
     parameter.main_grad = before.clone()
+    if offset is not None:
+        buffer = torch.full((offset + n * k,), torch.nan, device="cuda", dtype=main_dtype)
+        parameter.main_grad, parameter.coat_zeroed = buffer[offset:].view(n, k), True
+        before.zero_()
     handle = weights.Weight(parameter, ONE, ActivationConfig(wgrad="main_grad"))
     assert handle.gradient(d8_t, x8_t) is None
     cpu = [QuantizedTensor(q.codes.cpu(), q.scales.cpu(), "tensor") for q in (d8_t, x8_t)]
