@@ -27,7 +27,6 @@ __all__ = [
     "define_missing_names",
     "fc1_params",
     "loss_scalers",
-    "mark_zeroed",
     "older_than",
     "other_quick_gelus",
     "prepare_cpu",
@@ -52,21 +51,6 @@ def check_version() -> str:
     if Version(version).base_version not in SpecifierSet(SUPPORTED):
         raise ImportError(f"megatron-core: got {version}, accepted: {SUPPORTED}")
     return version
-
-
-@functools.cache
-def mark_zeroed() -> None:
-    """Have Megatron's DistributedDataParallel tell weights when their main_grad is zero (``flow/weights.py``)."""
-    from megatron.core.distributed import DistributedDataParallel
-
-    original = DistributedDataParallel.zero_grad_buffer
-
-    def zero_grad_buffer(self: Any) -> None:
-        original(self)
-        for parameter in self.params_with_grad:
-            parameter.coat_zeroed = True
-
-    DistributedDataParallel.zero_grad_buffer = zero_grad_buffer
 
 
 def older_than(version: str) -> bool:

@@ -142,12 +142,12 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     arguments, found = parse(sys.argv[1:]), {}
+    run = partial(hf.run, program="benchmarks.speed.frameworks", HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
     for name in arguments.frameworks:
         if not importlib.util.find_spec(FRAMEWORKS[name]):
             print(f"{name}: no package {FRAMEWORKS[name]}")
             continue
         cases = [options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"} for v in arguments.variants]
-        run = partial(hf.run, program="benchmarks.speed.frameworks", HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
         found[name] = [run(case, arguments.limit) for case in cases]
         hf.compare(found[name])
         write_result(f"speed/{arguments.name}", {"settings": options(arguments), **found}, arguments.output)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..config import ActivationConfig
 from ..formats import QuantizedTensor, fp8_format
 from ..ops import amax, quantize_rows, quantize_tensor, transpose
+from .main_grad import into_main_grad, row_blocks
 from .parallel.gathered import GatheredWeight
 from .parallel.tensor_parallel import TensorParallel
 from .products import gemm
@@ -40,24 +41,17 @@ from .scaling import Operand, quantize_input, row_operand, shared_scale
 
 __all__ = [
     "JoinedWeight",
-    "Product",
     "Weight",
     "Weights",
     "cacheable",
     "from_cache",
-    "into_main_grad",
     "invalidate_after",
     "invalidate_weights",
     "joined",
-    "row_blocks",
 ]
 
-Product = Callable[[torch.Tensor | None], torch.Tensor]
-"""Computes a block of a gradient, in the tensor that it is given."""
 Weights = torch.Tensor | Sequence[torch.Tensor]
 """A weight, or several of one product; a bias, or one for each of these."""
-_CHUNK = 2**24
-"""Elements of a weight's gradient on their way into ``main_grad`` at a time: 64 MiB."""
 
 
 class Weight:
@@ -225,44 +219,6 @@ def joined(weight: Weights, bias: Weights | None) -> tuple[tuple[torch.Tensor, .
     return weights, biases
 
 
-def into_main_grad(
-    weight: Any, products: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, Product]]]
-) -> torch.Tensor | None:
-    """``main_grad += wgrad``, by the protocol of Megatron's ``gradient_accumulation_fusion``.
-
-    The product is fp32 and the sum is rounded once, to main_grad's dtype. ``torch._scaled_mm`` cannot add to its
-    output, so the product passes through a temporary of at most 64 MiB, block by block of the weight's rows:
-    ``products(main_grad)`` gives parts of it, and the product of each.
-
-    ``weight.overwrite_main_grad`` replaces main_grad instead, and so does ``weight.coat_zeroed``, once: it says that
-    main_grad is zero. ``weight.grad_added_to_main_grad`` is set where it is: DistributedDataParallel then discards what
-    autograd is given, which only makes its hook run. That has no meaningful values, or zeros where
-    ``weight.zero_out_wgrad`` asks for them. Without the attribute autograd gets None.
-    """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
-        given = "none" if main_grad is None else f"{main_grad.dtype} {list(main_grad.shape)}"
-        raise ValueError(
-            f"weight.main_grad: got {given}, accepted with wgrad 'main_grad' (gradient_accumulation_fusion): "
-            f"torch.float32 or torch.bfloat16 {list(weight.shape)}, as Megatron's DistributedDataParallel makes it"
-        )
-    replace = getattr(weight, "overwrite_main_grad", False)
-    if getattr(weight, "coat_zeroed", False):
-        replace, weight.coat_zeroed = True, False
-    for part, product in products(main_grad):
-        if not replace:
-            part.add_(product(None))
-        elif part.dtype == torch.float32:
-            product(part)
-        else:
-            part.copy_(product(None))
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    zero = getattr(weight, "zero_out_wgrad", False)
-    return torch.zeros_like(weight) if zero else torch.empty_like(weight)
-
-
 def _gathered(parameter: torch.Tensor) -> GatheredWeight | None:
     """The codes that stand for a parameter whose values this rank does not have (``flow/parallel/gathered.py``)."""
     return None if torch.compiler.is_compiling() else getattr(parameter, "coat_gathered", None)
@@ -270,17 +226,6 @@ def _gathered(parameter: torch.Tensor) -> GatheredWeight | None:
 
 def _operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
     return row_operand(q8, tp, settings) if q8.layout == "row" else Operand(q8, q8.scales)
-
-
-def row_blocks(
-    out: torch.Tensor, d8_t: QuantizedTensor, x8_t: QuantizedTensor, settings: ActivationConfig
-) -> Iterator[tuple[torch.Tensor, Product]]:
-    """Blocks of rows of ``out``, of at most 64 MiB, and the same of the product ``[out, in]`` in fp32."""
-    step = max(128, _CHUNK // out.shape[1] // 128 * 128)  # whole tiles of the product
-    for first in range(0, out.shape[0], step):
-        rows = slice(first, first + step)
-        part = QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout)
-        yield out[rows], functools.partial(gemm, part, x8_t, torch.float32, settings, False)
 
 
 class _CachedOperand(NamedTuple):
@@ -297,7 +242,7 @@ _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def invalidate_weights() -> None:
     """Drop all cached FP8 weights of this process; the next use quantizes again.
 
-    To be called after weights were changed in a way that the cache cannot see, which the module's text lists.
+    To be called after weights were changed in a way that the cache cannot see, which docs/flow.md lists.
     """
     _cache.clear()
 

@@ -5,10 +5,12 @@ Layers may share a block, and one layer may stand in several places: what is pat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
@@ -18,7 +20,6 @@ from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
 from coat_dist.patching.changes import Changes, all_or_none
 from coat_dist.patching.report import PatchReport
 
-from ..compat import mark_zeroed
 from ..layers.activations import activation_name
 from ..layers.attached import Patch
 from ..layers.attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
@@ -52,7 +53,10 @@ def apply_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
     report = plan.report
     with all_or_none() as changes:
         for block in plan.blocks:
-            _PATCHERS[block.kind](block.layer, _with_wgrad(block.layer, settings, report), changes, report)
+            own = _with_wgrad(block.layer, settings, report)
+            _PATCHERS[block.kind](block.layer, own, changes, report)
+            if own.wgrad == "main_grad":
+                _mark_zeroed()
         _patch_residuals(model, changes, report)
         if settings.tp_invariant:
             for name, output_layer in plan.invariant_outputs.items():
@@ -158,14 +162,25 @@ def _patch_layers(plan: Plan, settings: ActivationConfig, changes: Changes) -> N
 
 def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> ActivationConfig:
     """``settings`` with weight gradients where the layer's configuration wants them."""
-    if settings.wgrad != "main_grad" and layer.config.gradient_accumulation_fusion:
-        report.note(
-            "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
-        )
-        settings = settings.model_copy(update={"wgrad": "main_grad"})
-    if settings.wgrad == "main_grad":
-        mark_zeroed()
-    return settings
+    if not layer.config.gradient_accumulation_fusion or settings.wgrad == "main_grad":
+        return settings
+    report.note(
+        "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
+    )
+    return settings.model_copy(update={"wgrad": "main_grad"})
+
+
+@functools.cache
+def _mark_zeroed() -> None:
+    """Have Megatron's DistributedDataParallel tell weights when their main_grad is zero (``flow/main_grad.py``)."""
+    original = DistributedDataParallel.zero_grad_buffer
+
+    def zero_grad_buffer(self: Any) -> None:
+        original(self)
+        for parameter in self.params_with_grad:
+            parameter.coat_zeroed = True
+
+    DistributedDataParallel.zero_grad_buffer = zero_grad_buffer
 
 
 def _patch_residuals(model: nn.Module, changes: Changes, report: PatchReport) -> None:

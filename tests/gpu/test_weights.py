@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import TensorParallel, invalidate_weights, linear, norm_linear, norm_mlp, weights
+from coat_dist.flow import TensorParallel, invalidate_weights, linear, main_grad, norm_linear, norm_mlp, weights
 from coat_dist.formats import E4M3, QuantizedTensor
 from coat_dist.ops import amax, quantize_tensor, tensor_scale
 from coat_dist.reference import gemm as reference
@@ -46,7 +46,7 @@ def test_cached_and_on_use_are_the_same_bits(dtype, scales):
 @pytest.mark.parametrize("offset", [None, 0, 1, 64])
 def test_main_grad_against_the_definition(monkeypatch, main_dtype, chunk, n, k, m, offset):
     """Added to what is there; or, with an offset, written so many elements into a buffer that is said to be zero."""
-    monkeypatch.setattr(weights, "_CHUNK", chunk)
+    monkeypatch.setattr(main_grad, "_CHUNK", chunk)
     d8_t, x8_t = quantized(n, m), quantized(k, m)
     parameter = torch.nn.Parameter(torch.randn(n, k, device="cuda", dtype=torch.bfloat16))
     before = torch.randn(n, k, device="cuda").to(main_dtype)

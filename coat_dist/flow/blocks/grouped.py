@@ -43,8 +43,9 @@ from ...ops import (
     transpose,
 )
 from ..function import check_settings, shaped, without_autocast
+from ..main_grad import Product, into_main_grad, row_blocks
 from ..scaling import Operand, saved_format
-from ..weights import Product, cacheable, from_cache, into_main_grad, row_blocks
+from ..weights import cacheable, from_cache
 
 __all__ = ["grouped_mlp"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coat_dist.flow import linear, weights
+from coat_dist.flow import linear, main_grad
 from coat_dist.reference.gemm import scaled_mm
 
 from .common import ONE, Layer, settings
@@ -14,13 +14,13 @@ from .microbatches import WEIGHTS, backward, batches, with_main_grad
 def wgrads(monkeypatch):
     """Operands and output dtype of every wgrad product, blocks of one weight's rows one after the other."""
     seen = []
-    original = weights.gemm
+    original = main_grad.gemm
 
     def gemm(a, b, dtype, *rest):
         seen.append((a, b, dtype))
         return original(a, b, dtype, *rest)
 
-    monkeypatch.setattr(weights, "gemm", gemm)
+    monkeypatch.setattr(main_grad, "gemm", gemm)
     return seen
 
 
@@ -47,7 +47,7 @@ def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
 @pytest.mark.parametrize("rows", [128, 300, 512])
 def test_blocks_of_rows(monkeypatch, rows):
     """A gradient that passes through several temporaries, the last one short."""
-    monkeypatch.setattr(weights, "_CHUNK", 1)
+    monkeypatch.setattr(main_grad, "_CHUNK", 1)
     weight, x = torch.randn(rows, 48, requires_grad=True), torch.randn(20, 48)
     linear(x, weight, ONE, settings()).square().sum().backward()
     expected, weight.grad = weight.grad, None
