@@ -8,6 +8,7 @@ give the same codes; so codes are saved beside, and a run that has the same shar
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -184,19 +185,41 @@ class _Inner(CoatAdamW):
 
 
 class _Chain(ChainedOptimizer):
-    """Megatron's chain, whose optimizers clip gradients as the step reads them; gradients stay as they were."""
+    """Megatron's chain, whose optimizers clip gradients as the step reads them; gradients stay as they were.
+
+    The step is started before the host waits for the norm, which :meth:`step` returns: the GPU has work meanwhile.
+    """
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
         if self.prepare_grads():
             return False, None, None
-        norm = self.get_grad_norm()
-        factor = min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
+        norm, limit = self._norm(), self.config.clip_grad or math.inf
+        on_host = torch.empty_like(norm, device="cpu", pin_memory=norm.is_cuda).copy_(norm, non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if norm.is_cuda else None
+        factor = torch.fmin(limit / (norm + 1e-6), torch.ones_like(norm)).float()  # 1 for a norm that is not a number
         for optimizer in self.chained_optimizers:
-            if parameters := optimizer.get_parameters():  # a rank may have none
-                optimizer.optimizer.grad_factor = torch.tensor(factor, device=parameters[0].device)
+            if optimizer.get_parameters():  # a rank may have none
+                optimizer.optimizer.grad_factor = factor
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        return self.step_with_ready_grads(), norm, zeros
+        done = self.step_with_ready_grads()
+        if arrived is not None:
+            arrived.synchronize()
+        return done, on_host.item(), zeros
+
+    def _norm(self) -> torch.Tensor:
+        """What ``get_grad_norm`` returns, in fp64 on the device."""
+        own = self.chained_optimizers
+        shared = len(own) == 1 or self.grads_states_parallel_group_is_shared()
+        parts = [own] if shared else [[optimizer] for optimizer in own]
+        squares = []
+        for part in parts:
+            grads = [grad for optimizer in part for grad in optimizer.get_main_grads_for_grad_norm()]
+            none = torch.zeros((), device="cuda" if torch.cuda.is_available() else "cpu")
+            square = torch.nn.utils.get_total_norm(grads).square() if grads else none
+            dist.all_reduce(square, group=part[0].get_grad_stats_parallel_group())
+            squares.append(square.double())
+        return torch.stack(squares).sum().sqrt()
 
 
 class CoatDistributedOptimizer(DistributedOptimizer):
