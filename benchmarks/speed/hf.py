@@ -89,6 +89,7 @@ def untrained(case: dict[str, Any]) -> Callable[[], Any]:
     import transformers
 
     kind, shape = MODELS[case["model"]]
+    shape = shape | case.get("shape", {})
     config = transformers.AutoConfig.for_model(
         kind, **shape, max_position_embeddings=case["sequence"], attn_implementation="sdpa", use_cache=False
     )

@@ -40,6 +40,7 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "coat, bf16 layers": {"coat": {"activation": {"enabled": False}}},
     "coat": {"coat": {"activation": {"wgrad": "main_grad"}}},
+    "coat, logits kept": {"coat": {"activation": {"wgrad": "main_grad", "loss": "kept"}}},
 }
 
 
@@ -62,7 +63,7 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, Any]:
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):  # asked for before, Megatron's output layer would need Apex
             module.fuse_wgrad_accumulation = True
-    if coat is not None and case["variant"] == "coat":
+    if coat is not None and coat["coat"]["activation"].get("enabled", True):
         megatron_patches.patch_model(model, coat)
     both = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, **both)

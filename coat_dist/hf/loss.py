@@ -95,7 +95,8 @@ class LossHead(Patched):
         _given.hidden = x
         weight = self.weight if self.weight.dtype == x.dtype else self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return flow.linear_cross_entropy(x, weight, labels.to(x.device), ONE, bias=bias)
+        keep = self.coat.settings.loss == "kept"
+        return flow.linear_cross_entropy(x, weight, labels.to(x.device), ONE, bias=bias, keep=keep)
 
 
 def _reduce(

@@ -186,7 +186,7 @@ def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, 
         why = "loss: plain" if settings.loss == "plain" else None
         why = why or (None if is_causal_lm(module) else "a forward that is not known") or why_plain(module)
         why = why or ("hooks on lm_head" if _has_hooks(head) else None)
-        report.loss[label] = "chunked" if why is None else f"plain: {why}"
+        report.loss[label] = settings.loss if why is None else f"plain: {why}"
         if why is None:
             changes.swap(head, swapped(type(head), LossHead), Part(settings))
             changes.swap(module, swapped(type(module), ChunkedLM), Part(settings))

@@ -87,7 +87,7 @@ class OnPaper:
         chunked = False
         if settings is not None:
             report = patch_model(model, settings.model_copy(update={"bf16_layers": ()}))
-            chunked = "chunked" in report.loss.values()
+            chunked = any(not how.startswith("plain") for how in report.loss.values())
         ids = torch.zeros(1, tokens, dtype=torch.long)
         body = _bytes(model, lambda: model.base_model(input_ids=ids))
         return body, 0 if chunked else _bytes(model, lambda: model(input_ids=ids, labels=ids)) - body, chunked

@@ -26,7 +26,7 @@ class PatchReport:
     """Passes that stay Megatron's or autograd's in patched blocks, and why: rotary embedding (``self_attention``), the
     sum of a norm's and the residual's gradient (``self_attn_bda``, ``mlp_bda``), norms after their blocks."""
     loss: dict[str, str] = field(default_factory=dict)
-    """Output layers of language models: "chunked", or "plain" and why."""
+    """Output layers of language models: "chunked", "kept", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
     """Settings of the model that patching overrides, and what else is not as one may expect."""
 

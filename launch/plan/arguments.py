@@ -69,7 +69,7 @@ class PlannerOptions(ConfiguredOptions):
     """ZeRO stage"""
     attention: Literal["bf16", "fp8"] | None = _settings(meant="attention-backend")
     """what attention keeps"""
-    loss: Literal["chunked", "plain"] | None = _settings()
+    loss: Literal["chunked", "kept", "plain"] | None = _settings()
     """whether all logits are held"""
     json: bool = option(False)
     """print plain values: sizes in bytes, times in seconds"""

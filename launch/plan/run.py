@@ -77,10 +77,15 @@ class Run:
 
     @property
     def chunked(self) -> bool:
-        """Whether the loss is computed without all logits."""
+        """Whether the loss is computed in chunks of logits."""
         if self.flow is None or self.library is None:
-            return self.flow is not None and self.flow.loss == "chunked"
+            return self.flow is not None and self.flow.loss != "plain"
         return self.saved_by_library(self.flow).chunked
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether a loss in chunks keeps its logits for backward."""
+        return self.flow is not None and self.flow.loss == "kept"
 
     def saved_by_library(self, flow: ActivationConfig | None) -> Any:
         """What transformers saves of one sequence, with the flow or without: ``coat_dist.hf.saved.Saved``."""

@@ -61,7 +61,8 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
         layers += one
         host_bound += max(0.0, _HOST[kind] * (1 + again / 3) - one)
     head = sizes.h * m.padded_vocab // run.tp
-    loss = (8 if run.chunked else 6) * tokens * head / gpu.bf16 + 20 * tokens * m.padded_vocab / run.tp / gpu.copy
+    products = 8 if run.chunked and not run.keeps_logits else 6
+    loss = products * tokens * head / gpu.bf16 + 20 * tokens * m.padded_vocab / run.tp / gpu.copy
     micro = {"layers": layers, "host": host_bound, "loss": loss}
     micro["tensor parallelism"] = _tensor_parallel(run, sizes, gpu)
     micro["gradients"] = 12 * found.elements / gpu.copy

@@ -158,6 +158,7 @@ class Step:
         if run.chunked:
             chunk = 2 * min(_CHUNK, run.tokens * columns)
             sums = 2 * dx if run.tokens * columns > _CHUNK else dx  # of several chunks in fp32
+            sums += 2 * columns * run.tokens * run.keeps_logits
             self.look("loss", "logits of a part of the vocabulary", logits=chunk + sums + weight + gathered)
             self.look("loss", "gradient of the last layer's output", logits=sums + weight + dx)
         else:

@@ -70,7 +70,7 @@ class _ChunkedLoss:
         weight = self.weight if weight is None else weight
         settings = self.coat.settings
         z_loss = settings.z_loss if self.training else 0.0  # type: ignore[attr-defined]
-        options = {"exact": settings.tp_invariant, "z_loss": z_loss}
+        options = {"exact": settings.tp_invariant, "z_loss": z_loss, "keep": settings.loss == "kept"}
         tp = self.coat.tp_now(self)
         return flow.linear_cross_entropy(input_, weight, labels, tp, **options), None
 

@@ -105,7 +105,7 @@ def _plan_outputs(model: nn.Module, settings: ActivationConfig, plan: Plan) -> N
         if output_layer is None:
             continue
         reason = "activation.loss" if settings.loss == "plain" else why_plain_loss(module)
-        report.loss[name] = "chunked" if reason is None else f"plain ({reason})"
+        report.loss[name] = settings.loss if reason is None else f"plain ({reason})"
         if reason is None:
             plan.chunked.append(module)
             if module.config.cross_entropy_loss_fusion:

@@ -59,6 +59,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     exact: bool = False,
+    keep: bool = False,
 ) -> torch.Tensor:
     """:func:`vocab_parallel_cross_entropy` of ``x @ weight.T + bias``, without ever holding all logits.
 
@@ -75,6 +76,7 @@ def linear_cross_entropy(
         z_loss: see :func:`vocab_parallel_cross_entropy`.
         chunk: vocabulary entries a rank makes logits of at a time. None = as many as make 2**26 logits (128 MiB in
             BF16).
+        keep: keep the logits for backward, ``v / tp`` of x's dtype a token, instead of making them again. Equal bits.
         exact: sum products in fp64, as :func:`~coat_dist.flow.invariant_linear` does: loss and gradients are then the
             same bits for every number of ranks and every chunk. Slow on GPUs.
 
@@ -93,7 +95,8 @@ def linear_cross_entropy(
     tokens = torch.Size([x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1]])
     _check(labels, tokens, weight.shape[0] * tp.size, z_loss)
     width = _width(weight.shape[0], labels.numel()) if chunk is None else chunk
-    return _LinearCrossEntropy.apply(x, weight, bias, labels, tp, z_loss, width, exact)
+    keep = keep and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    return _LinearCrossEntropy.apply(x, weight, bias, labels, tp, z_loss, width, exact, keep)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -127,22 +130,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x, weight, bias, labels, tp: TensorParallel, z_loss: float, width: int, exact: bool
+        ctx: Any, x, weight, bias, labels, tp: TensorParallel, z_loss: float, width: int, exact: bool, keep: bool
     ) -> torch.Tensor:
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
         first, size = tp.rank * weight.shape[0], weight.shape[0]
         chunks = range(0, size, width)
         exponents = torch.empty(len(chunks), len(rows), dtype=torch.float32, device=x.device)
         totals, label = torch.empty_like(exponents, dtype=torch.float64), torch.zeros_like(exponents[0])
+        kept: list[torch.Tensor] = []
         for i, start in enumerate(chunks):
             part = slice(start, start + width)
             logits = _logits(rows, weight, bias, part, exact)
             exponents[i], totals[i], found = logit_stats(logits, flat, first + start)
             label += found
+            if keep:
+                kept.append(logits)
             del logits  # before the next chunk is made
         stats = LogitStats(*merge(exponents, totals), label)
         loss, exponent, inverse = _loss(stats, flat, size * tp.size, tp, z_loss)
-        ctx.save_for_backward(x, weight, bias, labels, exponent, inverse)
+        ctx.save_for_backward(x, weight, bias, labels, exponent, inverse, *kept)
         ctx.args = tp, z_loss, width, exact
         return shaped(loss, *labels.shape)
 
@@ -150,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dloss: torch.Tensor):
-        x, weight, bias, labels, exponent, inverse = ctx.saved_tensors
+        x, weight, bias, labels, exponent, inverse, *kept = ctx.saved_tensors
         tp, z_loss, width, exact = ctx.args
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
@@ -159,10 +165,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size) if wants_x else None
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if wants_weight else None
         dbias = torch.empty_like(bias) if wants_bias else None
-        for start in range(0, size, width):
+        for i, start in enumerate(range(0, size, width)):
             part = slice(start, start + width)
-            logits = _logits(rows, weight, bias, part, exact)
-            grad = logit_grad(logits, flat, first + start, exponent, inverse, *factors, out=logits)
+            logits = kept[i] if kept else _logits(rows, weight, bias, part, exact)
+            out = None if kept else logits  # another backward may read what is kept
+            grad = logit_grad(logits, flat, first + start, exponent, inverse, *factors, out=out)
             if dx is not None:
                 dx.add(grad, weight[part])
             if dweight is not None and exact:
@@ -171,8 +178,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad.t(), rows, out=dweight[part])
             if dbias is not None:
                 dbias[part] = grad.sum(0, dtype=torch.float64 if exact else torch.float32)
-            del logits, grad
-        return dx.finish(tp).view(x.shape) if dx is not None else None, dweight, dbias, *[None] * 5
+            del logits, grad, out
+        return dx.finish(tp).view(x.shape) if dx is not None else None, dweight, dbias, *[None] * 6
 
 
 class _Sum:

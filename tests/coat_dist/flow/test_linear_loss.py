@@ -48,7 +48,10 @@ def both(leaves, labels, upstream, **options):
 @pytest.mark.parametrize("chunk", [None, 64, 320, 7, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 def test_is_the_plain_path(dtype, chunk, bias, z_loss):
-    (expected, wanted), (got, grads) = both(*problem(dtype, bias=bias), chunk=chunk, z_loss=z_loss)
+    leaves, labels, upstream = problem(dtype, bias=bias)
+    (expected, wanted), (got, grads) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss)
+    _, (kept, of_kept) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss, keep=True)
+    assert torch.equal(got, kept) and all(torch.equal(a, b) for a, b in zip(grads, of_kept, strict=True))
     whole = chunk is None or chunk > 331
     if whole or dtype == torch.bfloat16:  # fp32 products may be summed in another order where the shape is another
         assert torch.equal(got, expected) and torch.equal(grads[1], wanted[1])
@@ -117,15 +120,17 @@ def test_no_tensor_of_tokens_by_vocabulary_exists(exact, monkeypatch):
     assert theirs.elements == tokens * v
 
 
-def test_keeps_its_input_and_16_bytes_a_token():
+@pytest.mark.parametrize("keep", [False, True])
+def test_keeps_its_input_and_16_bytes_a_token(keep):
     (x, weight, bias), labels, _ = problem(torch.bfloat16, bias=True)
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        linear_cross_entropy(x, weight, labels, ONE, bias=bias, chunk=50)
+        linear_cross_entropy(x, weight, labels, ONE, bias=bias, chunk=50, keep=keep)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     for t in (x, weight, bias):
         storages.pop(t.untyped_storage().data_ptr())
-    assert sum(storages.values()) == labels.numel() * (8 + 8)  # the labels themselves, an exponent and a sum
+    logits = 2 * len(weight) * keep
+    assert sum(storages.values()) == labels.numel() * (8 + 8 + logits)  # the labels themselves, an exponent and a sum
 
 
 def test_all_ignored():
@@ -142,7 +147,7 @@ def test_labels_outside_the_vocabulary(label):
     labels[3, 2] = label
     with pytest.raises(ValueError, match=f"labels: got {label}, accepted: 0 to 330, or -100 to ignore"):
         linear_cross_entropy(*leaves, labels, ONE)
-    out = loss._LinearCrossEntropy.apply(*leaves, None, labels, ONE, 0.0, 100, False)  # as on a GPU: no look
+    out = loss._LinearCrossEntropy.apply(*leaves, None, labels, ONE, 0.0, 100, False, False)  # as on a GPU: no look
     assert out.isnan().sum() == 1 and out[3, 2].isnan()
     dx, dweight = torch.autograd.grad(out, leaves, upstream)
     assert dx.isnan().all(-1).sum() == 1 and dx[3, 2].isnan().all() and dweight.isnan().any()
@@ -170,9 +175,10 @@ def test_frozen_inputs_cost_nothing_and_change_nothing(frozen):
 
 
 @DTYPES
-def test_recomputed_retained_and_not_contiguous(dtype):
+@pytest.mark.parametrize("keep", [False, True])
+def test_recomputed_retained_and_not_contiguous(dtype, keep):
     (x, weight), labels, upstream = problem(dtype)
-    out = linear_cross_entropy(x, weight, labels, ONE, chunk=100)
+    out = linear_cross_entropy(x, weight, labels, ONE, chunk=100, keep=keep)
     wanted = torch.autograd.grad(out, [x, weight], upstream, retain_graph=True)
     again = torch.autograd.grad(out, [x, weight], upstream)
     inside = checkpoint(lambda x: linear_cross_entropy(x, weight, labels, ONE, chunk=100), x, use_reentrant=False)
