@@ -233,17 +233,24 @@ def dumps(value: Any, indent: str = "") -> str:
     """JSON with one record, or one curve, on a line, so that files stay short and differences can be read.
 
     A list or object stays on one line if it holds neither lists nor objects, or if the line has at most
-    :data:`WIDTH` characters. Every number keeps all its digits.
+    :data:`WIDTH` characters; plain values of a longer object share lines of that length. Every number keeps all its
+    digits.
     """
-    line = json.dumps(value)
-    if not isinstance(value, (list, tuple, dict)):
+    line, nested = json.dumps(value), (list, tuple, dict)
+    if not isinstance(value, nested):
         return line
     inside = list(value.values() if isinstance(value, dict) else value)
-    if len(line) <= WIDTH or not any(isinstance(one, (list, tuple, dict)) for one in inside):
+    if len(line) <= WIDTH or not any(isinstance(one, nested) for one in inside):
         return line
     items = [dumps(one, indent + " ") for one in inside]
     if isinstance(value, dict):
-        items = [f"{json.dumps(str(key))}: {item}" for key, item in zip(value, items, strict=True)]
+        named = [f"{json.dumps(str(key))}: {item}" for key, item in zip(value, items, strict=True)]
+        items = named[:1]
+        for before, one, item in zip(inside, inside[1:], named[1:], strict=False):
+            if isinstance(before, nested) or isinstance(one, nested) or len(indent + items[-1] + item) > WIDTH:
+                items.append(item)
+            else:
+                items[-1] += f", {item}"
     first, last = "{}" if isinstance(value, dict) else "[]"
     return f"{first}\n{indent} " + f",\n{indent} ".join(items) + f"\n{indent}{last}"
 

@@ -123,6 +123,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     rows = torch.randint(0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"]))
     ds, steps = hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch}, Steps()
     del ds["gradient_accumulation_steps"]  # Lightning refuses it
+    setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)  # noqa: B010  axolotl's log does, in each step
     with tempfile.TemporaryDirectory() as folder:
         train(name, model, ds, rows, steps, folder)
     (first, _), *_, (last, _) = steps.seen

@@ -26,6 +26,7 @@ def test_chunks_against_all_logits(chunk, z_loss):
     x, weight, labels, upstream = problem()
     expected = vocab_parallel_cross_entropy(F.linear(x, weight), labels, ONE, z_loss=z_loss)
     got = linear_cross_entropy(x, weight, labels, ONE, chunk=chunk, z_loss=z_loss)
+    kept = linear_cross_entropy(x, weight, labels, ONE, chunk=chunk, z_loss=z_loss, keep=True)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=2.0**-4)  # a step of the largest label logits
     assert (got - expected).abs().mean() < 1e-3 and not got[::100].any()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
@@ -36,6 +37,8 @@ def test_chunks_against_all_logits(chunk, z_loss):
     truth = torch.autograd.grad(true, wide, upstream.double())
     plain = torch.autograd.grad(expected, [x, weight], upstream)
     chunked = torch.autograd.grad(got, [x, weight], upstream)
+    of_kept = torch.autograd.grad(kept, [x, weight], upstream)
+    assert torch.equal(kept, got) and all(torch.equal(a, b) for a, b in zip(of_kept, chunked, strict=True))
     for mine, theirs, exact in zip(chunked, plain, truth, strict=True):
         assert mine.dtype == torch.bfloat16
         assert relative_error(mine, exact) <= 1.05 * relative_error(theirs, exact) + 1e-5
