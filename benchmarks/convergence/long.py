@@ -5,8 +5,8 @@
 
 The same command, given again on the same machine, goes on: text, checkpoints and metrics are in DIR, and after
 ``--budget`` seconds (of which 20 are kept for saving) both runs are told to save and leave. Both run at the same time,
-each on half of the GPUs, on a power of two of them; on a single GPU they share it. Writes `convergence/long.json` after
-each call: losses, held-out losses, speed and memory up to the step that each has reached.
+each on half of the GPUs, on a power of two of them; on a single GPU they share it. Writes `convergence/long.json`, with
+``--seed 1`` `long-seed-1.json`, after each call: losses, held-out losses, speed and memory up to the step reached.
 
 A Llama-shaped GPT of 21 layers and 1024 hidden units, 1200 steps of 262 144 tokens, cosine schedule. The text is what
 a machine without a network has: Python sources of the standard library, of the packages beside torch and of folders
@@ -195,7 +195,8 @@ def main() -> None:
     trained = a.steps * BATCH[a.tiny] * size.sequence
     data_of_it = {"tokens": text["tokens"], "bytes": text["text_bytes"], "epochs": trained / (0.98 * text["tokens"])}
     result = {"settings": options(a, "text"), "data": data_of_it, "gpus_of_a_run": len(divided[0]), "runs": found}
-    write_result("convergence/long" + "-tiny" * a.tiny, result, a.output, nan=True)
+    name = "convergence/long" + "-tiny" * a.tiny + f"-seed-{a.seed}" * (a.seed != 0)
+    write_result(name, result, a.output, nan=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the two runs of `benchmarks/convergence/long.py` say.
+"""What the runs of `benchmarks/convergence/long.py` say.
 
-python -m benchmarks.convergence.long_report [--result JSON] [--plot docs/figures/convergence-long.png]
+python -m benchmarks.convergence.long_report [--results JSON ...] [--plot docs/figures/convergence-long.png]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.arguments import one_line, picture
@@ -39,13 +40,19 @@ def report(runs: dict[str, dict[str, Any]], steps: int) -> None:
             print(f"step {step}: held-out loss {gap:+.3%}")
 
 
-def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Training and held-out loss of both runs over tokens; below, the gap of each.
+def last_quarter(run: dict[str, Any]) -> float:
+    """Mean of the held-out losses of the last quarter of its steps."""
+    pairs = zip(run["held_out_steps"], run["held_out_losses"], strict=True)
+    return fmean(loss for step, loss in pairs if step > 0.75 * run["steps"])
+
+
+def plot(seeds: Sequence[dict[str, dict[str, Any]]], path: Path) -> None:
+    """Training and held-out loss of both runs of each seed over tokens; below, the gap of the held-out losses.
 
     Raises:
         ValueError: one of them has made no step.
     """
-    if none := [name for name, run in runs.items() if not run["steps"]]:
+    if none := [name for runs in seeds for name, run in runs.items() if not run["steps"]]:
         raise ValueError(f"plot: got no step of {', '.join(none)}, accepted: some of both runs")
     import matplotlib
 
@@ -55,28 +62,19 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(7, 5.5), sharex=True, layout="constrained", height_ratios=[2, 1]
     )
-    tokens, curves = {}, {}
-    for color, (name, run) in zip(("0.35", "tab:blue"), runs.items(), strict=True):
-        tokens[name] = run["tokens"] / run["steps"] / 1e6  # millions, a step
-        points = [min((i + 1) * run["steps_a_point"], run["steps"]) for i in range(len(run["training_losses"]))]
-        curves[name] = dict(zip(points, run["training_losses"], strict=True))
-        x = [p * tokens[name] for p in points]
-        above.plot(x, run["training_losses"], color=color, linewidth=1, label=f"{name}, training")
-        x = [p * tokens[name] for p in run["held_out_steps"]]
-        above.plot(x, run["held_out_losses"], "o", color=color, markersize=3, label=f"{name}, held out")
-    bf16, coat = curves.values()
-    shared = [p for p in bf16 if p in coat]
-    width = max(1, len(shared) // 24)
-    smooth = [
-        (shared[i], sum(coat[p] for p in part) / sum(bf16[p] for p in part) - 1)
-        for i in range(width - 1, len(shared))
-        if (part := shared[i - width + 1 : i + 1])
-    ]
-    below.plot([p * tokens[BF16] for p, _ in smooth], [100 * g for _, g in smooth], color="tab:blue", linewidth=1)
-    gaps = held_out_gaps(runs)
-    below.plot([p * tokens[BF16] for p in gaps], [100 * g for g in gaps.values()], "o", color="tab:blue", markersize=3)
+    ends = []
+    for i, (runs, marker) in enumerate(zip(seeds, "osv^", strict=False)):
+        for color, (name, run) in zip(("0.35", "tab:blue"), runs.items(), strict=True):
+            tokens = run["tokens"] / run["steps"] / 1e6  # millions, a step
+            steps = [min((n + 1) * run["steps_a_point"], run["steps"]) for n in range(len(run["training_losses"]))]
+            above.plot([n * tokens for n in steps], run["training_losses"], color=color, linewidth=0.7, alpha=0.6)
+            x, label = [n * tokens for n in run["held_out_steps"]], f"{name}, held out, seed {i}"
+            above.plot(x, run["held_out_losses"], marker, color=color, markersize=3, label=label)
+            ends += run["training_losses"]
+        gaps = held_out_gaps(runs)
+        x = [step * tokens for step in gaps]
+        below.plot(x, [100 * gap for gap in gaps.values()], f"{marker}-", color="tab:blue", markersize=3, linewidth=0.7)
     below.axhline(0, color="0.6", linewidth=0.8)
-    ends = [*bf16.values(), *coat.values()]
     above.set(ylabel="loss, nats a token", ylim=(0.95 * min(ends), sorted(ends)[int(0.97 * len(ends))]))
     below.set(xlabel="million tokens", ylabel="coat to BF16, %", ylim=(-2, 2))
     above.legend(fontsize=8)
@@ -90,18 +88,28 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--result", type=Path, default=result_path("convergence/long"), metavar="JSON")
+    parser.add_argument("--results", nargs="+", type=Path, metavar="JSON", help="one a seed (default: those kept)")
     parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
+    paths = arguments.results or sorted(result_path("convergence/long").parent.glob("long*.json"))
     with one_line():
-        found = read_result(arguments.result, "settings", "runs")
-    report(found["runs"], found["settings"]["steps"])
+        results = [read_result(path, "settings", "runs") for path in paths]
+    seeds = [result["runs"] for result in results]
+    for path, result in zip(paths, results, strict=True):
+        print(f"== {path.stem}")
+        report(result["runs"], result["settings"]["steps"])
+    if all(run["steps"] for runs in seeds for run in runs.values()):
+        means = [{name: last_quarter(run) for name, run in runs.items()} for runs in seeds]
+        for bf16, coat in ((one[BF16], one["coat"]) for one in means):
+            print(f"last quarter, held out: BF16 {bf16:.4f}, coat {coat:.4f}, {coat / bf16 - 1:+.3%}")
+        losses = [one[BF16] for one in means]
+        print(f"BF16's seeds differ by {max(losses) / min(losses) - 1:.3%}")
     if arguments.plot is not None:
-        plot(found["runs"], arguments.plot)
+        plot(seeds, arguments.plot)
 
 
 if __name__ == "__main__":
