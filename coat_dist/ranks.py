@@ -40,12 +40,12 @@ def alone() -> Iterator[None]:
         _alone = before
 
 
-def gather(mine: T) -> list[T]:
-    """What every rank gives, in rank order; also a barrier."""
-    world = rank_and_world()[1]
+def gather(mine: T, group: Any = None) -> list[T]:
+    """What every rank gives, of all or of a ``group``, in rank order; also a barrier."""
+    world = rank_and_world()[1] if group is None else dist.get_world_size(group)
     everyone: list[Any] = [mine] * world
     if world > 1:
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 

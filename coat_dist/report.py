@@ -109,9 +109,8 @@ def lines() -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; the exit status."""
     raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(prog="python -m coat_dist.report", description=__doc__, formatter_class=raw).parse_args(
-        argv
-    )
+    p = argparse.ArgumentParser(prog="python -m coat_dist.report", description=__doc__, formatter_class=raw)
+    p.parse_args(argv)
     findings = list(check())
     for line in (*lines(), *(f"{level.upper()}: {text}" for level, text in findings)):
         print(line)

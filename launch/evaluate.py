@@ -19,7 +19,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-
 import math
 import os
 import platform
@@ -129,9 +128,8 @@ def score_all(
     """
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in report.KINDS}
     for one in inputs.found:
-        sums = rows.score(
-            of_data if one.kind == "data" else losses, one.rows, args.batch_size, one.name, args.tensor_parallel
-        )
+        own = of_data if one.kind == "data" else losses
+        sums = rows.score(own, one.rows, args.batch_size, one.name, args.tensor_parallel)
         if bad := sum(not math.isfinite(value) for value in sums):
             raise CoatConfigError(f"{one.name}: the loss of {bad} of {len(sums)} rows is not finite")
         if one.kind == "choices":

@@ -14,7 +14,6 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-
 from collections.abc import Sequence
 
 from coat_dist import CoatConfigError

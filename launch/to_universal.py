@@ -24,11 +24,11 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-
 import argparse
 import os
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -103,29 +103,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         meant={"input": "--load", "source": "--load", "out": "--output", "save": "--output"},
     )
-    p.add_argument(
-        "--load",
-        "--input_folder",
-        "--input-folder",
-        type=local_path,
-        required=True,
-        metavar="DIR",
-        help="a checkpoint of DeepSpeed's ZeRO, or a folder whose `latest` names one",
-    )
+    folder: dict[str, Any] = {"type": local_path, "metavar": "DIR"}
+    source = "a checkpoint of DeepSpeed's ZeRO, or a folder whose `latest` names one"
+    p.add_argument("--load", "--input_folder", "--input-folder", required=True, help=source, **folder)
     where = p.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--output",
-        type=local_path,
-        metavar="DIR",
-        help="gets the universal checkpoint under its own name, `latest` and `latest_universal`",
-    )
-    where.add_argument(
-        "--output_folder",
-        "--output-folder",
-        type=local_path,
-        metavar="DIR",
-        help="becomes the universal checkpoint; `latest_universal` beside it names it, as DeepSpeed's program does",
-    )
+    outer = "gets the universal checkpoint under its own name, `latest` and `latest_universal`"
+    where.add_argument("--output", help=outer, **folder)
+    exact = "becomes the universal checkpoint; `latest_universal` beside it names it, as DeepSpeed's program does"
+    where.add_argument("--output_folder", "--output-folder", help=exact, **folder)
     add_log_level(p)
     theirs = p.add_argument_group("options of DeepSpeed's ds_to_universal.py, without effect here")
     for name in ("num_extract_workers", "num_merge_workers"):

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from ..ranks import gather
 
 __all__ = [
     "divided_experts",
@@ -67,9 +68,7 @@ def names_of_others(engine: Any) -> set[str]:
     if place_in_pipeline(info)[1] > 1:
         own = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         own += [f"{name}._extra_state" if name else "_extra_state" for name, _ in module.named_modules()]
-        group = engine.mpu.get_pipeline_model_parallel_group()
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, list(map(in_whole(info), own)), group=group)
+        every = gather(list(map(in_whole(info), own)), engine.mpu.get_pipeline_model_parallel_group())
         names |= {name for one in every for name in one}
     return names
 

@@ -63,7 +63,8 @@ class ChunkedLM(Patched):
         given |= given.pop("kwargs", {})
         labels, shifted = given.get("labels"), given.get("shift_labels")
         keep = given.get("logits_to_keep", 0)
-        if labels is None or why_plain_now(self) or not (isinstance(keep, int) and keep == 0):
+        changed = not isinstance(self.lm_head, LossHead) or "_loss_function" in vars(self)  # since it was patched
+        if labels is None or changed or not (isinstance(keep, int) and keep == 0):
             return plain(self, *args, **kwargs)
         ignored = given.get("ignore_index", IGNORED)
         if shifted is None:
@@ -78,11 +79,6 @@ class ChunkedLM(Patched):
         finally:
             _given.head, _given.labels, _given.hidden = before
         return out if hidden is None else _with_logits(out, LogitsOnRead(hidden, self.lm_head))
-
-
-def why_plain_now(model: Any) -> bool:
-    """Whether the loss is the model's own because something was changed since it was patched."""
-    return not isinstance(model.lm_head, LossHead) or "_loss_function" in vars(model)
 
 
 class LossHead(Patched):

@@ -134,7 +134,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _patch_layer(name: str, layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
     attention, mlp, part = layer.self_attn, layer.mlp, Part(settings)
     kind = attention_kind(attention)
-    why_attention, why_mlp = _why_not_attention(attention), _why_not_mlp(mlp)
+    why_attention = _why_not_linears(attention) if shares_input(attention) else "an attention that is not known"
+    why_mlp = _why_not_mlp(mlp)
     norms = [getattr(layer, n, None) for n in ("input_layernorm", "post_attention_layernorm")]
     fused = (
         why_attention is None
@@ -192,12 +193,6 @@ def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, 
             changes.swap(module, swapped(type(module), ChunkedLM), Part(settings))
 
 
-def _why_not_attention(attention: Any) -> str | None:
-    if not shares_input(attention):
-        return "an attention that is not known"
-    return _why_not_linears(attention)
-
-
 def _why_not_mlp(mlp: Any) -> str | None:
     names = gate(mlp)
     if names is None:
@@ -205,8 +200,8 @@ def _why_not_mlp(mlp: Any) -> str | None:
     if activation_of(mlp) is None:
         return "an activation that the flow does not have"
     linears = [getattr(mlp, n) for n in (*names, "down_proj")]
-    if not all(type(m) is nn.Linear for m in linears):
-        return f"{_kind(next(m for m in linears if type(m) is not nn.Linear))} in place of a linear"
+    if strange := [type(m) for m in linears if type(m) is not nn.Linear]:
+        return f"{strange[0].__module__.partition('.')[0]}'s {strange[0].__name__} in place of a linear"
     if any(map(_has_hooks, linears)):
         return "hooks on its linears"
     return _why_not_linears(mlp)
@@ -223,10 +218,6 @@ def _why_not_linears(block: nn.Module) -> str | None:
         if module.weight.dtype not in (torch.bfloat16, torch.float32):
             return f"weights in {module.weight.dtype}"
     return None
-
-
-def _kind(module: nn.Module) -> str:
-    return f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__}"
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -77,11 +77,11 @@ ACTIVATIONS = {
     "silu": "swiglu",
     "swish": "swiglu",
     "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
     "gelu_new": "geglu_tanh",
+    "gelu_pytorch_tanh": "geglu_tanh",
     "quick_gelu": "quick_geglu",
 }
-"""``hidden_act`` of a configuration, and the flow's activation."""
+"""``hidden_act`` of a gated MLP in a configuration, and the flow's activation."""
 
 
 @functools.cache

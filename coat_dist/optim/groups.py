@@ -52,11 +52,8 @@ def param_groups(
         raise ValueError(f"param_groups: got weight_decay {weight_decay!r}, accepted: a number >= 0")
     if reserved := {"params", "names", "name", "moments"} & set(defaults):
         raise ValueError(f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set itself")
-    named = list(
-        model_or_named_params.named_parameters()
-        if isinstance(model_or_named_params, torch.nn.Module)
-        else model_or_named_params
-    )
+    given: Any = model_or_named_params
+    named = list(given.named_parameters() if isinstance(given, torch.nn.Module) else given)
     for one in named:
         if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)):
             raise ValueError(f"param_groups: got a {type(one).__name__}, accepted: a module, or its named_parameters()")

@@ -192,11 +192,8 @@ def _own_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[st
             f"{saved['weight_decay']!r}, as of torch's Adam; accepted: True, as of AdamW, or weight_decay 0"
         )
     taken = {k: v for k, v in saved.items() if k in group or k not in _TORCH_ONLY}
-    return {
-        **group,
-        **taken,
-        **{k: group[k] for k in (*LAYOUT_KEYS, "capturable", "state_device") if k in group},
-    }  # params too are the saved ones: indices
+    kept = {k: group[k] for k in (*LAYOUT_KEYS, "capturable", "state_device") if k in group}
+    return {**group, **taken, **kept}  # params too are the saved ones: indices
 
 
 def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], what: str) -> dict[str, Any]:

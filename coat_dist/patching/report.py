@@ -63,12 +63,10 @@ def check_settings(model: nn.Module, block: ActivationConfig) -> None:
     for report in reports_of(model):
         if report.settings != block:
             pairs = [(key, getattr(report.settings, key), asked) for key, asked in block]
-            different = ", ".join(
-                f"{key} {had!r} where the block says {asked!r}" for key, had, asked in pairs if had != asked
-            )
+            changed = [f"{key} {had!r} where the block says {asked!r}" for key, had, asked in pairs if had != asked]
             raise CoatConfigError(
-                f"coat.activation: got a model that is patched already with {different}; accepted: the same settings, "
-                "or an unpatched model"
+                f"coat.activation: got a model that is patched already with {', '.join(changed)}; accepted: the same "
+                "settings, or an unpatched model"
             )
 
 

@@ -9,7 +9,7 @@ each of these texts begins the whole conversation's, which is checked for every 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +210,10 @@ class ChatTemplate:
         ids, *before = self.tokenizer(texts, add_special_tokens=False).input_ids
         if all(ids[: len(one)] == one for one in before):
             cuts = [0, *map(len, before), len(ids)]
-            pieces = [ids[start:end] for start, end in _pairs(cuts)]
+            pieces = [ids[start:end] for start, end in pairwise(cuts)]
         else:
             self.in_pieces += 1
-            pieces = [self._ids_within(text[start:end], start > 0) for start, end in _pairs([0, *borders, len(text)])]
+            pieces = [self._ids_within(text[start:end], start > 0) for start, end in pairwise([0, *borders, len(text)])]
         mask = [number % 2 == 1 for number, piece in enumerate(pieces) for _ in piece]
         return [token for piece in pieces for token in piece], mask
 
@@ -224,7 +224,3 @@ class ChatTemplate:
             if both[: len(before)] == before:
                 return both[len(before) :]
         return self._ids(piece)
-
-
-def _pairs(cuts: Sequence[int]) -> Spans:
-    return list(zip(cuts, cuts[1:], strict=False))

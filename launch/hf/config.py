@@ -10,20 +10,12 @@ from pydantic import ValidationError
 
 from coat_dist import CoatConfigError
 from coat_dist.config import explain, load_json
+from coat_dist.hf.recognize import ACTIVATIONS as ACTIVATION_NAMES
 from launch.hf.families import FAMILIES, Family
 from launch.model.config import ModelConfig
 
 __all__ = ["ACTIVATION_NAMES", "SIZES", "model_from_config", "read_config"]
 
-ACTIVATION_NAMES = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_new": "geglu_tanh",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "quick_gelu": "quick_geglu",
-}
-"""``hidden_act`` of the gate, and what the gated MLP is called in a model description."""
 SIZES = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",

@@ -1,8 +1,8 @@
 """The families of models that convert: one table each, read in both directions.
 
 A table's line is ``Megatron's name: (layout, Hugging Face's names)``; ``{}`` is the layer's number and ``{e}`` the
-expert's. Lines of parameters
-that a model does not have (biases, norms of queries and keys, an output layer of its own) are left out for it. Layouts:
+expert's. Lines of parameters that a model does not have (biases, norms of queries and keys, an output layer of its own)
+are left out for it. Layouts:
 
 * ``same``: the same tensor.
 * ``vocab``: the same, with rows of zeros up to ``ModelConfig.padded_vocab`` in Megatron.

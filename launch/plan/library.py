@@ -7,6 +7,7 @@ from typing import Any
 from coat_dist import CoatConfigError
 from coat_dist.hf.saved import OnPaper
 from launch.find_config import read_config
+from launch.hf.config import SIZES
 from launch.model.config import ModelConfig, described_model
 
 __all__ = ["read_model", "read_settings"]
@@ -23,17 +24,8 @@ def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig]
     except (OSError, ValueError) as problem:
         accepted = "a folder with the config.json of a causal language model of transformers, or that file"
         raise CoatConfigError(f"--model: got {path}, accepted: {accepted} ({problem})") from None
-    names = {
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "ffn_hidden_size": "intermediate_size",
-        "num_attention_heads": "num_attention_heads",
-        "num_query_groups": "num_key_value_heads",
-        "head_size": "head_dim",
-        "seq_length": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-    }
-    sizes = {ours: getattr(library.config, theirs, None) for ours, theirs in names.items()}
+    names = {**SIZES, "num_key_value_heads": "num_query_groups", "head_dim": "head_size"}
+    sizes = {ours: getattr(library.config, theirs, None) for theirs, ours in names.items()}
     experts = (getattr(library.config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     sizes |= {"seq_length": seq_length or sizes["seq_length"], "num_moe_experts": next(filter(None, experts), None)}
     tied = "lm_head.weight" not in library.shapes

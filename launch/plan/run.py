@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -10,10 +11,14 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import ActivationConfig, look_up
-from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.gpt import ModelConfig
+from launch.model.sizes import parameter_shapes
 
 __all__ = ["Parameter", "Run", "parameters"]
+
+_DIVIDED = re.compile(r"word_embeddings|output_layer|linear_qkv|linear_fc1|linear_(proj|fc2)\.weight")
+"""Parameters of which each tensor-parallel rank has a part; with ``qk_norm`` "full" also those of :data:`_QK_NORM`."""
+_QK_NORM = re.compile(r"\.[qk]_layernorm\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,38 +165,10 @@ class Parameter:
 
 def parameters(run: Run) -> list[Parameter]:
     """The parameters of one tensor-parallel rank, in the order of the model."""
-    if run.library is not None:
-        return [
-            Parameter(name, prod(shape), len(shape) > 1, int(name.split(".")[2]) if ".layers." in name else None)
-            for name, shape in run.library.shapes.items()
-        ]
-    m, tp = run.model, run.tp
-    h, d = m.hidden_size, m.head_channels
-    q, kv = m.num_attention_heads * d // tp, m.kv_heads * d // tp
-    f, wide = m.ffn_hidden_size // tp, m.ffn_hidden_size * ACTIVATIONS[m.activation].parts // tp
-    two = 2 if m.normalization == "layernorm" else 1
-    norm = h * two if m.norm_affine else 0
-    qk = 2 * d * two if m.qk_norm is True else (q + kv) * two if m.qk_norm else 0
-    out_bias = m.linear_bias or m.attention_output_bias
-    layer = [
-        ("input_layernorm", norm, False),
-        ("self_attention.linear_proj.weight", h * q, True),
-        ("self_attention.linear_proj.bias", h if out_bias else 0, False),
-        ("self_attention.linear_qkv.weight", h * (q + 2 * kv), True),
-        ("self_attention.linear_qkv.bias", q + 2 * kv if m.linear_bias or m.qkv_bias else 0, False),
-        ("self_attention.qk_layernorm", qk, False),
-        ("pre_mlp_layernorm", norm, False),
-        ("mlp.linear_fc1.weight", h * wide, True),
-        ("mlp.linear_fc1.bias", wide if m.linear_bias else 0, False),
-        ("mlp.linear_fc2.weight", f * h, True),
-        ("mlp.linear_fc2.bias", h if m.linear_bias else 0, False),
-    ]
-    vocabulary = m.padded_vocab // tp * h
-    found = [Parameter("embedding.word_embeddings.weight", vocabulary, True)]
-    for i in range(m.num_layers):
-        found += [Parameter(f"decoder.layers.{i}.{name}", n, matrix, i) for name, n, matrix in layer if n]
-    if norm:
-        found.append(Parameter("decoder.final_layernorm", norm, False))
-    if not m.tie_embeddings:
-        found.append(Parameter("output_layer.weight", vocabulary, True))
+    shapes = parameter_shapes(run.model) if run.library is None else run.library.shapes
+    found = []
+    for name, shape in shapes.items():
+        divided = _DIVIDED.search(name) or (run.model.qk_norm == "full" and _QK_NORM.search(name))
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        found.append(Parameter(name, prod(shape) // (run.tp if divided else 1), len(shape) > 1, layer))
     return found

@@ -32,13 +32,9 @@ def _several(convert: Callable[[str], Any], accepted: str) -> Callable[[str], tu
     return several
 
 
-def _variant(text: str) -> str:
-    return VARIANTS[VARIANTS.index(text)]
-
-
+_Variants = Annotated[tuple[str, ...], _several(lambda text: VARIANTS[VARIANTS.index(text)], "coat, bf16")]
 _Ranks = Annotated[tuple[int, ...], _several(int, "numbers of ranks")]
 _Sizes = Annotated[tuple[int, ...], _several(memory_bytes, "sizes such as 64KiB,16MiB")]
-
 
 _measure, _predict = partial(option, group="measuring"), partial(option, group="predicting")
 
@@ -69,7 +65,7 @@ class ScalingOptions(ConfiguredOptions):
     """replace earlier measurements in --output"""
     ranks: _Ranks | None = _measure(None, metavar="N,N")
     """sub-groups (default: 1, 2, 4, ... all)"""
-    variants: Annotated[tuple[str, ...], _several(_variant, "coat, bf16")] = _measure(VARIANTS, metavar="NAME,NAME")
+    variants: _Variants = _measure(VARIANTS, metavar="NAME,NAME")
     """coat: with the block; bf16: without"""
     only: Literal["collectives", "training"] | None = _measure(None)
     """measure nothing else"""

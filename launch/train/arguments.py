@@ -136,10 +136,7 @@ class TrainingOptions(RunOptions):
                 ("virtual_stages", self.pipeline_parallel > 1 or self.virtual_stages <= 1, "1 with one pipeline stage"),
                 ("profile_steps", self.profile_steps is None or self.output is not None, "only with --output"),
                 ("wandb", self.wandb is not None or not of_wandb, "a project with --wandb-name, -entity and -mode"),
-                *(
-                    (one, self.dry_run or not getattr(self, one), "only with --dry-run")
-                    for one in ("json", "gpu", "gpus")
-                ),
+                *((n, self.dry_run or not getattr(self, n), "only with --dry-run") for n in ("json", "gpu", "gpus")),
             ),
             *check_recompute(self),
         ]
@@ -179,12 +176,11 @@ class PretrainOptions(TrainingOptions):
     def problems(self) -> list[str]:
         """Those of every program, and of where the model comes from."""
         fresh = self.init_from is None or self.load in (None, "auto")
+        accepted = f"absent with --load {self.load}, which continues with the weights there"
         missing = "--model: missing, accepted: a description, or --init-from, which has one"
         return [
             *super().problems(),
-            *self.refused(
-                ("init_from", fresh, f"absent with --load {self.load}, which continues with the weights there")
-            ),
+            *self.refused(("init_from", fresh, accepted)),
             *([] if self.model or self.init_from else [missing]),
         ]
 

@@ -22,13 +22,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(inner)
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each distinct storage by its address."""
-    return {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()
-    }
-
-
 def _measure(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     """Bytes and elements of distinct storages."""
     kept = {t.untyped_storage().data_ptr(): t for t in tensors}.values()
@@ -75,15 +68,14 @@ class MemoryReport:
         names = "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"
         master = list(_tensors(next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))))
         states = [item for state in optimizer.optimizer.state.values() for item in state.items()]
-        weights, count = _storages(parameters), sum(t.numel() for t in master)
+        weights, count = {t.untyped_storage().data_ptr() for t in parameters}, sum(t.numel() for t in master)
         kept = [*master, *(t for name, t in states if name == "coat_p_low")]
-        own = _storages(t for t in kept if t.untyped_storage().data_ptr() not in weights)
-        moments = _storages(
-            t for name, t in states if name != "coat_p_low" and isinstance(t, torch.Tensor) and t.numel() > 1
-        )
+        own, _ = _measure(t for t in kept if t.untyped_storage().data_ptr() not in weights)
+        numbers = (t for name, t in states if name != "coat_p_low" and isinstance(t, torch.Tensor))
+        moments, _ = _measure(t for t in numbers if t.numel() > 1)
         self._rows["parameters"] = _measure(parameters)
-        self._rows["master weights"] = sum(own.values()), count
-        self._rows["optimizer moments"] = sum(moments.values()), count
+        self._rows["master weights"] = own, count
+        self._rows["optimizer moments"] = moments, count
 
     def table(self) -> str:
         """The table: bytes of this rank, elements they belong to, bytes an element (a token for activations)."""

@@ -115,13 +115,8 @@ def describe(module: Any) -> flow.Norm:
     if len(getattr(module, "normalized_shape", (0,))) != 1:
         raise ValueError(f"norm over {len(module.normalized_shape)} dimensions")
     kind: Any = getattr(module, "kind", "rmsnorm" if isinstance(module, nn.RMSNorm) else "layernorm")
-    return flow.Norm(
-        kind=kind,
-        eps=module.eps,
-        weight=module.weight,
-        bias=getattr(module, "bias", None),
-        reduce_grad=_reduces_now(module),
-    )
+    bias = getattr(module, "bias", None)
+    return flow.Norm(kind, module.eps, module.weight, bias, reduce_grad=_reduces_now(module))
 
 
 def _reduces_now(module: Any) -> bool:

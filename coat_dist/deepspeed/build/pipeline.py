@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
 from ...config import CoatConfigError, Problem
+from ...ranks import gather
 from ..step.step import by_what_the_norm_counts
 
 __all__ = ["TIED", "accumulate", "accumulated", "attach_stage", "check_noise_of_tied", "has_groups_of_norms"]
@@ -68,10 +69,8 @@ def _check_tied(zero: Any) -> None:
     for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
         if tied and len(params) > 1 and options.get("moments") == "fp8":
-            given = (
-                "got a group with FP8 moments that holds the tied embedding among other weights, whose copies on two "
-            )
-            given += "pipeline stages would drift apart"
+            given = "got a group with FP8 moments that holds the tied embedding among other weights, whose copies on "
+            given += "two pipeline stages would drift apart"
             accepted = '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)'
             raise CoatConfigError(Problem("model_parameters", given, accepted))
 
@@ -89,8 +88,7 @@ def norm_over_stages(engine: Any) -> None:
     over_stages = mpu.get_pipeline_model_parallel_group()
     over_tensors = mpu.get_tensor_model_parallel_group()
     own = [str(g.get("name", i)).removesuffix(TIED) for i, g in enumerate(engine.optimizer.optimizer.param_groups)]
-    every: list[Any] = [None] * over_stages.size()
-    dist.all_gather_object(every, own, group=over_stages)
+    every = gather(own, over_stages)
     labels = sorted({x for one in every for x in one}, key=lambda x: (max(o.index(x) for o in every if x in o), x))
     places = [labels.index(label) for label in own]
 
@@ -188,9 +186,8 @@ def check_noise_of_tied(engine: Any) -> None:
         for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True)
         if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False
     ]
-    stage_group = engine.mpu.get_pipeline_model_parallel_group()
-    places: list[Any] = [None] * stage_group.size()
-    dist.all_gather_object(places, drawing.index(True) if True in drawing else None, group=stage_group)
+    own = drawing.index(True) if True in drawing else None
+    places = gather(own, engine.mpu.get_pipeline_model_parallel_group())
     if len(places_of_copies := {place for place in places if place is not None}) > 1:
         given = "got a tied embedding behind another number of groups with FP8 moments on the first stage than on the "
         given += f"last {sorted(places_of_copies)}, so that its copies would draw other noise and drift apart"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import CoatConfigError, Problem
+from ...ranks import gather
 from ..optimizer_from_json import parameter_of
 from .pipeline import TIED, has_groups_of_norms
 
@@ -86,7 +87,4 @@ def call_norms_alike(engine: Any) -> None:
 
 def _counts(zero: Any) -> list[int]:
     """How many groups each of the ranks has over which ZeRO sums norms."""
-    group = zero.model_parallel_group
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, len(zero.bit16_groups), group=group)
-    return counts
+    return gather(len(zero.bit16_groups), zero.model_parallel_group)

@@ -42,13 +42,14 @@ def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
             over all ranks; or parameters without the mark :data:`SUMMED` that need the sum.
     """
     if mpu is None:
-        tp = max((_configured_tp(module) for module in model.modules()), default=1)
+        configs = (getattr(module, "config", None) for module in model.modules())
+        sizes = (getattr(config, "tensor_model_parallel_size", 1) for config in configs)
+        tp = max((size for size in sizes if isinstance(size, int)), default=1)
         if tp > 1:
-            given = (
-                f"got none for a model with tensor_model_parallel_size {tp}, whose gradients DeepSpeed would average"
-            )
+            given = f"got none for a model with tensor_model_parallel_size {tp}, whose gradients DeepSpeed would "
+            given += "average over tensor-parallel ranks"
             accepted = "megatron_patches.MPUAdapter(), or megatron_patches.initialize, which makes one"
-            raise CoatConfigError(Problem("mpu", f"{given} over tensor-parallel ranks", accepted))
+            raise CoatConfigError(Problem("mpu", given, accepted))
     missing = [
         name
         for name, parameter in model.named_parameters()
@@ -61,8 +62,3 @@ def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
         accepted = "megatron_patches.install_replicated_grad_hooks(model) before initialize, or "
         accepted += f"megatron_patches.initialize; or, where this program sums them, parameter.{SUMMED} = True on each"
         raise CoatConfigError(Problem("model", given, accepted))
-
-
-def _configured_tp(module: torch.nn.Module) -> int:
-    size = getattr(getattr(module, "config", None), "tensor_model_parallel_size", 1)
-    return size if isinstance(size, int) else 1

@@ -25,12 +25,11 @@ def check_master_weights(zero: Any) -> None:
     """Refuse (ValueError) options of a CoatAdamW that do not fit the weights that a ZeRO optimizer hands it."""
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
-            given = (
-                f"got {part.group['master_weights']!r} in group {part.group.get('name', '')!r}, and {part.flat.dtype}"
-            )
+            own, name = part.group["master_weights"], part.group.get("name", "")
+            given = f"got {own!r} in group {name!r}, and {part.flat.dtype} from {type(zero).__name__}"
             accepted = "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, "
             accepted += "or 'parameter' without them"
-            raise CoatConfigError(Problem("CoatAdamW master_weights", f"{given} from {type(zero).__name__}", accepted))
+            raise CoatConfigError(Problem("CoatAdamW master_weights", given, accepted))
 
 
 def keeps_remainders(zero: Any) -> bool:

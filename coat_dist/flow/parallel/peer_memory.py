@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import CoatConfigError
+from ...ranks import gather
 from ..function import outside_of_graphs
 
 __all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
@@ -268,8 +269,7 @@ def peer_memory(
 
 def check_switch(group: dist.ProcessGroup) -> None:
     """A collective. Raises CoatConfigError on all ranks where one has another ``COAT_PEER_MEMORY`` than it should."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, os.environ.get(SWITCH, "1"), group=group)
+    everyone = gather(os.environ.get(SWITCH, "1"), group)
     for rank, value in enumerate(everyone):
         if value not in ("0", "1") or value != everyone[0]:
             raise CoatConfigError(
@@ -286,8 +286,7 @@ def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
         usable = dist.get_backend(group) == "nccl" and torch.version.hip is None
     except ImportError:
         usable = False
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (usable, socket.gethostname(), _boot(), device.index), group=group)
+    everyone = gather((usable, socket.gethostname(), _boot(), device.index), group)
     others = [index for *_, index in everyone if index != device.index]
     able = (
         len({machine for *machine_, _ in everyone for machine in [tuple(machine_)]}) == 1
@@ -296,8 +295,7 @@ def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
         and all(other < torch.cuda.device_count() for other in others)
         and all(torch.cuda.can_device_access_peer(device, other) for other in others)
     )
-    dist.all_gather_object(everyone, able, group=group)
-    return all(everyone)
+    return all(gather(able, group))
 
 
 def _try(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
@@ -308,9 +306,7 @@ def _try(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     except RuntimeError as error:
         warnings.warn(f"tensor-parallel ranks exchange rows by NCCL alone: {error}", stacklevel=2)
         able = False
-    everyone: list[Any] = [None] * peers.size
-    dist.all_gather_object(everyone, able, group=group)
-    return peers if all(everyone) else None
+    return peers if all(gather(able, group)) else None
 
 
 def _boot() -> str:
