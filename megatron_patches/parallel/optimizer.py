@@ -194,7 +194,7 @@ class _Chain(ChainedOptimizer):
     def step(self) -> tuple[bool, float | None, int | None]:
         if self.prepare_grads():
             return False, None, None
-        norm, limit = self._norm(), self.config.clip_grad or math.inf
+        norm, limit = self._norm(), self.config.clip_grad if self.config.clip_grad > 0.0 else math.inf
         on_host = torch.empty_like(norm, device="cpu", pin_memory=norm.is_cuda).copy_(norm, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         factor = torch.fmin(limit / (norm + 1e-6), torch.ones_like(norm)).float()  # 1 for a norm that is not a number

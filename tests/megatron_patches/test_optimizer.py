@@ -171,10 +171,10 @@ def _alone(rank, world, folder):
     return run.inner().steps(), run.train(range(1))
 
 
-def _in_megatrons_passes(rank, world):
+def _in_megatrons_passes(rank, world, clip_grad):
     """Whether steps are to the bit those that clip and write weights in passes of their own; and the last norm."""
     start()
-    ours, theirs = Run(COAT, clip_grad=0.5), Run(COAT, clip_grad=0.5)
+    ours, theirs = Run(COAT, clip_grad=clip_grad), Run(COAT, clip_grad=clip_grad)
     for optimizer in theirs.optimizer.chained_optimizers:
         optimizer.optimizer.copies = {}
     theirs.optimizer.__class__ = ChainedOptimizer
@@ -222,8 +222,9 @@ def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
         assert len(run["said"]) == 1
 
 
-def test_a_step_is_that_of_megatrons_passes():
-    for same, norm, own in run_ranks(2, _in_megatrons_passes):
+@pytest.mark.parametrize("clip_grad", [0.5, -1.0])  # Megatron clips to what is above 0
+def test_a_step_is_that_of_megatrons_passes(clip_grad):
+    for same, norm, own in run_ranks(2, _in_megatrons_passes, clip_grad):
         assert same and norm > 0.6 and own == pytest.approx(norm, rel=1e-12)
 
 
