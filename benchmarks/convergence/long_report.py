@@ -6,7 +6,8 @@ python -m benchmarks.convergence.long_report [--results JSON ...] [--plot docs/f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,13 +47,13 @@ def last_quarter(run: dict[str, Any]) -> float:
     return fmean(loss for step, loss in pairs if step > 0.75 * run["steps"])
 
 
-def plot(seeds: Sequence[dict[str, dict[str, Any]]], path: Path) -> None:
+def plot(seeds: Mapping[int, dict[str, dict[str, Any]]], path: Path) -> None:
     """Training and held-out loss of both runs of each seed over tokens; below, the gap of the held-out losses.
 
     Raises:
         ValueError: one of them has made no step.
     """
-    if none := [name for runs in seeds for name, run in runs.items() if not run["steps"]]:
+    if none := [name for runs in seeds.values() for name, run in runs.items() if not run["steps"]]:
         raise ValueError(f"plot: got no step of {', '.join(none)}, accepted: some of both runs")
     import matplotlib
 
@@ -63,12 +64,12 @@ def plot(seeds: Sequence[dict[str, dict[str, Any]]], path: Path) -> None:
         2, 1, figsize=(7, 5.5), sharex=True, layout="constrained", height_ratios=[2, 1]
     )
     ends = []
-    for i, (runs, marker) in enumerate(zip(seeds, "osv^", strict=False)):
+    for (seed, runs), marker in zip(seeds.items(), itertools.cycle("osv^")):  # noqa: B905
         for color, (name, run) in zip(("0.35", "tab:blue"), runs.items(), strict=True):
             tokens = run["tokens"] / run["steps"] / 1e6  # millions, a step
             steps = [min((n + 1) * run["steps_a_point"], run["steps"]) for n in range(len(run["training_losses"]))]
             above.plot([n * tokens for n in steps], run["training_losses"], color=color, linewidth=0.7, alpha=0.6)
-            x, label = [n * tokens for n in run["held_out_steps"]], f"{name}, held out, seed {i}"
+            x, label = [n * tokens for n in run["held_out_steps"]], f"{name}, held out, seed {seed}"
             above.plot(x, run["held_out_losses"], marker, color=color, markersize=3, label=label)
             ends += run["training_losses"]
         gaps = held_out_gaps(runs)
@@ -95,19 +96,20 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    paths = arguments.results or sorted(result_path("convergence/long").parent.glob("long*.json"))
+    first = result_path("convergence/long")
+    paths = arguments.results or [first, *first.parent.glob("long-seed-*.json")]
     with one_line():
-        results = [read_result(path, "settings", "runs") for path in paths]
-    seeds = [result["runs"] for result in results]
-    for path, result in zip(paths, results, strict=True):
-        print(f"== {path.stem}")
+        results = [read_result(path, "settings", "runs", option="--results") for path in paths]
+    results.sort(key=lambda result: result["settings"]["seed"])
+    seeds = {result["settings"]["seed"]: result["runs"] for result in results}
+    for result in results:
+        print(f"== seed {result['settings']['seed']}")
         report(result["runs"], result["settings"]["steps"])
-    if all(run["steps"] for runs in seeds for run in runs.values()):
-        means = [{name: last_quarter(run) for name, run in runs.items()} for runs in seeds]
-        for bf16, coat in ((one[BF16], one["coat"]) for one in means):
-            print(f"last quarter, held out: BF16 {bf16:.4f}, coat {coat:.4f}, {coat / bf16 - 1:+.3%}")
-        losses = [one[BF16] for one in means]
-        print(f"BF16's seeds differ by {max(losses) / min(losses) - 1:.3%}")
+    if all(run["steps"] == r["settings"]["steps"] for r in results for run in r["runs"].values()):
+        bf16, coat = ([last_quarter(runs[name]) for runs in seeds.values()] for name in (BF16, "coat"))
+        for seed, its, ours in zip(seeds, bf16, coat, strict=True):
+            print(f"seed {seed}, last quarter, held out: BF16 {its:.4f}, coat {ours:.4f}, {ours / its - 1:+.3%}")
+        print(f"BF16's seeds differ by {max(bf16) / min(bf16) - 1:.3%}")
     if arguments.plot is not None:
         plot(seeds, arguments.plot)
 
