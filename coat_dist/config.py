@@ -144,7 +144,7 @@ class ActivationConfig(_Block):
                 _refuse("cuda_graphs", f"true with {key} {json.dumps(given)}", f"{key} {json.dumps(needed)}, or false")
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"
-            _refuse("z_loss", f"{self.z_loss} with {why}", '0, or loss "chunked" with enabled true')
+            _refuse("z_loss", f"{self.z_loss} with {why}", '0, or loss "chunked" or "kept" with enabled true')
         return self
 
 

@@ -64,6 +64,10 @@ def test_losses_and_gradients_of_the_plain_path(name, z_loss, invariant, device,
     before, chunked = state(model), ActivationConfig(tp_invariant=invariant, z_loss=z_loss)
     report, losses, grads = train(model, batch, chunked, labelled)
     assert report.loss == {"output_layer": "chunked"} and "  loss     output_layer: chunked" in str(report)
+    held: list = []  # train() runs backward, too: with "kept" logits wait for it
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+        report, same, _ = train(model, batch, chunked.model_copy(update={"loss": "kept"}), labelled)
+    assert report.loss == {"output_layer": "kept"} and torch.equal(same, losses) and (BATCH * SEQ, 128) in held
     assert state(model) == before
     plain_settings = ActivationConfig(tp_invariant=invariant, loss="plain")
     report, plain, wanted = train(model, batch, plain_settings, from_logits(z_loss))

@@ -64,7 +64,7 @@ class Case:
         self.settings: dict[str, Any] = {
             "forward": one_of(["exact", "quantized"]),
             "forward_scales": one_of(["row", "tensor"]),
-            "loss": one_of(["chunked", "plain"]),
+            "loss": one_of(["chunked", "kept", "plain"]),
             "weights": one_of(["on_use", "cached"]),
         }
         if chance(0.25):
@@ -103,7 +103,7 @@ class Case:
 
     def check(self, device: str) -> None:
         batch, settings = tiny_batch(0, device), ActivationConfig(**self.settings)
-        loss = labelled_loss if settings.loss == "chunked" else tiny_loss
+        loss = tiny_loss if settings.loss == "plain" else labelled_loss
         plain, whole, model = (tiny_gpt(**self.model, **recompute) for recompute in ({}, {}, self.recompute))
         expected, before = gradients(plain, batch, loss_of=loss), state(model)
         report = patch_model(model, settings)

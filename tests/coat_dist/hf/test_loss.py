@@ -119,3 +119,12 @@ def test_plain_on_request():
     chunked, found = step(model)
     torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=1e-6)
     assert found.keys() == grads.keys()
+
+
+@pytest.mark.parametrize("loss", ["chunked", "kept"])
+def test_logits_are_kept_on_request(loss):
+    model, ids, held = tiny(), tokens(), []
+    assert patch_model(model, ActivationConfig(loss=loss)).loss == {"lm_head": loss}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+        model(ids, labels=ids)
+    assert ((ids.numel(), model.config.vocab_size) in held) == (loss == "kept")
