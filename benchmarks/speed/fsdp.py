@@ -4,7 +4,7 @@
 
 Each variant has processes of its own, with the same weights, text and ``fully_shard`` of every layer and the rest.
 bitsandbytes does not know DTensors: it steps on tensors that share their memory. The text is the standard library's, a
-byte a token. CoatAdamW's variants train a model of two layers more, which ``torch.distributed.checkpoint`` saves and
+byte a token. CoatAdamW's variants then train a model of two layers, which ``torch.distributed.checkpoint`` saves and
 one rank loads; the bytes of weights and states are compared. Ratios and gaps are to the first variant. Writes
 ``speed/fsdp.json``.
 """

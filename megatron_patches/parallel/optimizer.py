@@ -212,11 +212,10 @@ class _Chain(ChainedOptimizer):
         own = self.chained_optimizers
         shared = len(own) == 1 or self.grads_states_parallel_group_is_shared()
         parts = [own] if shared else [[optimizer] for optimizer in own]
-        squares = []
+        squares, device = [], "cuda" if torch.cuda.is_available() else "cpu"
         for part in parts:
             grads = [grad for optimizer in part for grad in optimizer.get_main_grads_for_grad_norm()]
-            none = torch.zeros((), device="cuda" if torch.cuda.is_available() else "cpu")
-            square = torch.nn.utils.get_total_norm(grads).square() if grads else none
+            square = torch.nn.utils.get_total_norm(grads).square() if grads else torch.zeros((), device=device)
             dist.all_reduce(square, group=part[0].get_grad_stats_parallel_group())
             squares.append(square.double())
         return torch.stack(squares).sum().sqrt()

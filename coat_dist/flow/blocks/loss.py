@@ -61,10 +61,10 @@ def linear_cross_entropy(
     exact: bool = False,
     keep: bool = False,
 ) -> torch.Tensor:
-    """:func:`vocab_parallel_cross_entropy` of ``x @ weight.T + bias``, without ever holding all logits.
+    """:func:`vocab_parallel_cross_entropy` of ``x @ weight.T + bias``, without holding all logits unless told to.
 
     Forward makes the logits of ``chunk`` vocabulary entries at a time and keeps their statistics. Backward makes each
-    chunk again (one GEMM more than keeping them), turns it into its gradient in place, and multiplies it into the
+    chunk again (one GEMM more than with ``keep``), turns it into its gradient in place, and multiplies it into the
     gradients of x and weight. Saves an alias of x and 16 bytes a token (with sequence parallelism, of all ranks'
     tokens). Gradients are right for any gradient of the loss per token.
 
@@ -76,9 +76,9 @@ def linear_cross_entropy(
         z_loss: see :func:`vocab_parallel_cross_entropy`.
         chunk: vocabulary entries a rank makes logits of at a time. None = as many as make 2**26 logits (128 MiB in
             BF16).
-        keep: keep the logits for backward, ``v / tp`` of x's dtype a token, instead of making them again. Equal bits.
         exact: sum products in fp64, as :func:`~coat_dist.flow.invariant_linear` does: loss and gradients are then the
             same bits for every number of ranks and every chunk. Slow on GPUs.
+        keep: keep the logits for backward, ``v / tp`` of x's dtype a token, instead of making them again. Equal bits.
 
     Returns:
         Loss per token, fp32, of the shape of ``labels``, the same on every rank.
