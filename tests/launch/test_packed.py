@@ -68,5 +68,5 @@ def test_a_run_with_documents_apart(work, tmp_path):
     assert "finished 4 steps" in run_ranks(2, rank_main, command(work, parts, config, *both, steps=4))[0]
     assert losses(straight) == losses(parts)
     assert [r.get("valid_loss") for r in read_metrics(straight)] == [r.get("valid_loss") for r in read_metrics(parts)]
-    run_ranks(2, rank_main, command(work, plain, config, *override, steps=1))
-    assert losses(plain)[0] != losses(straight)[0]
+    run_ranks(2, rank_main, command(work, plain, config, *override, steps=4))  # one step may meet no document's end
+    assert losses(plain) != losses(straight)
