@@ -64,7 +64,7 @@ def plot(seeds: Mapping[int, dict[str, dict[str, Any]]], path: Path) -> None:
         2, 1, figsize=(7, 5.5), sharex=True, layout="constrained", height_ratios=[2, 1]
     )
     ends = []
-    for (seed, runs), marker in zip(seeds.items(), itertools.cycle("osv^")):  # noqa: B905
+    for (seed, runs), marker in zip(seeds.items(), itertools.cycle("osv^"), strict=False):
         for color, (name, run) in zip(("0.35", "tab:blue"), runs.items(), strict=True):
             tokens = run["tokens"] / run["steps"] / 1e6  # millions, a step
             steps = [min((n + 1) * run["steps_a_point"], run["steps"]) for n in range(len(run["training_losses"]))]

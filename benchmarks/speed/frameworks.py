@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -123,8 +124,8 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     rows = torch.randint(0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"]))
     ds, steps = hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch}, Steps()
     del ds["gradient_accumulation_steps"]  # Lightning refuses it
-    setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)  # noqa: B010  axolotl's log does, in each step
-    with tempfile.TemporaryDirectory() as folder:
+    unchanged = mock.patch.object(torch.cuda, "reset_peak_memory_stats")  # axolotl's log would, in each step
+    with tempfile.TemporaryDirectory() as folder, unchanged:
         train(name, model, ds, rows, steps, folder)
     (first, _), *_, (last, _) = steps.seen
     times = [b - a for (_, a), (_, b) in zip(steps.seen, steps.seen[1:], strict=False)][case["warm_up"] - 1 :]

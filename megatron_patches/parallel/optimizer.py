@@ -30,6 +30,7 @@ from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
 from coat_dist.patching.report import check_settings, is_patched
 from coat_dist.patching.settings import Config, coat_block
+from coat_dist.ranks import gather
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
 
@@ -142,8 +143,7 @@ def _check_tied(model_chunks: Sequence[nn.Module], moments: MomentsConfig) -> No
 def _convert(optimizer: Any, moments: MomentsConfig, index: int) -> None:
     old = optimizer.optimizer.param_groups
     matrices = [any(p.dim() > 1 for p in ranges["params"]) for ranges in optimizer.opt_group_ranges]
-    everyone: list[Any] = [None] * optimizer.data_parallel_group.size()
-    dist.all_gather_object(everyone, matrices, group=optimizer.data_parallel_group)
+    everyone = gather(matrices, optimizer.data_parallel_group)
     groups = [
         {
             **{key: value for key, value in group.items() if key not in _COMPUTED_OTHERWISE},
