@@ -8,6 +8,9 @@ The same command, given again on the same machine, goes on: text, checkpoints an
 each on half of the GPUs, on a power of two of them; on a single GPU they share it. Writes `convergence/long.json`, with
 ``--seed 1`` `long-seed-1.json`, after each call: losses, held-out losses, speed and memory up to the step reached.
 
+What two runs of one seed differ by anyway, and which part a gap is of: ``--runs 'bf16 again' 'coat again' flow moments
+--name long-parts``, runs with a learning rate that is larger by 1e-5, and of the flow and of FP8 moments alone.
+
 A Llama-shaped GPT of 21 layers and 1024 hidden units, 1200 steps of 262 144 tokens, cosine schedule. The text is what
 a machine without a network has: Python sources of the standard library, of the packages beside torch and of folders
 named by ``--text``, as tokens of a BPE that is learnt from them. Where that is less than 315 M tokens, it is read again
@@ -43,14 +46,18 @@ from benchmarks.convergence.flow import BF16, FP8_MOMENTS, TINY, Size, settings
 from benchmarks.convergence.runs import launched, torchrun
 from benchmarks.timing import median
 
-VARIANTS = {BF16: BF16, "coat": FP8_MOMENTS[-1]}
-"""Names of the two runs, and the variants of `flow.py` that they are."""
+PAIR = BF16, "coat"
+PARTS = {"flow": "row scales", "moments": FP8_MOMENTS[0]}
+VARIANTS = {BF16: BF16, "coat": FP8_MOMENTS[-1], "bf16 again": BF16, "coat again": FP8_MOMENTS[-1], **PARTS}
+"""Names of the runs, and the variants of `flow.py` that they are."""
 LONG = Size(
     ("num_layers=21", "hidden_size=1024", "ffn_hidden_size=2816", "num_attention_heads=16", "num_query_groups=16"),
     sequence=1024, micro_batch=32, evaluation=16, max_bytes="4G",
 )  # fmt: skip
 BATCH = 256, 4
 """Samples of a step, and those of ``--tiny``."""
+NUDGE = 1e-5
+"""By what part the learning rate of a run that is made again is larger: what differs then is chaos."""
 SAVING = 20
 """Seconds of the budget that are kept for saving."""
 POINTS = 240
@@ -72,7 +79,8 @@ def command(name: str, data: str, folder: Path, ranks: int, arguments: argparse.
     line = ["--deepspeed_config", str(config), "--model", "configs/models/tiny.json", "--model-override", *size.model]
     line += [f"seq_length={size.sequence}", "--data", data, "--split", "980,20,0", "--data-cache", f"{out}-index"]
     line += ["--seed", str(a.seed), "--train-steps", str(a.steps), "--warmup-steps", str(a.steps // 10)]
-    line += ["--lr", repr(a.lr), "--eval-interval", str(max(1, a.steps // 24)), "--eval-steps", str(size.evaluation)]
+    lr = a.lr * (1 + NUDGE * name.endswith("again"))
+    line += ["--lr", repr(lr), "--eval-interval", str(max(1, a.steps // 24)), "--eval-steps", str(size.evaluation)]
     line += ["--output", str(out), "--save", f"{out}-saved", "--load", "auto", "--keep-last", "1"]
     return torchrun("launch/pretrain.py", *line, "--save-interval", str(max(1, a.steps // 3)), ranks=ranks)
 
@@ -143,7 +151,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where text, checkpoints and metrics are and stay")
-    parser.add_argument("--runs", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--runs", nargs="+", choices=list(VARIANTS), default=list(PAIR), metavar="NAME")
     parser.add_argument("--budget", type=positive_float, metavar="SECONDS", help="of a call; then runs save and leave")
     parser.add_argument("--steps", type=positive_int, default=None, help="of the whole run (default: 1200, --tiny: 6)")
     parser.add_argument("--lr", type=positive_float, default=6e-4)
@@ -151,6 +159,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", nargs="+", default=[], metavar="PATH", help="more files or folders to read")
     parser.add_argument("--tokenizer", default="bpe:16384", metavar="KIND", help="bytes, or bpe:VOCABULARY")
     parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
+    parser.add_argument("--name", default="long", help="of the result, before the seed")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
     arguments = parser.parse_args(given)
     arguments.steps = arguments.steps or (6 if arguments.tiny else 1200)
@@ -170,7 +179,8 @@ def main() -> None:
     size = TINY if a.tiny else LONG
 
     def curves() -> dict[str, dict[str, Any]]:
-        return {name: curve(a.folder / name, BATCH[a.tiny], size.sequence) for name in VARIANTS}
+        names = [name for name in VARIANTS if name in a.runs or (a.folder / name).exists()]
+        return {name: curve(a.folder / name, BATCH[a.tiny], size.sequence) for name in names}
 
     before = curves()
 
@@ -189,13 +199,13 @@ def main() -> None:
         print(f"{name}: {one['steps']} of {a.steps} steps, held-out {one.get('held_out_losses', [])[-1:]}", flush=True)
         if status.get(name, 0) != 0:
             print(f"{name}: exit {status[name]}\n{(a.folder / f'{name}.log').read_text()[-3000:]}", flush=True)
-    further = any(found[name]["steps"] > before[name]["steps"] for name in found)
+    further = any(one["steps"] > before.get(name, {"steps": 0})["steps"] for name, one in found.items())
     if not further and (any(status.values()) or None in status.values() or not any(c["steps"] for c in found.values())):
         sys.exit("error: no run made a step; the result stays as it was")
     trained = a.steps * BATCH[a.tiny] * size.sequence
     data_of_it = {"tokens": text["tokens"], "bytes": text["text_bytes"], "epochs": trained / (0.98 * text["tokens"])}
     result = {"settings": options(a, "text"), "data": data_of_it, "gpus_of_a_run": len(divided[0]), "runs": found}
-    name = "convergence/long" + "-tiny" * a.tiny + f"-seed-{a.seed}" * (a.seed != 0)
+    name = f"convergence/{a.name}" + "-tiny" * a.tiny + f"-seed-{a.seed}" * (a.seed != 0)
     write_result(name, result, a.output, nan=True)
 
 

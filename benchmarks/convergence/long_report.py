@@ -15,8 +15,14 @@ from typing import Any
 from benchmarks.arguments import one_line, picture
 from benchmarks.common import read_result, result_path, write_figure
 from benchmarks.convergence.flow import BF16
+from benchmarks.convergence.long import PAIR
 
 __all__ = ["held_out_gaps", "plot", "report"]
+
+COLORS = {
+    BF16: "0.35", "coat": "tab:blue", "bf16 again": "0.6", "coat again": "tab:cyan", "flow": "tab:orange",
+    "moments": "tab:green",
+}  # fmt: skip
 
 
 def held_out_gaps(runs: dict[str, dict[str, Any]], other: str = "coat") -> dict[int, float]:
@@ -26,7 +32,7 @@ def held_out_gaps(runs: dict[str, dict[str, Any]], other: str = "coat") -> dict[
 
 
 def report(runs: dict[str, dict[str, Any]], steps: int) -> None:
-    """Print how far each run is, its speed, and the gaps of the held-out loss."""
+    """Print how far each run is and its speed; of whole runs, the held-out loss and its gap to BF16's."""
     for name, run in runs.items():
         if not run["steps"]:
             print(f"{name}: no step")
@@ -36,9 +42,10 @@ def report(runs: dict[str, dict[str, Any]], steps: int) -> None:
             f"{name}: {run['steps']} of {steps} steps, {run['tokens'] / 1e6:.0f} M tokens, {speed:,.0f} tokens/s/GPU, "
             f"peak {memory:.1f} GiB, training loss {run['training_losses'][-1]:.4f}, {run['skipped_steps']} skipped"
         )
-    if all(run["steps"] for run in runs.values()):
-        for step, gap in held_out_gaps(runs).items():
-            print(f"step {step}: held-out loss {gap:+.3%}")
+    whole = {name: last_quarter(run) for name, run in runs.items() if run["steps"] == steps}
+    for name, loss in whole.items():
+        gap = f", {loss / whole[BF16] - 1:+.3%}" if BF16 in whole else ""
+        print(f"last quarter, held out: {name} {loss:.4f}{gap}")
 
 
 def last_quarter(run: dict[str, Any]) -> float:
@@ -48,38 +55,40 @@ def last_quarter(run: dict[str, Any]) -> float:
 
 
 def plot(seeds: Mapping[int, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Training and held-out loss of both runs of each seed over tokens; below, the gap of the held-out losses.
+    """Training and held-out loss of BF16 and coat for each seed over tokens; below, all gaps of held-out losses.
 
     Raises:
-        ValueError: one of them has made no step.
+        ValueError: one of the runs has made no step.
     """
     if none := [name for runs in seeds.values() for name, run in runs.items() if not run["steps"]]:
-        raise ValueError(f"plot: got no step of {', '.join(none)}, accepted: some of both runs")
+        raise ValueError(f"plot: got no step of {', '.join(none)}, accepted: some of all runs")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(7, 5.5), sharex=True, layout="constrained", height_ratios=[2, 1]
-    )
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained", height_ratios=[3, 2])
     ends = []
     for (seed, runs), marker in zip(seeds.items(), itertools.cycle("osv^"), strict=False):
-        for color, (name, run) in zip(("0.35", "tab:blue"), runs.items(), strict=True):
+        for name, run in runs.items():
             tokens = run["tokens"] / run["steps"] / 1e6  # millions, a step
-            steps = [min((n + 1) * run["steps_a_point"], run["steps"]) for n in range(len(run["training_losses"]))]
-            above.plot([n * tokens for n in steps], run["training_losses"], color=color, linewidth=0.7, alpha=0.6)
-            x, label = [n * tokens for n in run["held_out_steps"]], f"{name}, held out, seed {seed}"
-            above.plot(x, run["held_out_losses"], marker, color=color, markersize=3, label=label)
-            ends += run["training_losses"]
-        gaps = held_out_gaps(runs)
-        x = [step * tokens for step in gaps]
-        below.plot(x, [100 * gap for gap in gaps.values()], f"{marker}-", color="tab:blue", markersize=3, linewidth=0.7)
+            color, label = COLORS[name], f"{name}, seed {seed}"
+            if name in PAIR:
+                steps = [min((n + 1) * run["steps_a_point"], run["steps"]) for n in range(len(run["training_losses"]))]
+                above.plot([n * tokens for n in steps], run["training_losses"], color=color, linewidth=0.7, alpha=0.6)
+                x = [n * tokens for n in run["held_out_steps"]]
+                above.plot(x, run["held_out_losses"], marker, color=color, markersize=3, label=f"{label}, held out")
+                ends += run["training_losses"]
+            if name != BF16:
+                gaps = held_out_gaps(runs, name)
+                x = [step * tokens for step in gaps]
+                y = [100 * gap for gap in gaps.values()]
+                below.plot(x, y, f"{marker}-", color=color, markersize=3, linewidth=0.7, label=label)
     below.axhline(0, color="0.6", linewidth=0.8)
     above.set(ylabel="loss, nats a token", ylim=(0.95 * min(ends), sorted(ends)[int(0.97 * len(ends))]))
-    below.set(xlabel="million tokens", ylabel="coat to BF16, %", ylim=(-2, 2))
-    above.legend(fontsize=8)
+    below.set(xlabel="million tokens", ylabel="held out, to BF16, %", ylim=(-2.2, 2.2))
     for axis in (above, below):
+        axis.legend(fontsize=7, ncols=2)
         axis.grid(alpha=0.3)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
@@ -89,27 +98,22 @@ def plot(seeds: Mapping[int, dict[str, dict[str, Any]]], path: Path) -> None:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", nargs="+", type=Path, metavar="JSON", help="one a seed (default: those kept)")
+    parser.add_argument("--results", nargs="+", type=Path, metavar="JSON", help="default: those kept")
     parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    first = result_path("convergence/long")
-    paths = arguments.results or [first, *first.parent.glob("long-seed-*.json")]
+    paths = arguments.results or result_path("convergence/long").parent.glob("long*.json")
     with one_line():
         results = [read_result(path, "settings", "runs", option="--results") for path in paths]
-    results.sort(key=lambda result: result["settings"]["seed"])
-    seeds = {result["settings"]["seed"]: result["runs"] for result in results}
-    for result in results:
-        print(f"== seed {result['settings']['seed']}")
-        report(result["runs"], result["settings"]["steps"])
-    if all(run["steps"] == r["settings"]["steps"] for r in results for run in r["runs"].values()):
-        bf16, coat = ([last_quarter(runs[name]) for runs in seeds.values()] for name in (BF16, "coat"))
-        for seed, its, ours in zip(seeds, bf16, coat, strict=True):
-            print(f"seed {seed}, last quarter, held out: BF16 {its:.4f}, coat {ours:.4f}, {ours / its - 1:+.3%}")
-        print(f"BF16's seeds differ by {max(bf16) / min(bf16) - 1:.3%}")
+    seeds: dict[int, dict[str, dict[str, Any]]] = {}
+    for result in sorted(results, key=lambda result: (result["settings"]["seed"], BF16 not in result["runs"])):
+        seeds.setdefault(result["settings"]["seed"], {}).update(result["runs"])
+    for seed, runs in seeds.items():
+        print(f"== seed {seed}")
+        report(runs, results[0]["settings"]["steps"])
     if arguments.plot is not None:
         plot(seeds, arguments.plot)
 

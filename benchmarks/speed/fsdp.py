@@ -4,9 +4,10 @@
 
 Each variant has processes of its own, with the same weights, text and ``fully_shard`` of every layer and the rest.
 bitsandbytes does not know DTensors: it steps on tensors that share their memory. The text is the standard library's, a
-byte a token. CoatAdamW's variants then train a model of two layers, which ``torch.distributed.checkpoint`` saves and
-one rank loads; the bytes of weights and states are compared. Ratios and gaps are to the first variant. Writes
-``speed/fsdp.json``.
+byte a token. Weights come from ``--trunk`` steps of torch's AdamW, past those in which the slightest difference makes
+losses part; optimizers begin anew. The last variant, if it is CoatAdamW's, then trains a model of two layers, which
+``torch.distributed.checkpoint`` saves and one rank loads; the bytes of weights and states are compared. Ratios and gaps
+are to the first variant. Writes ``speed/fsdp.json``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as torch_states
 
-from benchmarks.arguments import positive_float, positive_int
+from benchmarks.arguments import int_from_0, positive_float, positive_int
 from benchmarks.common import argument_parser, loss_gaps, options, write_result
 from benchmarks.speed.hf import MODELS, as_rank, run, timed_steps, untrained
 from benchmarks.speed.optimizer import candidates
@@ -42,7 +44,9 @@ def sharded(case: dict[str, Any], device: torch.device) -> torch.nn.Module:
 
     import coat_dist
 
-    model = untrained(case)().to(device).train()
+    make = untrained(case)
+    with device:  # 1.3 B random numbers take a CPU half a minute
+        model = make().train()
     if case["variant"].endswith(LAYERS):
         coat_dist.patch_model(model, {"coat": {}})  # before fully_shard
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -108,7 +112,7 @@ def texts(case: dict[str, Any]) -> Iterator[torch.Tensor]:
     """This rank's text of each step."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     whole = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
-    for step in range(case["steps"]):
+    for step in range(first := case.get("first", 0), first + case["steps"]):
         generator = torch.Generator().manual_seed(case["ranks"] * step + dist.get_rank())
         starts = torch.randint(len(whole) - case["sequence"], (case["micro_batch"],), generator=generator)
         yield torch.stack([whole[start : start + case["sequence"]] for start in starts])
@@ -120,6 +124,10 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     model = sharded(case, device)
+    if case.get("begin"):
+        weights = torch_states.get_model_state_dict(model)
+        dcp.load(weights, checkpoint_id=case["begin"])
+        torch_states.set_model_state_dict(model, weights)
     build = candidates()[case["variant"].removesuffix(LAYERS)]
     groups = param_groups(model, 0.1)
     if "CoatAdamW" not in case["variant"]:
@@ -146,6 +154,8 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     tokens = case["micro_batch"] * case["sequence"]
     found = timed_steps(step, (text.to(device) for text in texts(case)), tokens, WARM_UP, device)
     yield found | {"state_bytes_per_parameter": state_bytes(optimizer, list(model.parameters()))}
+    if "save_weights" in case:
+        dcp.save(torch_states.get_model_state_dict(model), checkpoint_id=case["save_weights"])
     if "folder" in case:
         began = time.perf_counter()
         dcp.save(states(model, optimizer), checkpoint_id=case["folder"])
@@ -181,6 +191,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=positive_int, default=2048)
     parser.add_argument("--micro-batch", type=positive_int, default=4)
     parser.add_argument("--steps", type=positive_int, default=200)
+    parser.add_argument(
+        "--trunk", type=int_from_0, default=100, metavar="STEPS", help="of torch's AdamW, before variants"
+    )
     parser.add_argument("--limit", type=positive_float, default=300.0, metavar="SECONDS", help="of a variant")
     parser.add_argument("--name", default="fsdp", help="of the JSON result")
     return parser.parse_args(given)
@@ -188,25 +201,33 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    case = options(arguments, "variants", "limit") | {"micro_batches": [arguments.micro_batch]}
+    case = options(arguments, "variants", "limit", "trunk") | {"micro_batches": [arguments.micro_batch]}
     found, installed = [], candidates()
-    for variant in [v for v in arguments.variants if v.removesuffix(LAYERS) in installed]:
-        print(f"== {variant}", flush=True)
-        one = run(case | {"variant": variant}, arguments.limit, "benchmarks.speed.fsdp")
-        if "CoatAdamW" in variant:
-            with tempfile.TemporaryDirectory() as folder:
-                small = case | SMALL | {"variant": variant, "folder": folder}
-                saved = run(small, arguments.limit, "benchmarks.speed.fsdp")
-                loaded = run(small | {"load": True, "ranks": 1}, arguments.limit, "benchmarks.speed.fsdp")
-            errors = [end["error"] for end in (saved, loaded) if "error" in end]
-            ends = [end["steps"][-1] if end["steps"] else {} for end in (saved, loaded)]
-            one |= {f"same_{key}": key in ends[0] and ends[0][key] == ends[1].get(key) for key in ("weights", "states")}
-            one |= {"save_s": ends[0].get("save_s")} | ({"checkpoint_error": errors[0]} if errors else {})
-        found.append(one)
-        compare(one, found[0])
-        write_result(
-            f"speed/{arguments.name}", {"settings": options(arguments), "variants": found}, arguments.output, nan=True
-        )
+
+    def go(variant: str, **more: Any) -> dict[str, Any]:
+        return run(case | {"variant": variant} | more, arguments.limit, "benchmarks.speed.fsdp")
+
+    with tempfile.TemporaryDirectory() as folder:
+        begin = f"{folder}/trunk" if arguments.trunk else None
+        if begin:
+            before = go(VARIANTS[0], steps=arguments.trunk, save_weights=begin)
+            losses = before["steps"][0]["losses"] if before["steps"] else sys.exit(f"error: no trunk: {before}")
+            print(f"{arguments.trunk} steps before: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+        variants = [v for v in arguments.variants if v.removesuffix(LAYERS) in installed]
+        for variant in variants:
+            print(f"== {variant}", flush=True)
+            one = go(variant, begin=begin, first=arguments.trunk)
+            if "CoatAdamW" in variant and variant == variants[-1]:
+                small = SMALL | {"folder": f"{folder}/{variant}"}
+                saved, loaded = go(variant, **small), go(variant, **small, load=True, ranks=1)
+                errors = [end["error"] for end in (saved, loaded) if "error" in end]
+                two, its = (end["steps"][-1] if end["steps"] else {} for end in (saved, loaded))
+                one |= {f"same_{key}": key in two and two[key] == its.get(key) for key in ("weights", "states")}
+                one |= {"save_s": two.get("save_s")} | ({"checkpoint_error": errors[0]} if errors else {})
+            found.append(one)
+            compare(one, found[0])
+            result = {"settings": options(arguments), "variants": found}
+            write_result(f"speed/{arguments.name}", result, arguments.output, nan=True)
 
 
 if __name__ == "__main__":

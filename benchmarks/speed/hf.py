@@ -206,6 +206,8 @@ def as_rank(measure: Callable[[dict[str, Any], torch.device], Iterable[dict[str,
     except torch.OutOfMemoryError:
         status = OUT_OF_MEMORY
     sys.stdout.flush()
+    if gpu and not status:
+        torch.cuda.synchronize()  # another rank may wait for what this one still sends
     for child in multiprocessing.active_children():  # of Megatron's checkpoints
         child.kill()
     os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 @pytest.mark.long
 def test_losses_follow_torchs_and_one_rank_loads_the_bytes_of_two(tmp_path, monkeypatch) -> None:
-    line = ["fsdp", "--model", "tiny", "--sequence", "32", "--micro-batch", "2", "--steps", "3", "--variants"]
-    variants = ["torch fused AdamW", "CoatAdamW + layers"]
+    line = ["fsdp", "--model", "tiny", "--sequence", "32", "--micro-batch", "2", "--steps", "3", "--trunk", "2"]
+    variants = ["--variants", "torch fused AdamW", "CoatAdamW + layers"]
     monkeypatch.setattr(sys, "argv", [*line, *variants, "--output", str(tmp_path)])
     fsdp.main()
     torchs, ours = json.loads((tmp_path / "speed/fsdp.json").read_text())["variants"]
