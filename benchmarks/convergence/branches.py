@@ -63,6 +63,7 @@ from benchmarks.convergence.flow import (
     BF16,
     FULL,
     NEEDED,
+    NUDGE,
     SAME,
     TINY,
     VARIANTS,
@@ -192,7 +193,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--average", type=positive_int, metavar="STEPS", help="the last, whose weights are averaged (200)"
     )
     parser.add_argument("--lr", type=positive_float, default=6e-4)
-    parser.add_argument("--nudge", type=float, default=1e-5, help="of the learning rate, from repeat to repeat")
+    parser.add_argument("--nudge", type=float, default=NUDGE, help="of the learning rate, from repeat to repeat")
     parser.add_argument("--per-gpu", type=positive_int, default=1, metavar="N", help="runs that share a GPU")
     parser.add_argument("--budget", type=positive_float, metavar="SECONDS", help="stop what still runs after so many")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")

@@ -19,6 +19,7 @@ __all__ = [
     "FULL",
     "HELD_OUT",
     "NEEDED",
+    "NUDGE",
     "SAME",
     "TINY",
     "VARIANTS",
@@ -53,6 +54,8 @@ FP8_MOMENTS = "fp8 moments", "fp8 moments, row scales"
 HELD_OUT = 0.04
 """Share of the data that is not trained on."""
 
+NUDGE = 1e-5
+"""By what part the learning rate of a run that is made again is larger: what differs then is chaos."""
 SAME = "steps", "lr", "tiny"
 """Settings that runs have in common if they are compared."""
 NEEDED = "variant", "seed", "repeat", "steps", "losses", "held_out_loss", "last_training_losses"
@@ -120,7 +123,7 @@ def settings(variant: str, size: Size) -> dict[str, Any]:
 
 
 def pretrain(
-    job: Job, size: Size, data: str, config: Path, out: Path, arguments: argparse.Namespace, nudge: float = 1e-5
+    job: Job, size: Size, data: str, config: Path, out: Path, arguments: argparse.Namespace, nudge: float = NUDGE
 ) -> list[str]:
     """The arguments of `launch/pretrain.py` for a run; ``nudge``: relative step of the learning rate a repeat."""
     steps, lr = arguments.steps, arguments.lr * (1 + nudge * job.repeat)

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.arguments import int_from_0, positive_int
 from benchmarks.common import ROOT, argument_parser, options, prepare_text, python_path, write_result
+from benchmarks.convergence.flow import NUDGE
 from coat_dist.nodes import free_port
 
 SEQUENCE, BATCH, HELD_OUT = 512, 32, 50
@@ -211,7 +212,7 @@ def main() -> None:
         base = str(folder / "base")
         cases = [
             shared
-            | {"name": f"pretraining-{kind}", "kind": kind, "seed": seed, "lr": 1e-3 * (1 + 1e-5 * (kind == "again"))}
+            | {"name": f"pretraining-{kind}", "kind": kind, "seed": seed, "lr": 1e-3 * (1 + NUDGE * (kind == "again"))}
             for seed in a.seeds
             for kind in a.kinds
         ]

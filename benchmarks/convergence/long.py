@@ -42,13 +42,15 @@ import torch
 
 from benchmarks.arguments import positive_float, positive_int
 from benchmarks.common import argument_parser, options, prepare_text, write_result
-from benchmarks.convergence.flow import BF16, FP8_MOMENTS, TINY, Size, settings
+from benchmarks.convergence.flow import BF16, FP8_MOMENTS, NUDGE, TINY, Size, settings
 from benchmarks.convergence.runs import launched, torchrun
 from benchmarks.timing import median
 
 PAIR = BF16, "coat"
-PARTS = {"flow": "row scales", "moments": FP8_MOMENTS[0]}
-VARIANTS = {BF16: BF16, "coat": FP8_MOMENTS[-1], "bf16 again": BF16, "coat again": FP8_MOMENTS[-1], **PARTS}
+VARIANTS = {
+    BF16: BF16, "coat": FP8_MOMENTS[-1], "bf16 again": BF16, "coat again": FP8_MOMENTS[-1], "flow": "row scales",
+    "moments": FP8_MOMENTS[0],
+}  # fmt: skip
 """Names of the runs, and the variants of `flow.py` that they are."""
 LONG = Size(
     ("num_layers=21", "hidden_size=1024", "ffn_hidden_size=2816", "num_attention_heads=16", "num_query_groups=16"),
@@ -56,8 +58,6 @@ LONG = Size(
 )  # fmt: skip
 BATCH = 256, 4
 """Samples of a step, and those of ``--tiny``."""
-NUDGE = 1e-5
-"""By what part the learning rate of a run that is made again is larger: what differs then is chaos."""
 SAVING = 20
 """Seconds of the budget that are kept for saving."""
 POINTS = 240
@@ -199,7 +199,7 @@ def main() -> None:
         print(f"{name}: {one['steps']} of {a.steps} steps, held-out {one.get('held_out_losses', [])[-1:]}", flush=True)
         if status.get(name, 0) != 0:
             print(f"{name}: exit {status[name]}\n{(a.folder / f'{name}.log').read_text()[-3000:]}", flush=True)
-    further = any(one["steps"] > before.get(name, {"steps": 0})["steps"] for name, one in found.items())
+    further = any(found[name]["steps"] > before[name]["steps"] for name in a.runs)
     if not further and (any(status.values()) or None in status.values() or not any(c["steps"] for c in found.values())):
         sys.exit("error: no run made a step; the result stays as it was")
     trained = a.steps * BATCH[a.tiny] * size.sequence

@@ -15,14 +15,11 @@ from typing import Any
 from benchmarks.arguments import one_line, picture
 from benchmarks.common import read_result, result_path, write_figure
 from benchmarks.convergence.flow import BF16
-from benchmarks.convergence.long import PAIR
+from benchmarks.convergence.long import PAIR, VARIANTS
 
 __all__ = ["held_out_gaps", "plot", "report"]
 
-COLORS = {
-    BF16: "0.35", "coat": "tab:blue", "bf16 again": "0.6", "coat again": "tab:cyan", "flow": "tab:orange",
-    "moments": "tab:green",
-}  # fmt: skip
+COLORS = dict(zip(VARIANTS, ("0.35", "tab:blue", "0.6", "tab:cyan", "tab:orange", "tab:green"), strict=True))
 
 
 def held_out_gaps(runs: dict[str, dict[str, Any]], other: str = "coat") -> dict[int, float]:
@@ -111,9 +108,10 @@ def main() -> None:
     seeds: dict[int, dict[str, dict[str, Any]]] = {}
     for result in sorted(results, key=lambda result: (result["settings"]["seed"], BF16 not in result["runs"])):
         seeds.setdefault(result["settings"]["seed"], {}).update(result["runs"])
+    steps = {result["settings"]["seed"]: result["settings"]["steps"] for result in results}
     for seed, runs in seeds.items():
         print(f"== seed {seed}")
-        report(runs, results[0]["settings"]["steps"])
+        report(runs, steps[seed])
     if arguments.plot is not None:
         plot(seeds, arguments.plot)
 

@@ -125,9 +125,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     model = sharded(case, device)
     if case.get("begin"):
-        weights = torch_states.get_model_state_dict(model)
-        dcp.load(weights, checkpoint_id=case["begin"])
-        torch_states.set_model_state_dict(model, weights)
+        dcp.load(torch_states.get_model_state_dict(model), checkpoint_id=case["begin"])  # into its parameters
     build = candidates()[case["variant"].removesuffix(LAYERS)]
     groups = param_groups(model, 0.1)
     if "CoatAdamW" not in case["variant"]:

@@ -51,8 +51,8 @@ def test_curves_are_drawn_as_far_as_they_go(tmp_path, capsys) -> None:
     assert runs["bf16"]["steps"] == 300 and runs["coat"]["tokens"] == 501 * 262_144
     assert runs["coat"]["steps_a_point"] == 3 and len(runs["coat"]["training_losses"]) == 167
     assert held_out_gaps(runs) == {step: pytest.approx(0.001) for step in range(50, 301, 50)}
-    report(runs, 300)
-    assert "bf16 2.5000, +0.000%" in capsys.readouterr().out
+    report(runs | {"coat again": metrics(tmp_path / "coat again", 300, 1.001)}, 300)
+    assert "last quarter, held out: coat again 2.5025, +0.100%" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     plot({0: runs, 1: runs}, tmp_path / "long.png")
     assert (tmp_path / "long.png").stat().st_size > 5000
