@@ -51,13 +51,13 @@ def last_quarter(run: dict[str, Any]) -> float:
     return fmean(loss for step, loss in pairs if step > 0.75 * run["steps"])
 
 
-def plot(seeds: Mapping[int, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Training and held-out loss of BF16 and coat for each seed over tokens; below, all gaps of held-out losses.
+def plot(drawn: Mapping[str, dict[str, dict[str, Any]]], path: Path) -> None:
+    """Training and held-out loss of BF16 and coat over tokens, for each seed and text; below, gaps of held-out losses.
 
     Raises:
         ValueError: one of the runs has made no step.
     """
-    if none := [name for runs in seeds.values() for name, run in runs.items() if not run["steps"]]:
+    if none := [name for runs in drawn.values() for name, run in runs.items() if not run["steps"]]:
         raise ValueError(f"plot: got no step of {', '.join(none)}, accepted: some of all runs")
     import matplotlib
 
@@ -66,10 +66,10 @@ def plot(seeds: Mapping[int, dict[str, dict[str, Any]]], path: Path) -> None:
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained", height_ratios=[3, 2])
     ends = []
-    for (seed, runs), marker in zip(seeds.items(), itertools.cycle("osv^"), strict=False):
+    for (where, runs), marker in zip(drawn.items(), itertools.cycle("osv^"), strict=False):
         for name, run in runs.items():
             tokens = run["tokens"] / run["steps"] / 1e6  # millions, a step
-            color, label = COLORS[name], f"{name}, seed {seed}"
+            color, label = COLORS[name], f"{name}, {where}"
             if name in PAIR:
                 steps = [min((n + 1) * run["steps_a_point"], run["steps"]) for n in range(len(run["training_losses"]))]
                 above.plot([n * tokens for n in steps], run["training_losses"], color=color, linewidth=0.7, alpha=0.6)
@@ -83,7 +83,7 @@ def plot(seeds: Mapping[int, dict[str, dict[str, Any]]], path: Path) -> None:
                 below.plot(x, y, f"{marker}-", color=color, markersize=3, linewidth=0.7, label=label)
     below.axhline(0, color="0.6", linewidth=0.8)
     above.set(ylabel="loss, nats a token", ylim=(0.95 * min(ends), sorted(ends)[int(0.97 * len(ends))]))
-    below.set(xlabel="million tokens", ylabel="held out, to BF16, %", ylim=(-2.2, 2.2))
+    below.set(xlabel="million tokens", ylabel="held out, to BF16, %", ylim=(-3, 3))
     for axis in (above, below):
         axis.legend(fontsize=7, ncols=2)
         axis.grid(alpha=0.3)
@@ -104,16 +104,18 @@ def main() -> None:
     arguments = parse()
     paths = arguments.results or result_path("convergence/long").parent.glob("long*.json")
     with one_line():
-        results = [read_result(path, "settings", "runs", option="--results") for path in paths]
-    seeds: dict[int, dict[str, dict[str, Any]]] = {}
-    for result in sorted(results, key=lambda result: (result["settings"]["seed"], BF16 not in result["runs"])):
-        seeds.setdefault(result["settings"]["seed"], {}).update(result["runs"])
-    steps = {result["settings"]["seed"]: result["settings"]["steps"] for result in results}
-    for seed, runs in seeds.items():
-        print(f"== seed {seed}")
-        report(runs, steps[seed])
+        results = [read_result(path, "settings", "data", "runs", option="--results") for path in paths]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    steps = dict[str, int]()
+    for result in sorted(results, key=lambda result: (result["settings"]["seed"], result["data"]["tokens"])):
+        where = f"seed {result['settings']['seed']}, text of {result['data']['tokens'] / 1e6:.0f} M"
+        found.setdefault(where, {}).update(result["runs"])
+        steps[where] = result["settings"]["steps"]
+    for where, runs in found.items():
+        print(f"== {where} tokens")
+        report(runs, steps[where])
     if arguments.plot is not None:
-        plot(seeds, arguments.plot)
+        plot(found, arguments.plot)
 
 
 if __name__ == "__main__":
