@@ -21,13 +21,14 @@ _CHUNK = 2**24
 
 
 def into_main_grad(
-    weight: Any, products: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, Product]]]
+    weight: Any, products: Callable[[torch.Tensor, bool], Iterator[tuple[torch.Tensor, Product]]]
 ) -> torch.Tensor | None:
     """``main_grad += wgrad``, by the protocol of Megatron's ``gradient_accumulation_fusion``.
 
     The product is fp32 and the sum is rounded once, to main_grad's dtype. ``torch._scaled_mm`` cannot add to its
     output, so the product passes through a temporary of at most 64 MiB, block by block of the weight's rows:
-    ``products(main_grad)`` gives parts of it, and the product of each.
+    ``products(main_grad, False)`` gives parts of it, and the product of each. With True, where products are written
+    straight to an fp32 main_grad, parts need not be small.
 
     ``weight.overwrite_main_grad`` replaces main_grad instead, and so does ``weight.coat_zeroed``, once: it says that
     main_grad is zero. ``weight.grad_added_to_main_grad`` is set where it is: DistributedDataParallel then discards what
@@ -44,8 +45,9 @@ def into_main_grad(
     replace = getattr(weight, "overwrite_main_grad", False)
     if getattr(weight, "coat_zeroed", False):
         replace, weight.coat_zeroed = True, False
-    for part, product in products(main_grad):
-        if replace and part.dtype == torch.float32:
+    straight = replace and main_grad.dtype == torch.float32
+    for part, product in products(main_grad, straight):
+        if straight:
             product(part)
         else:
             (part.copy_ if replace else part.add_)(product(None))
@@ -56,10 +58,10 @@ def into_main_grad(
 
 
 def row_blocks(
-    out: torch.Tensor, d8_t: QuantizedTensor, x8_t: QuantizedTensor, settings: ActivationConfig
+    out: torch.Tensor, whole: bool, d8_t: QuantizedTensor, x8_t: QuantizedTensor, settings: ActivationConfig
 ) -> Iterator[tuple[torch.Tensor, Product]]:
-    """Blocks of rows of ``out``, of at most 64 MiB, and the same of the product ``[out, in]`` in fp32."""
-    step = max(128, _CHUNK // out.shape[1] // 128 * 128)  # whole tiles of the product
+    """Blocks of rows of ``out``, of at most 64 MiB unless ``whole``, and of the product ``[out, in]`` in fp32."""
+    step = out.shape[0] if whole else max(128, _CHUNK // out.shape[1] // 128 * 128)  # whole tiles of the product
     for first in range(0, out.shape[0], step):
         rows = slice(first, first + step)
         part = QuantizedTensor(d8_t.codes[rows], d8_t.scales, d8_t.layout)

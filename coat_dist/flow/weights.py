@@ -116,7 +116,7 @@ class Weight:
             ValueError: there is no ``main_grad`` that could take it.
         """
         if self.settings.wgrad == "main_grad":
-            return into_main_grad(self.parameter, lambda out: row_blocks(out, d8_t, x8_t, self.settings))
+            return into_main_grad(self.parameter, lambda out, whole: row_blocks(out, whole, d8_t, x8_t, self.settings))
         return gemm(d8_t, x8_t, self.parameter.dtype, self.settings)
 
 

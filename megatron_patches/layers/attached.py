@@ -18,7 +18,7 @@ from coat_dist.config import ActivationConfig
 
 from .norm import Folded
 
-__all__ = ["Patch", "check_uncalled", "eager_under_zero3", "wait_for_parameters"]
+__all__ = ["Patch", "check_uncalled", "eager_under_zero3", "parameters_to_wait_for", "wait_for_parameters"]
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -91,14 +91,20 @@ def check_uncalled(name: str, module: nn.Module) -> None:
         raise ValueError(f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole layer")
 
 
-def wait_for_parameters(**modules: nn.Module) -> None:
-    """Call the forward pre-hooks of Megatron's ``DistributedDataParallel`` on linears that are not called themselves.
+def parameters_to_wait_for(name: str, module: nn.Module) -> Callable[[], object] | None:
+    """Calls the forward pre-hooks of Megatron's ``DistributedDataParallel`` on a linear that is not called itself.
 
-    With ``overlap_param_gather`` these hooks wait for the all-gather of a module's parameters and start the next one.
-    Raises ValueError as :func:`check_uncalled`.
+    With ``overlap_param_gather`` these hooks wait for the all-gather of a module's parameters and start the next one;
+    None without it. Raises ValueError as :func:`check_uncalled`.
     """
+    check_uncalled(name, module)
+    ddp = DistributedDataParallel.__module__
+    hooks = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "__module__", None) == ddp]
+    return (lambda: [hook(module) for hook in hooks]) if hooks else None
+
+
+def wait_for_parameters(**modules: nn.Module) -> None:
+    """:func:`parameters_to_wait_for`, at once."""
     for name, module in modules.items():
-        check_uncalled(name, module)
-        for hook in tuple(module._forward_pre_hooks.values()):
-            if getattr(hook, "__module__", None) == DistributedDataParallel.__module__:
-                hook(module)
+        if (wait := parameters_to_wait_for(name, module)) is not None:
+            wait()

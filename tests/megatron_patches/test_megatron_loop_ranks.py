@@ -41,10 +41,16 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
     options = OptimizerConfig(optimizer="adam", lr=3e-3, bf16=bf16, params_dtype=dtype, clip_grad=1.0, **both)
     optimizer = get_megatron_optimizer(options, [ddp])
 
-    names = {id(p): n for n, p in model.named_parameters()}
-    used, original = [], flow_weights.quantize_input
-    flow_weights.quantize_input = lambda w, *rest: (used.append((w, w.detach().clone())), original(w, *rest))[1]
-    losses, gradients, stale = [], [], []
+    names, params = {id(p): n for n, p in model.named_parameters()}, dict(model.named_parameters())
+    losses, gradients, stale, used, gathers, original = [], [], [], [], [], flow_weights.quantize_input
+
+    def quantize_input(w, *rest):
+        used.append((w, w.detach().clone()))
+        if distributed and ".linear_fc1." in (name := names[id(w)]):
+            gathers.append(ddp.param_to_bucket_group[params[name.replace("fc1", "fc2")]].param_gather_handle)
+        return original(w, *rest)
+
+    flow_weights.quantize_input = quantize_input
     for step in range(STEPS):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
@@ -68,6 +74,7 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
         finalize_model_grads([ddp])
         optimizer.step()
     flow_weights.quantize_input = original
+    assert any(gathers) == distributed  # fc2's weight is under way while fc1 works
     return losses, gradients, stale
 
 

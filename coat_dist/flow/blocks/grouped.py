@@ -144,10 +144,10 @@ class _Weight:
     def gradient(self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows) -> torch.Tensor | None:
         """wgrad; see :meth:`coat_dist.flow.weights.Weight.gradient`. Operands ``[in, rows]`` and ``[out, rows]``."""
         if self.settings.wgrad == "main_grad":
-            return into_main_grad(self.parameter, lambda out: self._products(out, x8_t, d8_t, rows))
+            return into_main_grad(self.parameter, lambda out, whole: self._products(out, whole, x8_t, d8_t, rows))
         return grouped_wgrad(x8_t, d8_t, rows, self.parameter.dtype).view(self.parameter.shape)
 
-    def _products(self, out, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, Product]]:
+    def _products(self, out, whole, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, Product]]:
         out, missing = out.view(self.shape), set(range(self.shape[0]))
         scales = apart(x8_t.scales), apart(d8_t.scales)
         for expert, at in rows.pieces():
@@ -156,7 +156,7 @@ class _Weight:
                 QuantizedTensor(q.codes[:, at].contiguous(), s[expert], "tensor")
                 for q, s in zip((x8_t, d8_t), scales, strict=True)
             )
-            yield from row_blocks(out[expert], left, right, self.settings)
+            yield from row_blocks(out[expert], whole, left, right, self.settings)
         for expert in missing:
             yield out[expert], lambda part: out.new_zeros(()) if part is None else part.zero_()
 

@@ -6,6 +6,7 @@ or one tensor without a gate); per call: four scales. Not saved: fc1's output, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def norm_mlp(
     settings: ActivationConfig,
     fc1_bias: Weights | None = None,
     residual: bool = False,
+    before_fc2: Callable[[], object] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """An MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
 
@@ -60,6 +62,7 @@ def norm_mlp(
             "gelu_tanh", "quick_gelu" or "squared_relu".
         fc1_bias: this rank's ``[2 f / tp]`` or ``[f / tp]``, or one for each weight; added in fp32.
         residual: also return x's alias for the residual connection, as :func:`~coat_dist.flow.norm_linear` does.
+        before_fc2: called before fc2_weight is read, after the product with fc1_weight: what waits for its values.
 
     Returns:
         The shape and dtype of x; with ``residual`` also the alias.
@@ -71,7 +74,7 @@ def norm_mlp(
     weights, biases = joined(fc1_weight, fc1_bias)
     _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
     alias, fc1 = residual_alias(x, residual), (*weights, *biases)
-    options = norm, activation, tp, settings, alias, len(weights)
+    options = norm, activation, tp, settings, before_fc2, alias, len(weights)
     out = _MLP.apply(x, norm.weight, norm.bias, fc2_weight, *options, *fc1)
     return out if alias or not residual else (out, x)
 
@@ -84,6 +87,7 @@ def mlp(
     tp: TensorParallel,
     settings: ActivationConfig,
     fc1_bias: Weights | None = None,
+    before_fc2: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router, and norms after the MLP.
 
@@ -92,7 +96,8 @@ def mlp(
     """
     weights, biases = joined(fc1_weight, fc1_bias)
     _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
-    return _MLP.apply(x, None, None, fc2_weight, None, activation, tp, settings, False, len(weights), *weights, *biases)
+    options = None, activation, tp, settings, before_fc2, False, len(weights)
+    return _MLP.apply(x, None, None, fc2_weight, *options, *weights, *biases)
 
 
 def _check_mlp(x, fc1_weights, fc2_weight, activation, tp, settings, fc1_biases) -> None:
@@ -147,6 +152,7 @@ class _MLP(torch.autograd.Function):
         activation: str,
         tp: TensorParallel,
         settings: ActivationConfig,
+        before_fc2: Callable[[], object] | None,
         alias: bool,
         count: int,
         *fc1,
@@ -161,6 +167,8 @@ class _MLP(torch.autograd.Function):
         fc1_bias = (torch.cat(fc1_biases) if len(fc1_biases) > 1 else fc1_biases[0]) if fc1_biases else None
         pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
         del pre
+        if before_fc2 is not None:
+            before_fc2()
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         ctx.save_for_backward(
@@ -188,7 +196,7 @@ class _MLP(torch.autograd.Function):
         dx = dnorm_weight = dnorm_bias = dfc2 = None
         dfc1: list[torch.Tensor | None] = [None] * n
         dfc1_biases: list[torch.Tensor | None] = [None] * biased
-        want_weights, want_biases = ctx.needs_input_grad[10 : 10 + n], ctx.needs_input_grad[10 + n :]
+        want_weights, want_biases = ctx.needs_input_grad[11 : 11 + n], ctx.needs_input_grad[11 + n :]
 
         dout = dout.reshape(-1, fc2_weight.shape[0])
         agreed = gradient_amax(dout, tp, settings, gather=True)
@@ -223,7 +231,7 @@ class _MLP(torch.autograd.Function):
         if dinput is not None:
             dx, (dnorm_weight, dnorm_bias) = dinput.wait()
             dx = None if dx is None else dx.view(shape)
-        return dx, dnorm_weight, dnorm_bias, dfc2, *[None] * 6, *dfc1, *dfc1_biases
+        return dx, dnorm_weight, dnorm_bias, dfc2, *[None] * 7, *dfc1, *dfc1_biases
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:
