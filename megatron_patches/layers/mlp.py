@@ -80,6 +80,9 @@ class NormMLP(MLP):
         """Output without fc2's bias, and the input's alias, or None where the residual does not need it."""
         wait_for_parameters(linear_fc1=self.linear_fc1)
         before_fc2 = parameters_to_wait_for("linear_fc2", self.linear_fc2)
+        if before_fc2 is not None and torch.compiler.is_compiling():  # which allows no side effects in between
+            before_fc2()
+            before_fc2 = None
         fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
         tp, bias = self.coat.tp_now(self.linear_fc1), self.linear_fc1.bias
         activation, settings = checked_activation(self, self.activation_func), self.coat.settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
@@ -114,13 +115,17 @@ def test_saved_tensors_on_the_cpu(options, device):
     ("name", "backend"),
     [("llama", "aot_eager"), *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("gpt2", "experts"))],
 )
-def test_compiled_layers(name, backend, device):
+def test_compiled_layers(name, backend, device, monkeypatch):
     """torch.compile around each layer. It may break the graph at the flow; results are those without it."""
     torch._dynamo.reset()
-    model, batch = build(FAMILIES[name]), tiny_batch(0, device)
+    model, batch, waits = build(FAMILIES[name]), tiny_batch(0, device), []
     expected = gradients(model, batch)
+    if name == "llama":  # with what waits for gathered parameters
+        monkeypatch.setattr(DistributedDataParallel, "__module__", __name__)
+        model.decoder.layers[0].mlp.linear_fc2.register_forward_pre_hook(lambda module: waits.append(module))
     for i, layer in enumerate(model.decoder.layers):
         model.decoder.layers[i] = torch.compile(layer, backend=backend)
     loss, compiled = gradients(model, batch)
     torch._dynamo.reset()
+    assert len(waits) == (name == "llama")
     assert_equal((loss, {n.replace("._orig_mod", ""): g for n, g in compiled.items()}), expected)

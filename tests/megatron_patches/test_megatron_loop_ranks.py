@@ -33,8 +33,7 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
     report = patch_model(model, ActivationConfig(weights=weights))
     assert any("main_grad" in note for note in report.notes) == fusion
     both = {"use_distributed_optimizer": distributed, "overlap_param_gather": distributed}
-    # Every parameter is gathered on its own.
-    config = DistributedDataParallelConfig(
+    config = DistributedDataParallelConfig(  # every parameter is gathered on its own
         grad_reduce_in_fp32=True, overlap_grad_reduce=distributed, bucket_size=1, **both
     )
     ddp = DistributedDataParallel(model.config, config, model)
