@@ -18,7 +18,7 @@ from coat_dist.config import ActivationConfig
 
 from .norm import Folded
 
-__all__ = ["Patch", "check_uncalled", "eager_under_zero3", "parameters_to_wait_for", "wait_for_parameters"]
+__all__ = ["Patch", "check_uncalled", "eager_under_zero3", "wait_for_fc1"]
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -91,20 +91,26 @@ def check_uncalled(name: str, module: nn.Module) -> None:
         raise ValueError(f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole layer")
 
 
-def parameters_to_wait_for(name: str, module: nn.Module) -> Callable[[], object] | None:
-    """Calls the forward pre-hooks of Megatron's ``DistributedDataParallel`` on a linear that is not called itself.
+def wait_for_fc1(mlp: Any) -> Callable[[], None] | None:
+    """Wait for the parameters of fc1, and return what waits for those of fc2, to be called before they are read.
 
-    With ``overlap_param_gather`` these hooks wait for the all-gather of a module's parameters and start the next one;
-    None without it. Raises ValueError as :func:`check_uncalled`.
+    With ``overlap_param_gather`` forward pre-hooks of Megatron's ``DistributedDataParallel`` wait for the all-gather of
+    a module's parameters and start the next one. A patched MLP does not call its linears, so this calls their hooks.
+    fc1's start fc2's gather: to wait for both at once would let the GPU stand still meanwhile.
+
+    Raises:
+        ValueError: as :func:`check_uncalled`.
     """
-    check_uncalled(name, module)
-    ddp = DistributedDataParallel.__module__
-    hooks = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "__module__", None) == ddp]
-    return (lambda: [hook(module) for hook in hooks]) if hooks else None
+    for name in ("linear_fc1", "linear_fc2"):
+        check_uncalled(name, getattr(mlp, name))
+    _call_gather_hooks(mlp.linear_fc1)
+    if not torch.compiler.is_compiling():
+        return functools.partial(_call_gather_hooks, mlp.linear_fc2)
+    _call_gather_hooks(mlp.linear_fc2)  # traced, nothing may happen in the middle of the flow's function
+    return None
 
 
-def wait_for_parameters(**modules: nn.Module) -> None:
-    """:func:`parameters_to_wait_for`, at once."""
-    for name, module in modules.items():
-        if (wait := parameters_to_wait_for(name, module)) is not None:
-            wait()
+def _call_gather_hooks(module: nn.Module) -> None:
+    for hook in tuple(module._forward_pre_hooks.values()):
+        if getattr(hook, "__module__", None) == DistributedDataParallel.__module__:
+            hook(module)

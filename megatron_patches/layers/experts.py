@@ -15,7 +15,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 
 from ..patch.hooks import CALL, why_bf16_hooks
-from .attached import Patch, eager_under_zero3, wait_for_parameters
+from .attached import Patch, eager_under_zero3, wait_for_fc1
 from .grouped import GROUPED, why_bf16_grouped
 from .mlp import NormMLP, checked_activation, why_bf16_products
 
@@ -41,7 +41,7 @@ class ExpertMLP(MLP):
         Megatron multiplies the activation by it, before fc2. Here the output is multiplied: the same but for rounding.
         As in Megatron, fc2's bias is returned if there is no scale; otherwise it is scaled and added.
         """
-        wait_for_parameters(linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
+        before_fc2 = wait_for_fc1(self)
         y = flow.mlp(
             hidden_states,
             self.linear_fc1.weight,
@@ -50,6 +50,7 @@ class ExpertMLP(MLP):
             self.coat.tp_now(self.linear_fc1),
             self.coat.settings,
             self.linear_fc1.bias,
+            before_fc2,
         )
         bias = self.linear_fc2.bias
         if per_token_scale is None:

@@ -14,7 +14,7 @@ from coat_dist.config import ActivationConfig
 
 from ..patch.hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
 from .activations import activation_name
-from .attached import Patch, check_uncalled, eager_under_zero3, parameters_to_wait_for, wait_for_parameters
+from .attached import Patch, check_uncalled, eager_under_zero3, wait_for_fc1
 from .linear import whole_shape, why_bf16_linear, why_not_invariant_bias
 from .norm import describe, why_bf16_norm
 from .residual import Residual
@@ -78,11 +78,7 @@ class NormMLP(MLP):
         self, hidden_states: torch.Tensor, _anchor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output without fc2's bias, and the input's alias, or None where the residual does not need it."""
-        wait_for_parameters(linear_fc1=self.linear_fc1)
-        before_fc2 = parameters_to_wait_for("linear_fc2", self.linear_fc2)
-        if before_fc2 is not None and torch.compiler.is_compiling():  # which allows no side effects in between
-            before_fc2()
-            before_fc2 = None
+        before_fc2 = wait_for_fc1(self)
         fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
         tp, bias = self.coat.tp_now(self.linear_fc1), self.linear_fc1.bias
         activation, settings = checked_activation(self, self.activation_func), self.coat.settings

@@ -40,7 +40,8 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
     options = OptimizerConfig(optimizer="adam", lr=3e-3, bf16=bf16, params_dtype=dtype, clip_grad=1.0, **both)
     optimizer = get_megatron_optimizer(options, [ddp])
 
-    names, params = {id(p): n for n, p in model.named_parameters()}, dict(model.named_parameters())
+    params = dict(model.named_parameters())
+    names = {id(p): n for n, p in params.items()}
     losses, gradients, stale, used, gathers, original = [], [], [], [], [], flow_weights.quantize_input
 
     def quantize_input(w, *rest):
