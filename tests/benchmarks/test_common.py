@@ -40,6 +40,14 @@ def test_what_is_measured_is_written_without_paths_and_names() -> None:
     assert parser.description == "Title." and arguments.output == "somewhere"
 
 
+def test_a_result_has_the_name_of_its_room_and_program(tmp_path) -> None:
+    path = common.write_result("speed/layer", {"numbers": [1, 2]}, tmp_path)
+    assert path == tmp_path / "speed" / "layer.json"
+    found = json.loads(path.read_text())
+    assert list(found) == ["environment", "numbers"] and found["numbers"] == [1, 2]
+    assert common.result_path("speed/layer") == common.ROOT / "benchmarks/results/speed/layer.json"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_not_written(tmp_path, value) -> None:
     path = tmp_path / "a.json"

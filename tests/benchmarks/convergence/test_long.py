@@ -56,5 +56,8 @@ def test_curves_are_drawn_as_far_as_they_go(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     plot({"seed 0": runs, "seed 1": runs}, tmp_path / "long.png")
     assert (tmp_path / "long.png").stat().st_size > 5000
+    nothing = long.curve(tmp_path / "none", 256, 1024)
+    report({"bf16": runs["bf16"], "coat": nothing}, 1200)
+    assert "coat: no step" in capsys.readouterr().out
     with pytest.raises(ValueError, match="plot: got no step of coat"):
-        plot({"seed 0": runs | {"coat": long.curve(tmp_path / "none", 256, 1024)}}, tmp_path / "none.png")
+        plot({"seed 0": {"bf16": runs["bf16"], "coat": nothing}}, tmp_path / "none.png")

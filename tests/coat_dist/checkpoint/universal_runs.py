@@ -11,7 +11,7 @@ class WithBuffer(Model):
         self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
 
 
-def build(settings, universal=False, **more):
+def build(settings, universal=False, model=WithBuffer, **more):
     """An engine of ``coat_dist.initialize``, with a group of one element and its own learning rate."""
     import deepspeed
     from deepspeed.ops import __compatible_ops__
@@ -30,7 +30,7 @@ def build(settings, universal=False, **more):
         **more,
     }
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
-        model = WithBuffer()
+        model = model()
     named = list(model.named_parameters())
     groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
     groups += [{"params": [model.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]

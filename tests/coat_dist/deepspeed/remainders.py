@@ -5,6 +5,7 @@ import copy
 import torch
 
 from tests.coat_dist.checkpoint.universal_runs import WithBuffer
+from tests.coat_dist.checkpoint.universal_runs import build as build_engine
 from tests.coat_dist.deepspeed.zero_runs import BUCKETS
 
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -25,27 +26,8 @@ class Given(torch.nn.Module):
 
 
 def build(settings, remainder=True, universal=False, model=WithBuffer, **more):
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
-
-    import coat_dist
-
-    __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
-    torch.manual_seed(0)
     params = {"lr": 0.01, **({"master_weights": "bf16_remainder"} if remainder else {})}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": BF16 if remainder else {"enabled": True},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "CoatAdamW", "params": params},
-        **({"checkpoint": {"load_universal": True}} if universal else {}),
-        **copy.deepcopy(settings),
-        **more,
-    }
+    config = {"bf16": BF16 if remainder else {"enabled": True}, "optimizer": {"type": "CoatAdamW", "params": params}}
+    config |= copy.deepcopy(settings) | more
     config["zero_optimization"] = BUCKETS | config["zero_optimization"]
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
-        net = model()
-    named = list(net.named_parameters())
-    groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
-    groups += [{"params": [net.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]
-    return coat_dist.initialize(model=net, model_parameters=groups, config=config)[0]
+    return build_engine(config, universal, model)
