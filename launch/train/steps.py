@@ -46,7 +46,8 @@ class MicroBatches:
     device: torch.device
 
     def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
-        """One optimizer step. The mean loss of its micro-batches, fp64.
+        """One optimizer step. The mean loss of its micro-batches, fp64, computed before the optimizer begins: it is
+        read while the GPU still writes weights.
 
         Args:
             memory: measures the first forward pass, and the gradients.
@@ -57,12 +58,12 @@ class MicroBatches:
             watched = memory.forward(batch["tokens"].numel()) if memory and not index else contextlib.nullcontext()
             with watched:
                 loss = self.loss(self.engine, batch)
-            total += loss.detach()
+            total += loss.detach().double() / self.accumulation
             self.engine.backward(_nan_if_not_finite(loss))
             if memory is not None and index == self.accumulation - 1:
                 memory.backward_done()
             self.engine.step()
-        return total / self.accumulation
+        return total
 
     def evaluate(self, batches: Iterator[Batch], count: int) -> torch.Tensor:
         """The mean loss of ``count`` micro-batches, fp64."""

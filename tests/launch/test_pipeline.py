@@ -1,6 +1,7 @@
 """Pretraining over pipeline stages on gloo ranks: the numbers of one stage, checkpoints, refusals."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,8 +246,6 @@ def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
 
 def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():
     """Two ranks that divide the layers, two that share every layer: their manifests differ."""
-    from types import SimpleNamespace
-
     from coat_dist.checkpoint.save import describe
 
     for info, sizes in (({"pipeline": {"stages": 2}}, (1, 2)), ({}, (2, 1))):

@@ -1,15 +1,19 @@
-"""Signals and random states."""
+"""Signals, random states, and the loss of a step."""
 
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_dist import CoatConfigError
 from launch.train import runtime
+from launch.train.steps import MicroBatches
 
 
 @pytest.fixture
@@ -77,3 +81,19 @@ def test_needs_a_launcher(monkeypatch):
     monkeypatch.setattr("sys.argv", ["launch/finetune.py"])
     with pytest.raises(CoatConfigError, match=r"^RANK: not set, accepted: start with `deepspeed launch/finetune.py"):
         runtime.start(None)
+
+
+def test_a_steps_loss_is_there_before_the_optimizer_begins():
+    """As the loop reads it while a GPU still writes weights."""
+    operations, losses = [], torch.rand(3)
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    engine = SimpleNamespace(backward=lambda loss: None, step=operations.clear)
+    with Record():
+        mean = MicroBatches(engine, lambda _, loss: loss, 3, torch.device("cpu")).step(iter(losses))
+    assert operations == [], "these would run after the optimizer"
+    assert mean.item() == pytest.approx(losses.double().mean().item(), rel=1e-15)

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from coat_dist import convert_to_universal
 from coat_dist.optim import CoatAdamW
 from tests.coat_dist.checkpoint.universal_runs import build, load_and_compare, train_and_save
 from tests.coat_dist.deepspeed.zero_runs import CASES
@@ -20,8 +21,6 @@ from tests.support import run_ranks
     ],
 )
 def test_other_optimizers_of_deepspeed_and_sub_groups(source, ranks, target, to, tmp_path):
-    from coat_dist import convert_to_universal
-
     saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path))[0]
     convert_to_universal(tmp_path / "plain", tmp_path / "universal")
     for r in run_ranks(to, load_and_compare, CASES[target], str(tmp_path), saved, "BF16" not in source):
@@ -33,8 +32,6 @@ def test_other_optimizers_of_deepspeed_and_sub_groups(source, ranks, target, to,
 
 def test_what_deepspeeds_converter_writes_loads(tmp_path):
     """Trained parameters alone, without codes; flat where ZeRO-3 had them."""
-    from coat_dist import convert_to_universal
-
     saved = run_ranks(2, train_and_save, CASES["zero-3"], str(tmp_path))[0]
     convert_to_universal(tmp_path / "plain", tmp_path / "universal")
     (tmp_path / "universal/zero/rest.pt").unlink()
@@ -53,8 +50,6 @@ def save_new(rank, world, folder):
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path):
-    from coat_dist import convert_to_universal
-
     with pytest.raises(ValueError, match="no file matches .*accepted: a checkpoint of ZeRO stage 1, 2 or 3"):
         convert_to_universal(tmp_path / "nothing", tmp_path / "out")
     run_ranks(1, save_new, str(tmp_path))

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from coat_dist import convert_to_universal
+from coat_dist.reference.master import split
 from tests.coat_dist.checkpoint.universal_runs import contents as contents_of
 from tests.coat_dist.deepspeed.remainders import Given, build
 from tests.coat_dist.deepspeed.test_zero import straight_and_resumed
@@ -59,8 +61,6 @@ def contents_of_given(engine):
 )
 def test_given_equal_gradients_every_step_has_the_bits_of_fp32_master_weights(case, clip):
     """Where ZeRO clips, it is CoatAdamW that multiplies (ZeRO-1, 2); ZeRO-3 would round clipped gradients to bf16."""
-    from coat_dist.reference.master import split
-
     ours = run_ranks(2, trajectory, CASES[case], True, clip)
     fp32 = run_ranks(2, trajectory, CASES[case], False, clip)
     assert any((x.remainder(1 << 16) != 0).any() for x in ours[0][0]["masters"].values())
@@ -124,9 +124,6 @@ def load(rank, world, settings, folder, remainder):
 def test_universal_checkpoints_carry_masters_between_all_kinds(
     source, ranks, saved_as, target, to, loaded_as, tmp_path
 ):
-    from coat_dist import convert_to_universal
-    from coat_dist.reference.master import split
-
     saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path), saved_as)[0]
     convert_to_universal(tmp_path / "plain", tmp_path / "universal")
     for name, master in saved.items():
@@ -144,7 +141,6 @@ def accessors(rank, world, settings):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
     import coat_dist
-    from coat_dist.reference.master import split
 
     engine = build(settings)
     problems = [f"two copies of partition {i}" for i in copies(engine)]

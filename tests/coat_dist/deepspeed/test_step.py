@@ -3,6 +3,7 @@
 import itertools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -98,8 +99,6 @@ def test_what_lies_in_a_row():
 
 def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
     """Zeros of a step before are forgotten where a new partition lies in their memory."""
-    from types import SimpleNamespace
-
     from coat_dist.deepspeed.step.step_gradients import add_without_a_copy
 
     memory = torch.zeros(100)
@@ -158,8 +157,6 @@ def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_p
 
 def test_the_host_waits_for_reductions_no_more(monkeypatch):
     """The end of a step's last backward has a stream wait for the other, once; afterwards all is as before."""
-    from types import SimpleNamespace
-
     from deepspeed.accelerator import get_accelerator
 
     from coat_dist.deepspeed.step.step_gradients import has_reduction_stream, wait_on_the_gpu
@@ -192,8 +189,6 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
 
 def test_when_the_norm_is_known() -> None:
     """A norm forgets the event of the step before, and after a call that changed nothing there is none."""
-    from types import SimpleNamespace
-
     from coat_dist.deepspeed.step.step import _norm, norm_known
 
     zero = SimpleNamespace(coat_norm_known="event", device="cpu", dp_process_group=None)
