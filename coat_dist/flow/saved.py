@@ -20,7 +20,7 @@ def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
         Bytes by storage, filled as the forward pass runs.
     """
     found: dict[int, int] = {}
-    kept = []  # alive, so that no two storages have one address
+    kept = []  # alive until the end of the forward pass, so that no two storages have one address
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         # Looked up each time: ZeRO-3 gives a parameter a new storage for every use.
@@ -31,5 +31,8 @@ def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
             found[storage._cdata] = storage.nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield found
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            yield found
+    finally:
+        kept.clear()  # autograd keeps the hook, and backward frees storages one after the other

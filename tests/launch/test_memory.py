@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_dist.flow.saved import saved_for_backward
 from launch.train.memory import MemoryReport
@@ -27,6 +28,14 @@ def test_parameters_do_not_count_and_a_storage_counts_once():
     with saved_for_backward(Model()) as found:
         (big[:2] * torch.ones(2, requires_grad=True)).sum()
     assert sum(found.values()) == 4000, "a view keeps all of its storage"
+    gone = []
+    with saved_for_backward(model):
+        y = x * torch.ones(8)
+        y.register_hook(lambda _: gone.append(saved.expired()))
+        y = y.square()
+    saved = StorageWeakRef(y.grad_fn._saved_self.untyped_storage())
+    y.sum().backward()
+    assert gone == [True], "backward frees one after the other"
 
 
 def test_master_weights_that_share_the_memory_of_weights_count_their_remainders():

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+import coat_dist
 from coat_dist.checkpoint.manifest import read_manifest, sync_files, verify
 from launch import to_universal
 from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
@@ -24,8 +25,6 @@ def engine_of(coat, stage, universal=False):
     }
     net = model()
     if coat:
-        import coat_dist
-
         config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 3e-3}}
         return coat_dist.initialize(model=net, config={**config, "coat": {"activation": {"enabled": False}}})[0]
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
@@ -35,8 +34,6 @@ def engine_of(coat, stage, universal=False):
 
 def contents(engine, coat):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    import coat_dist
 
     def moment(param, which, key):
         return coat_dist.safe_get_full_moment(param, which) if coat else safe_get_full_optimizer_state(param, key)
@@ -181,8 +178,6 @@ def test_steps_that_an_optimizer_counts_by_group(saved, tmp_path):
 
 
 def test_a_kill_while_converting_leaves_nothing_that_looks_finished(saved, tmp_path, monkeypatch):
-    import coat_dist
-
     whole = coat_dist.convert_to_universal
 
     def killed(source, target, on_progress):
@@ -208,8 +203,6 @@ def test_a_kill_while_converting_leaves_nothing_that_looks_finished(saved, tmp_p
 
 
 def test_interrupted(saved, tmp_path, monkeypatch, capsys):
-    import coat_dist
-
     def interrupted(source, target, on_progress):
         raise KeyboardInterrupt
 

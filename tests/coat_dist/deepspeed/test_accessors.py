@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+import coat_dist
 from tests.coat_dist.checkpoint.universal_runs import build
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
@@ -15,8 +16,6 @@ CODED = 0.0455
 
 
 def set_and_get(rank, world, settings):
-    import coat_dist
-
     engine = build(settings)
     run(engine, rank, 0, 2)
     params, problems = dict(engine.module.named_parameters()), []
@@ -118,8 +117,6 @@ def deepspeeds_own(rank, world, settings):
     """
     from deepspeed import utils
 
-    import coat_dist
-
     engine = build(settings)
     named, wrong = dict(engine.module.named_parameters()), []
     stage3 = hasattr(named["scale"], "ds_id")
@@ -168,8 +165,6 @@ def test_deepspeeds_accessors_know_the_moments_and_nothing_else(case):
 
 
 def refusals(rank, world):
-    import coat_dist
-
     engine = build(CASES["zero-2"])
     run(engine, rank, 0, 1)
     p, frozen = engine.module.up.weight, engine.module.frozen.weight
@@ -193,7 +188,6 @@ def two_engines(rank, world, stages):
     """What the accessors gave that is not of the latest of several engines on one model."""
     import deepspeed
 
-    import coat_dist
     from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 
     quiet_deepspeed()
