@@ -44,6 +44,7 @@ from benchmarks.speed.collectives import NCCL_ONLY
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.timing import median
+from coat_dist.nodes import free_port
 from launch.model.config import load_model_config
 
 WARM_UP = 10
@@ -71,7 +72,7 @@ def run(
     elif name.endswith(NCCL_ONLY):
         variables["COAT_PEER_MEMORY"] = "0"
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.ranks)]
-    command += ["--log_level", "error", "--master_port", "29517", *program]
+    command += ["--log_level", "error", "--master_port", str(free_port()), *program]
     command += ["--deepspeed", "--deepspeed_config", str(path)]
     command += ["--model", arguments.model, "--data", data, "--output", str(out), "--train-steps", str(arguments.steps)]
     command += ["--lr", str(arguments.lr), "--warmup-steps", str(max(1, arguments.steps // 2))]
