@@ -37,6 +37,8 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     Args:
         job: as :func:`plan_of`; ``warmup`` and ``steps`` that are timed.
     """
+    from megatron.core import parallel_state
+
     from megatron_patches import initialize_model_parallel
 
     p = plan_of(job, torch.distributed.get_world_size())
@@ -44,7 +46,7 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     engine = build.build_engine(p, lambda text: None)
     loss = build.language_model_loss(p.args.tensor_parallel, device)
-    batch, measured, values = random_batch(p), [], []
+    batch, measured, values = random_batch(p, parallel_state.get_data_parallel_rank(), device), [], []
     for accumulation in job["accumulations"]:
         engine.set_train_batch_size(p.batch.micro * accumulation * p.dp)
         seconds = []
@@ -62,15 +64,16 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {"steps": measured, "peak_memory_bytes": peak, "first_loss": values[0]}
 
 
-def random_batch(p: Plan) -> dict[str, torch.Tensor]:
-    """A micro-batch of random tokens: ``[micro, seq]`` int64, on the CPU."""
+def random_batch(p: Plan, dp_rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A data-parallel rank's micro-batch of random tokens: ``[micro, seq]`` int64, on the device."""
     shape = (p.batch.micro, p.model.seq_length)
     assert p.model.vocab_size is not None
-    generator = torch.Generator().manual_seed(p.args.seed)
+    generator = torch.Generator().manual_seed(p.args.seed + dp_rank)
     drawn = torch.randint(0, p.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
-    return {
+    batch = {
         "tokens": drawn[:, :-1].contiguous(),
         "labels": drawn[:, 1:].contiguous(),
         "loss_mask": torch.ones(shape),
         "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
     }
+    return {name: tensor.to(device) for name, tensor in batch.items()}

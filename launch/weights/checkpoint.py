@@ -171,7 +171,7 @@ class Ungrouped:
                 self._of[one] = (name, i)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, whole. Of grouped experts the tensor that was read last is kept."""
+        """A tensor, whole. That of grouped experts is kept until its last one was read."""
         if name not in self._of:
             return self.source.read(name)
         whole, i = self._of[name]
@@ -179,4 +179,7 @@ class Ungrouped:
             self._last = None  # two of them need not be in memory
             self._last = (whole, self.source.read(whole))
         rows, columns = self.shapes[name]
-        return self._last[1].reshape(self.experts, columns, rows)[i].t().contiguous()
+        one = self._last[1].reshape(self.experts, columns, rows)[i].t().contiguous()
+        if i == self.experts - 1:
+            self._last = None
+        return one

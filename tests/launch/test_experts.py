@@ -1,6 +1,7 @@
 """Models with experts: descriptions, sizes, refusals, and pretraining with the flow."""
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from launch import to_universal
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
+from launch.model.sizes import parameter_shapes
 from launch.train.metrics import read_metrics
 from megatron_patches import patch_model
 from tests.launch.pretrain_runs import command, configuration, losses, rank_main
@@ -30,6 +32,8 @@ def test_experts_are_built_counted_and_patched(one_rank, overrides, routed, shar
     model = load_model_config(TINY, overrides).with_vocab(500)
     built = build_model(model)
     assert sum(p.numel() for p in built.parameters()) == parameter_count(model)
+    listed = [name.split(".")[-2] for name in parameter_shapes(model) if ".local_experts." in name]
+    assert [fc for fc, _ in itertools.groupby(listed)] == ["linear_fc1", "linear_fc2"] * routed, "grouped: read once"
     report = patch_model(built, ActivationConfig())
     for part, count in (("experts", routed), ("shared_experts", shared), ("mlp", model.num_layers - routed)):
         assert sum(name.endswith(f".{part}") for name in report.patched) == count, part
