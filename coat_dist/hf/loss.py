@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import flow
 from .modules import ONE, Patched, fits
@@ -118,6 +119,17 @@ def _with_logits(out: Any, logits: LogitsOnRead) -> Any:
     return out
 
 
+_steps = [0]
+"""Of all optimizers in this process."""
+
+
+def _count(*_: Any) -> None:
+    _steps[0] += 1
+
+
+register_optimizer_step_post_hook(_count)
+
+
 class LogitsOnRead:
     """Stands for logits, and is them from the first read on: any attribute, item or operation of torch.
 
@@ -127,16 +139,22 @@ class LogitsOnRead:
     def __init__(self, hidden: torch.Tensor, head: Any, dtype: torch.dtype | None = None) -> None:
         self._parts, self._dtype = (hidden, head), dtype
         self._made: torch.Tensor | None = None
+        self._steps = _steps[0]
 
     def tensor(self) -> torch.Tensor:
         """The logits.
 
         Raises:
-            RuntimeError: ZeRO-3 has let the output layer's weight go.
+            RuntimeError: ZeRO-3 has let the output layer's weight go, or an optimizer has changed it.
         """
         # Made anew where it was read without gradients first, for a metric, and now belongs to a loss.
         if self._made is None or (torch.is_grad_enabled() and not self._made.requires_grad):
             hidden, head = self._parts
+            if self._steps != _steps[0]:
+                raise RuntimeError(
+                    "logits: read after an optimizer's step, which has changed the output layer, accepted: before it, "
+                    'or "coat": {"activation": {"loss": "plain"}}'
+                )
             weight: Any = head.weight
             if hasattr(weight, "ds_shape") and weight.shape != weight.ds_shape:
                 raise RuntimeError(
@@ -153,7 +171,9 @@ class LogitsOnRead:
 
     def float(self) -> LogitsOnRead:
         """In fp32, still not made: what Accelerate does to every output."""
-        return LogitsOnRead(*self._parts, torch.float32)
+        other = LogitsOnRead(*self._parts, torch.float32)
+        other._steps = self._steps
+        return other
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

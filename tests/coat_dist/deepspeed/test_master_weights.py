@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import coat_dist
 from coat_dist import convert_to_universal
 from coat_dist.reference.master import split
 from tests.coat_dist.checkpoint.universal_runs import contents as contents_of
@@ -46,8 +47,6 @@ def trajectory(rank, world, settings, remainder, clip):
 def contents_of_given(engine):
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
-
-    import coat_dist
 
     named = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters(list(named.values()), enabled=hasattr(named["matrix"], "ds_id")):
@@ -140,8 +139,6 @@ def test_universal_checkpoints_carry_masters_between_all_kinds(
 def accessors(rank, world, settings):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
-    import coat_dist
-
     engine = build(settings)
     problems = [f"two copies of partition {i}" for i in copies(engine)]
     for stepped in (False, True):
@@ -209,8 +206,6 @@ def test_weights_without_optimizer_states_are_the_masters(case, tmp_path):
 
 def mixed_groups(rank, world):
     import deepspeed
-
-    import coat_dist
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     net = Given().bfloat16()

@@ -63,6 +63,12 @@ def test_logits_are_made_when_they_are_read():
     assert torch.equal(torch.nn.functional.log_softmax(fresh.logits, -1), wanted.log_softmax(-1))
     assert model(ids, labels=ids, return_dict=False)[1].shape == wanted.shape
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), "without labels"
+    late = model(ids, labels=ids).logits
+    torch.optim.SGD(model.parameters()).step()
+    assert torch.equal(fresh.logits.argmax(-1), wanted.argmax(-1)), "made before"
+    for logits in (late, late.float()):
+        with pytest.raises(RuntimeError, match="logits: read after an optimizer's step, .* accepted: before it"):
+            logits.argmax(-1)
 
 
 def test_logits_that_a_metric_reads_first_have_gradients_afterwards():
