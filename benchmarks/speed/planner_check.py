@@ -35,8 +35,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One rank's run of a case: bytes at every point, and seconds."""
     import torch
 
-    from benchmarks.speed.whole_rank import batch_of, plan_of
+    from benchmarks.speed.whole_rank import plan_of
     from launch.model.gpt import load_model_config
+    from launch.scale.training import random_batch
     from launch.train import build, runtime
     from launch.train.memory import MemoryReport
     from megatron_patches import initialize_model_parallel
@@ -82,7 +83,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     look("engine built")
     loss_of = build.language_model_loss(tp, device)
     torch.manual_seed(torch.distributed.get_rank())
-    batch = batch_of(p.batch.micro, model)
+    batch = random_batch(model, p.batch.micro)
     report, times, parts = MemoryReport(engine, p.batch.micro * model.seq_length), [], []
     for step in range(STEPS):
         clock = [time.perf_counter()]

@@ -32,9 +32,10 @@ from benchmarks.speed.sampler import Sampler
 from benchmarks.speed.step_trace import Span, gaps, kinds
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
-from benchmarks.speed.whole_rank import VARIANTS, batch_of, engine_of
+from benchmarks.speed.whole_rank import VARIANTS, engine_of
 from benchmarks.timing import median
 from launch.model.gpt import load_model_config
+from launch.scale.training import random_batch
 from launch.train import build, runtime
 from megatron_patches import initialize_model_parallel
 
@@ -196,7 +197,7 @@ def main() -> None:
     initialize_model_parallel(tp, seed=1234, create_gloo_process_groups=False)
     model = load_model_config(arguments.model, [f"num_layers={arguments.layers}", *arguments.model_override])
     engine = engine_of(model, arguments.variant, arguments.stage, tp)
-    batch = batch_of(arguments.micro_batch, model)
+    batch = random_batch(model, arguments.micro_batch)
     found = measure(engine, build.language_model_loss(tp, device), batch, arguments.steps)
     if dist.get_rank() == 0:
         show(found)

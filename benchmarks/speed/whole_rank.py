@@ -21,12 +21,13 @@ from benchmarks.timing import median
 from coat_dist import CoatConfig
 from coat_dist.flow.graphs.graph_pool import pool_bytes
 from launch.model.gpt import ModelConfig, load_model_config
+from launch.scale.training import random_batch
 from launch.train import build, runtime
 from launch.train.memory import MemoryReport
 from launch.train.settings import batch_sizes
 from megatron_patches import initialize_model_parallel
 
-__all__ = ["OUT_OF_MEMORY", "VARIANTS", "batch_of", "engine_of", "plan_of", "settings_of"]
+__all__ = ["OUT_OF_MEMORY", "VARIANTS", "engine_of", "plan_of", "settings_of"]
 
 OUT_OF_MEMORY = 7
 """Exit status."""
@@ -95,21 +96,10 @@ def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1, ep: int
         return build.build_engine(plan, lambda text: None)
 
 
-def batch_of(micro_batch: int, model: Any) -> dict[str, torch.Tensor]:
-    """Random tokens."""
-    drawn = torch.randint(0, model.vocab_size, (micro_batch, model.seq_length + 1))
-    return {
-        "tokens": drawn[:, :-1].contiguous(),
-        "labels": drawn[:, 1:].contiguous(),
-        "loss_mask": torch.ones(micro_batch, model.seq_length),
-        "position_ids": torch.arange(model.seq_length).expand(micro_batch, -1).contiguous(),
-    }
-
-
 def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any) -> dict[str, Any]:
     """Times and peaks of steps with one micro-batch, and what they hold, which the first one tells."""
     report = MemoryReport(engine, micro_batch * model.seq_length)
-    gpu, batch, times = torch.cuda.is_available(), batch_of(micro_batch, model), []
+    gpu, batch, times = torch.cuda.is_available(), random_batch(model, micro_batch), []
     graphs = warm_up = 0
     if gpu:
         torch.cuda.empty_cache()

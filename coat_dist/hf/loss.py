@@ -136,10 +136,12 @@ class LogitsOnRead:
     A tensor is not made before, and never kept by a program that looks at the loss alone.
     """
 
-    def __init__(self, hidden: torch.Tensor, head: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, head: Any, dtype: torch.dtype | None = None, steps: int | None = None
+    ) -> None:
         self._parts, self._dtype = (hidden, head), dtype
         self._made: torch.Tensor | None = None
-        self._steps = _steps[0]
+        self._steps = _steps[0] if steps is None else steps
 
     def tensor(self) -> torch.Tensor:
         """The logits.
@@ -171,9 +173,7 @@ class LogitsOnRead:
 
     def float(self) -> LogitsOnRead:
         """In fp32, still not made: what Accelerate does to every output."""
-        other = LogitsOnRead(*self._parts, torch.float32)
-        other._steps = self._steps
-        return other
+        return LogitsOnRead(*self._parts, torch.float32, self._steps)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -199,7 +199,7 @@ class LogitsOnRead:
 # What finds tensors in a result, to know where backward begins, finds these: DDP with a static graph, and FSDP2.
 torch.utils._pytree.register_pytree_node(
     LogitsOnRead,
-    lambda logits: ([logits._parts[0]], (logits._parts[1], logits._dtype)),
+    lambda logits: ([logits._parts[0]], (logits._parts[1], logits._dtype, logits._steps)),
     lambda hidden, rest: LogitsOnRead(*hidden, *rest),
 )
 

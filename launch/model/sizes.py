@@ -82,11 +82,10 @@ def _mlp(name: str, model: ModelConfig, inner: int) -> Shapes:
 def _experts(model: ModelConfig) -> Shapes:
     assert model.num_moe_experts is not None
     shapes: Shapes = {"mlp.router.weight": (model.num_moe_experts, model.hidden_size)}
-    each = [
-        _mlp(f"mlp.experts.local_experts.{expert}", model, model.expert_size) for expert in range(model.num_moe_experts)
-    ]
-    for names in zip(*each, strict=True):  # as grouped tensors have them, so that each is read once
-        shapes |= {name: one[name] for name, one in zip(names, each, strict=True)}
+    experts = (f"mlp.experts.local_experts.{expert}" for expert in range(model.num_moe_experts))
+    # All of one kind, then all of the next: as grouped tensors have them, so that each is read once.
+    for of_all in zip(*(_mlp(name, model, model.expert_size).items() for name in experts), strict=True):
+        shapes |= dict(of_all)
     if (shared := model.moe_shared_expert_intermediate_size) is not None:
         if model.moe_shared_expert_gate:
             shapes["mlp.shared_experts.gate_weight"] = (1, model.hidden_size)

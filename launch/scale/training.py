@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfig
-from launch.model.config import described_model
+from launch.model.config import ModelConfig, described_model
 from launch.train import build, runtime
 from launch.train.arguments import PretrainOptions
 from launch.train.plan import Plan, assemble
@@ -46,7 +46,9 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
     engine = build.build_engine(p, lambda text: None)
     loss = build.language_model_loss(p.args.tensor_parallel, device)
-    batch, measured, values = random_batch(p, parallel_state.get_data_parallel_rank(), device), [], []
+    generator = torch.Generator().manual_seed(p.args.seed + parallel_state.get_data_parallel_rank())
+    batch = {name: drawn.to(device) for name, drawn in random_batch(p.model, p.batch.micro, generator).items()}
+    measured, values = [], []
     for accumulation in job["accumulations"]:
         engine.set_train_batch_size(p.batch.micro * accumulation * p.dp)
         seconds = []
@@ -64,16 +66,14 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {"steps": measured, "peak_memory_bytes": peak, "first_loss": values[0]}
 
 
-def random_batch(p: Plan, dp_rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A data-parallel rank's micro-batch of random tokens: ``[micro, seq]`` int64, on the device."""
-    shape = (p.batch.micro, p.model.seq_length)
-    assert p.model.vocab_size is not None
-    generator = torch.Generator().manual_seed(p.args.seed + dp_rank)
-    drawn = torch.randint(0, p.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
-    batch = {
+def random_batch(model: ModelConfig, micro: int, generator: torch.Generator | None = None) -> dict[str, torch.Tensor]:
+    """A micro-batch of random tokens: ``[micro, seq]`` int64, on the CPU."""
+    shape = (micro, model.seq_length)
+    assert model.vocab_size is not None
+    drawn = torch.randint(0, model.vocab_size, (micro, model.seq_length + 1), generator=generator)
+    return {
         "tokens": drawn[:, :-1].contiguous(),
         "labels": drawn[:, 1:].contiguous(),
         "loss_mask": torch.ones(shape),
         "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
     }
-    return {name: tensor.to(device) for name, tensor in batch.items()}

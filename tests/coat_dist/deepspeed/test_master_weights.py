@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import coat_dist
-from coat_dist import convert_to_universal
 from coat_dist.reference.master import split
 from tests.coat_dist.checkpoint.universal_runs import contents as contents_of
 from tests.coat_dist.deepspeed.remainders import Given, build
@@ -124,7 +123,7 @@ def test_universal_checkpoints_carry_masters_between_all_kinds(
     source, ranks, saved_as, target, to, loaded_as, tmp_path
 ):
     saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path), saved_as)[0]
-    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    coat_dist.convert_to_universal(tmp_path / "plain", tmp_path / "universal")
     for name, master in saved.items():
         file = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt")["param"]
         assert torch.equal(file.view(torch.int32), master.view(torch.int32)), name

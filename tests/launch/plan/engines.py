@@ -76,7 +76,7 @@ def measured(rank, world, model, settings, tp=1, recompute=None):
     shared = {"tensor_parallel": tp, "sequence_parallel": tp > 1, **(recompute or {})}
     options = PretrainOptions(deepspeed_config="", data=[], train_steps=1, **shared)
     p = assemble(options, world, settings, run.coat, run.model)
-    engine, batch = build.build_engine(p, lambda text: None), random_batch(p, 0, device)
+    engine, batch = build.build_engine(p, lambda text: None), random_batch(p.model, p.batch.micro)
     report = MemoryReport(engine, run.tokens)
     with report.forward():
         loss = build.language_model_loss(tp, device)(engine, batch)
