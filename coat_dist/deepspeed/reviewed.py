@@ -42,7 +42,7 @@ def is_verified_build() -> bool:
 
         logger.warning(
             "DeepSpeed %s is not a verified build (%s): engine.step() keeps all of DeepSpeed's passes over gradients "
-            "and weights and takes up to 2.3 times as long; results are the same. docs/support.md says how to add one",
+            "and weights and takes 2 to 3.4 times as long; results are the same. docs/support.md says how to add one",
             deepspeed.__version__,
             ", ".join(VERIFIED),
         )
