@@ -25,6 +25,7 @@ from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.timing import median
 from launch.model.gpt import build_model, load_model_config
+from launch.scale.training import random_batch
 from launch.train.build import forward_step, torch_adamw
 from launch.train.runtime import start
 
@@ -119,13 +120,7 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
     config = settings(coat, arguments.micro_batch, min(arguments.micro_batches))
     engine, *_ = initialize(model=model, optimizer=None if coat else torch_adamw(model, config), config=config)
     chunks = chunks_of(engine.module)
-    shape = (arguments.micro_batch, arguments.seq_length)
-    batch = {
-        "tokens": torch.randint(0, arguments.vocabulary, shape, device=device()),
-        "labels": torch.randint(0, arguments.vocabulary, shape, device=device()),
-        "loss_mask": torch.ones(shape, device=device()),
-        "position_ids": torch.arange(arguments.seq_length, device=device()).expand(shape),
-    }
+    batch = {name: drawn.to(device()) for name, drawn in random_batch(model_config, arguments.micro_batch).items()}
     plain = forward_step(1, device())
 
     def step(batches: Any, chunk: Any) -> Any:

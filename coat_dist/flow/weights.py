@@ -48,6 +48,7 @@ __all__ = [
     "invalidate_after",
     "invalidate_weights",
     "joined",
+    "weight_changes",
 ]
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
@@ -237,6 +238,13 @@ class _CachedOperand(NamedTuple):
 
 _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameter -> :class:`_CachedOperand`. Weak and outside of the parameter: copies and pickles of a model have none."""
+_changes = 0
+
+
+def weight_changes() -> int:
+    """How often weights of this process may have changed: steps of optimizers, and whatever else calls
+    :func:`invalidate_weights`."""
+    return _changes
 
 
 def invalidate_weights() -> None:
@@ -244,6 +252,8 @@ def invalidate_weights() -> None:
 
     To be called after weights were changed in a way that the cache cannot see, which docs/flow.md lists.
     """
+    global _changes
+    _changes += 1
     _cache.clear()
 
 

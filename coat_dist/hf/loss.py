@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import flow
+from ..flow.weights import weight_changes
 from .modules import ONE, Patched, fits
 
 __all__ = ["ChunkedLM", "LossHead", "LogitsOnRead", "why_plain"]
@@ -119,17 +119,6 @@ def _with_logits(out: Any, logits: LogitsOnRead) -> Any:
     return out
 
 
-_steps = [0]
-"""Of all optimizers in this process."""
-
-
-def _count(*_: Any) -> None:
-    _steps[0] += 1
-
-
-register_optimizer_step_post_hook(_count)
-
-
 class LogitsOnRead:
     """Stands for logits, and is them from the first read on: any attribute, item or operation of torch.
 
@@ -137,24 +126,24 @@ class LogitsOnRead:
     """
 
     def __init__(
-        self, hidden: torch.Tensor, head: Any, dtype: torch.dtype | None = None, steps: int | None = None
+        self, hidden: torch.Tensor, head: Any, dtype: torch.dtype | None = None, changes: int | None = None
     ) -> None:
         self._parts, self._dtype = (hidden, head), dtype
         self._made: torch.Tensor | None = None
-        self._steps = _steps[0] if steps is None else steps
+        self._changes = weight_changes() if changes is None else changes
 
     def tensor(self) -> torch.Tensor:
         """The logits.
 
         Raises:
-            RuntimeError: ZeRO-3 has let the output layer's weight go, or an optimizer has changed it.
+            RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have changed since forward.
         """
         # Made anew where it was read without gradients first, for a metric, and now belongs to a loss.
         if self._made is None or (torch.is_grad_enabled() and not self._made.requires_grad):
             hidden, head = self._parts
-            if self._steps != _steps[0]:
+            if self._changes != weight_changes():
                 raise RuntimeError(
-                    "logits: read after an optimizer's step, which has changed the output layer, accepted: before it, "
+                    "logits: read after an optimizer's step, or another change of weights, accepted: before it, "
                     'or "coat": {"activation": {"loss": "plain"}}'
                 )
             weight: Any = head.weight
@@ -173,7 +162,7 @@ class LogitsOnRead:
 
     def float(self) -> LogitsOnRead:
         """In fp32, still not made: what Accelerate does to every output."""
-        return LogitsOnRead(*self._parts, torch.float32, self._steps)
+        return LogitsOnRead(*self._parts, torch.float32, self._changes)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -199,7 +188,7 @@ class LogitsOnRead:
 # What finds tensors in a result, to know where backward begins, finds these: DDP with a static graph, and FSDP2.
 torch.utils._pytree.register_pytree_node(
     LogitsOnRead,
-    lambda logits: ([logits._parts[0]], (logits._parts[1], logits._dtype, logits._steps)),
+    lambda logits: ([logits._parts[0]], (logits._parts[1], logits._dtype, logits._changes)),
     lambda hidden, rest: LogitsOnRead(*hidden, *rest),
 )
 
