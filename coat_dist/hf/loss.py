@@ -2,7 +2,7 @@
 
 With labels, in training, the output layer returns losses per token from inside its own call, where ZeRO-3 has gathered
 its weight, and the model's loss function reduces them as transformers does. ``logits`` of the result are made when
-somebody reads them.
+something reads them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ IGNORED = -100
 
 
 class _Given(threading.local):
-    head: Any = None
-    """The output layer that is to return losses per token."""
-    labels: torch.Tensor | None = None
-    """Of each position's next token, ``IGNORED`` where there is none."""
-    hidden: torch.Tensor | None = None
-    """What the output layer was given."""
+    def __init__(self) -> None:
+        self.head: Any = None
+        """The output layer that is to return losses per token."""
+        self.labels: torch.Tensor | None = None
+        """Of each position's next token, ``IGNORED`` where there is none."""
+        self.logits: LogitsOnRead | None = None
+        """Of the output layer, once it has run."""
 
 
 _given = _Given()
@@ -72,14 +73,14 @@ class ChunkedLM(Patched):
             shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         if ignored != IGNORED:
             shifted = shifted.masked_fill(shifted == ignored, IGNORED)
-        before = _given.head, _given.labels, _given.hidden
-        _given.head, _given.labels, _given.hidden = self.lm_head, shifted.contiguous(), None
+        before = _given.head, _given.labels, _given.logits
+        _given.head, _given.labels, _given.logits = self.lm_head, shifted.contiguous(), None
         try:
             out = plain(self, *args, **kwargs)
-            hidden = _given.hidden
+            logits = _given.logits
         finally:
-            _given.head, _given.labels, _given.hidden = before
-        return out if hidden is None else _with_logits(out, LogitsOnRead(hidden, self.lm_head))
+            _given.head, _given.labels, _given.logits = before
+        return out if logits is None else _with_logits(out, logits)
 
 
 class LossHead(Patched):
@@ -89,7 +90,7 @@ class LossHead(Patched):
         labels = _given.labels
         if _given.head is not self or labels is None or not fits(x) or x.shape[:-1] != labels.shape:
             return plain(self, x)
-        _given.hidden = x
+        _given.logits = _MakeLate.apply(x, self.weight, self.bias, self)
         weight = self.weight if self.weight.dtype == x.dtype else self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         keep = self.coat.settings.loss == "kept"
@@ -100,7 +101,7 @@ def _reduce(
     plain: Callable[..., Any], logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any
 ) -> torch.Tensor:
     """``ForCausalLMLoss`` of losses per token, which stand where logits are expected."""
-    if _given.hidden is None:
+    if _given.logits is None:
         return plain(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
     count = kwargs.get("num_items_in_batch")
     if count is None:
@@ -119,84 +120,109 @@ def _with_logits(out: Any, logits: LogitsOnRead) -> Any:
     return out
 
 
-class LogitsOnRead:
-    """Stands for logits, and is them from the first read on: any attribute, item or operation of torch.
+class LogitsOnRead(torch.Tensor):
+    """Logits whose values are made when something reads or changes them: any operation on them but copies.
 
-    A tensor is not made before, and never kept by a program that looks at the loss alone.
+    To autograd they are the output layer's output as any other. A tensor is not made before, and never kept by a
+    program that looks at the loss alone.
     """
 
-    def __init__(
-        self, hidden: torch.Tensor, head: Any, dtype: torch.dtype | None = None, changes: int | None = None
-    ) -> None:
-        self._parts, self._dtype = (hidden, head), dtype
-        self._made: torch.Tensor | None = None
-        self._changes = weight_changes() if changes is None else changes
+    late: _Late
 
-    def tensor(self) -> torch.Tensor:
-        """The logits.
-
-        Raises:
-            RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have changed since forward.
-        """
-        # Made anew where it was read without gradients first, for a metric, and now belongs to a loss.
-        if self._made is None or (torch.is_grad_enabled() and not self._made.requires_grad):
-            hidden, head = self._parts
-            if self._changes != weight_changes():
-                raise RuntimeError(
-                    "logits: read after an optimizer's step, or another change of weights, accepted: before it, "
-                    'or "coat": {"activation": {"loss": "plain"}}'
-                )
-            weight: Any = head.weight
-            if hasattr(weight, "ds_shape") and weight.shape != weight.ds_shape:
-                raise RuntimeError(
-                    "logits: read after forward under ZeRO-3, accepted: inside deepspeed.zero.GatheredParameters of "
-                    'lm_head, or "coat": {"activation": {"loss": "plain"}}'
-                )
-            self._made = F.linear(hidden, weight.to(hidden.dtype), head.bias).to(self.dtype)
-        return self._made
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Known before they are made: Accelerate asks every output."""
-        return self._parts[0].dtype if self._dtype is None else self._dtype
-
-    def float(self) -> LogitsOnRead:
-        """In fp32, still not made: what Accelerate does to every output."""
-        return LogitsOnRead(*self._parts, torch.float32, self._changes)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.tensor()[index]
-
-    def __len__(self) -> int:
-        return len(self.tensor())
+    @staticmethod
+    def __new__(cls, late: _Late) -> LogitsOnRead:
+        self = torch.Tensor._make_wrapper_subclass(cls, late.shape, dtype=late.dtype, device=late.hidden.device)
+        self.late = late
+        return self
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def made(value: Any) -> Any:
-            if isinstance(value, LogitsOnRead):
-                return value.tensor()
-            return type(value)(map(made, value)) if type(value) in (list, tuple) else value
+        if function in _OF_MEMORY:
+            args, kwargs = _values((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
 
-        return function(*made(tuple(args)), **{k: made(v) for k, v in (kwargs or {}).items()})
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, kwargs, late = torch.ops.aten, kwargs or {}, getattr(args[0], "late", None)
+        if late is not None and function is aten.detach.default:
+            return cls(late)
+        converts = function is aten._to_copy.default and set(kwargs) == {"dtype"}  # Accelerate does, every output
+        if late is not None and late.made is None and (converts or function is aten.clone.default):
+            return cls(_Late(late.hidden, late.head, kwargs.get("dtype", late.dtype), late.seen))
+        out = function(*_values(args), **_values(kwargs))
+        return args[0] if late is not None and out is late.made else out  # changed in place
 
 
-# What finds tensors in a result, to know where backward begins, finds these: DDP with a static graph, and FSDP2.
-torch.utils._pytree.register_pytree_node(
-    LogitsOnRead,
-    lambda logits: ([logits._parts[0]], (logits._parts[1], logits._dtype, logits._changes)),
-    lambda hidden, rest: LogitsOnRead(*hidden, *rest),
+class _Late:
+    """What logits are made of, and they once they are made."""
+
+    def __init__(self, hidden: torch.Tensor, head: Any, dtype: torch.dtype, seen: Any = None) -> None:
+        self.hidden, self.head, self.dtype = hidden.detach(), head, dtype
+        self.shape = (*hidden.shape[:-1], head.out_features)
+        self.made: torch.Tensor | None = None
+        self.seen = self._state() if seen is None else seen
+
+    def _state(self) -> tuple:
+        parameters = [p for p in (self.head.weight, self.head.bias) if p is not None]
+        return weight_changes(), self.hidden._version, [(id(p), p._version) for p in parameters]
+
+    def check(self) -> None:
+        """Raises RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have changed since forward."""
+        if self.seen != self._state():
+            raise RuntimeError(
+                "logits: read after an optimizer's step, or another change of weights, accepted: before it, "
+                'or "coat": {"activation": {"loss": "plain"}}'
+            )
+        weight: Any = self.head.weight
+        if hasattr(weight, "ds_shape") and weight.shape != weight.ds_shape:
+            raise RuntimeError(
+                "logits: read after forward under ZeRO-3, accepted: inside deepspeed.zero.GatheredParameters of "
+                'lm_head, or "coat": {"activation": {"loss": "plain"}}'
+            )
+
+    def tensor(self) -> torch.Tensor:
+        """The logits, without gradients."""
+        if self.made is None:
+            self.check()
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
+                weight, bias = self.head.weight.to(self.hidden.dtype), self.head.bias
+                bias = None if bias is None else bias.to(self.hidden.dtype)
+                self.made = F.linear(self.hidden, weight, bias).to(self.dtype)
+        return self.made
+
+
+class _MakeLate(torch.autograd.Function):
+    """The output layer, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any) -> Any:
+        ctx.hidden, ctx.late = hidden, _Late(hidden, head, hidden.dtype)
+        return LogitsOnRead(ctx.late)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        ctx.late.check()
+        head, rows, needed = ctx.late.head, grads[0].flatten(0, -2), ctx.needs_input_grad
+        for_hidden = rows.mm(head.weight.to(rows.dtype)).view_as(ctx.hidden) if needed[0] else None
+        for_weight = rows.t().mm(ctx.hidden.flatten(0, -2)).to(head.weight.dtype) if needed[1] else None
+        return for_hidden, for_weight, rows.sum(0).to(head.bias.dtype) if needed[2] else None, None
+
+
+def _values(given: Any) -> Any:
+    """``given`` with values in place of logits."""
+    return torch.utils._pytree.tree_map_only(LogitsOnRead, lambda logits: logits.late.tensor(), given)
+
+
+_T: Any = torch.Tensor
+_OF_MEMORY = (
+    _T.numpy,
+    _T.tolist,
+    _T.data_ptr,
+    _T.untyped_storage,
+    _T.share_memory_,
+    _T.__array__,
+    _T.__reduce_ex__,
+    _T.__dlpack__,
 )
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(torch.Tensor, name)(self.tensor(), *args)
-
-
-_BOTH_SIDES = ["add", "sub", "mul", "truediv", "pow", "matmul"]
-for _name in [*_BOTH_SIDES, *(f"r{n}" for n in _BOTH_SIDES), *["neg", "eq", "ne", "lt", "le", "gt", "ge", "setitem"]]:
-    setattr(LogitsOnRead, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks operators up in the class alone
+"""What autograd and operations do not see."""

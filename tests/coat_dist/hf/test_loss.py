@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
@@ -51,12 +52,12 @@ def test_every_keyword(items, shifted, ignored, as_dict, keep):
         torch.testing.assert_close(found[name], grads[name], rtol=1e-4, atol=1e-6)
 
 
-def test_logits_are_made_when_they_are_read():
+def test_logits_are_made_when_they_are_read(tmp_path):
     model, ids = tiny(), tokens()
     wanted = model(ids, labels=ids).logits
     out = loss_alone(model)(ids, labels=ids)
-    assert isinstance(out.logits, LogitsOnRead) and out.logits._made is None
-    assert out.logits.float()._made is None
+    assert isinstance(out.logits, LogitsOnRead) and out.logits.late.made is None
+    assert out.logits.float().late.made is None
     assert torch.equal(out.logits[..., :-1, :], wanted[..., :-1, :]) and out.logits.shape == wanted.shape
     fresh = model(ids, labels=ids)
     assert torch.equal(torch.argmax(fresh.logits, -1), wanted.argmax(-1))
@@ -64,20 +65,28 @@ def test_logits_are_made_when_they_are_read():
     assert model(ids, labels=ids, return_dict=False)[1].shape == wanted.shape
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), "without labels"
     late = model(ids, labels=ids).logits
+    torch.save(late.clone(), tmp_path / "logits")
     torch.optim.SGD(model.parameters()).step()
     assert torch.equal(fresh.logits.argmax(-1), wanted.argmax(-1)), "made before"
-    for logits in (late, late.float()):
+    assert torch.equal(torch.load(tmp_path / "logits"), wanted), "saved before"
+    written = model(ids, labels=ids).logits
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    for logits in (late, late.float(), written):
         with pytest.raises(RuntimeError, match="logits: read after an optimizer's step, .* accepted: before it"):
             logits.argmax(-1)
 
 
-def test_logits_that_a_metric_reads_first_have_gradients_afterwards():
+def test_logits_that_a_metric_reads_and_changes_first_have_gradients_afterwards():
     ids, found = tokens(), []
     for model in (tiny(), loss_alone(tiny())):
         out = model(ids, labels=ids)
         with torch.no_grad():
             assert not out.logits.exp().requires_grad
-        (out.loss + out.logits.square().mean()).backward()
+            out.logits[0].mul_(2)
+        out.logits[..., 64:] = -10.0
+        own = checkpoint(torch.logsumexp, out.logits.div_(3), -1, use_reentrant=True)  # sees tensors only
+        (out.loss + out.logits.float().square().mean() + own.mean()).backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
@@ -88,7 +97,7 @@ def test_what_looks_for_tensors_in_a_result_finds_the_way_to_the_logits():
     model, ids, passed = loss_alone(tiny()), tokens(), []
     out = model(ids, labels=ids, use_cache=False)
     leaves, spec = torch.utils._pytree.tree_flatten(out)
-    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves) and out.logits._made is None
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves) and out.logits.late.made is None
     for leaf in leaves:
         leaf.register_hook(passed.append)
     again = torch.utils._pytree.tree_unflatten([leaf * 1 for leaf in leaves], spec)

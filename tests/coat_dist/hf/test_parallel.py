@@ -1,5 +1,7 @@
 """Transformers models in the flow under ZeRO-1, 2 and 3, DDP and FSDP2: the same bits in the first step."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -36,10 +38,8 @@ def under_zero(rank, world, name, stage, built_in_shards):
     import deepspeed
 
     settings = config(stage)
-    if built_in_shards:
-        with deepspeed.zero.Init(config_dict_or_path={k: v for k, v in settings.items() if k != "coat"}):
-            model = tiny(name, torch.bfloat16, pad_token_id=None)
-    else:
+    of_zero = {k: v for k, v in settings.items() if k != "coat"}
+    with deepspeed.zero.Init(config_dict_or_path=of_zero) if built_in_shards else nullcontext():
         model = tiny(name, torch.bfloat16, pad_token_id=None)
     if built_in_shards:  # weights are drawn otherwise there, and DeepSpeed rounds rotary frequencies to BF16
         whole = tiny(name, torch.bfloat16, pad_token_id=None)

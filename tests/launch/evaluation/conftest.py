@@ -38,16 +38,12 @@ def tiny(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     import torch
 
+    from tests.launch.hf.folders import SIZES
+
     folder = tmp_path_factory.mktemp("evaluation")
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
-        vocab_size=330,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
+        **SIZES | {"vocab_size": 330, "intermediate_size": 128, "max_position_embeddings": 64},
         initializer_range=0.2,  # so that choices differ clearly
     )
     model = transformers.LlamaForCausalLM(config).float().eval()
