@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 class _Given(threading.local):
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # torch.compile cannot guard defaults of the class that each thread then covers
         self.head: Any = None
         """The output layer that is to return losses per token."""
         self.labels: torch.Tensor | None = None
@@ -91,10 +91,13 @@ class LossHead(Patched):
         if _given.head is not self or labels is None or not fits(x) or x.shape[:-1] != labels.shape:
             return plain(self, x)
         _given.logits = _MakeLate.apply(x, self.weight, self.bias, self)
-        weight = self.weight if self.weight.dtype == x.dtype else self.weight.to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        weight, bias = _parameters(self, x.dtype)
         keep = self.coat.settings.loss == "kept"
         return flow.linear_cross_entropy(x, weight, labels.to(x.device), ONE, bias=bias, keep=keep)
+
+
+def _parameters(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
 
 
 def _reduce(
@@ -186,9 +189,7 @@ class _Late:
         if self.made is None:
             self.check()
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-                weight, bias = self.head.weight.to(self.hidden.dtype), self.head.bias
-                bias = None if bias is None else bias.to(self.hidden.dtype)
-                self.made = F.linear(self.hidden, weight, bias).to(self.dtype)
+                self.made = F.linear(self.hidden, *_parameters(self.head, self.hidden.dtype)).to(self.dtype)
         return self.made
 
 

@@ -36,8 +36,7 @@ def trainer(folder, steps, deepspeed=None):
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=1)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config)
     arguments = transformers.TrainingArguments(
         output_dir=folder,

@@ -1,6 +1,7 @@
 """The loss in chunks is transformers' loss, with every keyword; logits are made where somebody reads them."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -126,13 +127,15 @@ def test_a_loss_function_of_the_program_is_its_own():
 
 def test_plain_on_request():
     model = tiny()
-    report = patch_model(model, ActivationConfig(loss="plain"))
-    assert report.loss == {"lm_head": "plain: loss: plain"}
+    assert patch_model(model, ActivationConfig(loss="plain")).loss == {"lm_head": "plain: loss: plain"}
     loss, grads = step(model)
     unpatch_model(model)
     patch_model(model, ActivationConfig())
     chunked, found = step(model)
     torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=1e-6)
+    with ThreadPoolExecutor() as fresh:  # nothing was ever given there
+        compiled, _ = fresh.submit(step, torch.compile(model, backend="eager")).result()
+    torch.testing.assert_close(compiled, loss, rtol=1e-6, atol=1e-6)
     assert found.keys() == grads.keys()
 
 
