@@ -21,7 +21,7 @@ EPS = 1e-5
 
 
 def inputs(affine=True, h=72):
-    x = torch.randn(4, 3, h) * torch.rand(4, 3, 1) * 5 + torch.randn(4, 3, 1)
+    x = torch.randn(4, 3, h) * (torch.rand(4, 3, 1) * 5 + 0.5) + torch.randn(4, 3, 1)  # no row is nearly constant
     return x, *((torch.rand(h) + 0.5, torch.randn(h)) if affine else (None, None))
 
 
