@@ -198,7 +198,7 @@ class _MakeLate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any) -> Any:
-        ctx.hidden, ctx.late = hidden, _Late(hidden, head, hidden.dtype)
+        ctx.hidden, ctx.late = hidden, _Late(hidden, head, hidden.dtype)  # with its graph: for second derivatives
         return LogitsOnRead(ctx.late)
 
     @staticmethod

@@ -52,7 +52,7 @@ def test_blocks_do_not_show(dtype, monkeypatch):
         parts = [ce.logit_stats(logits[:, a:b], labels, a) for a, b in pairs]
         exponent, total = ce.merge(*(torch.stack([p[i] for p in parts]) for i in (0, 1)))
         assert torch.equal(exponent, whole.exponent)
-        assert ((total - whole.total).abs() <= 600 * 2.0**-53 * whole.total).all()
+        assert ((total - whole.total).abs() <= 2 * 300 * 2.0**-53 * whole.total).all()  # two sums of 300 terms
         assert torch.equal(sum(p.label for p in parts), whole.label)
         assert torch.equal(log_sum(exponent, total).float(), log_sum(whole.exponent, whole.total).float())
         assert torch.equal(torch.cat([ce.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs], 1), gradient)
