@@ -317,6 +317,14 @@ ATTACHMENTS = (
         "anywhere: replaces nothing",
     ),
     Attachment(
+        "ZeRO-3 fetches weights for the patched modules that read them",
+        lambda b: b.stage3 and any(hasattr(type(m), "coat_flow_weights") for m in b.engine.module.modules()),
+        lambda b: fp8_gather.fetch_for_readers(b.engine.module),
+        (),
+        "anywhere: replaces nothing",
+        every_engine=True,
+    ),
+    Attachment(
         "ZeRO-3 gathers weights of the flow as FP8 codes",
         lambda b: fp8_gather.has_flow_weights(b.engine.module),
         lambda b: fp8_gather.gather_codes(b.engine.module),

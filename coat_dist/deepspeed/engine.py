@@ -17,6 +17,7 @@ import torch
 
 from ..checkpoint.zero_partitions import base_optimizer
 from ..optim import CoatAdamW
+from ..patching.report import PatchReport, reports_of
 from ..ranks import rank_and_world
 from .attach import attach
 from .config.agreement import agree
@@ -133,9 +134,8 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
 def _describe(engine: Any) -> str:
     """What a new engine runs."""
     optimizer = base_optimizer(engine.optimizer) or getattr(engine, "basic_optimizer", None)
-    reports = [vars(m)["coat_patch_report"] for m in engine.module.modules() if "coat_patch_report" in vars(m)]
-    patched, left = (sum(len(getattr(report, name)) for report in reports) for name in ("patched", "left"))
-    flow = f"FP8 flow in {patched} of {patched + left} blocks" if patched else "no layers in the FP8 flow"
+    reports = reports_of(engine.module)
+    flow = PatchReport.summary(reports) if reports else "no layers in the FP8 flow"
     away = any(group.get("state_device") == "cpu" for group in getattr(optimizer, "param_groups", ()))
     name = "no optimizer, this engine evaluates" if optimizer is None else type(optimizer).__name__
     return f"{name}{', states in host memory' * away}; {flow}"

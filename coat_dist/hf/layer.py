@@ -7,6 +7,7 @@ as before. Attention itself stays behind transformers' interface, with its masks
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,51 +18,93 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import flow
-from .modules import ONE, Patched, bias_of, fits, norm_of, plain_linears, running
-from .recognize import norm_kind
+from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
 
-__all__ = ["FusedAttention", "FusedLayer"]
+__all__ = ["DecoderLayer", "FusedAttention"]
 
 _tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cosines -> the table of the same pass: all layers share one."""
+"""Cosines -> their version, the sines and theirs, and the table of the same pass: all layers share one."""
 _documents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Positions -> their version, and the documents that they begin."""
+
+
+def _version(t: torch.Tensor) -> int | None:
+    """A number that changes when values are written in place; None of tensors that keep none."""
+    return None if t.is_inference() else t._version
 
 
 def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
     """From ``[1 or b, s, rot]`` of any floating dtype."""
     found = _tables.get(cos)
-    if found is None:
+    if found is None or found[0] != _version(cos) or found[1] is not sin or found[2] != _version(sin):
         cosines, sines = (t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin))
-        found = _tables[cos] = flow.RopeTable(cosines, sines)
-    return found
+        table = flow.RopeTable(cosines, sines)
+        found = _tables[cos] = _version(cos), sin, _version(sin), table
+    return found[-1]
 
 
-class FusedLayer(Patched):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with the norms and residual gradients inside the blocks."""
+class DecoderLayer(Block):
+    """A layer; a fused one is x + attention(norm(x)), then x + mlp(norm(x)), with norms and residuals in the blocks.
+
+    Other layers run their own code around blocks in the flow. All layers of one class get one patched class, so that
+    FSDP policies which wrap by class find each of them.
+    """
 
     def coat_forward(
         self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        if not fits(hidden_states):
+    ) -> Any:
+        if self.coat.kind is None or not (fits(hidden_states) and self.coat_fits_together()):
             return plain(self, hidden_states, *args, **kwargs)
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
-        with running():
-            # By position: ZeRO-3 lets an attention's weights go in backward where its first argument has a gradient.
-            y, _, x = self.self_attn(hidden_states, coat_norm=self.input_layernorm, **kwargs)
-            y, x = self.mlp(x + y, norm=self.post_attention_layernorm)
+        # By position: ZeRO-3 lets an attention's weights go in backward where its first argument has a gradient.
+        y, _, x = self.self_attn(hidden_states, coat_norm=self.input_layernorm, **kwargs)
+        y, x = self.mlp(x + y, norm=self.post_attention_layernorm)
         return x + y
 
+    def coat_fits_together(self: Any) -> bool:
+        """Whether attention, MLP and norms are as they were patched, and all run the flow."""
+        return self.coat_ready() and self.self_attn.coat_runs() and self.mlp.coat_runs()
 
-class FusedAttention(Patched):
+    def coat_settle(self: Any, why: str | None) -> None:
+        unfused = self.coat.report.unfused
+        unfused.pop(self.coat.name, None)
+        if why is not None:
+            unfused[self.coat.name] = why
+
+    def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = plain(self, *args, **kwargs)
+        report, first = self.coat.report, out[0] if isinstance(out, tuple) else out
+        if report is not None and isinstance(first, torch.Tensor) and first.requires_grad:
+            why = _NO_TRAINING if not self.training else _WITH_CACHE
+            if why not in report.notes and not torch.compiler.is_compiling():
+                first.register_hook(functools.partial(_warn, report, why))
+        return out
+
+
+_NO_TRAINING = (
+    "gradients reach layers in eval mode, which run the model's own code in BF16: call model.train() before training, "
+    'or set "coat": {"activation": {"evaluation": "flow"}}'
+)
+_WITH_CACHE = (
+    "gradients reach a call with a cache of keys and values: in such calls layers run the model's own code in BF16"
+)
+
+
+def _warn(report: Any, text: str, _: torch.Tensor) -> None:
+    report.warn(text)
+
+
+class FusedAttention(Block):
     """Attention; with ``coat_norm`` the norm before it as well, and the alias of its input for the residual."""
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """As :meth:`Projection.coat_flow_weights`."""
-        linears = self.q_proj, self.k_proj, self.v_proj
-        return [tuple(m.weight for m in linears), self.o_proj.weight] if plain_linears(*linears, self.o_proj) else []
+        if not self.coat_ready():
+            return []
+        *first, last = (m.weight for _, m in self.coat.linears)
+        return [tuple(first), last]
 
     def coat_forward(
         self: Any,
@@ -71,16 +114,17 @@ class FusedAttention(Patched):
         coat_norm: nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if coat_norm is None:
-            return plain(self, hidden_states, *args, **kwargs)
         x = hidden_states
+        if coat_norm is None and not (fits(x) and self.coat_ready()):  # with a norm, the layer has looked
+            return plain(self, x, *args, **kwargs)
+        if args:
+            names = list(inspect.signature(plain).parameters)[2:]
+            kwargs |= dict(zip(names, args, strict=False))
         linears = self.q_proj, self.k_proj, self.v_proj
-        if not plain_linears(*linears, self.o_proj) or norm_kind(coat_norm) is None:  # adapters that came later
-            return *plain(self, coat_norm(x), **kwargs)[:2], x
         kind, scope = self.coat.kind, inspect.unwrap(self.coat_original.forward).__globals__
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
-        cache = next((kwargs.pop(name) for name in _CACHES if name in kwargs), None)
+        cache = next((kwargs.pop(name) for name in CACHES if name in kwargs), None)
         kwargs.pop("cache_position", None)  # of transformers before 5.4
         heads = flow.Heads(
             self.k_proj.out_features // self.head_dim,
@@ -90,16 +134,16 @@ class FusedAttention(Patched):
             batch_first=True,
         )
         biases = None if self.q_proj.bias is None else [m.bias for m in linears]
-        q, k, v, alias = flow.norm_qkv(
+        q, k, v, *alias = flow.norm_qkv(
             x,
-            norm_of(coat_norm),
+            None if coat_norm is None else norm_of(coat_norm),
             [m.weight for m in linears],
             biases,
             heads,
             None if kind.normed else _table(cos, sin),
             ONE,
             self.coat.settings,
-            residual=True,
+            residual=coat_norm is not None,
         )
         if kind.normed:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -125,7 +169,7 @@ class FusedAttention(Patched):
             out, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
             out = out.reshape(*x.shape[:-1], -1)
         y = flow.linear(out, self.o_proj.weight, ONE, self.coat.settings, o8)
-        return bias_of(y if o8 is None else y.transpose(0, 1), self.o_proj), weights, alias
+        return bias_of(y if o8 is None else y.transpose(0, 1), self.o_proj), weights, *alias
 
 
 def _compressed(
@@ -158,19 +202,17 @@ def _compressed(
 def _documents_in(positions: torch.Tensor) -> flow.Documents | None:
     """Documents that ``[1, s]`` positions begin, as transformers' flash attention reads them; None where there is one.
 
-    Found once a pass: it waits for the GPU.
+    A document begins where the position is the smallest of the row: skipped positions are no border. Found once a
+    pass, since it waits for the GPU.
     """
-    version, found = _documents.get(positions, (None, None))
-    if version != positions._version:
-        borders = positions[0].diff().ne(1).nonzero().flatten() + 1
-        starts = F.pad(borders, (1, 1)).int()
-        starts[-1] = positions.shape[1]
-        found = flow.Documents(starts, int(starts.diff().max())) if len(borders) else None
-        _documents[positions] = positions._version, found
-    return found
-
-
-_CACHES = ("cache", "past_key_values", "past_key_value")
+    known = _documents.get(positions)
+    if known is None or known[0] != _version(positions):
+        row = positions[0]
+        begins = (row == row.min()).index_fill(0, row.new_zeros(1), True)
+        starts = F.pad(begins.nonzero().flatten(), (0, 1), value=len(row)).int()
+        found = flow.Documents(starts, int(starts.diff().max())) if len(starts) > 2 else None
+        known = _documents[positions] = _version(positions), found
+    return known[1]
 
 
 def _replaced(attend: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 
 from .. import flow
 from ..flow.weights import weight_changes
-from .modules import ONE, Patched, fits
+from .modules import ONE, Patched, fits, has_plain_weight, own_code
 
 __all__ = ["ChunkedLM", "LossHead", "LogitsOnRead", "why_plain"]
 
@@ -43,6 +43,10 @@ def why_plain(model: Any) -> str | None:
     """Why a model's loss stays its own; None where it does not."""
     if type(model.lm_head) is not nn.Linear:
         return f"lm_head is {type(model.lm_head).__name__}"
+    if not has_plain_weight(model.lm_head):
+        return f"a {type(model.lm_head.weight).__name__} as weight of lm_head"
+    if (why := own_code(model.lm_head)) is not None:
+        return f"{why} on lm_head"
     if getattr(model, "loss_type", "ForCausalLM") not in (None, "ForCausalLM") or "_loss_function" in vars(model):
         return "a loss function of its own"
     return None
@@ -65,7 +69,8 @@ class ChunkedLM(Patched):
         given |= given.pop("kwargs", {})
         labels, shifted = given.get("labels"), given.get("shift_labels")
         keep = given.get("logits_to_keep", 0)
-        changed = not isinstance(self.lm_head, LossHead) or "_loss_function" in vars(self)  # since it was patched
+        # Since it was patched.
+        changed = not isinstance(self.lm_head, LossHead) or own_code(self.lm_head) or "_loss_function" in vars(self)
         if labels is None or changed or not (isinstance(keep, int) and keep == 0):
             return plain(self, *args, **kwargs)
         ignored = given.get("ignore_index", IGNORED)
@@ -88,7 +93,9 @@ class LossHead(Patched):
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: Any) -> torch.Tensor:
         labels = _given.labels
-        if _given.head is not self or labels is None or not fits(x) or x.shape[:-1] != labels.shape:
+        if _given.head is not self or labels is None or not (fits(x) and has_plain_weight(self)):
+            return plain(self, x)
+        if x.shape[:-1] != labels.shape:
             return plain(self, x)
         _given.logits = _MakeLate.apply(x, self.weight, self.bias, self)
         weight, bias = _parameters(self, x.dtype)
@@ -168,7 +175,8 @@ class _Late:
 
     def _state(self) -> tuple:
         parameters = [p for p in (self.head.weight, self.head.bias) if p is not None]
-        return weight_changes(), self.hidden._version, [(id(p), p._version) for p in parameters]
+        version = None if self.hidden.is_inference() else self.hidden._version
+        return weight_changes(), version, [(id(p), p._version) for p in parameters]
 
     def check(self) -> None:
         """Raises RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have changed since forward."""

@@ -1,30 +1,40 @@
-"""Modules of transformers models that run the flow while they train, and their own code otherwise.
+"""Modules of transformers models that run the FP8 flow in training mode, and their own code otherwise.
 
-:func:`swapped` makes a class that looks like the original: name, signature of ``forward``, pickles. It runs the flow in
-training with gradients only. What is generated or evaluated comes from the model's own forward, exactly.
+:func:`swapped` makes a class that looks like the original: name, signature of ``forward``, pickles.
+
+**One rule of mode** (:func:`runs_flow`). A module in training mode runs the flow, with gradients or without, so old
+and new log-probabilities of a policy, and both forwards of reentrant checkpointing, are of one function. A module in
+eval mode runs the model's own code, and so does every module while a model is called with a cache of keys and values.
+
+**What a program put there is honoured** (:func:`own_code`). A fused block computes what its linears, norms and
+activation would, without calling them. Each call first looks whether one of them has got hooks, a ``forward`` of its
+own or another type of weight, before the patch or since; then the block runs its own code, and the report says why.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import flow
 from ..config import ActivationConfig
-from .recognize import ACTIVATIONS, Attention, gate, norm_kind
+from ..patching.report import PatchReport
+from .recognize import ACTIVATIONS
 
 __all__ = [
+    "CACHES",
     "MLP",
     "ONE",
+    "Block",
     "FirstProjection",
+    "Gate",
     "JoinedAttention",
-    "Layer",
     "LaterProjection",
     "OutProjection",
     "Part",
@@ -34,47 +44,152 @@ __all__ = [
     "activation_of",
     "bias_of",
     "fits",
+    "has_plain_weight",
     "norm_of",
-    "plain_linears",
-    "running",
+    "own_code",
+    "runs_flow",
     "swapped",
-    "trains",
+    "unwatch_caches",
+    "watch_caches",
+    "why_own_code",
 ]
 
 ONE = flow.TensorParallel()
 
 
+class Gate(NamedTuple):
+    """What a gated MLP computes."""
+
+    names: tuple[str, ...]
+    """Of the linears of its first product: ("gate_proj", "up_proj"), or ("gate_up_proj",)."""
+    activation: str
+    """The flow's name of it."""
+
+
 class Part(NamedTuple):
-    """The attribute ``coat`` of a patched module."""
+    """The attribute ``coat`` of a patched module: all that its forward needs to know, found when it was patched."""
 
     settings: ActivationConfig
-    joined: tuple[nn.Module, ...] = ()
-    """Of an attention's projections that are one product: all of them."""
-    kind: Attention | None = None
-    """Of a fused attention: how it differs from Llama's."""
+    name: str = ""
+    """Of a block or layer, in the report."""
+    report: PatchReport | None = None
+    kind: Any = None
+    """Of a fused attention ``Attention``, of an MLP ``Gate``, of a norm its ``norm_kind``, of a fused layer True."""
+    linears: tuple[tuple[str, nn.Module], ...] = ()
+    """Linears whose weights the flow reads without calling them, by their names in the module."""
+    others: tuple[tuple[str, nn.Module], ...] = ()
+    """Other modules that a flow computes without calling them, or calls with arguments of its own."""
 
 
-class _Active(threading.local):
-    depth = 0
+class _Calls(threading.local):
+    def __init__(self) -> None:  # torch.compile cannot guard defaults of the class that each thread then covers
+        self.cached = False
+        """Whether the model under way was given a cache of keys and values."""
+        self.outer: list[bool] = []
+        """That of the models around it."""
 
 
-_active = _Active()
-"""Layers under way: under reentrant checkpointing they run without gradients first, and backward runs them again."""
+_calls = _Calls()
+CACHES = "cache", "past_key_values", "past_key_value", "cache_params"
+"""Names of that argument, by transformers' version."""
 
 
-def trains(module: nn.Module) -> bool:
-    """Whether a module is to run the flow now."""
-    checkpointed = getattr(module, "gradient_checkpointing", False)
-    return module.training and (torch.is_grad_enabled() or _active.depth > 0 or checkpointed)
+def runs_flow(module: Any) -> bool:
+    """Whether a patched module is to run the flow now."""
+    if not module.training and module.coat.settings.evaluation == "plain":
+        return False
+    return not _calls.cached and "_is_replica" not in vars(module)  # of nn.DataParallel
 
 
-@contextmanager
-def running() -> Iterator[None]:
-    _active.depth += 1
-    try:
-        yield
-    finally:
-        _active.depth -= 1
+def watch_caches(module: nn.Module) -> None:
+    """Let :func:`runs_flow` know when ``module``, which calls patched layers, is given a cache.
+
+    A cache that the model makes for itself, because its configuration has ``use_cache``, is none that was given.
+    """
+    module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_leave, always_call=True)
+
+
+def unwatch_caches(module: Any) -> None:
+    """Undo :func:`watch_caches`; nothing where there was none."""
+    for hook, kinds in (_enter, _PRE_HOOKS), (_leave, _POST_HOOKS):
+        for key in [key for key, function in getattr(module, kinds[0]).items() if function is hook]:
+            for kind in kinds:
+                getattr(module, kind).pop(key, None)
+
+
+_PRE_HOOKS = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+_POST_HOOKS = "_forward_hooks", "_forward_hooks_always_called"
+
+
+def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _calls.outer.append(_calls.cached)
+    _calls.cached = _calls.cached or _is_cached(module, args, kwargs)
+
+
+def _leave(*_: Any) -> None:
+    _calls.cached = _calls.outer.pop()
+
+
+def _is_cached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    gradients = torch.is_grad_enabled()
+    if gradients and module.training and getattr(module, "gradient_checkpointing", False):
+        return False  # transformers drops the cache then
+    if any(kwargs.get(name) is not None for name in CACHES) or any(hasattr(a, "get_seq_length") for a in args):
+        return True
+    return kwargs.get("use_cache") is True and not gradients  # the first call of a generation by hand
+
+
+_WRAPPERS = "deepspeed", "torch.distributed.fsdp", "torch.distributed._composable", "transformers.utils", "coat_dist"
+"""Modules whose hooks gather parameters or record outputs: they act on patched modules as on others."""
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def _is_of_a_program(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or ""
+    return not any(module == name or module.startswith(f"{name}.") for name in _WRAPPERS)
+
+
+def own_code(module: Any) -> str | None:
+    """What a program put on a module that acts only where the module is called; None where nothing."""
+    given = vars(module)
+    forward = given.get("forward")
+    # transformers before 5.2 leaves the class's own one there.
+    replaced = forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    if replaced and _is_of_a_program(forward):
+        return "a forward of its own"
+    if any(_is_of_a_program(hook) for kind in _HOOKS for hook in (given[kind] or {}).values()):
+        return "hooks"
+    return None
+
+
+def has_plain_weight(module: nn.Module) -> bool:
+    """Whether ``weight`` is a parameter as torch makes it: no DTensor, no quantized tensor, nothing computed."""
+    weight = module._parameters.get("weight")
+    return weight.__class__ is nn.Parameter or isinstance(weight, FakeTensor)  # on paper
+
+
+def why_own_code(module: Any) -> str | None:
+    """Why a patched module must call its parts as they are; None where the flow may compute them."""
+    part = module.coat
+    for name, known in part.linears + part.others:
+        found = module._modules.get(name)
+        linear = any(known is m for _, m in part.linears)
+        if found is not known or (linear and not _is_linear(found)):
+            cls = type(found)
+            return f"{cls.__module__.partition('.')[0]}'s {cls.__name__} in place of {name}"
+        if linear and not has_plain_weight(found):
+            return f"a {type(found.weight).__name__} as weight of {name}"
+        if (why := own_code(found)) is not None:
+            return f"{why} on {name}"
+    return None
+
+
+def _is_linear(module: Any) -> bool:
+    cls = module.__class__
+    return cls is nn.Linear or getattr(cls, "coat_original", None) is nn.Linear
 
 
 class Patched:
@@ -84,16 +199,66 @@ class Patched:
     coat_original: type
     coat: Part
 
-    def coat_trains(self: Any) -> bool:
-        return trains(self)
+    def coat_runs(self: Any) -> bool:
+        """Whether a call of the module would run the flow."""
+        return runs_flow(self)
 
     def coat_forward(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``forward`` while training; ``plain`` is that of the original class."""
+        """``forward`` in training mode; ``plain`` is that of the original class."""
         raise NotImplementedError
+
+    def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``forward`` otherwise."""
+        return plain(self, *args, **kwargs)
+
+
+class Block(Patched):
+    """A module that computes its parts without calling them, as long as nothing was put on them."""
+
+    def coat_ready(self: Any) -> bool:
+        """Whether the parts are as they were patched. In every call: two microseconds where nothing was put there."""
+        part, modules = self.coat, self._modules
+        for name, module in part.linears:
+            given = module.__dict__
+            if (
+                modules.get(name) is not module
+                or not _is_linear(module)
+                or not has_plain_weight(module)
+                or _may_be_touched(given)
+            ):
+                return self.coat_settled()
+        for name, module in part.others:
+            if modules.get(name) is not module or _may_be_touched(module.__dict__):
+                return self.coat_settled()
+        was_touched = part.report is not None and (part.name in part.report.left or part.name in part.report.unfused)
+        return not was_touched or self.coat_settled()
+
+    def coat_settled(self: Any) -> bool:
+        """:meth:`coat_ready` after a close look, which keeps the report true."""
+        why = why_own_code(self)
+        if self.coat.report is not None:
+            self.coat_settle(why)
+        return why is None
+
+    def coat_settle(self: Any, why: str | None) -> None:
+        self.coat.report.settle(self.coat.name, why)
+
+    def coat_runs(self: Any) -> bool:
+        return runs_flow(self) and self.coat_ready()
+
+
+def _may_be_touched(given: dict[str, Any]) -> bool:
+    return (
+        "forward" in given
+        or bool(given["_forward_hooks"])
+        or bool(given["_forward_pre_hooks"])
+        or bool(given["_backward_hooks"])
+        or bool(given["_backward_pre_hooks"])
+    )
 
 
 def swapped(original: type, mixin: type) -> Any:
-    """A class that is ``original`` but for what ``mixin`` computes while it trains."""
+    """A class that is ``original`` but for what ``mixin`` computes in the flow."""
     return _swapped(original, mixin)
 
 
@@ -103,7 +268,9 @@ def _swapped(original: Any, mixin: Any) -> type:
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.coat_forward(plain, *args, **kwargs) if trains(self) else plain(self, *args, **kwargs)
+        if runs_flow(self):
+            return self.coat_forward(plain, *args, **kwargs)
+        return self.coat_own_forward(plain, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         _, _, *rest = original.__reduce_ex__(self, protocol)
@@ -119,22 +286,15 @@ def _new(original: type, mixin: type) -> Any:
     return cls.__new__(cls)
 
 
-def plain_linears(*modules: nn.Module) -> bool:
-    """Whether these are torch's linears, and not adapters around them or quantized ones."""
-    return all(getattr(type(m), "coat_original", type(m)) is nn.Linear for m in modules)
-
-
 def fits(x: Any) -> bool:
     """Whether the flow takes x."""
     return isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float32) and x.dim() > 1
 
 
 def norm_of(module: Any) -> flow.Norm:
-    """A norm and its parameters; the weight of a centered one is 1 + w, through which gradients reach w."""
-    kind = norm_kind(module)
+    """A patched norm and its parameters; the weight of a centered one is 1 + w, through which gradients reach w."""
+    kind = module.coat.kind
     eps = getattr(module, "variance_epsilon", None)
-    if kind == "layer":
-        return flow.Norm("layernorm", module.eps, module.weight, module.bias)
     weight = 1.0 + module.weight.float() if kind == "centered" else module.weight
     return flow.Norm("rmsnorm", module.eps if eps is None else eps, weight)
 
@@ -155,53 +315,48 @@ def activation_of(mlp: Any) -> str | None:
     return found if found is not None and type(act) is type(ACT2FN[name]) else None
 
 
-class Layer(Patched):
-    """A layer that runs its own code, with parts in the flow."""
-
-    def coat_forward(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with running():
-            return plain(self, *args, **kwargs)
-
-
 class UnfusedNorm(Patched):
     """A norm on its own: saves an alias of its input and a number a row."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         if not fits(x):
             return plain(self, x)
-        norm = norm_of(self)
-        y = flow.norm(x, norm, ONE)
+        y = flow.norm(x, norm_of(self), ONE)
         # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider
-        return y if norm_kind(self) != "rms" else y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return y if self.coat.kind != "rms" else y.to(torch.promote_types(x.dtype, self.weight.dtype))
 
 
-class Projection(Patched):
+class Projection(Block):
     """A linear in FP8 by itself."""
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """Parameters that only the flow reads while training; of one product, in a tuple."""
-        return [tuple(m.weight for m in self.coat.joined) or self.weight]
+        return [tuple(m.weight for _, m in self.coat.linears) or self.weight]
+
+    def coat_ready(self: Any) -> bool:
+        return has_plain_weight(self) and Block.coat_ready(self)
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        if not fits(x):
-            return plain(self, x)
+        return self.coat_product(x) if fits(x) and has_plain_weight(self) else plain(self, x)
+
+    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
         return flow.norm_linear(x, None, self.weight, self.bias, ONE, self.coat.settings)
 
 
 class OutProjection(Projection):
     """The linear behind attention, which saves an alias of attention's output."""
 
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        return bias_of(flow.linear(x, self.weight, ONE, self.coat.settings), self) if fits(x) else plain(self, x)
+    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return bias_of(flow.linear(x, self.weight, ONE, self.coat.settings), self)
 
 
 class FirstProjection(Projection):
     """The first of several linears of one input: computes all of them, and keeps the others' results for them."""
 
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        linears = self.coat.joined
-        if not fits(x):
-            return plain(self, x)
+    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
+        linears = [m for _, m in self.coat.linears]
+        if not self.coat_ready():
+            return Projection.coat_product(self, x)
         biases = None if self.bias is None else [m.bias for m in linears]
         sizes = [m.weight.shape[0] for m in linears]
         out = flow.norm_linear(x, None, [m.weight for m in linears], biases, ONE, self.coat.settings)
@@ -214,11 +369,11 @@ class FirstProjection(Projection):
 class LaterProjection(Projection):
     """One of the others: takes what the first has computed of the same input."""
 
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
         given = vars(self).pop("coat_given", None)
         if given is not None and given[0] is x:
             return given[1]
-        return Projection.coat_forward(self, plain, x)
+        return Projection.coat_product(self, x)
 
     def coat_take(self: Any, x: torch.Tensor) -> torch.Tensor:
         """What the first has computed, whatever tensor object it was given."""
@@ -243,25 +398,23 @@ class JoinedAttention(Patched):
                 vars(self).pop(name, None)
 
 
-class MLP(Patched):
+class MLP(Block):
     """A gated MLP; with ``norm`` the norm before it as well, and the alias of x for the residual connection."""
 
     def coat_flow_weights(self: Any) -> list[Any]:
-        linears = [getattr(self, name) for name in gate(self) or ()]
-        whole = plain_linears(*linears, self.down_proj)
-        return [tuple(m.weight for m in linears), self.down_proj.weight] if whole else []
+        if not self.coat_ready():
+            return []
+        *first, last = (m.weight for _, m in self.coat.linears)
+        return [tuple(first), last]
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None) -> Any:
-        names = gate(self)
-        linears = [getattr(self, name) for name in names or ()]
-        known = norm is None or norm_kind(norm) is not None
-        if not (known and fits(x) and plain_linears(*linears, self.down_proj)):
-            if norm is None:
-                return plain(self, x)
-            return plain(self, norm(x)), x
+        if norm is None and not (fits(x) and self.coat_ready()):  # with a norm, the layer has looked
+            return plain(self, x)
+        linears = [getattr(self, name) for name in self.coat.kind.names]
         weights = [m.weight for m in linears]
         biases = None if linears[0].bias is None else [m.bias for m in linears]
-        rest: tuple[Any, ...] = weights, self.down_proj.weight, activation_of(self), ONE, self.coat.settings, biases
+        activation, settings = self.coat.kind.activation, self.coat.settings
+        rest: tuple[Any, ...] = weights, self.down_proj.weight, activation, ONE, settings, biases
         if norm is None:
             return bias_of(flow.mlp(x, *rest), self.down_proj)
         y, alias = flow.norm_mlp(x, norm_of(norm), *rest, residual=True)  # type: ignore[misc]

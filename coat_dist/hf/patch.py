@@ -18,26 +18,33 @@ from ..config import ActivationConfig, CoatConfigError
 from ..patching.changes import Changes, all_or_none, restored
 from ..patching.report import PatchReport, is_patched
 from ..patching.settings import Config, bf16_layers, check_bf16_layers, coat_block
-from .layer import FusedAttention, FusedLayer
+from .layer import DecoderLayer, FusedAttention
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
     MLP,
+    Block,
     FirstProjection,
+    Gate,
     JoinedAttention,
     LaterProjection,
-    Layer,
     OutProjection,
     Part,
     Projection,
     UnfusedNorm,
     activation_of,
+    has_plain_weight,
+    own_code,
     swapped,
+    unwatch_caches,
+    watch_caches,
+    why_own_code,
 )
 from .recognize import attention_kind, gate, is_causal_lm, is_decoder_layer, norm_kind, shares_input
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
 
 QKV = "q_proj", "k_proj", "v_proj"
+NORMS = "input_layernorm", "post_attention_layernorm"
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -74,24 +81,26 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     report = PatchReport(config)
     _drop_own_forwards(model)
     with all_or_none() as changes:
-        layers = list(_layers(model))
-        check_bf16_layers(config, len(layers))
-        kept = bf16_layers(config, len(layers))
-        for i, (name, layer) in enumerate(layers):
-            if i in kept:
-                report.left |= {f"{name}.{block}": "bf16_layers" for block in ("self_attn", "mlp")}
-                changes.swap(layer, swapped(type(layer), Layer))
-            else:
-                _patch_layer(name, layer, config, changes, report)
+        inside, stacks = set(), _stacks(model)
+        for layers in stacks.values():
+            check_bf16_layers(config, len(layers))
+            kept = bf16_layers(config, len(layers))
+            for i, (name, layer) in enumerate(layers):
+                inside |= {id(m) for m in layer.modules()}
+                _patch_layer(name, layer, config, changes, report, "bf16_layers" if i in kept else None)
         if not report.patched:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(report.left.items())[:4])
-            raise CoatConfigError(f"model: got one with nothing to patch ({reasons or 'no layers'})")
-        inside = {id(m) for _, layer in layers for m in layer.modules()}
+            raise CoatConfigError(
+                f"model: got a {type(model).__name__} with nothing to patch "
+                f"({PatchReport.summary([report]) if stacks else 'no layers of transformers'}), accepted: models of "
+                'docs/hugging-face.md, or "coat": {"activation": {"enabled": false}}, which keeps 8-bit moments'
+            )
         for module in model.modules():
-            if id(module) not in inside and norm_kind(module) in ("rms", "centered"):
-                changes.swap(module, swapped(type(module), UnfusedNorm), Part(config))
+            if id(module) not in inside:
+                _patch_norm(module, config, changes)
         _patch_loss(model, config, changes, report)
         changes.set(model, "coat_patch_report", report)
+    for stack in stacks:
+        watch_caches(model.get_submodule(stack.rpartition(".")[0]))
     return report
 
 
@@ -109,7 +118,9 @@ def unpatch_model(model: nn.Module) -> None:
         own = next((c for c in cls.__mro__ if "coat_original" in vars(c)), None)
         if own is not None:
             module.__class__ = restored(cls, own, own.coat_original)
-            vars(module).pop("coat", None)
+        if isinstance(vars(module).get("coat"), Part):
+            del module.coat
+        unwatch_caches(module)
     del model.coat_patch_report
 
 
@@ -123,59 +134,114 @@ def _drop_own_forwards(model: nn.Module) -> None:
             del module.forward
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers of attention and MLP, by name."""
+def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+    """What transformers calls layers, with their names, by the name of the list that holds them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found: dict[str, list[tuple[str, nn.Module]]] = {}
+    outer = None
     for name, module in model.named_modules():
-        parts = dict(module.named_children())
-        if {"self_attn", "mlp"} <= parts.keys():
-            yield name, module
+        known = isinstance(module, GradientCheckpointingLayer) or {"self_attn", "mlp"} <= module._modules.keys()
+        if known and not (outer is not None and name.startswith(outer)):
+            outer = f"{name}."
+            found.setdefault(name.rpartition(".")[0], []).append((name, module))
+    return found
 
 
-def _patch_layer(name: str, layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
-    attention, mlp, part = layer.self_attn, layer.mlp, Part(settings)
-    kind = attention_kind(attention)
-    why_attention = _why_not_linears(attention) if shares_input(attention) else "an attention that is not known"
-    why_mlp = _why_not_mlp(mlp)
-    norms = [getattr(layer, n, None) for n in ("input_layernorm", "post_attention_layernorm")]
+def _blocks(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Parts of a layer that hold weights of matrices, by name."""
+    for name, module in layer.named_children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from _blocks(module, f"{prefix}.{name}")
+        elif any(getattr(p, "ds_shape", p.shape)[1:] for p in module.parameters()):
+            yield f"{prefix}.{name}", module
+
+
+def _patch_layer(
+    name: str, layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport, whole: str | None
+) -> None:
+    """Patch a layer, or with a reason in ``whole`` leave all of its blocks in BF16."""
+    blocks = dict(_blocks(layer, name))
+    why = {block_name: whole or _why_bf16(block_name, block) for block_name, block in blocks.items()}
+    parts = tuple((n, layer._modules.get(n)) for n in ("self_attn", "mlp", *NORMS))
     fused = (
-        why_attention is None
-        and why_mlp is None
-        and is_decoder_layer(layer)
-        and kind is not None
-        and all(n is not None and norm_kind(n) in ("rms", "centered") and not _has_hooks(n) for n in norms)
-        and not any(map(_has_hooks, attention.modules()))
+        is_decoder_layer(layer)
+        and all(why.get(f"{name}.{n}", "absent") is None for n in ("self_attn", "mlp"))
+        and all(norm_kind(layer._modules.get(n)) in ("rms", "centered") for n in NORMS)
+        and attention_kind(layer.self_attn) is not None
+        and all(type(layer.self_attn._modules.get(n)) is nn.Linear for n in (*QKV, "o_proj"))
     )
-    for block, why in (("self_attn", why_attention), ("mlp", why_mlp)):
-        if why is None:
-            report.patched.append(f"{name}.{block}")
+    for block_name, block in blocks.items():
+        reason = why[block_name]
+        if reason is None and gate(block) is not None:
+            _patch_mlp(block_name, block, settings, changes, report)
+        elif reason is None and fused:
+            part = Part(settings, block_name, report, attention_kind(block), _named(block, *QKV, "o_proj"))
+            changes.swap(block, swapped(type(block), FusedAttention), part)
+        elif reason is None:
+            _patch_projections(block, settings, changes)
+            report.unfused[block_name] = f"own code around its projections: {_why_unfused(layer, block)}"
+        if reason is None and isinstance(block, Block):
+            reason = why_own_code(block)
+        if reason is None:
+            report.patched.append(block_name)
         else:
-            report.left[f"{name}.{block}"] = why
-    for module in layer.modules():
-        if norm_kind(module) in ("rms", "centered") and not (fused and module in norms):
-            changes.swap(module, swapped(type(module), UnfusedNorm), part)
-    if why_mlp is None:
-        changes.swap(mlp, swapped(type(mlp), MLP), part)
-    if fused:
-        changes.swap(attention, swapped(type(attention), FusedAttention), Part(settings, kind=kind))
-        changes.swap(layer, swapped(type(layer), FusedLayer), part)
-        return
-    report.unfused[f"{name}.self_attn"] = "the model's own code runs around its projections"
-    changes.swap(layer, swapped(type(layer), Layer), part)
-    if why_attention is None:
-        _patch_projections(attention, settings, changes)
+            report.left[block_name] = reason
+    patched = any(block_name in report.patched for block_name in blocks)
+    part = Part(settings, name, report if patched else None, fused or None, others=parts if fused else ())
+    changes.swap(layer, swapped(type(layer), DecoderLayer), part)
+    if fused and (reason := why_own_code(layer)) is not None:
+        report.unfused[name] = reason
+    uncalled = [layer._modules[n] for n in NORMS] if fused else []
+    for module in layer.modules() if whole is None else ():
+        _patch_norm(module, settings, changes, called=all(module is not norm for norm in uncalled))
+
+
+def _why_unfused(layer: nn.Module, attention: nn.Module) -> str:
+    for name in NORMS:
+        if name in layer._modules and (why := own_code(layer._modules[name])) is not None:
+            return f"{why} on {name}"
+    for name, module in attention.named_children():
+        if any(type(inner) is nn.Linear for inner in module.children()):
+            return f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__} in place of {name}"
+    return "no layer that is known as a whole"
+
+
+def _named(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module], ...]:
+    return tuple((name, getattr(module, name)) for name in names)
+
+
+def _patch_norm(module: nn.Module, settings: ActivationConfig, changes: Changes, called: bool = True) -> None:
+    """Patch an RMSNorm that is called, or let a fused layer know one that it computes itself."""
+    kind = norm_kind(module)
+    if kind in ("rms", "centered"):
+        if called:
+            changes.swap(module, swapped(type(module), UnfusedNorm))
+        changes.set(module, "coat", Part(settings, kind=kind))
+
+
+def _patch_mlp(name: str, mlp: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+    names, activation = gate(mlp), activation_of(mlp)
+    assert names is not None and activation is not None
+    others = tuple((n, mlp._modules[n]) for n in ("act_fn", "activation_fn") if n in mlp._modules)
+    part = Part(settings, name, report, Gate(names, activation), _named(mlp, *names, "down_proj"), others)
+    changes.swap(mlp, swapped(type(mlp), MLP), part)
 
 
 def _patch_projections(attention: Any, settings: ActivationConfig, changes: Changes) -> None:
     linears: list[Any] = [getattr(attention, n, None) for n in QKV]
+    part = Part(settings)
     if all(type(m) is nn.Linear for m in linears) and len({m.bias is None for m in linears}) == 1:
-        changes.swap(attention, swapped(type(attention), JoinedAttention))
+        changes.swap(attention, swapped(type(attention), JoinedAttention), part)
         for module in linears:
             kind = FirstProjection if module is linears[0] else LaterProjection
-            changes.swap(module, swapped(nn.Linear, kind), Part(settings, tuple(linears)))
+            changes.swap(
+                module, swapped(nn.Linear, kind), Part(settings, linears=tuple(zip(QKV, linears, strict=True)))
+            )
     for module_name, module in list(attention.named_modules()):
         if type(module) is nn.Linear and "lora_" not in module_name:
             mixin = OutProjection if module_name == "o_proj" else Projection
-            changes.swap(module, swapped(nn.Linear, mixin), Part(settings))
+            changes.swap(module, swapped(nn.Linear, mixin), part)
 
 
 def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
@@ -185,43 +251,53 @@ def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, 
             continue
         label = f"{name}.lm_head".lstrip(".")
         why = "loss: plain" if settings.loss == "plain" else None
-        why = why or (None if is_causal_lm(module) else "a forward that is not known") or why_plain(module)
-        why = why or ("hooks on lm_head" if _has_hooks(head) else None)
+        why = why or (None if is_causal_lm(module) else _unknown_forward(module)) or why_plain(module)
         report.loss[label] = settings.loss if why is None else f"plain: {why}"
         if why is None:
             changes.swap(head, swapped(type(head), LossHead), Part(settings))
             changes.swap(module, swapped(type(module), ChunkedLM), Part(settings))
 
 
+def _unknown_forward(model: nn.Module) -> str:
+    """What is said of a model whose forward is none that is known."""
+    package = (getattr(model.forward, "__module__", None) or "").partition(".")[0]
+    return "a forward that is not known" if package in ("", "transformers") else f"a forward of {package}"
+
+
+def _why_bf16(name: str, block: nn.Module) -> str | None:
+    """Why a block stays BF16; None where it is patched."""
+    if shares_input(block):
+        return _why_not_linears(block)
+    if gate(block) is not None:
+        return _why_not_mlp(block)
+    if "forward" in vars(block):
+        return "a forward of its own"
+    last = name.rpartition(".")[2]
+    if any(module_name.endswith("experts") for module_name, _ in block.named_modules()):
+        return "experts that are not known"
+    kind = "an attention" if "att" in last else "an MLP" if "mlp" in last else "a block"
+    return f"{kind} that is not known"
+
+
 def _why_not_mlp(mlp: Any) -> str | None:
-    names = gate(mlp)
-    if names is None:
-        return "an MLP that is not known"
     if activation_of(mlp) is None:
         return "an activation that the flow does not have"
-    linears = [getattr(mlp, n) for n in (*names, "down_proj")]
+    linears = [getattr(mlp, n) for n in (*(gate(mlp) or ()), "down_proj")]
     if strange := [type(m) for m in linears if type(m) is not nn.Linear]:
         return f"{strange[0].__module__.partition('.')[0]}'s {strange[0].__name__} in place of a linear"
-    if any(map(_has_hooks, linears)):
-        return "hooks on its linears"
     return _why_not_linears(mlp)
 
 
 def _why_not_linears(block: nn.Module) -> str | None:
-    linears = [m for n, m in block.named_modules() if type(m) is nn.Linear and "lora_" not in n]
+    linears = {n: m for n, m in block.named_modules() if type(m) is nn.Linear and "lora_" not in n}
     if not linears:
         return "no linears that can be computed in FP8"
-    for module in linears:
+    for name, module in linears.items():
         shape = getattr(module.weight, "ds_shape", module.weight.shape)
+        if not has_plain_weight(module):
+            return f"a {type(module.weight).__name__} as weight of {name}"
         if any(n % 16 for n in shape):
             return f"a weight {list(shape)}, whose sizes are not multiples of 16"
         if module.weight.dtype not in (torch.bfloat16, torch.float32):
             return f"weights in {module.weight.dtype}"
     return None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a program watches calls of a module that would no longer happen."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )

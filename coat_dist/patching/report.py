@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -29,11 +32,44 @@ class PatchReport:
     """Output layers of language models: "chunked", "kept", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
     """Settings of the model that patching overrides, and what else is not as one may expect."""
+    _changed: bool = field(default=False, repr=False, compare=False)
+    """Whether a block was left to its own code since it was patched."""
 
     def note(self, text: str) -> None:
         """Add to the notes, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        """Add to the notes, and warn, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            warnings.warn(f"coat_dist: {text}", stacklevel=2)
+
+    def settle(self, block: str, why: str | None) -> None:
+        """A patched block runs its own code from now on, for a reason, or with None the flow again."""
+        if self.left.get(block) == why:
+            return
+        if why is None:
+            del self.left[block]
+            self.patched.append(block)
+            return
+        if block in self.patched:
+            self.patched.remove(block)
+        if not self._changed:
+            self._changed = True
+            self.warn(f"{block} was patched, and runs its own code in BF16 now: {why} (the report lists all blocks)")
+        self.left[block] = why
+
+    @staticmethod
+    def summary(reports: Iterable[PatchReport]) -> str:
+        """One line: how many blocks run the flow, and how many of a kind stay BF16 for which reasons."""
+        reports = list(reports)
+        left = Counter(f"{name.rpartition('.')[2]}, {why}" for r in reports for name, why in r.left.items())
+        patched = sum(len(r.patched) for r in reports)
+        kinds = "; ".join(f"{count} x {kind}" for kind, count in left.items())
+        said = f"FP8 flow in {patched} of {patched + left.total()} blocks"
+        return f"{said} (left in BF16: {kinds})" if left else said
 
     def __str__(self) -> str:
         lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]

@@ -9,8 +9,8 @@ A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to 
 what was used of the fetch of the same number in the pass before; what is missing is gathered when it is asked for.
 Ranks run the same modules in the same order, which ZeRO-3 itself relies on, so they agree.
 
-Modules of transformers models (those that have ``coat_trains``) run their own forward where they do not train: a pass
-without gradients fetches values, and a module that finds codes there all the same gathers values before it runs.
+Modules of transformers models (those that have ``coat_runs``) run their own forward in eval mode: such a pass fetches
+values, and a module that finds codes there all the same gathers values before it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,25 @@ from torch import nn
 from ...flow.parallel.gathered import GatheredWeight, Pending, Shard, gather
 from ...formats import QuantizedTensor, fp8_format
 
-__all__ = ["gather_codes", "has_flow_weights", "let_go"]
+__all__ = ["fetch_for_readers", "gather_codes", "has_flow_weights", "let_go"]
+
+
+def fetch_for_readers(module: nn.Module) -> None:
+    """Let ZeRO-3 fetch weights for the patched modules that read them without calling the modules that hold them.
+
+    DeepSpeed finds such readers where they read a weight that is not there. After a pass in eval mode, in which every
+    module reads its own, it may be there by chance, and would be missing in backward.
+    """
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    for reader in module.modules():
+        if not hasattr(type(reader), "coat_flow_weights"):
+            continue
+        own = {id(p) for p in reader.parameters(recurse=False)}
+        for given in reader.coat_flow_weights():
+            for weight in given if isinstance(given, tuple) else (given,):
+                if id(weight) not in own and hasattr(weight, "ds_id"):
+                    register_external_parameter(reader, weight)
 
 
 def has_flow_weights(module: nn.Module) -> bool:
@@ -43,7 +61,7 @@ def gather_codes(module: nn.Module) -> None:
         parameter.coat_fetch = _Fetch(parameter, owners[0], passes, parts)
         passes.weights.append(parameter)
         for owner in owners:
-            if hasattr(owner, "coat_trains"):
+            if hasattr(owner, "coat_runs"):
                 owner.register_forward_pre_hook(functools.partial(_bring_values, parameter))
     # Before the hook by which DeepSpeed fetches the first parameters of a pass.
     module.register_forward_pre_hook(passes.begin, prepend=True)
@@ -76,13 +94,10 @@ class _Passes:
     """Counts passes over the model."""
 
     number: int = 0
-    trains: bool = False
-    """Whether the pass under way, with its backward, has gradients."""
     weights: list[Any] = field(default_factory=list)
 
     def begin(self, *_: Any) -> None:
         self.number += 1
-        self.trains = torch.is_grad_enabled()
         for weight in self.weights:
             if weight.coat_gathered is not None and not weight.coat_fetch.wanted:
                 let_go(weight)  # kept from the last pass: the module was unpatched since, or evaluates
@@ -117,7 +132,7 @@ class _Fetch:
         owner: Any = self._owner()
         if not hasattr(type(owner), "coat_flow_weights"):
             return False
-        return not hasattr(owner, "coat_trains") or (self._passes.trains and owner.training)
+        return not hasattr(owner, "coat_runs") or owner.coat_runs()
 
     @property
     def possible(self) -> bool:
@@ -226,7 +241,7 @@ def _all_gather(
 
 def _bring_values(parameter: Any, owner: Any, *_: Any) -> None:
     """Before a forward that is not the flow's, which codes were fetched for all the same."""
-    if parameter.coat_gathered is not None and not (hasattr(owner, "coat_trains") and owner.coat_trains()):
+    if parameter.coat_gathered is not None and not (hasattr(owner, "coat_runs") and owner.coat_runs()):
         parameter.all_gather()
 
 

@@ -5,6 +5,7 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.hf import patch_model
+from coat_dist.hf.modules import Projection
 
 from .tiny import relative, step, tiny, tokens
 
@@ -27,6 +28,9 @@ def test_before(name):
     loss, grads = step(model)
     report = patch_model(model, ActivationConfig())
     assert any("self_attn" in block for block in report.patched), report
+    assert report.unfused.keys() >= {block for block in report.patched if "self_attn" in block}
+    fp8 = [n for n, m in model.named_modules() if isinstance(m, Projection)]
+    assert [n.rpartition("self_attn.")[2] for n in fp8[:2]] == ["q_proj.base_layer", "k_proj"], "base weights in FP8"
     got, found = step(model)
     assert abs(got / loss - 1) < 2e-3 and found.keys() == grads.keys()
     assert all("lora_" in key for key in found)

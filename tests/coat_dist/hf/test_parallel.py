@@ -59,6 +59,10 @@ def under_zero(rank, world, name, stage, built_in_shards):
         engine.step()
         return loss.item()
 
+    engine.module.eval()
+    with torch.no_grad():  # ZeRO-3 fetches weights here for the modules that hold them, later for those that read them
+        engine(input_ids=tokens(seed=rank))
+    engine.module.train()
     losses, first = run(step, lambda: values(engine), rank)
     shapes = {tuple(p.shape) for p in engine.module.parameters()}
     engine.module.eval()
