@@ -123,6 +123,9 @@ class ActivationConfig(_Block):
     that, but keeps them; "plain" leaves it be."""
     z_loss: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM used 1e-4)."""
+    evaluation: Literal["plain", "flow"] = "plain"
+    """What a transformers model runs in eval mode: its own forward, or ("flow") patched layers where no cache of keys
+    and values is given. For programs that take log-probabilities in eval mode and compare them with training's."""
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 
