@@ -145,9 +145,8 @@ class ActivationConfig(_Block):
         for key, needed in (("weights", "on_use"), ("wgrad", "grad"), ("tp_invariant", False)):
             if self.cuda_graphs and (given := getattr(self, key)) != needed:
                 _refuse("cuda_graphs", f"true with {key} {json.dumps(given)}", f"{key} {json.dumps(needed)}, or false")
-        if self.z_loss and (self.loss == "plain" or not self.enabled):
-            why = 'loss "plain"' if self.enabled else "enabled false"
-            _refuse("z_loss", f"{self.z_loss} with {why}", '0, or loss "chunked" or "kept" with enabled true')
+        if self.z_loss and self.loss == "plain":
+            _refuse("z_loss", f'{self.z_loss} with loss "plain"', '0, or loss "chunked" or "kept"')
         return self
 
 

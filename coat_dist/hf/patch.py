@@ -17,7 +17,7 @@ from torch import nn
 from ..config import ActivationConfig, CoatConfigError
 from ..patching.changes import Changes, all_or_none, restored
 from ..patching.report import PatchReport, is_patched
-from ..patching.settings import Config, bf16_layers, check_bf16_layers, coat_block
+from ..patching.settings import REFUSED, Config, Rows, bf16_layers, check_bf16_layers, check_honoured, coat_block
 from .layer import FusedAttention, FusedLayer
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
@@ -71,6 +71,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
         config = coat_block(config).activation
     if is_patched(model):
         raise CoatConfigError("model: got one that is patched already, accepted: one that is not (unpatch_model first)")
+    check_honoured(REFUSED["transformers"], config)
     report = PatchReport(config)
     _drop_own_forwards(model)
     with all_or_none() as changes:
@@ -91,6 +92,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
             if id(module) not in inside and norm_kind(module) in ("rms", "centered"):
                 changes.swap(module, swapped(type(module), UnfusedNorm), Part(config))
         _patch_loss(model, config, changes, report)
+        check_honoured(_not_in_this(model, report), config)
         changes.set(model, "coat_patch_report", report)
     return report
 
@@ -191,6 +193,18 @@ def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, 
         if why is None:
             changes.swap(head, swapped(type(head), LossHead), Part(settings))
             changes.swap(module, swapped(type(module), ChunkedLM), Part(settings))
+
+
+def _not_in_this(model: nn.Module, report: PatchReport) -> Rows:
+    """What this model cannot honour."""
+    rows: dict[str, tuple[tuple, str]] = {}
+    plain = [f"{name}: {how}" for name, how in report.loss.items() if how.startswith("plain")]
+    if plain or not report.loss:
+        rows["z_loss"] = (0,), f"where the loss stays the model's own: {'; '.join(plain) or 'no lm_head'}"
+    fused: list[Any] = [m for m in model.modules() if isinstance(m, FusedAttention)]
+    if all(m.config._attn_implementation == "eager" or m.attention_dropout for m in fused):
+        rows["attention"] = ("bf16",), "no attention that is fused, without dropout, and not eager"
+    return rows
 
 
 def _why_not_mlp(mlp: Any) -> str | None:

@@ -29,7 +29,7 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
 from coat_dist.patching.report import check_settings, is_patched
-from coat_dist.patching.settings import Config, coat_block
+from coat_dist.patching.settings import REFUSED, Config, check_honoured, coat_block
 from coat_dist.ranks import gather
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
@@ -110,6 +110,7 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
                 f"{'patched' if patched else 'not patched'}; accepted: "
                 f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
             )
+        check_honoured(REFUSED["Megatron's optimizer" if patched else "optimizer alone"], block.activation)
         if patched:
             for chunk in model_chunks:
                 check_settings(chunk, block.activation)

@@ -13,6 +13,8 @@ import torch
 from ...config import CoatConfig, CoatConfigError, Problem, load_json, look_up, without_comments
 from ...config_errors import got
 from ...optim import CoatAdamW
+from ...patching.report import check_settings
+from ...patching.settings import REFUSED, refused_in
 from ..build.pipeline import stages
 from ..build.pipeline_module import check_tied, tied_apart, tied_weights
 from ..build.replicated_grads import check_replicated_grads
@@ -180,6 +182,8 @@ def check_deepspeed(
     if coat is None and not facts.compressed:
         return None
     problems = [*refused(RULES, facts), *_against(facts)]
+    if coat is not None and not facts.flow:
+        problems += refused_in(REFUSED["optimizer alone"], coat.activation)
     if facts.compressed and optimizer is None:
         problems += wrong_params(facts["optimizer.params"] or {}, coat)
     if facts.stage and cp > 1:
@@ -262,6 +266,7 @@ def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
         raise CoatConfigError(Problem(key, f"got true, but no module of {type(model).__name__} is patched", accepted))
     if patched and not coat.activation.enabled:
         raise CoatConfigError(Problem(key, "got false, but the model is patched", "true, or an unpatched model"))
+    check_settings(model, coat.activation)
     return False
 
 

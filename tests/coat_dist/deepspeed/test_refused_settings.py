@@ -91,6 +91,8 @@ def test_features_that_cannot_be_honoured(key, value, context):
         ),
         ({"optimizer__type": "AdamW"}, {}, "optimizer.type", "AdamW"),
         ({}, {"cp": 2}, "context_parallel_size", 2),
+        ({"coat__activation": {"enabled": False, "z_loss": 0.1}}, {}, "coat.activation.z_loss", 0.1),
+        ({"coat__activation": {"enabled": False, "bf16_layers": [0]}}, {}, "coat.activation.bf16_layers", [0]),
         ({"optimizer__params__expand": True}, {}, "optimizer.params.expand", ...),
     ],
 )
