@@ -203,7 +203,7 @@ def _not_in_this(model: nn.Module, report: PatchReport) -> Rows:
         rows["z_loss"] = (0,), f"where the loss stays the model's own: {'; '.join(plain) or 'no lm_head'}"
     fused: list[Any] = [m for m in model.modules() if isinstance(m, FusedAttention)]
     if all(m.config._attn_implementation == "eager" or m.attention_dropout for m in fused):
-        rows["attention"] = ("bf16",), "no attention that is fused, without dropout, and not eager"
+        rows["attention"] = ("bf16",), "FP8 needs fused attention, without dropout and other than eager"
     return rows
 
 
