@@ -69,7 +69,7 @@ def test_readme_links_every_example():
 def test_the_configuration_of_docs_config_is_accepted():
     (code,) = blocks((ROOT / "docs" / "config.md").read_text(encoding="utf-8"), "json")
     check_deepspeed(json.loads(code))
-    assert CoatConfig.from_deepspeed(json.loads(code)).activation.bf16_layers == (0, -1)
+    assert CoatConfig.from_deepspeed(json.loads(code)) == CoatConfig(), "nothing has to be set"
 
 
 @per_page(*PAGES, CHANGES)

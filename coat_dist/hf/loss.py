@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import flow
+from ..config import CoatConfigError, Problem
 from ..flow.weights import weight_changes
 from .modules import ONE, Patched, fits, has_plain_weight, own_code
 
@@ -64,6 +65,12 @@ class ChunkedLM(Patched):
     def loss_function(self: Any, value: Any) -> None:
         self.coat_original.loss_function.fset(self, value)
 
+    def coat_check_z_loss(self: Any) -> None:
+        """Raises CoatConfigError where a loss that was computed by the model's own code lacks the z-loss."""
+        if self.training and (z_loss := self.coat.settings.z_loss):
+            why = "0 where logits_to_keep is given, or lm_head or the loss function was replaced after the patch"
+            raise CoatConfigError(Problem("coat.activation.z_loss", f"got {z_loss} and a loss that stays plain", why))
+
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(plain).bind_partial(self, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -72,6 +79,8 @@ class ChunkedLM(Patched):
         # Since it was patched.
         changed = not isinstance(self.lm_head, LossHead) or own_code(self.lm_head) or "_loss_function" in vars(self)
         if labels is None or changed or not (isinstance(keep, int) and keep == 0):
+            if labels is not None:
+                self.coat_check_z_loss()
             return plain(self, *args, **kwargs)
         ignored = given.get("ignore_index", IGNORED)
         if shifted is None:
@@ -85,7 +94,10 @@ class ChunkedLM(Patched):
             logits = _given.logits
         finally:
             _given.head, _given.labels, _given.logits = before
-        return out if logits is None else _with_logits(out, logits)
+        if logits is None:
+            self.coat_check_z_loss()
+            return out
+        return _with_logits(out, logits)
 
 
 class LossHead(Patched):
@@ -99,8 +111,8 @@ class LossHead(Patched):
             return plain(self, x)
         _given.logits = _MakeLate.apply(x, self.weight, self.bias, self)
         weight, bias = _parameters(self, x.dtype)
-        keep = self.coat.settings.loss == "kept"
-        return flow.linear_cross_entropy(x, weight, labels.to(x.device), ONE, bias=bias, keep=keep)
+        keep, z_loss = self.coat.settings.loss == "kept", self.coat.settings.z_loss if self.training else 0.0
+        return flow.linear_cross_entropy(x, weight, labels.to(x.device), ONE, bias=bias, keep=keep, z_loss=z_loss)
 
 
 def _parameters(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -17,7 +17,7 @@ from torch import nn
 from ..config import ActivationConfig, CoatConfigError
 from ..patching.changes import Changes, all_or_none, restored
 from ..patching.report import PatchReport, is_patched
-from ..patching.settings import Config, bf16_layers, check_bf16_layers, coat_block
+from ..patching.settings import REFUSED, Config, Rows, bf16_layers, check_bf16_layers, check_honoured, coat_block
 from .layer import DecoderLayer, FusedAttention
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
@@ -78,6 +78,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
         config = coat_block(config).activation
     if is_patched(model):
         raise CoatConfigError("model: got one that is patched already, accepted: one that is not (unpatch_model first)")
+    check_honoured(REFUSED["transformers"], config)
     report = PatchReport(config)
     _drop_own_forwards(model)
     with all_or_none() as changes:
@@ -98,6 +99,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
             if id(module) not in inside:
                 _patch_norm(module, config, changes)
         _patch_loss(model, config, changes, report)
+        check_honoured(_not_in_this(model, report), config)
         changes.set(model, "coat_patch_report", report)
     for stack in stacks:
         watch_caches(model.get_submodule(stack.rpartition(".")[0]))
@@ -277,6 +279,18 @@ def _why_bf16(name: str, block: nn.Module) -> str | None:
         return "experts that are not known"
     kind = "an attention" if "att" in last else "an MLP" if "mlp" in last else "a block"
     return f"{kind} that is not known"
+
+
+def _not_in_this(model: nn.Module, report: PatchReport) -> Rows:
+    """What this model cannot honour."""
+    rows: dict[str, tuple[tuple, str]] = {}
+    plain = [f"{name}: {how}" for name, how in report.loss.items() if how.startswith("plain")]
+    if plain or not report.loss:
+        rows["z_loss"] = (0,), f"where the loss stays the model's own: {'; '.join(plain) or 'no lm_head'}"
+    fused: list[Any] = [m for m in model.modules() if isinstance(m, FusedAttention)]
+    if all(m.config._attn_implementation == "eager" or m.attention_dropout for m in fused):
+        rows["attention"] = ("bf16",), "FP8 needs fused attention, without dropout and other than eager"
+    return rows
 
 
 def _why_not_mlp(mlp: Any) -> str | None:

@@ -1,17 +1,50 @@
-"""The ``"coat"`` block in every form in which a program may have it."""
+"""The ``"coat"`` block in every form in which a program may have it, and which of its keys are honoured where."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from ..config import ActivationConfig, CoatConfig, CoatConfigError
+from ..config import ActivationConfig, CoatConfig, CoatConfigError, Problem
+from ..config_errors import got
 
-__all__ = ["Config", "bf16_layers", "check_bf16_layers", "coat_block"]
+__all__ = ["REFUSED", "Config", "Rows", "bf16_layers", "check_bf16_layers", "check_honoured", "coat_block"]
 
 Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | CoatConfig
 """What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; or the parsed block."""
+
+
+Rows: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Keys of ``"activation"``: the values that are accepted, and why no others are."""
+
+_WHOLE = "transformers models have all experts on every rank"
+REFUSED: Mapping[str, Rows] = {
+    "transformers": {
+        "enabled": ((True,), "for a model that is to be patched"),
+        "expert_dispatch": (("auto", "bf16"), _WHOLE),
+        "expert_dispatch_grad": (("bf16",), _WHOLE),
+        "tp_invariant": ((False,), "transformers models are not tensor-parallel"),
+        "wgrad": (("grad",), "only Megatron's parameters have a main_grad"),
+        "cuda_graphs": ((False,), "only Megatron layers run as CUDA graphs"),
+    },
+    "Megatron": {"evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode")},
+    "Megatron's optimizer": {"fp8_weight_gather": ((False,), "weights are gathered under DeepSpeed's ZeRO-3 alone")},
+}
+"""What each way to train cannot honour; docs/config.md has the table. DeepSpeed's ZeRO stages have rows of their own
+in ``deepspeed/config/table.py``, Megatron models in ``megatron_patches/patch/plan.py``."""
+
+
+def check_honoured(rows: Rows, settings: ActivationConfig) -> None:
+    """Raises CoatConfigError with a line for each key whose value these rows do not accept."""
+    problems = []
+    for key, (accepted, why) in rows.items():
+        if (value := getattr(settings, key)) not in accepted:
+            shown = " or ".join(map(json.dumps, accepted))
+            problems.append(Problem(f"coat.activation.{key}", got(value), f"{shown} ({why})"))
+    if problems:
+        raise CoatConfigError(*problems)
 
 
 def coat_block(config: Config, name: str = "config") -> CoatConfig:

@@ -158,5 +158,7 @@ def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | Non
     try:
         return patch_model(model, coat), True
     except ValueError as problem:
-        where = "coat." if str(problem).startswith("activation.") else "coat.activation: "
-        raise CoatConfigError(f"{where}{problem}") from problem
+        text = str(problem)
+        if not text.startswith("coat."):
+            text = f"coat.{text}" if text.startswith("activation.") else f"coat.activation: {text}"
+        raise CoatConfigError(text) from problem

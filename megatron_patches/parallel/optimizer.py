@@ -29,7 +29,7 @@ from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state
 from coat_dist.patching.report import check_settings, is_patched
-from coat_dist.patching.settings import Config, coat_block
+from coat_dist.patching.settings import REFUSED, Config, check_honoured, coat_block
 from coat_dist.ranks import gather
 
 __all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
@@ -111,6 +111,7 @@ def _moments(coat: Config | MomentsConfig, model_chunks: Sequence[nn.Module]) ->
                 f"{'true' if patched else 'false, or call megatron_patches.patch_model before the model is wrapped'}"
             )
         if patched:
+            check_honoured(REFUSED["Megatron's optimizer"], block.activation)
             for chunk in model_chunks:
                 check_settings(chunk, block.activation)
         moments = block.optimizer

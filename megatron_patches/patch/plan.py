@@ -15,10 +15,11 @@ from torch import nn
 
 from coat_dist.config import ActivationConfig
 from coat_dist.patching.report import PatchReport
-from coat_dist.patching.settings import bf16_layers, check_bf16_layers
+from coat_dist.patching.settings import REFUSED, bf16_layers, check_bf16_layers, check_honoured
 
 from ..layers.attention import why_no_fp8_attention
 from ..layers.cuda_graphs import layers_to_graph, why_no_graphs
+from ..layers.dispatch import may_send_fp8
 from ..layers.experts import has_experts
 from ..layers.linear import why_bf16_output_layer
 from ..layers.loss import why_plain_loss
@@ -48,6 +49,7 @@ def check_model(model: nn.Module, settings: ActivationConfig) -> None:
     """Raises ValueError where there is nothing to plan: no transformer layer, patched already, or switched off."""
     if not settings.enabled:
         raise ValueError("activation.enabled: got false, accepted: true for a model that is to be patched")
+    check_honoured(REFUSED["Megatron"], settings)
     for name, module in model.named_modules():
         if getattr(type(module), "coat_patched", False):
             raise ValueError(f"model: patched already ({name or type(module).__name__}); call unpatch_model first")
@@ -136,6 +138,12 @@ def check_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
     for block in plan.blocks if settings.attention == "fp8" else ():
         if block.kind == "self_attention" and (reason := why_no_fp8_attention(block.layer.self_attention)):
             raise ValueError(f'activation.attention: got "fp8", accepted: "bf16" with {reason} ({block.name})')
+    asked = [key for key in ("expert_dispatch", "expert_dispatch_grad") if getattr(settings, key) == "fp8"]
+    for block in plan.blocks if asked else ():
+        dispatcher = block.layer.mlp.token_dispatcher if block.kind == "mlp.experts" else None
+        if dispatcher is not None and dispatcher.ep_size > 1 and not may_send_fp8(dispatcher, settings):
+            accepted = f"the default with {type(dispatcher).__name__}, or alltoall without padding to capacity"
+            raise ValueError(f'activation.{asked[0]}: got "fp8", accepted: {accepted} ({block.name})')
 
 
 def _loss_stays_plain(plan: Plan, model: nn.Module) -> bool:

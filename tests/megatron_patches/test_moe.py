@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from coat_dist.config import ActivationConfig
-from megatron_patches import patch_model, patched
+from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.compat import older_than
 from megatron_patches.layers.experts import ExpertMLP
 
@@ -98,3 +98,9 @@ def test_reasons_of_experts_that_are_left():
     }
     with pytest.raises(ValueError, match="tp_invariant with a mixture of experts"):
         patch_model(tiny_gpt(**ALL), ActivationConfig(tp_invariant=True))
+    model = tiny_gpt(**ALL)  # Megatron's default, the allgather dispatcher
+    patch_model(model, ActivationConfig(expert_dispatch="fp8"))  # no token travels
+    unpatch_model(model)
+    model.decoder.layers[1].mlp.token_dispatcher.ep_size = 2
+    with pytest.raises(ValueError, match='activation.expert_dispatch_grad: got "fp8", accepted: .*mlp.experts'):
+        patch_model(model, ActivationConfig(expert_dispatch_grad="fp8"))

@@ -268,6 +268,7 @@ def test_other_formats_and_models_resume_to_the_bit(tmp_path, tp, kinds, model):
         ),
         ({"optimizer": {}}, {}, 'coat: got one without a "coat" block'),
         (Moments(master_weights="bf16_remainder"), {}, "coat.optimizer.master_weights"),
+        ({"coat": {"activation": {"fp8_weight_gather": True}}}, {}, "coat.activation.fp8_weight_gather: got true"),
     ],
 )
 def test_what_is_refused(coat, options, said):

@@ -174,6 +174,8 @@ def test_patching_twice_unpatching_twice_and_patching_nothing():
         patch_model(torch.nn.Linear(4, 4), SETTINGS)
     with pytest.raises(ValueError, match="activation.enabled: got false"):
         patch_model(model, ActivationConfig(enabled=False))
+    with pytest.raises(ValueError, match='^coat.activation.evaluation: got "flow", accepted: "plain"'):
+        patch_model(model, ActivationConfig(evaluation="flow"))
     with pytest.raises(ValueError, match=r"nothing to patch(.|\n)*decoder.layers.\[0-1\].mlp: float16 parameters"):
         patch_model(model.half(), SETTINGS)  # by the configuration: test_fields.py
     assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())

@@ -13,6 +13,7 @@ import torch
 from ...config import CoatConfig, CoatConfigError, Problem, load_json, look_up, without_comments
 from ...config_errors import got
 from ...optim import CoatAdamW
+from ...patching.report import check_settings
 from ..build.pipeline import stages
 from ..build.pipeline_module import check_tied, tied_apart, tied_weights
 from ..build.replicated_grads import check_replicated_grads
@@ -262,6 +263,7 @@ def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
         raise CoatConfigError(Problem(key, f"got true, but no module of {type(model).__name__} is patched", accepted))
     if patched and not coat.activation.enabled:
         raise CoatConfigError(Problem(key, "got false, but the model is patched", "true, or an unpatched model"))
+    check_settings(model, coat.activation)
     return False
 
 

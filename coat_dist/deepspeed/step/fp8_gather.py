@@ -39,6 +39,7 @@ def fetch_for_readers(module: nn.Module) -> None:
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
+    reader: Any
     for reader in module.modules():
         if not hasattr(type(reader), "coat_flow_weights"):
             continue
