@@ -162,7 +162,13 @@ class LogitsOnRead(torch.Tensor):
         if function in _OF_MEMORY:
             args, kwargs = _values((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs or {})
+            out = function(*args, **kwargs or {})
+            if out is None and function == _T.grad.__get__ and args[0].retains_grad:
+                raise RuntimeError(
+                    "logits.grad: got none, since the loss was computed without the logits, accepted: a loss that is "
+                    'computed from them, or "coat": {"activation": {"loss": "plain"}}'
+                )
+            return out
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -45,6 +45,7 @@ __all__ = [
     "bias_of",
     "fits",
     "has_plain_weight",
+    "module_of",
     "norm_of",
     "own_code",
     "runs_flow",
@@ -145,10 +146,16 @@ _WRAPPERS = "deepspeed", "torch.distributed.fsdp", "torch.distributed._composabl
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def _is_of_a_program(function: Any) -> bool:
+def module_of(function: Any) -> str:
+    """Where a function or callable object was written, also one that bears another's name by ``functools.wraps``."""
     while isinstance(function, functools.partial):
         function = function.func
-    module = getattr(function, "__module__", None) or ""
+    code = getattr(function, "__func__", function)
+    return getattr(code, "__globals__", {}).get("__name__") or type(function).__module__
+
+
+def _is_of_a_program(function: Any) -> bool:
+    module = module_of(function)
     return not any(module == name or module.startswith(f"{name}.") for name in _WRAPPERS)
 
 

@@ -33,6 +33,7 @@ from .modules import (
     UnfusedNorm,
     activation_of,
     has_plain_weight,
+    module_of,
     own_code,
     swapped,
     unwatch_caches,
@@ -262,8 +263,8 @@ def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, 
 
 def _unknown_forward(model: nn.Module) -> str:
     """What is said of a model whose forward is none that is known."""
-    package = (getattr(model.forward, "__module__", None) or "").partition(".")[0]
-    return "a forward that is not known" if package in ("", "transformers") else f"a forward of {package}"
+    package = module_of(model.forward).partition(".")[0]
+    return "a forward that is not known" if package == "transformers" else f"a forward of {package}"
 
 
 def _why_bf16(name: str, block: nn.Module) -> str | None:
