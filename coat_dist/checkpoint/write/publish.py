@@ -61,7 +61,7 @@ def begin(final: Path) -> None:
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    (temporary / MANIFEST).write_text(json.dumps(UNFINISHED), encoding="utf-8")
+    write_text(temporary / MANIFEST, json.dumps(UNFINISHED))
 
 
 def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
@@ -205,6 +205,8 @@ def _clean(folder: Path) -> list[str]:
 
 def _settle(replaced: Path, own: Path) -> None:
     """Put a replaced checkpoint back, or remove it where its replacement came. Nothing where there is none."""
+    if replaced.is_symlink():  # none of ours, and files of another folder
+        replaced.unlink()
     if not replaced.exists():
         return
     if not (replaced / MANIFEST).is_file():
