@@ -6,13 +6,18 @@ of the engine are replaced on its instance during a save.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ...optim.state import CODE_KEYS
 
 __all__ = ["Writes", "watch_writes"]
 
@@ -36,6 +41,8 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
             path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
             try:
+                if saves:
+                    _name_converter(*args, **kwargs)
                 result = write(*args, **kwargs)
             except Exception as error:  # a value that cannot be pickled may raise anything
                 text = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
@@ -67,3 +74,24 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
     finally:
         for (owner, name), own in zip(places, before, strict=True):
             delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
+
+
+_no_moments = functools.partial(
+    operator.getitem,
+    {},
+    "exp_avg: CoatAdamW's moments are stored in 8 bits; convert this checkpoint with launch/to_universal.py or "
+    "coat_dist.convert_to_universal",
+)
+
+
+def _name_converter(state_dict: Any, *_: Any, **__: Any) -> None:
+    """Let DeepSpeed's own ``ds_to_universal`` end in a KeyError that names ours.
+
+    It looks up "exp_avg" in each optimizer state, without this package: only the standard library is pickled.
+    """
+    zero = state_dict.get("optimizer_state_dict") if isinstance(state_dict, dict) else None
+    for part in zero.values() if isinstance(zero, dict) else ():
+        states = part.get("state") if isinstance(part, dict) else None
+        for key, state in states.items() if isinstance(states, dict) else ():
+            if isinstance(state, dict) and CODE_KEYS[0] in state:
+                states[key] = defaultdict(_no_moments, state)
