@@ -61,7 +61,8 @@ def begin(final: Path) -> None:
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    write_text(temporary / MANIFEST, json.dumps(UNFINISHED))
+    with (temporary / MANIFEST).open("x", encoding="utf-8") as file:  # by this a later save knows the folder
+        json.dump(UNFINISHED, file)
 
 
 def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
