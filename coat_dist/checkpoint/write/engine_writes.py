@@ -104,7 +104,7 @@ def _name_converter(file: Any) -> None:
     """
     zero = file.get("optimizer_state_dict") if isinstance(file, dict) else None
     for part in zero.values() if isinstance(zero, dict) else ():
-        states = part.get("state") if isinstance(part, dict) else None
+        states: Any = part.get("state") if isinstance(part, dict) else None
         for key, state in states.items() if isinstance(states, dict) else ():
             if isinstance(state, dict) and CODE_KEYS[0] in state:
                 states[key] = defaultdict(_no_moments, state)
