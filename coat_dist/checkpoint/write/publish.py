@@ -56,7 +56,9 @@ def unfinished(final: Path) -> Path:
 
 def begin(final: Path) -> None:
     """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed saves left."""
-    temporary = unfinished(final)
+    temporary, script = unfinished(final), final.with_name("zero_to_fp32.py")
+    if script.is_symlink():  # DeepSpeed would copy its script to wherever it points
+        script.unlink()
     _clean(final.parent)
     if temporary.exists():
         shutil.rmtree(temporary)

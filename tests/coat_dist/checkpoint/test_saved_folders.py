@@ -66,7 +66,8 @@ def test_what_somebody_put_beside_stays_also_where_it_is_in_the_way(tmp_path):
     assert run_ranks(1, beside_at_odds, str(tmp_path)) == [["damaged.kept/notes/mine", "odd.kept/notes/mine"]]
 
 
-PLANTED = (".latest.new", ".lock", ".unfinished-x", ".unfinished-replaced-x", ".unfinished-removed-x")
+SCRIPT = "zero_to_fp32.py"
+PLANTED = (".latest.new", ".lock", ".unfinished-x", ".unfinished-replaced-x", ".unfinished-removed-x", SCRIPT)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -83,9 +84,11 @@ def test_links_that_others_put_into_the_folder_are_not_followed(name, target, tm
     before = listed(tmp_path)
     for number, tag in enumerate(("x", "x", "x", "y")):
         if number == 1:
+            (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to(victim)
         with contextlib.suppress(OSError), locked(folder / LOCK):
             begin(folder / tag)
+            (folder / SCRIPT).write_text("as DeepSpeed copies it")
             finish(unfinished(folder / tag), folder / tag, {"files": {}})
             write_text(folder / "latest", tag)
             retire(folder, folder / tag)
