@@ -90,7 +90,8 @@ def save_whole_checkpoints(engine: Any) -> None:
                 shutil.rmtree(save.temporary, ignore_errors=True)
             if any(text in str(problem) for text in _FULL):
                 needed = sum(save.team.members(gather(writes.size)))
-                problem = CheckpointError(f"{problem}\n{save_dir}: {needed:,} bytes are needed, {free:,} were free")
+                room = f"{needed:,} bytes are needed, {free:,} were free"
+                problem = CheckpointError(f"{problem}\n{save_dir}: {room}")
             raise problem from (writes.errors[0].__cause__ if writes.errors else None)  # its traceback shows where
         return True
 

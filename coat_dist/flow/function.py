@@ -47,8 +47,8 @@ def without_autocast(step: _Step) -> _Step:
 def once_differentiable(backward: _Step) -> _Step:
     """``backward`` of an autograd function, which raises under ``create_graph=True``.
 
-    torch's decorator of this name raises only where the incoming gradient requires grad itself. A penalty on a gradient
-    would pass, and change nothing.
+    torch's decorator of this name raises only where the incoming gradient requires grad itself.
+    A penalty on a gradient would pass, and change nothing.
     """
 
     @functools.wraps(backward)
@@ -56,7 +56,8 @@ def once_differentiable(backward: _Step) -> _Step:
         if torch.is_grad_enabled():  # autograd runs backward so exactly under create_graph
             raise RuntimeError(
                 "create_graph: got True, accepted: False through functions of the FP8 flow, which are "
-                'once_differentiable; for gradients of gradients, "coat": {"activation": {"enabled": false}}'
+                "once_differentiable; for gradients of gradients, "
+                '"coat": {"activation": {"enabled": false}}'
             )
         return backward(ctx, *grads)
 

@@ -172,7 +172,8 @@ class PatchedSelfAttention(CompactSelfAttention):
             heads = flow.Heads(groups, self.num_attention_heads_per_partition // groups, size)
             table = None
             if freqs is not None and not normed:
-                table = _table(freqs, interleaved=config.rotary_interleaved, mscale=rope_mscale(config))
+                kind = {"interleaved": config.rotary_interleaved, "mscale": rope_mscale(config)}
+                table = _table(freqs, **kind)
             query, key, value = self.linear_qkv(hidden_states, heads=heads, table=table, residual=residual)[0]
             if not normed:
                 return query, key, value

@@ -22,7 +22,8 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file at once. When this returns, its content and its name are on disk.
 
-    Others may write to the folder: a link of theirs under the temporary name is removed, never followed.
+    Others may write to the folder: a link of theirs under the temporary name is removed, never
+    followed.
 
     Raises:
         OSError: the file is what it was before, or, if only the folder could not be synced, the new one.

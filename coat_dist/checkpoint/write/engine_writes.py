@@ -86,21 +86,23 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
 
 def _size(given: Any) -> int:
     """Bytes of all tensors in nested lists and dicts; a tied one counts once."""
-    return sum({t.data_ptr(): t.nbytes for t in tree_leaves(given) if isinstance(t, torch.Tensor)}.values())
+    tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
 
 _no_moments = functools.partial(
     operator.getitem,
     {},
-    "exp_avg: CoatAdamW's moments are stored in 8 bits; convert this checkpoint with launch/to_universal.py or "
-    "coat_dist.convert_to_universal",
+    "exp_avg: CoatAdamW's moments are stored in 8 bits; convert this checkpoint with "
+    "launch/to_universal.py or coat_dist.convert_to_universal",
 )
 
 
 def _name_converter(file: Any) -> None:
     """Let DeepSpeed's own ``ds_to_universal`` end in a KeyError that names ours.
 
-    It looks up "exp_avg" in each optimizer state, without this package: only the standard library is pickled.
+    It looks up "exp_avg" in each optimizer state, without this package: only the standard library
+    is pickled.
     """
     zero = file.get("optimizer_state_dict") if isinstance(file, dict) else None
     for part in zero.values() if isinstance(zero, dict) else ():

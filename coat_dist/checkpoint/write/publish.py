@@ -63,7 +63,7 @@ def begin(final: Path) -> None:
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    with (temporary / MANIFEST).open("x", encoding="utf-8") as file:  # by this a later save knows the folder
+    with (temporary / MANIFEST).open("x", encoding="utf-8") as file:  # a later save knows it by this
         json.dump(UNFINISHED, file)
 
 
