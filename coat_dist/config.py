@@ -148,6 +148,8 @@ class ActivationConfig(_Block):
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"
             _refuse("z_loss", f"{self.z_loss} with {why}", '0, or loss "chunked" or "kept" with enabled true')
+        if len({*self.bf16_layers}) < len(self.bf16_layers):
+            _refuse("bf16_layers", json.dumps(self.bf16_layers), "each layer once")
         return self
 
 

@@ -8,6 +8,7 @@ replaced, and old checkpoints are removed (``write/publish.py``).
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -37,6 +38,9 @@ _DEEPSPEED_KEYS = frozenset({
 })
 # fmt: on
 """What DeepSpeed writes into the model's file. client_state comes last: such a key would replace DeepSpeed's value."""
+
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "unexpected pos")
+"""What errors say of a full disk; the last is torch.save's."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,17 @@ def save_whole_checkpoints(engine: Any) -> None:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         save = _Save(engine, team_of(engine), save_dir, tag, bool(save_latest), extras or Extras())
         state = save.prepare(client_state, bool(exclude_frozen_parameters))
+        free = shutil.disk_usage(save_dir).free  # now: what a failed torch.save wrote stays open
         writes = save.write(original, state, exclude_frozen_parameters)
         try:
             save.publish(writes)
         except CheckpointError as problem:  # on every rank
             if save.team.leads:
                 shutil.rmtree(save.temporary, ignore_errors=True)
+            if any(text in str(problem) for text in _FULL):
+                needed = sum(save.team.members(gather(writes.size)))
+                room = f"{needed:,} bytes are needed, {free:,} were free"
+                problem = CheckpointError(f"{problem}\n{save_dir}: {room}")
             raise problem from (writes.errors[0].__cause__ if writes.errors else None)  # its traceback shows where
         return True
 

@@ -11,7 +11,7 @@ import torch
 
 from ..config import ActivationConfig
 
-__all__ = ["check_settings", "outside_of_graphs", "shaped", "without_autocast"]
+__all__ = ["check_settings", "once_differentiable", "outside_of_graphs", "shaped", "without_autocast"]
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
@@ -40,6 +40,26 @@ def without_autocast(step: _Step) -> _Step:
                         return step(ctx, *args)
                 break
         return step(ctx, *args)
+
+    return run  # type: ignore[return-value]
+
+
+def once_differentiable(backward: _Step) -> _Step:
+    """``backward`` of an autograd function, which raises under ``create_graph=True``.
+
+    torch's decorator of this name raises only where the incoming gradient requires grad itself.
+    A penalty on a gradient would pass, and change nothing.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # autograd runs backward so exactly under create_graph
+            raise RuntimeError(
+                "create_graph: got True, accepted: False through functions of the FP8 flow, which are "
+                "once_differentiable; for gradients of gradients, "
+                '"coat": {"activation": {"enabled": false}}'
+            )
+        return backward(ctx, *grads)
 
     return run  # type: ignore[return-value]
 

@@ -15,32 +15,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import flow
+from ..flow.per_tensor import once_per_tensor
 from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
 
 __all__ = ["DecoderLayer", "FusedAttention"]
 
-_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cosines -> their version, the sines and theirs, and the table of the same pass: all layers share one."""
-_documents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Positions -> their version, and the documents that they begin."""
 
-
-def _version(t: torch.Tensor) -> int | None:
-    """A number that changes when values are written in place; None of tensors that keep none."""
-    return None if t.is_inference() else t._version
-
-
+@once_per_tensor
 def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
-    """From ``[1 or b, s, rot]`` of any floating dtype."""
-    found = _tables.get(cos)
-    if found is None or found[0] != _version(cos) or found[1] is not sin or found[2] != _version(sin):
-        cosines, sines = (t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin))
-        table = flow.RopeTable(cosines, sines)
-        found = _tables[cos] = _version(cos), sin, _version(sin), table
-    return found[-1]
+    """From ``[1 or b, s, rot]`` of any floating dtype; all layers of a pass share one."""
+    return flow.RopeTable(*(t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin)))
 
 
 class DecoderLayer(Block):
@@ -199,20 +185,17 @@ def _compressed(
     return None if q.shape[0] != 1 or longest is None else (flow.Documents(starts, int(longest)),)
 
 
+@once_per_tensor
 def _documents_in(positions: torch.Tensor) -> flow.Documents | None:
     """Documents that ``[1, s]`` positions begin, as transformers' flash attention reads them; None where there is one.
 
     A document begins where the position is the smallest of the row: skipped positions are no border. Found once a
     pass, since it waits for the GPU.
     """
-    known = _documents.get(positions)
-    if known is None or known[0] != _version(positions):
-        row = positions[0]
-        begins = (row == row.min()).index_fill(0, row.new_zeros(1), True)
-        starts = F.pad(begins.nonzero().flatten(), (0, 1), value=len(row)).int()
-        found = flow.Documents(starts, int(starts.diff().max())) if len(starts) > 2 else None
-        known = _documents[positions] = _version(positions), found
-    return known[1]
+    row = positions[0]
+    begins = (row == row.min()).index_fill(0, row.new_zeros(1), True)
+    starts = F.pad(begins.nonzero().flatten(), (0, 1), value=len(row)).int()
+    return flow.Documents(starts, int(starts.diff().max())) if len(starts) > 2 else None
 
 
 def _replaced(attend: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from .. import flow
 from ..config import CoatConfigError, Problem
+from ..flow.per_tensor import version_of
 from ..flow.weights import weight_changes
 from .modules import ONE, Patched, fits, has_plain_weight, own_code
 
@@ -193,8 +194,7 @@ class _Late:
 
     def _state(self) -> tuple:
         parameters = [p for p in (self.head.weight, self.head.bias) if p is not None]
-        version = None if self.hidden.is_inference() else self.hidden._version
-        return weight_changes(), version, [(id(p), p._version) for p in parameters]
+        return weight_changes(), version_of(self.hidden), [(id(p), p._version) for p in parameters]
 
     def check(self) -> None:
         """Raises RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have changed since forward."""

@@ -68,8 +68,12 @@ def bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:
 
 
 def check_bf16_layers(settings: ActivationConfig, layers: int) -> None:
-    """Raises CoatConfigError for an index that is out of range; ``layers``: of the highest stack in the model."""
+    """Raises CoatConfigError for an index that is out of range, or names a layer again;
+    ``layers``: of the highest stack in the model."""
     wrong = [i for i in settings.bf16_layers if not -layers <= i < layers]
     if wrong and layers:
         accepted = f"0 to {layers - 1}, or {-layers} to -1 from the last, for {layers} layers"
         raise CoatConfigError(f"activation.bf16_layers: got {wrong[0]}, accepted: {accepted}")
+    if layers and len(bf16_layers(settings, layers)) < len(settings.bf16_layers):
+        given, accepted = list(settings.bf16_layers), f"each of {layers} layers once"
+        raise CoatConfigError(f"activation.bf16_layers: got {given}, accepted: {accepted}")

@@ -11,6 +11,7 @@ import glob
 import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import threading
@@ -110,7 +111,7 @@ def _shard_done(job: Job, number: int) -> dict[str, Any] | None:
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
     """A temporary name that becomes ``path`` when the block ends without an error, after the content is on disk."""
-    temporary = f"{path}.tmp{os.getpid()}"
+    temporary = f"{path}.tmp{secrets.token_hex(8)}"  # a name for which nobody else can plant a link
     try:
         yield temporary
         with open(temporary, "rb") as written:

@@ -11,10 +11,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
+from coat_dist.flow.per_tensor import once_per_tensor
 
 from ..compat import rope_mscale
 from ..parallel.groups import tensor_parallel
@@ -170,7 +170,10 @@ class PatchedSelfAttention(CompactSelfAttention):
         else:
             groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
             heads = flow.Heads(groups, self.num_attention_heads_per_partition // groups, size)
-            table = None if freqs is None or normed else _table(freqs, config)
+            table = None
+            if freqs is not None and not normed:
+                kind = {"interleaved": config.rotary_interleaved, "mscale": rope_mscale(config)}
+                table = _table(freqs, **kind)
             query, key, value = self.linear_qkv(hidden_states, heads=heads, table=table, residual=residual)[0]
             if not normed:
                 return query, key, value
@@ -252,14 +255,8 @@ def _normed(attention: Any) -> bool:
     return any(n is not None and not isinstance(n, IdentityOp) for n in norms)
 
 
-_TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _table(freqs: torch.Tensor, config: TransformerConfig) -> flow.RopeTable:
-    """Cosines and sines of ``freqs``, which Megatron hands to every layer: computed and kept once for all."""
-    kind = config.rotary_interleaved, rope_mscale(config)
-    tables = _TABLES.setdefault(freqs, {})
-    if kind not in tables:
-        with torch.inference_mode(False), torch.no_grad():  # training may come after evaluation
-            tables[kind] = flow.rope_table(freqs, *kind)
-    return tables[kind]
+@once_per_tensor
+def _table(freqs: torch.Tensor, interleaved: bool, mscale: float) -> flow.RopeTable:
+    """Cosines and sines of ``freqs``, which Megatron hands to every layer."""
+    with torch.inference_mode(False), torch.no_grad():  # training may come after evaluation
+        return flow.rope_table(freqs, interleaved, mscale)

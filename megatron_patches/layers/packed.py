@@ -13,6 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from coat_dist import flow
+from coat_dist.flow.per_tensor import version_of
 
 __all__ = ["Packed", "packed"]
 
@@ -42,7 +43,7 @@ class Packed:
         if isinstance(freqs, tuple):
             return tuple(self.angles(f) for f in freqs)
         # Not by the object: recomputation hands each layer a new one of the same memory, which is kept here meanwhile.
-        key = freqs.data_ptr(), freqs.shape, freqs.stride(), freqs.dtype
+        key = freqs.data_ptr(), freqs.shape, freqs.stride(), freqs.dtype, version_of(freqs)
         if key not in self._angles:
             with torch.inference_mode(False), torch.no_grad():  # training may come after evaluation
                 if self._positions is None:
@@ -74,7 +75,7 @@ def packed(params: PackedSeqParams, tokens: int, batch: int) -> Packed:
 def _contents(params: PackedSeqParams) -> tuple[Any, ...]:
     """What documents are made of; a tensor also by its count of changes in place, where it has one."""
     starts = params.cu_seqlens_q, params.cu_seqlens_kv
-    versions = [None if t.is_inference() else t._version for t in starts if isinstance(t, torch.Tensor)]
+    versions = [version_of(t) for t in starts if isinstance(t, torch.Tensor)]
     return *starts, params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format, *versions
 
 

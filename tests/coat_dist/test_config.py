@@ -51,6 +51,7 @@ OPTIMIZER = {"second_moment": "log8", "expand": False}
         ({"activation": {"z_loss": 1, "loss": "plain"}}, ".activation.z_loss", 'got 1.0 with loss "plain"', "0"),
         ({"activation": {"z_loss": 1, "enabled": False}}, ".activation.z_loss", "got 1.0 with enabled false", "0"),
         ({"activation": {"bf16_layers": ["first"]}}, ".activation.bf16_layers.0", 'got "first"', "an integer"),
+        ({"activation": {"bf16_layers": [0, 2, 0]}}, ".activation.bf16_layers", "got [0, 2, 0]", "each layer once"),
         *(({"activation": {"cuda_graphs": True, key: value}}, ".activation.cuda_graphs", f"got true with {key}", key)
           for key, value in (("weights", "cached"), ("wgrad", "main_grad"), ("tp_invariant", True))),
         ({"activation": {"tp_invariant": True, "fp8_gather": False}}, ".activation.tp_invariant", "got true", "true"),

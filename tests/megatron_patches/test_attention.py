@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_backward
@@ -112,6 +113,23 @@ def test_other_calls_are_megatrons(monkeypatch):
     apart = attention(x, **arguments | {"rotary_pos_emb": (freqs, freqs.clone())})[0]
     torch.testing.assert_close(apart, together, rtol=0.1, atol=0.1)
     assert not torch.equal(apart, together)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_angles_changed_in_place_are_seen(documents):
+    attention, x, arguments = attend(SETTINGS)
+    freqs = arguments["rotary_pos_emb"]
+    if documents:
+        starts = torch.tensor([0, 5, SEQ], dtype=torch.int32)
+        sizes = {"max_seqlen_q": SEQ, "max_seqlen_kv": SEQ}
+        given = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **sizes)
+        arguments |= {"packed_seq_params": given}
+        x = x[:, :1].contiguous()
+    before = attention(x, **arguments)[0]
+    freqs.mul_(0.5)
+    after = attention(x, **arguments)[0]
+    assert not torch.equal(after, before)
+    assert torch.equal(after, attention(x, **arguments | {"rotary_pos_emb": freqs.clone()})[0])
 
 
 def test_fp8_refuses_arguments_that_only_megatrons_forward_takes():

@@ -147,7 +147,7 @@ def test_only_exact_classes_are_replaced():
     }
 
 
-@pytest.mark.parametrize(("layers", "kept"), [((-1,), {2}), ((0, -1), {0, 2}), ((1, -2), {1})])
+@pytest.mark.parametrize(("layers", "kept"), [((-1,), {2}), ((0, -1), {0, 2}), ((1, 2), {1, 2})])
 def test_bf16_layers(layers, kept):
     report = patch_model(tiny_gpt(num_layers=3), ActivationConfig(bf16_layers=layers))
     expected = {f"decoder.layers.{i}.{b}": "bf16_layers" for i in kept for b in ("self_attention", "mlp")}
@@ -158,6 +158,8 @@ def test_bf16_layers(layers, kept):
 def test_bf16_layers_out_of_range_or_all():
     with pytest.raises(ValueError, match="^activation.bf16_layers: got -3, accepted: 0 to 1, or -2 to -1 from"):
         patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(-3,)))
+    with pytest.raises(ValueError, match=r"^activation.bf16_layers: got \[1, -1\], accepted: each of 2 layers once"):
+        patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(1, -1)))
     with pytest.raises(ValueError, match=r"^model: nothing to patch \(bf16_layers\)\nFP8 flow: 0 of 4 blocks patched"):
         patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(0, -1)))
 

@@ -22,12 +22,16 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file at once. When this returns, its content and its name are on disk.
 
+    Others may write to the folder: a link of theirs under the temporary name is removed, never
+    followed.
+
     Raises:
         OSError: the file is what it was before, or, if only the folder could not be synced, the new one.
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -6,13 +6,21 @@ of the engine are replaced on its instance during a save.
 
 from __future__ import annotations
 
+import errno
+import functools
+import operator
 import os
-import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...optim.state import CODE_KEYS
 
 __all__ = ["Writes", "watch_writes"]
 
@@ -25,6 +33,8 @@ class Writes:
     """Those that went through the checkpoint engine, absolute."""
     errors: list[Exception] = field(default_factory=list)
     """Those of writing; the save went on after each."""
+    size: int = 0
+    """Bytes of all tensors that were to be written, also of those for which there was no room."""
 
 
 @contextmanager
@@ -34,13 +44,18 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
 
     def collect_errors(write: Callable[..., Any], saves: bool) -> Callable[..., Any]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
-            path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
+            given = (*args, *kwargs.values())
+            path = next((a for a in given if isinstance(a, str)), "")
             try:
+                if saves:
+                    writes.size += _size(given)
+                    for one in given:
+                        _name_converter(one)
                 result = write(*args, **kwargs)
             except Exception as error:  # a value that cannot be pickled may raise anything
                 text = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
-                if "unexpected pos" in text and os.path.exists(path):  # torch.save's words for a full disk
-                    text += f"; {shutil.disk_usage(path).free:,} bytes are free"
+                if "unexpected pos" in text:  # torch.save's words for a full disk
+                    text = os.strerror(errno.ENOSPC)
                 kept = OSError(f"{path}: {text}")
                 kept.__cause__ = error
                 writes.errors.append(kept)
@@ -67,3 +82,31 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
     finally:
         for (owner, name), own in zip(places, before, strict=True):
             delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
+
+
+def _size(given: Any) -> int:
+    """Bytes of all tensors in nested lists and dicts; a tied one counts once."""
+    tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+_no_moments = functools.partial(
+    operator.getitem,
+    {},
+    "exp_avg: CoatAdamW's moments are stored in 8 bits; convert this checkpoint with "
+    "launch/to_universal.py or coat_dist.convert_to_universal",
+)
+
+
+def _name_converter(file: Any) -> None:
+    """Let DeepSpeed's own ``ds_to_universal`` end in a KeyError that names ours.
+
+    It looks up "exp_avg" in each optimizer state, without this package: only the standard library
+    is pickled.
+    """
+    zero = file.get("optimizer_state_dict") if isinstance(file, dict) else None
+    for part in zero.values() if isinstance(zero, dict) else ():
+        states: Any = part.get("state") if isinstance(part, dict) else None
+        for key, state in states.items() if isinstance(states, dict) else ():
+            if isinstance(state, dict) and CODE_KEYS[0] in state:
+                states[key] = defaultdict(_no_moments, state)

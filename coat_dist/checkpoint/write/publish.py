@@ -56,12 +56,15 @@ def unfinished(final: Path) -> Path:
 
 def begin(final: Path) -> None:
     """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed saves left."""
-    temporary = unfinished(final)
+    temporary, script = unfinished(final), final.with_name("zero_to_fp32.py")
+    if script.is_symlink():  # DeepSpeed would copy its script to wherever it points
+        script.unlink()
     _clean(final.parent)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    (temporary / MANIFEST).write_text(json.dumps(UNFINISHED), encoding="utf-8")
+    with (temporary / MANIFEST).open("x", encoding="utf-8") as file:  # a later save knows it by this
+        json.dump(UNFINISHED, file)
 
 
 def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
@@ -205,6 +208,8 @@ def _clean(folder: Path) -> list[str]:
 
 def _settle(replaced: Path, own: Path) -> None:
     """Put a replaced checkpoint back, or remove it where its replacement came. Nothing where there is none."""
+    if replaced.is_symlink():  # none of ours, and files of another folder
+        replaced.unlink()
     if not replaced.exists():
         return
     if not (replaced / MANIFEST).is_file():

@@ -284,7 +284,8 @@ def _flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...
 
 
 def _readers(model: nn.Module) -> Callable[[Any], Iterator[nn.Module]]:
-    """By parameter: the modules that may read it. Of a holder that does not say so itself, those that hold it do."""
+    """By parameter: the modules that may read it: its holder and adapters around that, or the
+    modules that hold the holder, where it does not say itself what the flow reads."""
     holders: dict[Any, list[nn.Module]] = {}
     parents: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
@@ -295,6 +296,17 @@ def _readers(model: nn.Module) -> Callable[[Any], Iterator[nn.Module]]:
 
     def of(parameter: Any) -> Iterator[nn.Module]:
         for holder in holders.get(parameter, []):
-            yield from [holder] if hasattr(type(holder), "coat_flow_weights") else parents.get(holder, [])
+            if hasattr(type(holder), "coat_flow_weights"):
+                yield holder
+                yield from filter(_reads_base_layer, parents.get(holder, []))
+            else:
+                yield from parents.get(holder, [])
 
     return of
+
+
+def _reads_base_layer(module: Any) -> bool:
+    """Whether an adapter of PEFT may read the weight that it adapts: not plain LoRA, but DoRA,
+    which takes its norm."""
+    plain_lora = not getattr(module, "lora_variant", True)
+    return hasattr(module, "base_layer") and not plain_lora

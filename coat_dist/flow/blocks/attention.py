@@ -15,12 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...config import ActivationConfig
 from ...formats import QuantizedTensor
 from ...ops import dequantize, quantize_groups
-from ..function import check_settings, without_autocast
+from ..function import check_settings, once_differentiable, without_autocast
 from ..scaling import saved_format
 from .documents import Documents, why_no_flash
 from .sdpa_node import DocumentNodes, attend, node_of

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ...config import ActivationConfig
 from ...formats import FP8Format, QuantizedTensor, fp8_format
 from ...ops import dequantize, quantize_rows
-from ..function import check_settings, without_autocast
+from ..function import check_settings, once_differentiable, without_autocast
 
 __all__ = ["dispatch_rows"]
 

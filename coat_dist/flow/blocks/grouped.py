@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...config import ActivationConfig
 from ...formats import QuantizedTensor, fp8_format
@@ -42,7 +41,7 @@ from ...ops import (
     tensor_scale,
     transpose,
 )
-from ..function import check_settings, shaped, without_autocast
+from ..function import check_settings, once_differentiable, shaped, without_autocast
 from ..main_grad import Product, into_main_grad, row_blocks
 from ..scaling import Operand, saved_format
 from ..weights import cacheable, from_cache

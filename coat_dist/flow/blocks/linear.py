@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...config import ActivationConfig
 from ...formats import QuantizedTensor, fp8_format
 from ...ops import dequantize, exact_mm, quantize_tensor
-from ..function import check_settings, shaped, without_autocast
+from ..function import check_settings, once_differentiable, shaped, without_autocast
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input, gemm, summed_gemm
 from ..scaling import gradient_amax, quantize_gradient, quantize_input

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ...ops import LogitStats, exact_mm, logit_grad, logit_stats, merge, pow2
-from ..function import outside_of_graphs, shaped, without_autocast
+from ..function import once_differentiable, outside_of_graphs, shaped, without_autocast
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...config import ActivationConfig
 from ...formats import QuantizedTensor, fp8_format
@@ -26,7 +25,7 @@ from ...ops import (
     spread_gradient,
     take_rows,
 )
-from ..function import check_settings, shaped, without_autocast
+from ..function import check_settings, once_differentiable, shaped, without_autocast
 from ..inputs import check_normed, quantized_input, residual_alias, restore_input
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input, gemm, summed_gemm

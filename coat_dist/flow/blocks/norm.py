@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...ops import NormStats, norm_backward, norm_forward
-from ..function import shaped, without_autocast
+from ..function import once_differentiable, shaped, without_autocast
 from ..parallel.tensor_parallel import TensorParallel
 
 __all__ = ["Norm", "ParameterGrads", "finish_grads", "norm"]

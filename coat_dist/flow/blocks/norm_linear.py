@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...config import ActivationConfig
 from ...ops import Heads, RopeTable, split_rope, split_rope_backward
-from ..function import check_settings, shaped, without_autocast
+from ..function import check_settings, once_differentiable, shaped, without_autocast
 from ..inputs import check_normed, quantized_input, residual_alias, restore_input
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input, gemm, summed_gemm

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...ops import sum_rows, take_rows
-from ..function import without_autocast
+from ..function import once_differentiable, without_autocast
 
 __all__ = ["TokenOrder", "permute", "token_order", "unpermute"]
 

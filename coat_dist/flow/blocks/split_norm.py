@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ..function import shaped, without_autocast
+from ..function import once_differentiable, shaped, without_autocast
 from ..parallel.tensor_parallel import TensorParallel
 from .norm import Norm, norm
 

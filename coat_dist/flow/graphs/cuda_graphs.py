@@ -22,10 +22,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ..function import shaped
+from ..function import once_differentiable, shaped
 from .graph_pool import Pass, Pool, pool_of, run_without_graphs, without_filling, without_owner
 
 __all__ = ["GraphedFunction"]

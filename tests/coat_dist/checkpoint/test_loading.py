@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -269,3 +270,24 @@ def missing_file(rank, world, folder):
 def test_a_missing_file_is_named_on_every_rank_without_a_manifest(tmp_path):
     for said in run_ranks(2, missing_file, str(tmp_path)):
         assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing\naccepted: what wrote it" in said
+
+
+def saved_on_two(rank, world, settings, folder):
+    engine = build(settings)
+    run(engine, rank, 0, 2)
+    engine.save_checkpoint(folder, tag="two")
+    trained = snapshot(engine)
+    engine.load_checkpoint(folder, tag="two")
+    return changes(trained, snapshot(engine))
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_deepspeeds_own_converter_names_ours_and_ends(case, tmp_path):
+    from deepspeed.checkpoint import ds_to_universal
+
+    assert run_ranks(2, saved_on_two, CASES[case], str(tmp_path)) == [[], []]
+    given = ["--input_folder", f"{tmp_path}/two", "--output_folder", f"{tmp_path}/out", "--inject_missing_state"]
+    with mock.patch("sys.argv", ["ds_to_universal", *given]):
+        arguments = ds_to_universal.parse_arguments()
+    with pytest.raises(KeyError, match="exp_avg: CoatAdamW's moments are .* convert .* launch/to_universal.py"):
+        ds_to_universal.main(arguments)

@@ -10,7 +10,9 @@ import pytest
 
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.save import Extras
-from coat_dist.checkpoint.write.publish import find
+from coat_dist.checkpoint.write.durable import write_text
+from coat_dist.checkpoint.write.lock import LOCK, locked
+from coat_dist.checkpoint.write.publish import begin, find, finish, retire, unfinished
 from tests.coat_dist.checkpoint.small_saves import Killed, listed, small, step
 from tests.support import run_ranks
 
@@ -62,6 +64,39 @@ def beside_at_odds(rank, world, folder):
 
 def test_what_somebody_put_beside_stays_also_where_it_is_in_the_way(tmp_path):
     assert run_ranks(1, beside_at_odds, str(tmp_path)) == [["damaged.kept/notes/mine", "odd.kept/notes/mine"]]
+
+
+SCRIPT = "zero_to_fp32.py"
+PLANTED = (".latest.new", ".lock", ".unfinished-x", ".unfinished-replaced-x", ".unfinished-removed-x", SCRIPT)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("target", ["file", "folder", "nothing"])
+def test_links_that_others_put_into_the_folder_are_not_followed(name, target, tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    folder.mkdir()
+    if target == "file":
+        victim.write_text("precious")
+    elif target == "folder":
+        victim.mkdir()
+        for one in ("notes", "manifest.json"):
+            (victim / one).write_text('{"files": {}}')
+    before = listed(tmp_path)
+    for number, tag in enumerate(("x", "x", "x", "y")):
+        if number == 1:
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(victim)
+        with contextlib.suppress(OSError), locked(folder / LOCK):
+            begin(folder / tag)
+            (folder / SCRIPT).write_text("as DeepSpeed copies it")
+            finish(unfinished(folder / tag), folder / tag, {"files": {}})
+            write_text(folder / "latest", tag)
+            retire(folder, folder / tag)
+    assert listed(tmp_path) == before
+    if target == "file":
+        assert victim.read_text() == "precious"
+    elif target == "folder":
+        assert listed(victim) == ["manifest.json", "notes"]
 
 
 def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):

@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -103,14 +104,17 @@ def no_room(rank, world, folder):
     engine.load_checkpoint(folder)
     wrong = changes(before, snapshot(engine))
     assert engine.save_checkpoint(folder, tag="y") is True
-    return said, left, kept, wrong, listed(folder)
+    size = sum(path.stat().st_size for path in Path(folder, "x").glob("*.pt"))
+    return said, left, kept, wrong, listed(folder), size
 
 
 def test_a_full_disk_is_told_on_every_rank(tmp_path):
     folder = tmp_path / "save"
-    for said, left, kept, wrong, after in run_ranks(2, no_room, str(folder)):
-        assert "No space left on device" in said[0] and " bytes are free" in said[1]
+    for said, left, kept, wrong, after, size in run_ranks(2, no_room, str(folder)):
         for text in said:
+            assert "No space left on device" in text and "unexpected pos" not in text
+            needed, free = re.search(r"save: ([0-9,]+) bytes are needed, ([0-9,]+) were free$", text).groups()
+            assert 0.8 < int(needed.replace(",", "")) / size < 1 and int(free.replace(",", "")) > 0
             assert text.startswith("CheckpointError: cannot write ")
             assert "rank 1: " in text and "rank 0" not in text.split("optim_states")[0]
         assert (left, kept, wrong, after) == (["latest", "x"], True, [], ["latest", "x", "y"])

@@ -96,14 +96,6 @@ def test_checkpointing_and_saved_tensor_hooks(call):
     assert torch.equal(grad, moved[1])
 
 
-def test_second_derivatives_are_refused(call):
-    x = torch.randn(6, 4, 64, requires_grad=True)
-    out = call(x)
-    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out, requires_grad=True), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize("scales", ["tensor", "row"])

@@ -52,18 +52,6 @@ def one_rank(rank, world):
     return found
 
 
-def test_gradients_of_gradients_are_refused():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        x = torch.randn(4, 16, requires_grad=True)
-        y = dispatch_rows(x, dist.group.WORLD, [4], [4], ActivationConfig())
-        (gradient,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
-    finally:
-        dist.destroy_process_group()
-
-
 def test_rows_arrive_as_if_quantized_there():
     fmt = fp8_format("e4m3")
     for found in run_ranks(2, one_rank):

@@ -1,8 +1,13 @@
 """What holds for every function of the flow: autocast changes nothing, no tokens are a number of tokens, and
 ``torch.compile`` traces them whole."""
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
+
+from coat_dist import flow
 
 from .catalogue import HEADS, NAMES, H, catalogue, residual_functions
 from .common import Layer
@@ -12,6 +17,16 @@ CASES = [
     ({"forward": "quantized", "forward_scales": "tensor"}, torch.bfloat16),
     ({"tp_invariant": True}, torch.float32),
 ]
+
+
+EDGES = ("_Enter", "_GradientEdge")
+"""Those whose backward autograd never runs."""
+
+
+def autograd_functions():
+    pages = [importlib.import_module(page.name) for page in pkgutil.walk_packages(flow.__path__, "coat_dist.flow.")]
+    values = [value for page in pages for value in vars(page).values() if isinstance(value, type)]
+    return sorted({v for v in values if issubclass(v, torch.autograd.Function)}, key=str)
 
 
 def layer_for(name, dtype=torch.float32):
@@ -57,6 +72,20 @@ def test_no_tokens(name, shape, dtype, changes):
     for got, wanted in zip(grads[1:], expected_grads[1:], strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or got.shape == wanted.shape and got.dtype == wanted.dtype and not got.any()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "sdpa"])
+def test_gradients_of_gradients_are_refused(name):
+    layer, x = layer_for(name), torch.randn(6, 2, H, requires_grad=True)
+    first, *_ = catalogue(layer)[name](x)
+    with pytest.raises(RuntimeError, match="create_graph: got True"):
+        torch.autograd.grad(first.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("function", [f for f in autograd_functions() if f.__name__ not in EDGES])
+def test_backward_of_every_function_refuses_create_graph(function):
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="create_graph: got True"):
+        function.backward(None, None)
 
 
 TRACED = ("norm", "norm_linear", "norm_qkv", "linear", "norm_mlp", "mlp", "scale_rows", "invariant_linear")

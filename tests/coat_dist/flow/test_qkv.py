@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from coat_dist.flow import Heads, norm_linear, norm_qkv, rope_table
+from coat_dist.flow.per_tensor import once_per_tensor
 from coat_dist.reference.rope import split_rope, split_rope_backward
 
 from .common import ONE, Layer, settings
@@ -50,3 +51,24 @@ def test_unused_outputs_have_zero_gradients():
     v.sum().backward()
     rows = layer.weight.grad.view(2, 4, 16, H).abs().amax((2, 3)) > 0
     assert rows.tolist() == [[False, False, False, True]] * 2
+
+
+def test_values_of_tensors_are_made_once_until_one_changes():
+    calls = []
+
+    @once_per_tensor
+    def total(cosines, sines, *, factor):
+        calls.append(factor)
+        return (cosines.sum() + sines.sum()).item() * factor
+
+    cosines, sines, others = torch.randn(3, 4).double().unbind()
+    for changes in (lambda: None, lambda: cosines.mul_(2), lambda: sines.mul_(2)):
+        changes()
+        for _ in range(3):
+            for factor in (1, 3):
+                assert total(cosines, sines, factor=factor) == (cosines.sum() + sines.sum()).item() * factor
+    assert calls == [1, 3] * 3
+    assert total(cosines, others, factor=1) == (cosines.sum() + others.sum()).item()
+    with torch.inference_mode():
+        quiet = torch.ones(2)
+        assert total(quiet, quiet, factor=1) == total(quiet, quiet, factor=1) == 4

@@ -13,8 +13,8 @@ peft = pytest.importorskip("peft")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"], "task_type": "CAUSAL_LM"}
 
 
-def adapted(model):
-    found = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+def adapted(model, **more):
+    found = peft.get_peft_model(model, peft.LoraConfig(**LORA, **more))
     torch.manual_seed(1)
     for name, p in found.named_parameters():
         if "lora_B" in name:

@@ -22,6 +22,7 @@ CASES = {
     "llama, checkpointed": (LET_GO, {}),
     "olmo2, checkpointed": (AHEAD, {}),
     "olmo2, with adapters": (LET_GO, {}),
+    "llama, with adapters that read weights": (KEPT, {}),
 }
 
 
@@ -38,7 +39,7 @@ def built(case, gather):
     if "adapters" in case:
         from .test_adapters import adapted
 
-        model = adapted(model).to(torch.bfloat16)
+        model = adapted(model, use_dora="read weights" in case).to(torch.bfloat16)
     settings = config(3, gradient_accumulation_steps=2)
     settings["zero_optimization"] |= zero
     settings["coat"] = {"activation": {"fp8_weight_gather": gather, **activation}, "optimizer": {}}
