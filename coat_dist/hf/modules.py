@@ -155,8 +155,9 @@ def module_of(function: Any) -> str:
 
 
 def _is_of_a_program(function: Any) -> bool:
-    module = module_of(function)
-    return not any(module == name or module.startswith(f"{name}.") for name in _WRAPPERS)
+    # Both: decorators such as torch.compiler.disable are written elsewhere, and keep the name.
+    modules = module_of(function), getattr(function, "__module__", None) or ""
+    return not any(m == name or m.startswith(f"{name}.") for m in modules for name in _WRAPPERS)
 
 
 def own_code(module: Any) -> str | None:

@@ -147,3 +147,46 @@ def test_accumulated_gradients_and_universal_checkpoints(name, tmp_path):
         assert same(loaded, weights) and again == loss
         assert not same(first[stage], weights)
     assert same(first[2], first[3])
+
+
+def sharded_linears(rank, world, how):
+    """Losses of three steps and the report, with each linear sharded by itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for patched in (False, True):
+        model = tiny("llama", num_hidden_layers=1)
+        plan = {
+            name: ColwiseParallel()
+            for name, _ in model.model.named_modules()
+            if name.endswith(("gate_proj", "up_proj"))
+        }
+        plan |= {name: RowwiseParallel() for name, _ in model.model.named_modules() if name.endswith("down_proj")}
+        if how == "tensor parallel":
+            parallelize_module(model.model, mesh, plan)
+        if patched:
+            patch_model(model, {"coat": BLOCK})
+        if how == "fsdp2":
+            for module in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
+                fully_shard(module, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(input_ids=tokens(), labels=tokens()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found, model.coat_patch_report
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["fsdp2", "tensor parallel"])
+def test_linears_that_are_sharded_alone_stay_bf16_and_are_named(how):
+    for losses, report in run_ranks(2, sharded_linears, how):
+        assert losses[3:] == pytest.approx(losses[:3], rel=5e-3)
+        why = "torch's FSDPLinear in place of gate_proj" if how == "fsdp2" else "a DTensor as weight of gate_proj"
+        assert report.left["model.layers.0.mlp"] == why
+        assert ("model.layers.0.self_attn" in report.patched) == (how == "tensor parallel")
