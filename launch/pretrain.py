@@ -19,8 +19,10 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 from launch.log_level import say, set_log_level, shows
 from launch.plan.allocator import expandable_segments
+from launch.train import arguments
 
 if __name__ == "__main__":
+    arguments.parser().parse_args()  # a misspelt option is refused before torch is imported
     expandable_segments()  # read when torch's allocator begins
 
 import os
@@ -44,7 +46,7 @@ from launch import failing
 from launch.model import gpt
 from launch.plan.arguments import dry_run, silence_deepspeed
 from launch.prep import DataError
-from launch.train import arguments, auto, build, checkpoint, exhausted, layout, runtime
+from launch.train import auto, build, checkpoint, exhausted, layout, runtime
 from launch.train.data_source import DataSource, Progress, TokenData
 from launch.train.folders import Folders, open_on_nodes
 from launch.train.loop import BadSteps, Loop
