@@ -118,7 +118,7 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         _draw_losses(loss, records, line, smooth)
         _plot(speed, series(records, "tokens_per_second_per_gpu"), **line)
         _plot(memory, {k: v / 2**30 for k, v in series(records, "peak_memory_bytes").items()}, **line)
-    titles = ("loss", "tokens/s/GPU", "peak memory of rank 0, GiB", "loss against the first run, %")
+    titles = ("loss", "tokens/s/rank", "peak memory of rank 0, GiB", "loss against the first run, %")
     for axis, title in zip((loss, speed, memory, *more), titles, strict=False):
         axis.set(xlabel="step", title=title)
         axis.grid(alpha=0.3)

@@ -1,6 +1,6 @@
 """Pretrain a GPT with DeepSpeed and Megatron-core; with a "coat" block, in FP8.
 
-    deepspeed launch/pretrain.py --deepspeed --deepspeed_config configs/deepspeed/zero2.json \\
+    deepspeed launch/pretrain.py --deepspeed_config configs/deepspeed/zero2.json \\
         --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
 
 Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
@@ -225,8 +225,8 @@ def run(
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         args = parse()
         set_log_level(args.log_level)
+        silence_deepspeed()
         if args.dry_run:
-            silence_deepspeed()
             return dry_run(make_plan(args, args.gpus or world), rank)
         if several := nodes.several_nodes():  # a file may be missing on one of them, and the others are to learn of it
             device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
