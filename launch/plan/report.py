@@ -84,7 +84,7 @@ def _time(run: Run, gpu: GPU) -> StepTime | None:
     return step_time(run, gpu) if run.model.hidden_size >= _LEAST_WIDTH else None
 
 
-def _speed(run: Run, gpu: GPU) -> dict[str, float | None]:
+def _speed(run: Run, gpu: GPU) -> dict[str, Any]:
     time = _time(run, gpu)
     return {"step_seconds": time and time.seconds, "tokens_per_second_per_gpu": time and time.tokens_per_second_per_gpu}
 
