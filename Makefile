@@ -39,11 +39,14 @@ $(STAMP): setup.py pyproject.toml Makefile
 # Two ranks: on as many GPUs where there are two, on one GPU a single rank, and without a GPU two gloo ranks.
 RANKS = $(shell $(BIN)/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
 
+# DeepSpeed then does not look for other accelerators, with a warning of each process.
+WITHOUT_GPU = $(shell $(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "DS_ACCELERATOR=cpu")')
+
 quickstart: $(STAMP)
 	$(BIN)/python launch/prepare_data.py --input stdlib --tokenizer bpe:512 --max-bytes 2M --output $(RUN)/data/stdlib-bpe512
 	rm -rf $(RUN)/checkpoints $(RUN)/metrics.jsonl $(RUN)/loss.png
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error launch/pretrain.py \
-		--deepspeed --deepspeed_config configs/deepspeed/quickstart.json \
+	$(WITHOUT_GPU) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error launch/pretrain.py \
+		--deepspeed_config configs/deepspeed/quickstart.json \
 		--model configs/models/tiny.json --data $(RUN)/data/stdlib-bpe512 \
 		--train-steps 130 --warmup-steps 5 --min-lr 1e-3 --eval-interval 26 --eval-steps 2 \
 		--save $(RUN)/checkpoints --output $(RUN)

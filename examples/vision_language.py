@@ -1,11 +1,11 @@
 """A vision-language model in the FP8 flow: a vision transformer, a projector and a GPT (LLaVA's way), under DeepSpeed.
 
-    python examples/vision_language.py --size tiny --block coat
+    python examples/vision_language.py --block coat
 
-That takes seconds and learns little. `python examples/vision_language.py` trains from scratch, in BF16 and then with
-the "coat" block, until captions are right of pictures that it draws: two coloured shapes, of pairs that never occur in
-training. It takes minutes on two CPU cores; `--size large` is for a GPU. `deepspeed --num_gpus 2
-examples/vision_language.py --tp 2` divides layers over ranks, without `--tp` they divide the data.
+That takes seconds and learns little. Without `--block` it trains in BF16 first. With `--size small` it trains until
+captions are right of pictures that it draws: two coloured shapes, of pairs that never occur in training. That takes
+minutes on two CPU cores; `--size large` is for a GPU. `deepspeed --num_gpus 2 examples/vision_language.py --tp 2`
+divides layers over ranks, without `--tp` they divide the data.
 
 `--vision frozen` trains a model first, or loads it from `--checkpoint`; then a new projector and GPT behind its tower,
 which stays as it is. docs/vision-language.md says what comes out, and how to put another tower into its place.
@@ -22,6 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from launch.command_line import Parser  # first: `launch` suppresses Megatron's warnings about its imports
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print("importing torch, DeepSpeed and Megatron-core", flush=True)  # it takes seconds
+
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -36,7 +41,6 @@ from vision.model import VisionLanguageModel, VisionTower
 import coat_dist
 import megatron_patches
 from coat_dist.deepspeed.without_launcher import prepare
-from launch.command_line import Parser
 from megatron_patches import gpt_layer_spec, initialize_model_parallel, rng_state, set_rng_state
 
 # Layers, width and heads of the tower and the GPT; pixels of a picture's and a patch's side; pictures of a step.
@@ -52,7 +56,7 @@ device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else 
 def options() -> argparse.Namespace:
     parser = Parser(description=(__doc__ or "").splitlines()[0])  # its errors come from one rank
     add = parser.add_argument
-    add("--size", choices=SIZES, default="small", help="tiny: seconds; small: two CPU cores; large: a GPU")
+    add("--size", choices=SIZES, default="tiny", help="tiny: seconds; small: minutes; large: a GPU")
     add("--block", choices=("coat", "bf16", "both"), default="both", help='with the "coat" block, in BF16, or both')
     add("--vision", choices=("trained", "frozen"), default="trained", help="frozen: behind a tower trained before")
     add("--attention", choices=("bf16", "fp8"), default="bf16", help="what attention keeps for backward, with coat")

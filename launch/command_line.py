@@ -24,6 +24,7 @@ __all__ = [
     "Parser",
     "RunOptions",
     "add_options",
+    "check_recompute",
     "local_path",
     "micro_batch",
     "number",
@@ -36,6 +37,11 @@ __all__ = [
 
 LARGEST = 10**12
 """Upper bound of integer options."""
+
+
+def _rank() -> int:
+    task = os.environ.get("SLURM_PROCID", "0")  # of srun, until RANK is set from it
+    return int(os.environ.get("RANK", task))
 
 
 class DefaultsHelp(argparse.ArgumentDefaultsHelpFormatter):
@@ -75,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
-        if rank := int(os.environ.get("RANK", 0)):
+        if rank := _rank():
             time.sleep(10)  # rank 0 prints the same, and then the launcher ends this rank before it repeats it
         line = f"{self.prefix}error: {' '.join(message.removeprefix('argument ').split())}"
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -92,7 +98,7 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Print the options, on rank 0."""
-        if os.environ.get("RANK", "0") == "0":
+        if _rank() == 0:
             super().print_help(file)
 
     def _known(self, text: str) -> bool:
@@ -282,6 +288,16 @@ class RunOptions:
     other_memory: str | None = _memory(None, metavar="SIZE")
     """of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with several GPUs, and what
     other programs use of the GPU here)"""
+
+
+def check_recompute(args: Any) -> list[str]:
+    """A line for every option of recomputation that would be ignored beside the others."""
+    needed = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+    return [
+        f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity {granularity}"
+        for name, granularity in needed.items()
+        if (given := getattr(args, name)) is not None and args.recompute_granularity != granularity
+    ]
 
 
 def one_stage_only(args: Any, why: str) -> list[str]:

@@ -17,24 +17,24 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
+from launch.hf.arguments import ConvertOptions, parser
+
+if __name__ == "__main__":
+    parser(__doc__).parse_args()  # a misspelt option is refused before torch is imported
+
 import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from tqdm import tqdm
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.command_line import LocalPath, Parser, add_options, option
 from launch.data.blend import without_suffix
 from launch.data.tokenizer import SentencePieceTokenizer, for_data
 from launch.hf.convert import MEGATRON, Conversion, plan_hugging_face, plan_megatron
-from launch.hf.families import FAMILIES
 from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
 from launch.hf.output import Output
 from launch.log_level import say, set_log_level, shows
@@ -47,40 +47,6 @@ from launch.weights.source import DTYPES
 from launch.weights.tensor_files import TensorFiles, read_header
 
 __all__ = ["convert", "main"]
-
-
-@dataclass(kw_only=True)
-class ConvertOptions:
-    """Options of ``convert_hf.py``."""
-
-    source: LocalPath = option(flags=("--from", "--input", "--load", "--checkpoint"), metavar="DIR")
-    """a Hugging Face folder, a training checkpoint, or a folder that this program wrote"""
-    target: LocalPath = option(flags=("--to", "--output", "--save"), metavar="DIR")
-    """folder that is made: ours from a Hugging Face folder, a Hugging Face folder from anything else"""
-    format: Literal["hugging-face", "megatron"] | None = option(None)
-    """of --to, to round or to divide into other files (default: the other one than --from's)"""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = option(None)
-    """of the tensors (default: as they are stored; of a training checkpoint bfloat16, what the run multiplied with;
-    float32 gives its master weights)"""
-    max_shard_size: str = option("5GB", metavar="SIZE")
-    """most bytes of tensors in a file, such as 5GB or 500MiB (default: 5GB)"""
-    like: LocalPath | None = option(None, metavar="DIR|PREFIX")
-    """folder whose tokenizer files and config.json a Hugging Face folder gets, or prepared data with its tokenizer
-    (default: those that came with the weights, else the tokenizer of the run's data)"""
-    family: Literal[tuple(FAMILIES)] | None = option(None)  # type: ignore[valid-type]
-    """model_type of a Hugging Face folder (default: that of config.json, or the first that fits)"""
-    model: LocalPath | None = option(None, metavar="FILE")
-    """description of the model, of a training checkpoint that has none in it (not of pretrain.py)"""
-    verify: bool = option(False)
-    """read the result again and compare it with --from, bit by bit"""
-    overwrite: bool = option(False)
-    """replace a model that is in --to"""
-    tensor_parallel: int | None = option(None, metavar="N")
-    """no effect: the result fits any number of ranks"""
-    pipeline_parallel: int | None = option(None, metavar="N")
-    """no effect: the result fits any number of ranks"""
-    log_level: Literal["debug", "info", "warning", "error"] = option("info")
-    """what is printed: warning leaves out progress and notes"""
 
 
 def convert(args: ConvertOptions) -> Path:
@@ -183,9 +149,7 @@ def _compare(conversion: Conversion, weights: Weights, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    p = Parser(prog="convert_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(p, ConvertOptions)
-    args = ConvertOptions(**vars(p.parse_args(argv)))
+    args = ConvertOptions(**vars(parser(__doc__).parse_args(argv)))
     set_log_level(args.log_level)
     if args.tensor_parallel or args.pipeline_parallel:
         say("note: --tensor-parallel and --pipeline-parallel have no effect: the result has whole tensors", "warning")

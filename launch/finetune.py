@@ -1,6 +1,6 @@
 """Fine-tune a model on conversations with DeepSpeed and Megatron-core; with a "coat" block, in FP8.
 
-    deepspeed launch/finetune.py --deepspeed --deepspeed_config configs/deepspeed/zero2.json \\
+    deepspeed launch/finetune.py --deepspeed_config configs/deepspeed/zero2.json \\
         --model HF_DIR --data chats.jsonl --valid-share 0.05 --epochs 3 --lr 1e-5 --output runs/chat
 
 It trains on what the assistant says, and ends with the model in Hugging Face's layout, in --export-to. Exit status:

@@ -14,6 +14,12 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from launch.command_line import options_parser
+from launch.plan.options import PlannerOptions
+
+if __name__ == "__main__":
+    options_parser(PlannerOptions, "planner.py").parse_args()  # a misspelt option is refused before torch is imported
+
 from collections.abc import Sequence
 
 from coat_dist import CoatConfigError

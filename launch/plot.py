@@ -19,10 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coat_dist.checkpoint.write.durable import write_bytes
 from launch.command_line import Parser, local_path, number
 from launch.log_level import add_log_level, say, set_log_level
-from launch.train.metrics import read_metrics
 
 __all__ = ["draw", "gap", "main", "series", "smoothed"]
 
@@ -108,6 +106,8 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         raise ValueError(f"{', '.join(without)}: no finite loss in any step, accepted: a run that has some")
     from matplotlib.figure import Figure
 
+    from coat_dist.checkpoint.write.durable import write_bytes
+
     panels = 4 if with_gap else 3
     figure = Figure(figsize=(5 * panels, 4.2), layout="constrained")
     loss, speed, memory, *more = figure.subplots(1, panels)
@@ -118,7 +118,7 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         _draw_losses(loss, records, line, smooth)
         _plot(speed, series(records, "tokens_per_second_per_gpu"), **line)
         _plot(memory, {k: v / 2**30 for k, v in series(records, "peak_memory_bytes").items()}, **line)
-    titles = ("loss", "tokens/s/GPU", "peak memory of rank 0, GiB", "loss against the first run, %")
+    titles = ("loss", "tokens/s/rank", "peak memory of rank 0, GiB", "loss against the first run, %")
     for axis, title in zip((loss, speed, memory, *more), titles, strict=False):
         axis.set(xlabel="step", title=title)
         axis.grid(alpha=0.3)
@@ -185,6 +185,8 @@ def _check_output(path: Path) -> None:
 
 def _named(folders: Sequence[str]) -> dict[str, Records]:
     """Records of runs by their folders' names, or by their paths where two have the same name."""
+    from launch.train.metrics import read_metrics
+
     paths = [Path(one).resolve() for one in folders]
     names = [(path if path.is_dir() else path.parent).name for path in paths]
     runs = {}

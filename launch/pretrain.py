@@ -1,6 +1,6 @@
 """Pretrain a GPT with DeepSpeed and Megatron-core; with a "coat" block, in FP8.
 
-    deepspeed launch/pretrain.py --deepspeed --deepspeed_config configs/deepspeed/zero2.json \\
+    deepspeed launch/pretrain.py --deepspeed_config configs/deepspeed/zero2.json \\
         --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
 
 Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
@@ -19,8 +19,10 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 from launch.log_level import say, set_log_level, shows
 from launch.plan.allocator import expandable_segments
+from launch.train import arguments
 
 if __name__ == "__main__":
+    arguments.parser().parse_args()  # a misspelt option is refused before torch is imported
     expandable_segments()  # read when torch's allocator begins
 
 import os
@@ -44,7 +46,7 @@ from launch import failing
 from launch.model import gpt
 from launch.plan.arguments import dry_run, silence_deepspeed
 from launch.prep import DataError
-from launch.train import arguments, auto, build, checkpoint, exhausted, layout, runtime
+from launch.train import auto, build, checkpoint, exhausted, layout, runtime
 from launch.train.data_source import DataSource, Progress, TokenData
 from launch.train.folders import Folders, open_on_nodes
 from launch.train.loop import BadSteps, Loop
@@ -223,8 +225,8 @@ def run(
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         args = parse()
         set_log_level(args.log_level)
+        silence_deepspeed()
         if args.dry_run:
-            silence_deepspeed()
             return dry_run(make_plan(args, args.gpus or world), rank)
         if several := nodes.several_nodes():  # a file may be missing on one of them, and the others are to learn of it
             device = runtime.start(args.local_rank, args.distributed_timeout_minutes)

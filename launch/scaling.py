@@ -14,6 +14,11 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from launch.scale import arguments
+
+if __name__ == "__main__":
+    arguments.parser().parse_args()  # a misspelt option is refused before torch is imported
+
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -25,8 +30,8 @@ from coat_dist.deepspeed.without_launcher import take_ranks
 from launch import failing
 from launch.log_level import say, set_log_level
 from launch.plan.arguments import silence_deepspeed
-from launch.scale import arguments, measuring
-from launch.scale.crew import Crew
+from launch.scale import measuring
+from launch.scale.crew import Crew, sub_groups
 from launch.scale.predict import predictions
 from launch.scale.tables import markdown, summary
 
@@ -39,7 +44,7 @@ def _measure(args: arguments.ScalingOptions) -> int:
 
     here = args.gpus or (max(args.ranks) if args.ranks else max(1, torch.cuda.device_count()))
     crew = Crew.of_launcher() or Crew(nodes=1, per_node=here)
-    sizes = arguments.sub_groups(args, crew)
+    sizes = sub_groups(args, crew)
     identity = measuring.identity_of(args, crew)
     jobs = measuring.jobs(args, identity, sizes, crew)
     folder = Path(args.output or "runs/scaling")

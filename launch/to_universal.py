@@ -24,17 +24,19 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
+from launch.universal.arguments import parser
+
+if __name__ == "__main__":
+    parser(__doc__).parse_args()  # a misspelt option is refused before torch is imported
+
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any
 
 from tqdm import tqdm
 
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
-from launch.command_line import Parser, local_path, whole_number
-from launch.log_level import add_log_level, say, set_log_level, shows
+from launch.log_level import say, set_log_level, shows
 from launch.universal.folders import Output, Source, find_source
 from launch.weights.source import CARRIED
 
@@ -95,35 +97,9 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
     return output.final
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line: our own options, and those of DeepSpeed's ``ds_to_universal.py``."""
-    p = Parser(
-        prog="to_universal.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        meant={"input": "--load", "source": "--load", "out": "--output", "save": "--output"},
-    )
-    folder: dict[str, Any] = {"type": local_path, "metavar": "DIR"}
-    source = "a checkpoint of DeepSpeed's ZeRO, or a folder whose `latest` names one"
-    p.add_argument("--load", "--input_folder", "--input-folder", required=True, help=source, **folder)
-    where = p.add_mutually_exclusive_group(required=True)
-    outer = "gets the universal checkpoint under its own name, `latest` and `latest_universal`"
-    where.add_argument("--output", help=outer, **folder)
-    exact = "becomes the universal checkpoint; `latest_universal` beside it names it, as DeepSpeed's program does"
-    where.add_argument("--output_folder", "--output-folder", help=exact, **folder)
-    add_log_level(p)
-    theirs = p.add_argument_group("options of DeepSpeed's ds_to_universal.py, without effect here")
-    for name in ("num_extract_workers", "num_merge_workers"):
-        theirs.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=whole_number, metavar="N")
-    theirs.add_argument("--strict", action="store_true")
-    for name in ("keep_temp_folder", "no_strict", "inject_missing_state"):
-        theirs.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
-    return p.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
-    args = _parse(argv)
+    args = parser(__doc__).parse_args(argv)
     set_log_level(args.log_level)
     exact = args.output is None
     try:

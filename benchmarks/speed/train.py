@@ -73,7 +73,7 @@ def run(
         variables["COAT_PEER_MEMORY"] = "0"
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.ranks)]
     command += ["--log_level", "error", "--master_port", str(free_port()), *program]
-    command += ["--deepspeed", "--deepspeed_config", str(path)]
+    command += ["--deepspeed_config", str(path)]
     command += ["--model", arguments.model, "--data", data, "--output", str(out), "--train-steps", str(arguments.steps)]
     command += ["--lr", str(arguments.lr), "--warmup-steps", str(max(1, arguments.steps // 2))]
     command += ["--tensor-parallel", str(arguments.tensor_parallel)]

@@ -1,7 +1,8 @@
 """In processes that a program under ``python -m coat_dist`` starts: ``import coat_dist`` before DeepSpeed is imported.
 
 Python imports this by itself where the folder is on ``PYTHONPATH``. Nothing is imported before DeepSpeed is, so that
-processes without it stay as they are. A ``sitecustomize`` of the environment behind this one runs as well.
+processes without it stay as they are. A ``sitecustomize`` of the environment behind this one runs as well. In an
+environment other than the program's, such as that of an inference server, coat_dist may be absent or not work.
 """
 
 import importlib.util
@@ -16,7 +17,11 @@ class _BeforeDeepSpeed:
     def find_spec(self, name, path=None, target=None):
         if name == "deepspeed" and self in sys.meta_path:
             sys.meta_path.remove(self)
-            import coat_dist  # noqa: F401
+            try:
+                import coat_dist  # noqa: F401
+            except Exception:
+                if sys.prefix == os.environ.get("COAT_DIST_PREFIX"):
+                    raise
 
             found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
             return next((spec for spec in found if spec is not None), None)

@@ -10,8 +10,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coat_dist import CoatConfigError
-
 __all__ = ["GPUS", "GPU", "find_gpu", "memory_bytes"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -72,6 +70,8 @@ def find_gpu(name: str) -> GPU:
     for key in sorted(GPUS, key=len, reverse=True):  # an "h100-pcie" is an "h100", too
         if all(re.search(rf"(?<![a-z0-9]){part}(?!\d)", text) for part in key.split("-")):
             return GPUS[key]
+    from coat_dist import CoatConfigError  # late: it imports torch
+
     raise CoatConfigError(f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)")
 
 
@@ -79,5 +79,7 @@ def memory_bytes(text: str, option: str = "--gpu-memory") -> int:
     """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920"; CoatConfigError names ``option``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] not in _UNITS or not float(found[1]):
+        from coat_dist import CoatConfigError
+
         raise CoatConfigError(f"{option}: got {text!r}, accepted: a size such as 80GiB or 141GB")
     return int(float(found[1]) * _UNITS[found[2]])

@@ -8,19 +8,9 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from launch.model.config import ModelConfig
 
-__all__ = ["check_recompute", "recompute_options", "recompute_without_flow"]
+__all__ = ["recompute_options", "recompute_without_flow"]
 
 _MODULES = ("core_attn", "mlp", "layernorm")
-
-
-def check_recompute(args: Any) -> list[str]:
-    """A line for every option that would be ignored beside the others."""
-    needed = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
-    return [
-        f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity {granularity}"
-        for name, granularity in needed.items()
-        if (given := getattr(args, name)) is not None and args.recompute_granularity != granularity
-    ]
 
 
 def _fail_in_bf16(model: ModelConfig) -> set[str]:

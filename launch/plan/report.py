@@ -8,7 +8,7 @@ from typing import Any
 from .gpus import GPU
 from .run import Run
 from .search import MARGIN, fits, largest_micro_batch, need, savings, with_block, without_block
-from .speed import step_time
+from .speed import StepTime, step_time
 from .zero import states
 
 __all__ = ["answer", "show", "size", "table", "text"]
@@ -19,6 +19,8 @@ _ACCURACY = (
     "where the host sets the pace, as with micro-batches of 1 and 2 of 1B (docs/memory.md)"
 )
 _GPUS_OF_A_NODE = 8
+_LEAST_WIDTH = 1024
+"""Hidden size below which no times are given: the smallest model whose times were measured has it."""
 _ORDER = {
     "parameters": "",
     "gathered parameters": "parameters, gathered (ZeRO-3)",
@@ -78,14 +80,18 @@ def _variant(run: Run, name: str, gpu: GPU) -> dict[str, Any]:
     return result | _speed(run, gpu)
 
 
-def _speed(run: Run, gpu: GPU) -> dict[str, float]:
-    time = step_time(run, gpu)
-    return {"step_seconds": time.seconds, "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu}
+def _time(run: Run, gpu: GPU) -> StepTime | None:
+    return step_time(run, gpu) if run.model.hidden_size >= _LEAST_WIDTH else None
+
+
+def _speed(run: Run, gpu: GPU) -> dict[str, Any]:
+    time = _time(run, gpu)
+    return {"step_seconds": time and time.seconds, "tokens_per_second_per_gpu": time and time.tokens_per_second_per_gpu}
 
 
 def answer(run: Run, gpu: GPU) -> dict[str, Any]:
     """Everything that the planner prints, as plain values; sizes in bytes, times in seconds."""
-    needed, found, time = need(run, gpu), states(run), step_time(run, gpu)
+    needed, found, time = need(run, gpu), states(run), _time(run, gpu)
     return {
         "gpu": {"name": gpu.name, "memory_bytes": gpu.memory, "rates_measured": gpu.measured},
         "ranks": {"gpus": run.dp * run.tp, "data_parallel": run.dp, "tensor_parallel": run.tp},
@@ -113,8 +119,8 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
         "largest_micro_batch": largest_micro_batch(run, gpu),
         "with_block": _variant(with_block(run), "with the block", gpu),
         "without_block": _variant(without_block(run), "without", gpu),
-        "step": {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
-        "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
+        "step": time and {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
+        "tokens_per_second_per_gpu": time and time.tokens_per_second_per_gpu,
         "savings": [{"setting": one.what, "bytes": one.bytes} for one in savings(run)],
         "notes": [*run.notes, *_notes(run, gpu)],
         "accuracy": _ACCURACY,
@@ -125,7 +131,11 @@ def _notes(run: Run, gpu: GPU) -> list[str]:
     rates = f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"
     links = f"times are those of links within one node, also with more than {_GPUS_OF_A_NODE} GPUs"
     away = f"{states(run).hosted / GIB:.1f} GiB of a rank's states are in host memory"
-    return [away] * run.hosted + [rates] * (not gpu.measured) + [links] * (run.dp * run.tp > _GPUS_OF_A_NODE)
+    small = f"no times: the hidden size is {run.model.hidden_size}, and rates were measured from {_LEAST_WIDTH} on"
+    notes = [away] * run.hosted
+    if run.model.hidden_size < _LEAST_WIDTH:
+        return [*notes, small]
+    return notes + [rates] * (not gpu.measured) + [links] * (run.dp * run.tp > _GPUS_OF_A_NODE)
 
 
 def text(run: Run, gpu: GPU) -> str:
@@ -144,9 +154,10 @@ def text(run: Run, gpu: GPU) -> str:
     ]
     for key in ("with_block", "without_block"):
         one = found[key]
-        at = f"{one['at_largest']['tokens_per_second_per_gpu']:,.0f}" if one["largest_micro_batch"] else "-"
-        step, speed = "-", "-"
-        if one["fits"]:
+        at, step, speed = "-", "-", "-"
+        if found["step"] and one["largest_micro_batch"]:
+            at = f"{one['at_largest']['tokens_per_second_per_gpu']:,.0f}"
+        if found["step"] and one["fits"]:
             step, speed = f"{1e3 * one['step_seconds']:.0f} ms", f"{one['tokens_per_second_per_gpu']:,.0f}"
         lines.append(
             f"{one['name']:<18}{one['peak_allocated_bytes'] / GIB:>11.1f}{one['needed_bytes'] / GIB:>9.1f}"
@@ -154,7 +165,7 @@ def text(run: Run, gpu: GPU) -> str:
             f"{step:>10}{speed:>14}{at:>16}"
         )
     lines.append("")
-    if found["fits"]:
+    if found["step"] and found["fits"]:
         parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in found["step"]["parts_seconds"].items())
         lines.append(f"a step of {1e3 * found['step']['seconds']:.0f} ms: {parts}")
     if found["savings"]:

@@ -38,9 +38,9 @@ class Run:
     notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
-        if self.model.num_moe_experts is not None:
-            accepted = "null (what experts keep depends on the tokens that are routed to them)"
-            raise CoatConfigError(f"model.num_moe_experts: got {self.model.num_moe_experts}, accepted: {accepted}")
+        if (experts := self.model.num_moe_experts) is not None:
+            accepted = "one without (what experts keep depends on the tokens that are routed to them)"
+            raise CoatConfigError(f"--model: got a model with {experts} experts, accepted: {accepted}")
         for key in ("offload_param", *(() if self.hosted else ("offload_optimizer",))):
             if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (None, "none"):
                 accepted = "absent, or offload_optimizer with CoatAdamW (weights are on the GPU)"

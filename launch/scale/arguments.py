@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from coat_dist import CoatConfigError
-from launch.command_line import LocalPath, option, options_parser, out_of_range
-from launch.plan.arguments import ConfiguredOptions
+from launch.command_line import LocalPath, Parser, check_recompute, option, options_parser, out_of_range
 from launch.plan.gpus import memory_bytes
-from launch.plan.recompute import check_recompute
+from launch.plan.options import ConfiguredOptions
 
-from .crew import Crew
-
-__all__ = ["VARIANTS", "ScalingOptions", "parse", "sub_groups"]
+__all__ = ["VARIANTS", "ScalingOptions", "parse", "parser"]
 
 VARIANTS = ("coat", "bf16")  # with the "coat" block and without
 
@@ -87,9 +83,14 @@ class ScalingOptions(ConfiguredOptions):
     """(default: as started here, else 8)"""
 
 
+def parser() -> Parser:
+    """The parser of ``scaling.py``."""
+    return options_parser(ScalingOptions, "scaling.py")
+
+
 def parse(argv: Sequence[str] | None = None) -> ScalingOptions:
     """Parse and check the command line; CoatConfigError names what cannot be used."""
-    args = ScalingOptions(**vars(options_parser(ScalingOptions, "scaling.py").parse_args(argv)))
+    args = ScalingOptions(**vars(parser().parse_args(argv)))
     problems = [*out_of_range(args), *check_recompute(args)]
     if not (args.model or args.measured or args.only == "collectives"):
         problems.append("--model: missing, accepted: a description (or --only collectives)")
@@ -97,21 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> ScalingOptions:
         accepted = f"multiples of --tensor-parallel ({args.tensor_parallel})"
         problems.append(f"--predict: got {', '.join(map(str, args.predict))}, accepted: {accepted}")
     if problems:
+        from coat_dist import CoatConfigError  # late: it imports torch
+
         raise CoatConfigError("\n".join(problems))
     return args
-
-
-def sub_groups(args: ScalingOptions, crew: Crew) -> list[int]:
-    """Numbers of ranks to measure; those of several nodes are all of these nodes'."""
-    tp, world, per_node = args.tensor_parallel, crew.world, crew.per_node
-    if world % tp:
-        raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
-    possible = [n for n in range(tp, world + 1, tp) if n <= per_node or n % per_node == 0]
-    if args.ranks is None:
-        return [n for n in possible if n == world or (n // tp).bit_count() == 1]
-    if wrong := [n for n in args.ranks if n not in possible]:
-        raise CoatConfigError(
-            f"--ranks: got {wrong[0]}, accepted: up to {world}, the ranks that were started, multiples of "
-            f"--tensor-parallel ({tp}), of several nodes all {per_node} ranks"
-        )
-    return list(args.ranks)

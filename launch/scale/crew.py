@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coat_dist import CoatConfigError
 from coat_dist.nodes import free_port
 from launch.plan.allocator import expandable_segments
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "sub_groups"]
 
 _CONSEQUENCES = ("Connection", "gloo", "NCCL", "Broken pipe", "timed out", "Timed out")
 """Words of errors that another rank's end causes."""
@@ -83,3 +84,19 @@ class Crew(NamedTuple):
             status = re.search(r"(rank *: .*)\n *(exitcode *: -?\d+)", done.stderr)
             return {"failed": failed[0] if failed else " ".join(status.groups()) if status else done.stderr[-300:]}
         return next((one for one in results if "device" in one), {})
+
+
+def sub_groups(args: Any, crew: Crew) -> list[int]:
+    """Numbers of ranks to measure; those of several nodes are all of these nodes'."""
+    tp, world, per_node = args.tensor_parallel, crew.world, crew.per_node
+    if world % tp:
+        raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
+    possible = [n for n in range(tp, world + 1, tp) if n <= per_node or n % per_node == 0]
+    if args.ranks is None:
+        return [n for n in possible if n == world or (n // tp).bit_count() == 1]
+    if wrong := [n for n in args.ranks if n not in possible]:
+        raise CoatConfigError(
+            f"--ranks: got {wrong[0]}, accepted: up to {world}, the ranks that were started, multiples of "
+            f"--tensor-parallel ({tp}), of several nodes all {per_node} ranks"
+        )
+    return list(args.ranks)

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from coat_dist import CoatConfigError
-from launch.command_line import LocalPath, Parser, RunOptions, option, options_parser, out_of_range
-from launch.data.dataset import without_suffix
-from launch.model.config import ModelConfig
-from launch.plan.recompute import check_recompute
+from launch.command_line import LocalPath, Parser, RunOptions, check_recompute, option, options_parser, out_of_range
+from launch.data.blend import without_suffix
 
 __all__ = ["DEEPSPEED_KEYS", "UNKNOWN_STEPS", "PretrainOptions", "TrainingOptions", "parse", "parser"]
 
@@ -26,6 +23,9 @@ DEEPSPEED_KEYS = {
     "use-distributed-optimizer": "zero_optimization.stage in the DeepSpeed file",
 }
 """Options of other programs that are keys of the DeepSpeed file here."""
+_MODEL_KEYS = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size "
+_MODEL_KEYS += "activation normalization norm_eps rotary_base init_std num_moe_experts hidden_dropout attention_dropout"
+"""Those that are keys of the model's description (``ModelConfig``, which imports torch)."""
 _deepspeed, _memory, _data = (partial(option, group=name) for name in ("DeepSpeed", "memory", "data"))
 _model, _schedule, _output = (partial(option, group=name) for name in ("model", "schedule", "output"))
 
@@ -117,6 +117,8 @@ class TrainingOptions(RunOptions):
             CoatConfigError: one line for each.
         """
         if problems := self.problems():
+            from coat_dist import CoatConfigError  # late: it imports torch
+
             raise CoatConfigError("\n".join(problems))
 
     def problems(self) -> list[str]:
@@ -187,7 +189,7 @@ class PretrainOptions(TrainingOptions):
 
 def parser() -> Parser:
     """The parser of ``pretrain.py``."""
-    of_model = {key.replace("_", "-"): f"--model-override {key}=..." for key in ModelConfig.model_fields}
+    of_model = {key.replace("_", "-"): f"--model-override {key}=..." for key in _MODEL_KEYS.split()}
     return options_parser(PretrainOptions, "pretrain.py", {**of_model, **DEEPSPEED_KEYS})
 
 

@@ -60,8 +60,6 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
     quiet_libraries()
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind)
-    # megatron-core's comment on its own default, at every construction of a TransformerConfig.
-    warnings.filterwarnings("ignore", message="full scope is deprecated")
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import coat_dist
+from coat_dist.__main__ import USAGE
 
 PROGRAM = """
 import json, pickle, subprocess, sys
@@ -89,7 +91,73 @@ def test_launchers(launcher, tmp_path):
         assert found == [rank, [*given, "-m", "x"], str(tmp_path), True, ["Mine"]]
 
 
-def test_what_cannot_be_run_is_named(tmp_path):
-    for arguments, text in ((("nothing.py",), "got 'nothing.py'"), (("-m", "no.thing"), "no"), ((), "usage")):
-        done, _ = run(tmp_path, *arguments)
-        assert done.returncode and text in done.stderr
+FACTS = """
+import dataclasses, sys
+@dataclasses.dataclass
+class Options:
+    epochs: int = 3
+main = sys.modules["__main__"]
+print(sys.argv, sys.path[0], main.__builtins__, getattr(main, "__file__", None), main.__package__)
+print(main.__spec__ and main.__spec__.name, dataclasses.fields(Options)[0].type)
+sys.exit(7)
+"""
+WAYS = [
+    "train.py",
+    "./sub/../link.py",
+    "folder",
+    "train.pyz",
+    "-P train.py",
+    "-P folder",
+    "-m train",
+    "-m folder",
+    "-c",
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_runs_as_under_python_alone(way, tmp_path):
+    for name in ("train.py", "sub/linked.py", "folder/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(FACTS)
+    (tmp_path / "link.py").symlink_to("sub/linked.py")
+    with zipfile.ZipFile(tmp_path / "train.pyz", "w") as file:
+        file.writestr("__main__.py", FACTS)
+    *safe, program = way.split(" ", way.startswith("-P"))
+    given = ["-c", FACTS] if program == "-c" else program.split()
+    lines = [[sys.executable, *safe, *under, *given, "-x"] for under in ([], COAT)]
+    alone, found = (subprocess.run(one, cwd=tmp_path, capture_output=True, text=True) for one in lines)
+    assert (found.stdout, found.returncode) == (alone.stdout, 7), found.stderr
+
+
+@pytest.mark.long
+def test_a_folder_does_not_hide_a_command(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "bin" / "tool").write_text("import sys; print(len(sys.argv))")
+    (tmp_path / "bin" / "tool").chmod(0o755)
+    done, found = run(tmp_path, "tool", "x", PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    assert found == 2, done.stderr
+
+
+@pytest.mark.long
+def test_children_of_other_environments_are_left_alone(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    next(tmp_path.glob("env/lib/*/site-packages")).joinpath("deepspeed.py").touch()
+    child = [str(tmp_path / "env" / "bin" / "python"), "-c", "import deepspeed; print(1)"]
+    (tmp_path / "train.py").write_text(f"import subprocess; subprocess.run({child}, check=True)")
+    done, found = run(tmp_path, "train.py")
+    assert found == 1, done.stderr
+
+
+MISSING = f"{sys.executable}: No module named missing\n"
+NOTHING = "python -m coat_dist: got 'nothing.py', accepted: a Python file, a folder or zip file with __main__.py, or a "
+NOTHING += "command that is a Python script\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, text", [(["nothing.py"], NOTHING), (["-m", "missing"], MISSING), ([], f"{USAGE}\n")]
+)
+def test_what_cannot_be_run_is_named(arguments, text, tmp_path):
+    done, _ = run(tmp_path, *arguments)
+    assert (done.returncode, done.stderr) == (1, text)

@@ -162,6 +162,6 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys):
 @pytest.mark.parametrize("vision", ["trained", "frozen"])
 def test_captions_of_pairs_that_are_new_are_right(vision, tmp_path):
     output = tmp_path / "results.json"
-    start(f"python examples/vision_language.py --vision {vision} --output {output}", limit=3600, **CPU)
+    start(f"python examples/vision_language.py --size small --vision {vision} --output {output}", limit=3600, **CPU)
     for block, result in json.loads(output.read_text())["results"].items():
         assert result["held_out"]["captions"] >= 0.85, (block, result["held_out"])

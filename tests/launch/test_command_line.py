@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +60,18 @@ def said(capsys, call, *argv):
 )
 def test_pretrain_says_one_line(capsys, wrong, message):
     assert said(capsys, parse, *REQUIRED, *wrong).startswith(f"error: {message}")
+
+
+PROGRAMS = ["convert_hf", "index_tokens", "planner", "plot", "prepare_data", "pretrain", "scaling", "to_universal"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_misspelt_option_is_refused_before_torch_is_imported(program, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}"}
+    line = [sys.executable, Path(command_line.__file__).with_name(f"{program}.py"), "--qqq"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "error: --qqq: no such option, accepted: what " in done.stderr, done.stderr
 
 
 def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsys):

@@ -1,6 +1,7 @@
 """Signals, random states, and the loss of a step."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,3 +98,9 @@ def test_a_steps_loss_is_there_before_the_optimizer_begins():
         mean = MicroBatches(engine, lambda _, loss: loss, 3, torch.device("cpu")).step(iter(losses))
     assert operations == [], "these would run after the optimizer"
     assert mean.item() == pytest.approx(losses.double().mean().item(), rel=1e-15)
+
+
+def test_imports_of_megatron_warn_of_nothing_in_programs():
+    code = "import launch, megatron.core.models.gpt, megatron.core.optimizer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not re.search("apex|transformer engine", done.stderr, re.IGNORECASE), done.stderr

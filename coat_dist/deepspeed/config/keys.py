@@ -157,7 +157,8 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
             close = letters.startswith("coat") or difflib.SequenceMatcher(None, letters, "coatadamw").ratio() > 0.8
             if close and (name, value) != ("optimizer.type", "CoatAdamW"):
                 meant = "" if value == "CoatAdamW" else ' (did you mean "CoatAdamW"?)'
-                yield Problem(name, got(value) + meant, '"CoatAdamW" as "optimizer.type"')
+                elsewhere = "" if name == "optimizer.type" else ' in "optimizer.type" alone'
+                yield Problem(name, got(value) + meant, f'"CoatAdamW"{elsewhere}')
 
 
 def _entries(owner: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -108,7 +108,7 @@ def test_values_that_the_trainer_fills_in(tmp_path, capsys) -> None:
         (["--tensor-parallel", "2"], None, "--tensor-parallel: got 2, accepted: only with --library megatron"),
         (["--recompute-granularity", "selective"], None, "--recompute-granularity: got selective, accepted: only with"),
         (["--model", "llama2-7b"], None, "--model: got llama2-7b, accepted: a folder with the config.json"),
-        ([], {"model_type": "mixtral", **SIZES}, "model.num_moe_experts: got 8, accepted: null"),
+        ([], {"model_type": "mixtral", **SIZES}, "--model: got a model with 8 experts, accepted: one without"),
         ([], {"model_type": "gpt2"}, "model.ffn_hidden_size: got null"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_measurement_that_fails_fails_alone():
         ([*TINY, "--ranks", "1,x"], "--ranks: got '1,x', accepted: numbers of ranks"),
         ([*TINY, "--message-sizes", "4 apples"], "--message-sizes: got '4 apples', accepted: sizes"),
         ([*TINY, "--output", "/dev/null/x"], "[Errno "),
-        (["--model", "tiny-moe", "--vocab-size", "128"], "model.num_moe_experts: got 8, accepted: null"),
+        (["--model", "tiny-moe", "--vocab-size", "128"], "--model: got a model with 8 experts, accepted: one without"),
         ([*TINY, "--tensor-parallel", "2", "--gpus", "2", "--predict", "3"], "--predict: got 3, accepted: multiples"),
         (["--measured", "none"], "[Errno 2] No such file or directory: 'none/measured.json'"),
     ],
