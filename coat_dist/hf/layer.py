@@ -26,7 +26,8 @@ __all__ = ["DecoderLayer", "FusedAttention"]
 @once_per_tensor
 def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
     """From ``[1 or b, s, rot]`` of any floating dtype; all layers of a pass share one."""
-    return flow.RopeTable(*(t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin)))
+    cosines, sines = (t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin))
+    return flow.RopeTable(cosines, sines)
 
 
 class DecoderLayer(Block):
