@@ -120,7 +120,7 @@ class ActivationConfig(_Block):
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward computes from that."""
     loss: Literal["chunked", "kept", "plain"] = "chunked"
     """A model's own loss: "chunked" never holds all logits and makes them again in backward; "kept" computes it like
-    that, but keeps them; "plain" leaves it be."""
+    that, but keeps them; "plain" leaves the loss unchanged."""
     z_loss: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM used 1e-4)."""
     evaluation: Literal["plain", "flow"] = "plain"

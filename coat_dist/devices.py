@@ -83,7 +83,7 @@ def _runs_kernels(device: int) -> bool:
 def _has_fp8(device: int) -> bool:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         return True
-    if _runs_kernels(device):  # otherwise that has been said
+    if _runs_kernels(device):  # otherwise _runs_kernels has warned
         _say(device, _below(device, FP8_CAPABILITY), _ARITHMETIC)
     return False
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/megatron_loop.py
 
-DistributedDataParallel, distributed optimizer, schedule, forward and backward, and checkpoints are Megatron's own. What
-is added: patch_model, and get_megatron_optimizer in the place of Megatron's. Ranks are data-parallel. The model learns
+DistributedDataParallel, distributed optimizer, schedule, forward and backward, and checkpoints are Megatron's own. This
+program adds patch_model, and replaces Megatron's get_megatron_optimizer. Ranks are data-parallel. The model learns
 to continue sequences of numbers, on GPUs where there are some. With a folder behind the command it saves there every
 ten steps, and goes on from the last save, also on another number of ranks.
 """
@@ -41,7 +41,7 @@ def build():
     model = GPTModel(
         layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="rope"
     ).to(device, torch.bfloat16)
-    coat = {"coat": {"activation": {"wgrad": "main_grad"}}}  # or a DeepSpeed configuration, of which the block is read
+    coat = {"coat": {"activation": {"wgrad": "main_grad"}}}  # or a DeepSpeed configuration with a block
     report = patch_model(model, coat)  # before DistributedDataParallel wraps the model
     if dist.get_rank() == 0:
         print(report)

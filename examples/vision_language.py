@@ -2,13 +2,13 @@
 
     python examples/vision_language.py --block coat
 
-That takes seconds and learns little. Without `--block` it trains in BF16 first. With `--size small` it trains until
-captions are right of pictures that it draws: two coloured shapes, of pairs that never occur in training. That takes
-minutes on two CPU cores; `--size large` is for a GPU. `deepspeed --num_gpus 2 examples/vision_language.py --tp 2`
-divides layers over ranks, without `--tp` they divide the data.
+That takes seconds and learns little. Without `--block` it trains in BF16 first. With `--size small` it trains until it
+captions the pictures that it draws: two coloured shapes, in pairs that never occur in training. That takes minutes on
+two CPU cores; `--size large` is for a GPU. `deepspeed --num_gpus 2 examples/vision_language.py --tp 2` divides layers
+over ranks; without `--tp` the ranks divide the data.
 
-`--vision frozen` trains a model first, or loads it from `--checkpoint`; then a new projector and GPT behind its tower,
-which stays as it is. docs/vision-language.md says what comes out, and how to put another tower into its place.
+`--vision frozen` trains a model first, or loads it from `--checkpoint`. It then trains a new projector and GPT behind
+the frozen tower. docs/vision-language.md has results, and how to use another tower.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def configuration(args: argparse.Namespace, block: str) -> dict[str, Any]:
 def train(
     args: argparse.Namespace, block: str, folder: Path | None, tower: list[torch.Tensor] | None = None
 ) -> tuple[Any, list[float], float]:
-    """Train a model; with ``tower`` behind a vision tower of these weights, which is frozen.
+    """Train a model; ``tower`` gives the weights of a frozen vision tower in front of it.
 
     Returns:
         The engine, the losses of its steps, and the seconds that they took.

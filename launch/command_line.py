@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse what is no choice, in the same words for every version of Python."""
+        """Refuse values that are not among the choices, with the same message on every version of Python."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"got {value!r}, accepted: {', '.join(map(str, action.choices))}")
 

@@ -1,6 +1,6 @@
 """What a stack of patched layers holds at the worst moment of forward and backward, from shapes alone.
 
-An allocator's peak is compared with this sum: if it is larger, there is a copy that nobody knows of. It holds for one
+An allocator's peak is compared with this sum: if it is larger, there is an unaccounted copy. It holds for one
 GPU, bf16 weights, one micro-batch and no ``.grad`` before (``zero_grad(set_to_none=True)``), so that each layer's
 backward adds its weights' gradients to what is held. Where ``.grad`` exists (accumulation), all gradients are there
 from the start instead, and one more of this layer's while it is added.

@@ -215,7 +215,7 @@ def key_of(case: dict[str, Any]) -> tuple[str, ...]:
 def wanted(
     arguments: argparse.Namespace, known: Sequence[dict[str, Any]], say: Callable[[str], object] = print
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Cases that are to be started, in this order, each with what is kept of it; ``say`` is told of others."""
+    """Cases to start, in this order, each with its earlier result; ``say`` gets a line about every other case."""
     cases, found = {key_of(one): one for one in known}, []
     for case in cases_of(arguments):
         have = cases.get(key_of(case), {})

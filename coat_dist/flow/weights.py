@@ -281,7 +281,7 @@ register_optimizer_step_post_hook(lambda *_: invalidate_weights())
 
 def cacheable(parameter: torch.Tensor) -> bool:
     """Whether codes may be kept. Not for tensors without a version counter; nor in CUDA graphs and compiled code, where
-    each replay has to quantize the weights of its time."""
+    each replay has to quantize the weights as they are at that replay."""
     if hasattr(parameter, "ds_id"):
         raise ValueError(
             "activation.weights: got 'cached' with a parameter that ZeRO-3 partitions, accepted: 'on_use' there (the "

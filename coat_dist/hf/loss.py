@@ -33,9 +33,9 @@ class _Given(threading.local):
         self.head: Any = None
         """The output layer that is to return losses per token."""
         self.labels: torch.Tensor | None = None
-        """Of each position's next token, ``IGNORED`` where there is none."""
+        """The label of each position: the next token, ``IGNORED`` where none follows."""
         self.logits: LogitsOnRead | None = None
-        """Of the output layer, once it has run."""
+        """What the output layer returned, once it has run."""
 
 
 _given = _Given()

@@ -262,7 +262,7 @@ def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, 
 
 
 def _unknown_forward(model: nn.Module) -> str:
-    """What is said of a model whose forward is none that is known."""
+    """Why a model with an unknown forward keeps its own loss."""
     package = module_of(model.forward).partition(".")[0]
     return "a forward that is not known" if package == "transformers" else f"a forward of {package}"
 

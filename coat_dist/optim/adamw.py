@@ -59,8 +59,8 @@ class CoatAdamW(torch.optim.Optimizer):
             parameter's name, the step and the element: a parameter draws the same alone and among others, whenever it
             is added, and in one step no two draw the same. Names are those of (name, parameter) pairs or of
             :func:`coat_dist.optim.param_groups`. Without names noise goes by the order in which parameters took their
-            first steps, as nothing else tells a parameter from its like after a restart (``optim/seeds.py``); runs are
-            reproducible and resume exactly with and without.
+            first steps, as nothing else distinguishes identically shaped parameters after a restart
+            (``optim/seeds.py``). Runs are reproducible and resume exactly with and without names.
         master_weights: "parameter" or "bf16_remainder".
         state_device: "parameter", or "cpu": codes and remainders of parameters on a GPU stay in pinned host memory,
             from where each step moves them past the GPU (docs/memory.md). Equal bits; fp32 moments stay on the GPU.
@@ -117,7 +117,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     grad_factor: torch.Tensor | None = None
     """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
-    For whoever unscales and clips: a gradient norm gives the factor, and nobody has to write gradients back."""
+    For code that unscales and clips: a gradient norm gives the factor, and no gradient is written back."""
 
     copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
     """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its parameter,

@@ -41,7 +41,7 @@ def check_capturable(group: Mapping[str, Any]) -> None:
 
 
 def check_capture(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RuntimeError, as torch's optimizers do, where a CUDA graph would keep the numbers of one step for ever."""
+    """Raise RuntimeError, as torch's optimizers do, where a CUDA graph would keep the numbers of one step forever."""
     fixed = not all(group.get("capturable") for group in groups)
     if fixed and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

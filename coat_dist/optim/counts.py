@@ -13,7 +13,7 @@ __all__ = ["as_count", "is_count"]
 def as_count(steps: int | torch.Tensor, param: torch.Tensor, group: Mapping[str, Any]) -> int | torch.Tensor:
     """A number of steps as the group says: an int, or with ``capturable`` an fp32 scalar on the parameter's device.
 
-    Reads the device where a tensor becomes an int, and never else.
+    Waits for the device only where a tensor becomes an int.
     """
     if not group.get("capturable"):
         return int(steps) if isinstance(steps, torch.Tensor) else steps

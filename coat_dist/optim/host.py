@@ -6,8 +6,8 @@ copied back on another, so both directions of the bus and the kernel work at onc
 
 * a load waits until its buffer has been stored (``freed``), and until an earlier step has stored the parameter;
 * the kernel waits for the load (``loaded``), a store for the kernel (``updated``);
-* nothing waits for the last stores, which run into the next forward, but :func:`wait`, which whoever reads states on
-  the host calls first. ``CoatAdamW.state`` does.
+* the last stores run into the next forward. Only :func:`wait` waits for them: code that reads states on the host calls
+  it first, as ``CoatAdamW.state`` does.
 
 Chunks begin at multiples of 16 groups, where all addresses are aligned, and know the number of their first group
 (``base_row``), so every bit is that of a state on the GPU.

@@ -1,11 +1,11 @@
 """Which noise a parameter draws: the number ``coat_seed`` in its state, for stochastic rounding.
 
 It is chosen once, when a state is made, and travels in checkpoints. A parameter that has a name gets the checksum of
-that name: the same alone and among others, whenever it is added, on every rank and in every run. A parameter without a
-name has nothing that tells it from its like before and after a restart. An object's identity does not outlive the
-process; contents are equal where parameters start at zero or one, differ between ranks and runs, and would have to be
-read from the device; a position depends on the others. Those get the smallest number that is free, in the order of
-their first steps.
+that name: the same alone and among others, whenever it is added, on every rank and in every run. Nothing
+distinguishes a parameter without a name from identically shaped ones after a restart. An object's identity ends with
+the process. Contents are equal where parameters start at zero or one, differ between ranks and runs, and would have to
+be read from the device. A position depends on the other parameters. So parameters without names get the smallest free
+number, in the order of their first steps.
 """
 
 from __future__ import annotations

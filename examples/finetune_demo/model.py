@@ -43,8 +43,8 @@ def spoken(message: dict[str, Any]) -> str:
 def make(folder: Path, texts: Iterable[str], size: str, seed: int) -> None:
     """Train a byte-level BPE on ``texts`` and write it with a model beside it.
 
-    Digits are tokens of their own, and what is between them may become one token, however many words it has: the
-    conversations say the same few things around their numbers.
+    Every digit is one token. Text between digits may become one token, however many words it has: conversations
+    repeat a few phrases around their numbers.
     """
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers

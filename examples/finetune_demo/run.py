@@ -59,7 +59,7 @@ def start(gpu: bool, *command: str) -> None:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
-        **({} if gpu else {"DS_ACCELERATOR": "cpu"}),  # spares DeepSpeed's warnings that it found no GPU
+        **({} if gpu else {"DS_ACCELERATOR": "cpu"}),  # suppresses DeepSpeed's warnings about a missing GPU
     }
     done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, check=False)
     if done.returncode:

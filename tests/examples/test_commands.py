@@ -16,7 +16,7 @@ CPU = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # spares every process the import of torch.compile's backends, which Megatron asks for
+    "TORCHDYNAMO_DISABLE": "1",  # no process imports torch.compile's backends, which Megatron asks for
 }
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]

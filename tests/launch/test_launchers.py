@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
     "PYTHONUNBUFFERED": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # spares every rank the import of torch.compile's backends, which Megatron asks for
+    "TORCHDYNAMO_DISABLE": "1",  # no rank imports torch.compile's backends, which Megatron asks for
 }
 
 

@@ -115,7 +115,7 @@ def _settings(engine: Any, request: Request) -> list[str]:
 def _model(engine: Any, request: Request) -> list[str]:
     """Whether the parameters are those of the checkpoint: where they are not, no conversion helps.
 
-    One that is trained here and frozen there, or the other way round, is not meant: it belongs to the layout.
+    A parameter that is trained here and frozen there, or the reverse, is not compared: it is part of the layout.
     """
     path = Path(engine._get_ckpt_name(str(request.load_dir), request.tag))
     if not request.states or not path.is_file():

@@ -23,7 +23,7 @@ def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> st
     where a kill in the first save left no ``latest``, the one that was saved last.
 
     Raises:
-        CheckpointError: on every rank; ``latest`` or ``tag`` names what is no finished checkpoint.
+        CheckpointError: on every rank; ``latest`` or ``tag`` names something other than a finished checkpoint.
     """
     found = team.ask_leader(lambda: _find(load_dir, tag, universal))
     team.agree(lambda: {LATEST: found and own_name(Path(found))})

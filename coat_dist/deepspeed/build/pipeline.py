@@ -27,7 +27,7 @@ TIED = "/tied"
 
 
 def stages(mpu: Any) -> int:
-    """Pipeline stages that an mpu of this project tells of; 1 of every other, and without one."""
+    """Number of pipeline stages that an mpu of this project reports; 1 for any other mpu, and without one."""
     if not getattr(mpu, "coat_mpu", False) or not hasattr(mpu, "get_pipeline_model_parallel_world_size"):
         return 1
     return int(mpu.get_pipeline_model_parallel_world_size())

@@ -234,7 +234,7 @@ def _all_gather(
 ) -> Any:
     params = [parameter] if param_list is None else list(param_list)
     for p in params:
-        let_go(p)  # codes will not do: whoever asks wants values
+        let_go(p)  # codes will not do: the caller wants values
         if hasattr(p, "coat_fetch"):
             p.coat_fetch.count()
     return original(params, async_op=async_op, hierarchy=hierarchy)

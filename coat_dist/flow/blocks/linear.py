@@ -27,7 +27,7 @@ def linear(
 ) -> torch.Tensor:
     """``x @ weight.T`` with an FP8 product, split over ranks by input features.
 
-    Saves an alias of x, which whoever made x keeps anyway (attention keeps its output), and two scales.
+    Saves an alias of x, which its producer keeps anyway (attention keeps its output), and two scales.
 
     Args:
         x: ``[..., k / tp]``, bfloat16 or float32, the whole sequence.

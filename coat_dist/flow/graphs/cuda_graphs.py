@@ -5,7 +5,7 @@ calls of libraries. A graph starts them all at once. What it holds are addresses
 between calls: where inputs lie, where parameters lie, and which memory is free for what the function makes.
 
 * **Inputs** are copied to where the graph reads them, and results from where it leaves them. So outputs and gradients
-  are tensors like any others, and the parameters' ``.grad`` belongs to whoever adds to it.
+  are tensors like any others, and the parameters' ``.grad`` belongs to the code that adds to it.
 * **Parameters** are used where they are. If one has moved, graphs are made anew.
 * **Memory** is that of ``graph_pool.py``. Where other forward passes wait for their backward than when a graph was
   made, or a graph is to be made while data lie where it would take memory, the function runs as it is. With two passes

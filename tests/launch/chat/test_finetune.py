@@ -154,7 +154,7 @@ def test_skip_bad_lists_lines_and_goes_on(work, tmp_path):
     more += ("--chat-template", "plain", "--seq-length", 128)
     (end,) = run_ranks(1, rank_main, command(work, run, config, *more))
     assert end.startswith("finished 1 steps") and "exported" not in end, end
-    # Neither padding counts as tokens nor places that a shorter row has not got.
+    # Neither padding nor positions beyond the end of a shorter row count as tokens.
     (prepared,) = (run / "prepared").glob("*/summary.json")
     assert json.loads((run / "summary.json").read_text())["tokens"] == json.loads(prepared.read_text())["tokens"] < 64
     assert json.loads((run / "memory.json").read_text())["activations"]["elements"] == 64

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("name", ["tekken.json", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.model.v3"])
 def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
-    """A configuration of a tokenizer alone is none."""
+    """A ``tokenizer_config.json`` alone does not count as a tokenizer."""
     make("llama3", tmp_path / "hf")
     for file in (tmp_path / "hf").glob("tokenizer*"):
         file.unlink()
