@@ -9,7 +9,7 @@ their first steps.
 
 A program that steps in backward has an optimizer for each parameter. There ordinals start at ``first_ordinal``, which
 goes by the order in which optimizers were built: the same on replicas and after a restart. The order starts again when
-a parameter without a name has taken a step, so that a second run in the same process draws what the first one drew.
+a parameter has taken its first step, so that a second run in the same process draws what the first one drew.
 Optimizers that step elsewhere count from 0, so that two of them on copies of a model draw the same.
 """
 
@@ -29,9 +29,9 @@ _PARAMETERS = 1 << 16
 """Ordinals of one optimizer."""
 _built = itertools.count()
 
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _LEADING = re.compile(r"^(?:module\.)+")
-"""What torch.compile, checkpointing, FSDP and DistributedDataParallel add to the names of what they wrap."""
+"""What torch.compile, Fabric, checkpointing, FSDP and DistributedDataParallel add to the names of what they wrap."""
 
 
 def noise_seed(seed: int) -> int:
@@ -64,15 +64,15 @@ def new_seed(name: str | None, taken: set[int], first: int = 0) -> int:
 
     Two names in 2**32 have the same checksum (among 1000 names, one case in 10**4); the later one then takes another.
     """
+    global _built
+    _built = itertools.count()
     found = next(seed for seed in _candidates(name, first) if seed not in taken)
     taken.add(found)
     return found
 
 
 def _candidates(name: str | None, first: int) -> Iterator[int]:
-    global _built
     if name is None:
-        _built = itertools.count()
         return itertools.count(first)
     plain = _LEADING.sub("", _WRAPPERS.sub("", name))
     return (zlib.crc32(f"{plain}{'#' * i}".encode()) for i in itertools.count())
