@@ -1,7 +1,7 @@
 """CoatAdamW, its parameter groups, and its state in fp32 for checkpoints; needs torch only."""
 
 from .adamw import CoatAdamW
-from .groups import param_groups, split_groups
+from .groups import name_parameters, param_groups, split_groups
 from .master import export_master, set_master
 from .moments import export_moments, import_moments
 from .state_dict import fp32_state_dict
@@ -12,6 +12,7 @@ __all__ = [
     "export_moments",
     "fp32_state_dict",
     "import_moments",
+    "name_parameters",
     "param_groups",
     "set_master",
     "split_groups",

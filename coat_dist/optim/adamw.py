@@ -15,11 +15,11 @@ from .group_keys import check_keys
 from .host import on_host, stream_steps, to_home, wait
 from .moments import forget_written
 from .plan import Columns, Plan, Plans
-from .seeds import name_of, new_seed, noise_seed, taken_seeds
+from .seeds import first_ordinal, name_of, new_seed, noise_seed, steps_in_backward, taken_seeds
 from .sharded import is_dtensor, local, local_grad
 from .state import check_group, codecs, ensure_state, moment, stochastic
 from .state import remainder as low_half
-from .state_dict import check_and_box, gather, unbox
+from .state_dict import FP32States, check_and_box, gather, unbox
 
 __all__ = ["CoatAdamW"]
 
@@ -39,8 +39,9 @@ class CoatAdamW(torch.optim.Optimizer):
     between steps stays what was written: its old remainder moves the master weight by at most half a bfloat16 step.
     :func:`coat_dist.optim.set_master` writes both halves.
 
-    Every argument is also a key of parameter groups, where it overrides the default given here. A group has one key
-    more: ``"moments": "fp8"`` (default) or ``"fp32"``, for small tensors; :func:`coat_dist.optim.param_groups` sets it.
+    Every argument but ``checkpoint`` is also a key of parameter groups, where it overrides the default given here. A
+    group has one key more: ``"moments": "fp8"`` (default) or ``"fp32"``, for small tensors;
+    :func:`coat_dist.optim.param_groups` sets it.
 
     Args:
         params: parameters, (name, parameter) pairs or parameter groups.
@@ -67,13 +68,13 @@ class CoatAdamW(torch.optim.Optimizer):
         capturable: count steps on the device, so that :meth:`step` can be captured in a CUDA graph and replayed: the
             same bits as without. Needs parameters on a CUDA GPU. In a graph a learning rate that is a number stays what
             it was; a tensor on the GPU is read in every replay.
+        checkpoint: what :meth:`state_dict` gives and :meth:`load_state_dict` takes: "codes", the state to the byte, or
+            "fp32", moments and master weights in fp32, which ``state`` shows, too. Torch's AdamW loads these, and they
+            load with other formats and on any sharding. It is an attribute that may be changed.
 
     Raises:
         ValueError, TypeError: names the option, what was given and what is accepted.
     """
-
-    _fp32_state_dict = False
-    """Set by :func:`coat_dist.optim.fp32_state_dict`."""
 
     def __init__(
         self,
@@ -93,7 +94,11 @@ class CoatAdamW(torch.optim.Optimizer):
         master_weights: str = "parameter",
         state_device: str = "parameter",
         capturable: bool = False,
+        checkpoint: str = "codes",
     ) -> None:
+        if checkpoint not in ("codes", "fp32"):
+            raise ValueError(f"CoatAdamW checkpoint: got {checkpoint!r}, accepted: 'codes' or 'fp32'")
+        self.checkpoint, self._first_ordinal = checkpoint, first_ordinal()
         super().__init__(
             params,
             dict(
@@ -123,11 +128,24 @@ class CoatAdamW(torch.optim.Optimizer):
     """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its parameter,
     rounded to nearest even, in the same pass (if it is contiguous; else by way of one that is). Not for DTensors."""
 
+    warned = False
+    """The warning about states whose checkpoints depend on the number of ranks has been given."""
+
+    _shared = False
+    """Somebody may hold a state dict whose tensors are states in host memory, and read it without waiting."""
+
     @property
-    def state(self) -> dict[Any, Any]:
-        """States by parameter; those in host memory are complete when this returns."""
+    def coded_state(self) -> dict[Any, Any]:
+        """States by parameter as they are kept; those in host memory are complete when this returns."""
+        if "state" not in self.__dict__:  # of a wrapper with this class, as Fabric's, which then asks what it wraps
+            raise AttributeError("state")
         wait()
         return self.__dict__["state"]
+
+    @property
+    def state(self) -> Any:
+        """States by parameter; with ``checkpoint="fp32"`` as state dicts hold them, in new tensors."""
+        return FP32States(self) if self.checkpoint == "fp32" else self.coded_state
 
     @state.setter
     def state(self, value: dict[Any, Any]) -> None:
@@ -139,6 +157,9 @@ class CoatAdamW(torch.optim.Optimizer):
             if not isinstance(param_group["params"], torch.Tensor | set):  # torch refuses a set: its order is not fixed
                 param_group = {**param_group, "params": list(param_group["params"])}
             check_keys(param_group, self.defaults)
+            if "checkpoint" in param_group:
+                given = param_group["checkpoint"]
+                raise ValueError(f"CoatAdamW checkpoint: got {given!r} in a parameter group, accepted: for all groups")
             check_group({**self.defaults, **param_group})
             check_capturable({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -184,6 +205,8 @@ class CoatAdamW(torch.optim.Optimizer):
             elif pairs:
                 self._step_group(group, pairs)
                 plans.learn(one, group, states, self.copies, self.grad_factor)
+        if self._shared:
+            wait()
         return loss
 
     def _step_again(self, group: Mapping[str, Any], plan: Plan, columns: Columns) -> None:
@@ -214,7 +237,8 @@ class CoatAdamW(torch.optim.Optimizer):
                 if taken is None:
                     taken = taken_seeds(states)
                     places = {p: i for i, p in enumerate(group["params"])}
-                state["coat_seed"] = new_seed(name_of(group, places[p]), taken)
+                first = self._first_ordinal if steps_in_backward(p) else 0
+                state["coat_seed"] = new_seed(name_of(group, places[p]), taken, first)
             state["step"] += 1
             count = state["step"] if capturable else None
             key = (1 if capturable else state["step"]), p.device
@@ -255,7 +279,8 @@ class CoatAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state to the byte; of DTensor parameters as DTensors, which ``torch.distributed.checkpoint`` can save.
 
-        Under :func:`coat_dist.optim.fp32_state_dict` it holds fp32 moments instead.
+        With ``checkpoint="fp32"`` it holds fp32 moments instead. It shares memory with states, as torch's do: a step
+        changes tensors of a state dict that is held over it.
         """
         handle = self.register_state_dict_post_hook(gather, prepend=True)
         try:
@@ -268,7 +293,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
         As with every torch optimizer, the options saved in parameter groups replace the present ones; those that are
         lacking stay, and so does ``state_device``. Those that say how moments are stored have to agree,
-        except under :func:`coat_dist.optim.fp32_state_dict`, and what codes mean (formats, ``expand``) must be there.
+        except with ``checkpoint="fp32"``, and what codes mean (formats, ``expand``) must be there.
 
         Raises:
             ValueError: saved by another optimizer, with other storage options, with options that are not accepted, or
@@ -279,6 +304,10 @@ class CoatAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = {"state": self.coded_state, "checkpoint": self.checkpoint, "_first_ordinal": self._first_ordinal}
+        return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         unbox(state)

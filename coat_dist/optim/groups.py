@@ -8,9 +8,30 @@ from typing import Any
 
 import torch
 
-__all__ = ["param_groups", "split_groups"]
+__all__ = ["name_parameters", "param_groups", "split_groups"]
 
 _ORDER = ("decay/fp8/tied", "decay/fp8", "decay/fp32", "no_decay/fp32")
+
+
+def name_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Give an optimizer's parameters their names in a model, as if it had been built from (name, parameter) pairs.
+
+    For programs that build optimizers from bare parameters. To be called before the first step, which takes the noise
+    of stochastic rounding from names.
+
+    Raises:
+        ValueError: a parameter is not the model's. Nothing has been named then.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise ValueError(
+                    f"name_parameters model: got one without parameter {j} of group {i}, of shape {list(p.shape)}, "
+                    "accepted: the model that the optimizer trains, as it is wrapped now"
+                )
+    for group in optimizer.param_groups:
+        group["param_names"] = [names[id(p)] for p in group["params"]]
 
 
 def param_groups(

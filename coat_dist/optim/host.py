@@ -7,7 +7,8 @@ copied back on another, so both directions of the bus and the kernel work at onc
 * a load waits until its buffer has been stored (``freed``), and until an earlier step has stored the parameter;
 * the kernel waits for the load (``loaded``), a store for the kernel (``updated``);
 * the last stores run into the next forward. Only :func:`wait` waits for them: code that reads states on the host calls
-  it first, as ``CoatAdamW.state`` does.
+  it first, as ``CoatAdamW.state`` does. A state dict shares memory with states, so once one was made each step waits
+  for its stores.
 
 Chunks begin at multiples of 16 groups, where all addresses are aligned, and know the number of their first group
 (``base_row``), so every bit is that of a state on the GPU.
@@ -47,6 +48,10 @@ class _Block(mmap.mmap):
     """Memory that ranks and workers do not copy on fork, pinned until it is freed."""
 
     pinned = 0
+    alive = 0
+
+    def __init__(self, *_: Any) -> None:
+        _Block.alive += 1
 
     def pin(self, address: int) -> None:
         runtime = torch.cuda.cudart()
@@ -60,12 +65,15 @@ class _Block(mmap.mmap):
         self.pinned = address
 
     def __del__(self) -> None:
-        if self.pinned:
-            try:
-                wait()
+        _Block.alive -= 1
+        try:
+            wait()
+            if self.pinned:
                 torch.cuda.cudart().cudaHostUnregister(self.pinned)
-            except Exception:  # the interpreter or the driver is shutting down
-                pass
+            if not _Block.alive:  # of the last optimizer
+                release()
+        except Exception:  # the interpreter or the driver is shutting down
+            pass
 
 
 def to_host(tensors: Mapping[str, torch.Tensor], pin: bool) -> dict[str, torch.Tensor]:
@@ -191,7 +199,7 @@ def stream_steps(
 
 def wait() -> None:
     """Wait until states in host memory are what the steps so far have made them."""
-    for lanes in _lanes.values():
+    for lanes in list(_lanes.values()):
         if lanes.last is not None:
             lanes.last.synchronize()
             lanes.last = None

@@ -45,7 +45,8 @@ def set_master(optimizer: Any, param: torch.Tensor, value: torch.Tensor) -> None
         raise ValueError(
             f"value: got {new.dtype} of {new.numel()} elements, accepted: floating point, {mine.numel()} elements"
         )
-    state = ensure_state(optimizer.state, param, group) if has_remainder(group) else optimizer.state[param]
+    states = optimizer.coded_state
+    state = ensure_state(states, param, group) if has_remainder(group) else states[param]
     flat = mine.reshape(-1)
     write_master(flat, state, 0, new.reshape(-1))
     if flat.data_ptr() != mine.data_ptr():  # not contiguous: a copy

@@ -25,7 +25,15 @@ from .state import (
     remainder,
 )
 
-__all__ = ["encode_moments", "export_moments", "forget_written", "import_moments", "read_moment", "write_moment"]
+__all__ = [
+    "encode_moments",
+    "export_moments",
+    "forget_written",
+    "import_moments",
+    "read_moment",
+    "regroup",
+    "write_moment",
+]
 
 _written: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """First moments that :func:`write_moment` was given since the last step, fp32 on the CPU: {codes: {start: values}}.
@@ -145,6 +153,34 @@ def _decode_moments(group: Mapping[str, Any], first: Moment, second: Moment) -> 
     codec_m, codec_v = codecs(group)
     v = decode(second, codec_v)
     return decode(first, codec_m, second=v if codec_m.over_root else None), v
+
+
+def regroup(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state whose groups are made of a shard's elements, from the code, amax and spacing of each element.
+
+    A group whose elements have one amax and one spacing keeps its bytes. In others, as after a change of the sharding,
+    both moments are decoded and encoded again, rounded to nearest.
+    """
+    n, size = state[CODE_KEYS[0]].numel(), group["group_size"]
+    filling = -n % size
+    parts, same = {}, torch.ones(-(-n // size), dtype=torch.bool, device=state[CODE_KEYS[0]].device)
+    for key in CODE_KEYS:
+        flat = state[key].reshape(-1)
+        if key.endswith("_q"):
+            parts[key] = torch.cat([flat, flat.new_zeros(filling)]).view(-1, size)
+        else:
+            parts[key] = torch.cat([flat, flat[-1:].expand(filling)]).view(-1, size)
+            bits = parts[key].view(torch.int16) if flat.is_floating_point() else parts[key]  # an amax may be NaN
+            same &= (bits == bits[:, :1]).all(1)
+    result = {key: part if key.endswith("_q") else part[:, 0].clone() for key, part in parts.items()}
+    if not same.all():
+        device = param.device if param.is_cuda else same.device
+        each = [parts[key][~same].reshape(-1).to(device) for key in CODE_KEYS]
+        first, second = (Moment(q[:, None], a, k) for q, a, k in (each[:3], each[3:]))
+        anew = pack(*encode_moments(group, *_decode_moments(group, first, second)), 0)
+        for key in CODE_KEYS:
+            result[key][~same] = anew[key].to(same.device)
+    return {**state, **result}
 
 
 def read_moment(

@@ -4,23 +4,30 @@ A step works on the local tensor, and FP8 state is a plain tensor of the local s
 so no step communicates. Only a state dict is global, because ``torch.distributed.checkpoint`` takes a plain tensor that
 several ranks hold under one name for copies of each other and writes one of them.
 
-Where every row of every shard is made of whole groups, as of most weights, a state tensor ``[groups, ...]`` becomes a
-DTensor ``[rows, groups of a row, ...]`` that is sharded as the parameter. It loads on any number of ranks, to the byte.
-Elsewhere it becomes ``[shards, G, ...]``, sharded over dimension 0, where G is the number of groups of the largest
-shard and smaller shards are filled up with zeros; a mesh that shards in several dimensions has one leading dimension
-for each. That loads on the same number of shards, on others through :func:`coat_dist.optim.fp32_state_dict`.
-Remainders belong to no group: ``coat_p_low`` becomes two bytes an element, of the parameter's shape.
+The shapes of the global tensors depend on the parameter alone, and they are sharded as the parameter, so a checkpoint
+loads on any number of ranks and on any mesh:
+
+* Where the last dimensions hold whole groups and no shard cuts one, as of most weights, a tensor ``[groups, ...]``
+  becomes ``[rows, groups of a row, ...]``, which shares the state's memory. It loads to the byte.
+* Elsewhere each element has its own code, amax and spacing: ``[*shape, 1]`` and ``[*shape]``, 8 bytes instead of 2. On
+  the same shards it loads to the byte. Other shards have other groups, whose moments are encoded anew
+  (``moments.regroup``).
+* Remainders belong to no group: ``coat_p_low`` becomes two bytes an element, ``[*shape, 2]``.
+
+Only where shards of another mesh cut whole groups, as of a row of 256 in four columns, the shapes differ, and loading
+is refused; :func:`coat_dist.optim.fp32_state_dict` reshards these, too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-__all__ = ["from_global", "is_dtensor", "like", "local", "local_grad", "refusal", "to_global"]
+__all__ = ["cuts_groups", "from_global", "is_dtensor", "like", "local", "local_grad", "refusal", "to_global"]
 
 LOW = "coat_p_low"
 """The key of remainders."""
@@ -46,12 +53,20 @@ def local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """``value``, of the shape of ``local(param)``, distributed as the parameter is."""
-    if not is_dtensor(param):
-        return value
-    from torch.distributed.tensor import DTensor
+    return _distribute(value, param, param.shape, param.stride()) if is_dtensor(param) else value
 
-    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+def _distribute(value: torch.Tensor, param: torch.Tensor, shape: Any, stride: tuple[int, ...]) -> torch.Tensor:
+    """A DTensor of these parts, sharded as a parameter, in the order of its shards.
+
+    ``DTensor.from_local`` would copy states in host memory to the GPU, and know the default order of shards only.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), stride, value.dtype)
+    spec = dataclasses.replace(param._spec, tensor_meta=meta)  # type: ignore[attr-defined]
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[abstract]
 
 
 def refusal(param: torch.Tensor) -> str | None:
@@ -66,116 +81,99 @@ def refusal(param: torch.Tensor) -> str | None:
     return None
 
 
-class _Layout(NamedTuple):
-    """How a state dict holds the ``coat_`` tensors of a DTensor parameter."""
+def _rows(param: torch.Tensor, size: int) -> int | None:
+    """How many leading dimensions make the rows that consist of whole groups; None where shards cut groups."""
+    shape, cuts = param.shape, [1] * param.dim()
+    if is_dtensor(param):
+        for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):  # type: ignore[attr-defined]
+            if not placement.is_replicate():
+                cuts[placement.dim] *= ranks
+    for dim in range(param.dim() - 1, 0, -1):
+        row = shape[dim:].numel()
+        if row and row % size == 0:
+            even = shape[dim] % cuts[dim] == 0 and row // size % cuts[dim] == 0
+            return dim if even and all(cut == 1 for cut in cuts[dim + 1 :]) else None
+    return None
 
-    leading: list[int]
-    """Global shape, without what a group holds."""
-    placements: list[Any]
-    held: list[int]
-    """The leading shape of this rank's part."""
-    marker: str | None
-    """A key of states that depend on the number of shards. ``torch.distributed.checkpoint`` names it where the
-    checkpoint was saved by another number, before it says that sizes differ."""
+
+def cuts_groups(param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether a state dict has to hold an amax and a spacing for each element of a DTensor."""
+    return is_dtensor(param) and group["moments"] == "fp8" and _rows(param, group["group_size"]) is None
 
 
-def _layout(param: torch.Tensor, group_size: int) -> _Layout:
-    from torch.distributed.tensor import Replicate, Shard
-
-    mesh, placements = list(param.device_mesh.shape), list(param.placements)  # type: ignore[attr-defined]
-    shape, mine = list(param.shape), local(param).shape
-    cuts = {dim: 1 for dim in range(len(shape))}
-    for size, placement in zip(mesh, placements, strict=True):
-        if not placement.is_replicate():
-            cuts[placement.dim] *= size
-    cut = {dim for dim, count in cuts.items() if count > 1}
-    row = torch.Size(shape[1:]).numel()  # of a shard: that of a matrix may be cut, too
-    if shape and (cut <= {0} or len(shape) == 2) and row and row % (group_size * (cuts[1] if 1 in cut else 1)) == 0:
-        width = row // group_size
-        return _Layout([shape[0], width], placements, [mine[0], width // (cuts[1] if 1 in cut else 1)], None)
-    shards: list[int] = []
-    over: list[Any] = []
-    for size, placement in zip(mesh, placements, strict=True):
-        if placement.is_replicate():
-            over.append(Replicate())
-        else:  # torch.chunk: the first shard is the largest, and rounding up twice is rounding up once
-            shape[placement.dim] = -(-shape[placement.dim] // size)
-            over.append(Shard(len(shards)))
-            shards.append(size)
-    groups = -(-torch.Size(shape).numel() // group_size)
-    number = " x ".join(map(str, shards)) or "1"
-    marker = f"coat_{number}_shards (for other numbers save and load under fp32_state_dict)"
-    return _Layout([*shards, groups], over, [*[1] * len(shards), groups], marker)
+def _shape(key: str, shape: torch.Size, rows: int | None, size: int) -> list[int]:
+    """The shape that a ``coat_`` tensor has in a state dict, of a whole parameter or of a shard of this shape."""
+    if key == LOW:
+        return [*shape, 2]
+    if rows is None:
+        return [*shape, 1] if key.endswith("_q") else [*shape]
+    return [*shape[:rows], shape[rows:].numel() // size, *([size] if key.endswith("_q") else [])]
 
 
 def to_global(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a DTensor parameter as a checkpoint holds it. Shares memory where a shard is of full size."""
-    layout = _layout(param, group["group_size"])
-    result: dict[str, Any] = {layout.marker: True} if layout.marker and "coat_m_q" in state else {}
+    """The state of a DTensor parameter as a checkpoint holds it."""
+    mine, size = local(param), group["group_size"]
+    rows = _rows(param, size)
+    result = dict(state)
     for key, value in state.items():
-        result[key] = value
+        if not (isinstance(value, torch.Tensor) and key.startswith("coat_")):
+            continue
         if key == LOW:
-            mine = local(param)
-            low = value.reshape(-1)[: 2 * mine.numel()].view(*mine.shape, 2)
-            result[key] = _global(low, param, list(param.placements), [*param.shape, 2])  # type: ignore[attr-defined]
-        elif isinstance(value, torch.Tensor) and key.startswith("coat_"):
-            groups, inside = torch.Size(layout.held).numel(), value.shape[1:]
-            if len(value) < groups:
-                value = torch.cat([value, value.new_zeros(groups - len(value), *inside)])
-            part = value.view(*layout.held, *inside)
-            result[key] = _global(part, param, layout.placements, [*layout.leading, *inside])
+            value = value.reshape(-1)[: 2 * mine.numel()]
+        elif rows is None:  # copies: a load that is refused must not leave new codes beside old amaxes
+            each = value.clone().reshape(-1) if key.endswith("_q") else value.repeat_interleave(size)
+            value = each[: mine.numel()]
+        shape = _shape(key, param.shape, rows, size)
+        part = value.view(_shape(key, mine.shape, rows, size))
+        result[key] = _distribute(part, param, shape, torch.empty(shape, device="meta").stride())
     return result
 
 
-def _global(value: torch.Tensor, param: torch.Tensor, placements: list[Any], shape: list[int]) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
+def from_global(
+    saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str
+) -> tuple[dict[str, Any], bool]:
+    """The inverse of :func:`to_global`, and whether the state has an amax and a spacing for each element.
 
-    stride = torch.empty(shape, device="meta").stride()
-    mesh = param.device_mesh  # type: ignore[attr-defined]
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def from_global(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The inverse of :func:`to_global`; states of parameters that are no DTensors pass through.
+    A parameter that is no DTensor takes its own state, and that of a DTensor from a full state dict.
 
     Raises:
         ValueError: names ``what``, the key, and how the state and the parameter are sharded.
     """
-    layout = _layout(param, group["group_size"]) if is_dtensor(param) else None
-    result = {}
+    mine, size, distributed = local(param), group["group_size"], _sharding(param)
+    groups, rows, each = -(-mine.numel() // size), _rows(param, size), False
+    result = dict(saved)
     for key, value in saved.items():
-        if key.startswith("coat_") and " (for other numbers" in key:
-            if layout is None or key != layout.marker:
-                raise ValueError(f"{what}: got the state of {key[5:]}")
+        if not isinstance(value, torch.Tensor) or key == "step":
             continue
-        result[key] = value
-        if not isinstance(value, torch.Tensor):
-            continue
-        found = (list(value.shape), list(value.placements)) if is_dtensor(value) else None  # type: ignore[attr-defined]
-        if layout is None:
-            wanted = None
-        elif not key.startswith("coat_"):
-            wanted = (list(param.shape), list(param.placements))  # type: ignore[attr-defined]
-        elif key == LOW:
-            wanted = ([*param.shape, 2], list(param.placements))  # type: ignore[attr-defined]
-        else:
-            wanted = (layout.leading + [group["group_size"]] * key.endswith("_q"), layout.placements)
-        if found != wanted:
+        coded = key.startswith("coat_")
+        shape = _shape(key, param.shape, rows, size) if coded else list(param.shape)
+        held = _shape(key, mine.shape, rows, size) if coded else list(mine.shape)
+        if distributed is None and not is_dtensor(value) and (list(value.shape) != shape or not coded):
+            continue  # a state of its own
+        part = local(value)
+        if _sharding(value) != distributed or list(value.shape) != shape or list(part.shape) != held:
             given, accepted = (
-                "a tensor that is not distributed" if x is None else f"a DTensor {x[0]} {tuple(x[1])}"
-                for x in (found, wanted)
+                f"{list(s)} {'not distributed' if d is None else d[0]}"
+                for s, d in ((value.shape, _sharding(value)), (shape, distributed))
             )
             raise ValueError(
                 f"{what}, {key}: got {given}, accepted: {accepted}, as the parameter is sharded now; save and load "
                 "under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
             )
-        if layout is not None and key.startswith("coat_"):
-            tensor, size = local(value), group["group_size"]
-            groups = -(-local(param).numel() // size)
-            if key == LOW:
-                filled = tensor.new_zeros(groups * 2 * size)
-                filled[: tensor.numel()] = tensor.reshape(-1)
-                result[key] = filled.view(groups, 2 * size)
-            else:
-                result[key] = tensor.reshape(-1, *tensor.shape[len(layout.leading) :])[:groups]
-    return result
+        if key == LOW:
+            filled = part.new_zeros(groups * 2 * size)
+            filled[: part.numel()] = part.reshape(-1)
+            result[key] = filled.view(groups, 2 * size)
+        elif coded and rows is None:
+            each |= key.endswith("_q")  # of one element, amax and spacing have the same shape in either form
+            result[key] = part
+        elif coded:
+            result[key] = part.reshape(groups, *([size] if key.endswith("_q") else []))
+    return result, each
+
+
+def _sharding(tensor: torch.Tensor) -> Any:
+    """Placements of a DTensor and the order of its shards."""
+    if not is_dtensor(tensor):
+        return None
+    return tuple(tensor.placements), getattr(tensor._spec, "shard_order", None)  # type: ignore[attr-defined]

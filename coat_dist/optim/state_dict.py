@@ -6,7 +6,8 @@ state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from .counts import as_count, is_count
 from .host import on_host, to_host, wait
 from .master import export_master
-from .moments import export_moments, import_moments
-from .sharded import from_global, is_dtensor, to_global
+from .moments import export_moments, import_moments, regroup
+from .seeds import name_of
+from .sharded import cuts_groups, from_global, is_dtensor, to_global
 from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
 
-__all__ = ["check_and_box", "fp32_state_dict", "gather", "unbox"]
+__all__ = ["FP32States", "check_and_box", "fp32_state_dict", "gather", "unbox"]
 
 _MOMENTS = tuple(FP32_KEYS.values())
 _MEANING = ("first_moment", "second_moment", "expand", "normalize")
@@ -32,10 +34,11 @@ _TORCH_ONLY = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "d
 def fp32_state_dict(optimizer: Any) -> Iterator[None]:
     """Inside, ``state_dict`` gives and ``load_state_dict`` takes ``step``, ``exp_avg`` and ``exp_avg_sq`` in fp32.
 
-    For what codes cannot be carried over: another number of FSDP2 shards, another group size or format, and moments of
-    torch's AdamW. Loading encodes the moments anew, within the error bound of one encoding; options of the present
-    parameter groups that say how moments are stored stay, the others are taken from the saved groups. Exporting takes
-    8 bytes a parameter while the state dict lives.
+    Where a trainer calls them itself, ``CoatAdamW(..., checkpoint="fp32")`` does so for good. For what codes cannot be
+    carried over: another group size or format, shards that cut groups of whole rows, and moments of torch's AdamW.
+    Loading encodes the moments anew, within the error bound of one encoding; options of the present parameter groups
+    that say how moments are stored stay, the others are taken from the saved groups. Exporting takes 8 bytes a
+    parameter while the state dict lives.
 
     With ``master_weights="bf16_remainder"`` there is ``master``, too: the fp32 master weight, 4 bytes more. Loading
     takes its lower half from it, and the parameter is to be loaded with the model, as always; from a state without one,
@@ -47,33 +50,71 @@ def fp32_state_dict(optimizer: Any) -> Iterator[None]:
     Raises:
         TypeError: another optimizer.
     """
-    if not hasattr(optimizer, "_fp32_state_dict"):
+    if not hasattr(optimizer, "coded_state"):
         raise TypeError(f"fp32_state_dict optimizer: got {type(optimizer).__name__}, accepted: CoatAdamW")
-    before = optimizer._fp32_state_dict
-    optimizer._fp32_state_dict = True
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Fabric's wrapper is a CoatAdamW by class
+    before, optimizer.checkpoint = optimizer.checkpoint, "fp32"
     try:
         yield
     finally:
-        optimizer._fp32_state_dict = before
+        optimizer.checkpoint = before
+
+
+class FP32States(MutableMapping):
+    """``optimizer.state`` while state dicts are in fp32: torch looks up there what a state dict to be loaded has.
+
+    Reading decodes a state into new tensors. What is assigned is kept as it is.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._states, self._groups = optimizer.coded_state, optimizer.param_groups
+
+    def __getitem__(self, p: Any) -> Any:
+        state = self._states[p]
+        group = next((group for group in self._groups if any(q is p for q in group["params"])), None)
+        if not state or group is None:
+            return state
+        fp32 = group["moments"] == "fp32"
+        first, second = (state[k] for k in _MOMENTS) if fp32 else export_moments(p, state, group)
+        rest = {k: x for k, x in state.items() if k == "step" or not isinstance(x, torch.Tensor)}
+        master = {"master": export_master(p, state)} if has_remainder(group) else {}
+        return {**rest, "exp_avg": first, "exp_avg_sq": second, **master}
+
+    def __setitem__(self, p: Any, state: Any) -> None:
+        self._states[p] = state
+
+    def __delitem__(self, p: Any) -> None:
+        del self._states[p]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
 
 
 def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Post-hook of ``state_dict``: moments in fp32 if asked for, and global tensors for DTensor parameters."""
-    states = dict(state_dict["state"])
-    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-        for index, p in zip(saved["params"], group["params"], strict=True):
-            state = states.get(index)
-            if not state:
+    """Post-hook of ``state_dict``: global tensors for DTensor parameters, in host memory if any state is."""
+    states, cut, groups = dict(state_dict["state"]), [], optimizer.param_groups
+    hosted = any(on_host(p, group) for group in groups for p in group["params"])
+    optimizer._shared |= hosted
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for i, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            if not states.get(index) or not is_dtensor(p):
                 continue
-            if optimizer._fp32_state_dict:
-                fp32 = group["moments"] == "fp32"
-                first, second = (state[k] for k in _MOMENTS) if fp32 else export_moments(p, state, group)
-                rest = {k: x for k, x in state.items() if k == "step" or not isinstance(x, torch.Tensor)}
-                states[index] = {**rest, "exp_avg": first, "exp_avg_sq": second}
-                if has_remainder(group):
-                    states[index]["master"] = export_master(p, state)
-            elif is_dtensor(p):
-                states[index] = to_global(state, p, group)
+            if optimizer.checkpoint == "codes":
+                states[index] = to_global(states[index], p, group)
+                cut += [name_of(group, i) or f"parameter {index}"] * cuts_groups(p, group)
+            if hosted:  # torch loads full state dicts where all tensors are on one device
+                states[index] = {k: x.cpu() if isinstance(x, torch.Tensor) else x for k, x in states[index].items()}
+    if cut and not optimizer.warned:
+        optimizer.warned = True
+        warnings.warn(
+            f"CoatAdamW state_dict: {cut[0]}{f' and {len(cut) - 1} more' if cut[1:] else ''}: got rows, or shards of "
+            "rows, that are no multiple of group_size: their states take 8 bytes an element, and resume to the byte on "
+            "the same number of ranks only, as their moments are rounded once more where shards have other groups",
+            stacklevel=3,
+        )
     return {**state_dict, "state": states}
 
 
@@ -117,16 +158,18 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     states, new_groups = _states(state_dict["state"], saved_groups), []
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         stateless = not any(states.get(index) for index in saved["params"])
-        new = _own_layout(saved, group, i) if optimizer._fp32_state_dict else _same_layout(saved, group, i, stateless)
+        fp32 = optimizer.checkpoint == "fp32"
+        new = _own_layout(saved, group, i) if fp32 else _same_layout(saved, group, i, stateless)
         new_groups.append(new)
         _check_options(new, group, i)
         for index, p in zip(saved["params"], group["params"], strict=True):
             if states.get(index):
                 what = f"CoatAdamW.load_state_dict: group {i}, parameter {index}"
-                if optimizer._fp32_state_dict:
+                if fp32:
                     state = _from_fp32(states[index], p, group, what)
                 else:
-                    state = from_global(_with_int(states[index], saved, what), p, group, what)
+                    state, each = from_global(_with_int(states[index], saved, what), p, group, what)
+                    state = regroup(state, p, group) if each else state
                 check_state(state, p, group, what)
                 state["step"] = as_count(state["step"], p, new)
                 states[index] = {k: Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}

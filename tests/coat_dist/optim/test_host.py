@@ -5,6 +5,7 @@ Here the CPU plays both the host and the device; ``tests/gpu/test_host.py`` does
 
 import contextlib
 import copy
+import gc
 import pickle
 import random
 import types
@@ -182,6 +183,30 @@ def test_states_that_travel_arrive_before_a_group_keeps_them_elsewhere(late):
     train(resident, hosted, steps=1)
     device.run()
     assert_equal(resident, hosted)
+
+
+def test_a_state_dict_that_is_held_over_steps_is_complete_after_each(late):
+    device, resident, hosted = late()
+    saved = hosted[1].state_dict()
+    for _ in range(2):
+        train(resident, hosted, steps=1)
+        found = copy.deepcopy(saved["state"])
+        device.run()
+        for mine, now in zip(found.values(), hosted[1].state.values(), strict=True):
+            assert all(equal_bytes(x, now[k]) for k, x in mine.items() if torch.is_tensor(x))
+
+
+def test_buffers_go_with_the_last_state(small_chunks):
+    both = pair()
+    train(*both)
+    assert host._lanes
+    kept = both[1][1].state_dict()
+    del both
+    gc.collect()
+    assert host._lanes and kept
+    del kept
+    gc.collect()
+    assert not host._lanes
 
 
 def test_a_state_dict_is_loaded_as_the_steps_after_it_have_left_it(late):

@@ -1,12 +1,14 @@
 """States of CoatAdamW saved, copied and loaded; checkpoints that do not fit are refused."""
 
+import contextlib
 import copy
 import io
+import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict, import_moments, param_groups
 
@@ -146,3 +148,52 @@ def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normaliz
             state = import_moments(p, mine, *export_moments(q, optimizer.state[q], theirs), step=3)
             assert all(torch.equal(x, other.state[p][k]) for k, x in state.items() if k != "step")
             assert other.state[p]["step"] == 3
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("always", [False, True], ids=["inside with", "always"])
+def test_fp32_state_dicts_load_as_torch_names_them(always, flatten):
+    """Torch takes the names of a flattened state dict from ``optimizer.state``."""
+    mode = contextlib.nullcontext if always else fp32_state_dict
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+
+    def build():
+        model = torch.nn.Sequential(torch.nn.Linear(100, 48), torch.nn.LayerNorm(48)).bfloat16()
+        more = {"checkpoint": "fp32"} if always else {}
+        return model, CoatAdamW(param_groups(model, 0.1), master_weights="bf16_remainder", **more)
+
+    (model, optimizer), (other_model, other) = build(), build()
+    for i in range(3):
+        model(torch.randn(4, 100).bfloat16()).mul(i + 1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other_model.load_state_dict(model.state_dict())
+    with mode(optimizer), mode(other):
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        set_optimizer_state_dict(other_model, other, copy.deepcopy(saved), options=options)
+    for p, q in zip(model.parameters(), other_model.parameters(), strict=True):
+        group = next(g for g in optimizer.param_groups if any(p is x for x in g["params"]))
+        old, new = optimizer.coded_state[p], other.coded_state[q]
+        assert old.keys() == new.keys() and old["step"] == new["step"] == 3
+        assert equal_bytes(old["coat_p_low"], new["coat_p_low"])
+        if group["moments"] == "fp8":
+            wanted = import_moments(q, group, *export_moments(p, old, group), step=3)
+            assert all(equal_bytes(wanted[k], new[k]) for k in wanted if k[:6] in ("coat_m", "coat_v"))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_the_fp32_option_shows_and_saves_fp32_states_and_travels_with_copies(copied):
+    p, optimizer = make(checkpoint="fp32")
+    train(optimizer, [p], 2)
+    group = optimizer.param_groups[0]
+    for one in (optimizer, copied(optimizer)):
+        (shown,), (saved,) = one.state.values(), one.state_dict()["state"].values()
+        (codes,) = one.coded_state.values()
+        assert shown.keys() == saved.keys() == {"step", "coat_seed", "exp_avg", "exp_avg_sq"}
+        for key, wanted in zip(("exp_avg", "exp_avg_sq"), export_moments(p, codes, group), strict=True):
+            assert equal_bytes(shown[key], wanted) and equal_bytes(saved[key], wanted)
+    theirs = torch.optim.AdamW([torch.nn.Parameter(p.detach().clone())])
+    state = optimizer.state_dict()["state"][0]
+    theirs.load_state_dict({**theirs.state_dict(), "state": {0: {**state, "step": torch.tensor(2.0)}}})
+    optimizer.state.clear()
+    assert not optimizer.coded_state and len(optimizer.state) == 0
