@@ -201,7 +201,7 @@ RULES = (
     Key("optimizer.params.capturable", f"false with {OFFLOAD}", _if("hosted")),
     Key("optimizer.params.checkpoint", '"codes", also of a given CoatAdamW: DeepSpeed reads states as they are kept; '
         "universal checkpoints hold fp32 moments",
-        lambda v, f: f.compressed and "codes" != (v or getattr(f.ours, "checkpoint", "codes"))),
+        lambda v, f: f.compressed and (v or getattr(f.ours, "checkpoint", "codes")) != "codes"),
     Key(f"{OFFLOAD}.super_offload", "false with CoatAdamW", _if("compressed")),
     Key(f"{_ZERO}.cpu_offload", "false with CoatAdamW; offload_optimizer instead", _if("compressed")),
     Key(f"{_ZERO}.zenflow", "absent with CoatAdamW", _if("compressed", _given)),
