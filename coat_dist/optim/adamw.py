@@ -157,9 +157,9 @@ class CoatAdamW(torch.optim.Optimizer):
             if not isinstance(param_group["params"], torch.Tensor | set):  # torch refuses a set: its order is not fixed
                 param_group = {**param_group, "params": list(param_group["params"])}
             check_keys(param_group, self.defaults)
-            if "checkpoint" in param_group:
-                given = param_group["checkpoint"]
-                raise ValueError(f"CoatAdamW checkpoint: got {given!r} in a parameter group, accepted: for all groups")
+            if (given := param_group.get("checkpoint", self.checkpoint)) != self.checkpoint:
+                accepted = f"{self.checkpoint!r}, as of all groups"
+                raise ValueError(f"CoatAdamW checkpoint: got {given!r} in a parameter group, accepted: {accepted}")
             check_group({**self.defaults, **param_group})
             check_capturable({**self.defaults, **param_group})
         super().add_param_group(param_group)

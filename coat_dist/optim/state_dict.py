@@ -63,16 +63,18 @@ def fp32_state_dict(optimizer: Any) -> Iterator[None]:
 class FP32States(MutableMapping):
     """``optimizer.state`` while state dicts are in fp32: torch looks up there what a state dict to be loaded has.
 
-    Reading decodes a state into new tensors. What is assigned is kept as it is.
+    Reading decodes a state into new tensors, assigning one encodes it, as ZeroRedundancyOptimizer does to load.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._states, self._groups = optimizer.coded_state, optimizer.param_groups
 
+    def _group(self, p: Any) -> dict[str, Any]:
+        return next((group for group in self._groups if any(q is p for q in group["params"])), {})
+
     def __getitem__(self, p: Any) -> Any:
-        state = self._states[p]
-        group = next((group for group in self._groups if any(q is p for q in group["params"])), None)
-        if not state or group is None:
+        state, group = self._states[p], self._group(p)
+        if not state or not group:
             return state
         fp32 = group["moments"] == "fp32"
         first, second = (state[k] for k in _MOMENTS) if fp32 else export_moments(p, state, group)
@@ -81,6 +83,10 @@ class FP32States(MutableMapping):
         return {**rest, "exp_avg": first, "exp_avg_sq": second, **master}
 
     def __setitem__(self, p: Any, state: Any) -> None:
+        group = self._group(p)
+        if group and isinstance(state, dict) and "exp_avg" in state and "coat_p_low" not in state:
+            state = _from_fp32(state, p, group, "CoatAdamW.state")
+            state["step"] = as_count(state["step"], p, group)
         self._states[p] = state
 
     def __delitem__(self, p: Any) -> None:
@@ -92,6 +98,9 @@ class FP32States(MutableMapping):
     def __len__(self) -> int:
         return len(self._states)
 
+    def __contains__(self, p: Any) -> bool:
+        return p in self._states
+
 
 def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Post-hook of ``state_dict``: global tensors for DTensor parameters, in host memory if any state is."""
@@ -102,7 +111,7 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         for i, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
             if not states.get(index) or not is_dtensor(p):
                 continue
-            if optimizer.checkpoint == "codes":
+            if optimizer.checkpoint != "fp32":
                 states[index] = to_global(states[index], p, group)
                 cut += [name_of(group, i) or f"parameter {index}"] * cuts_groups(p, group)
             if hosted:  # torch loads full state dicts where all tensors are on one device

@@ -54,6 +54,7 @@ FEATURES = [
         ("zero_quantized_gradients", True))),
     ("checkpoint.writer", {"type": "fast"}, {}), ("checkpoint.use_node_local_storage", True, TP),
     ("datastates_ckpt", {}, {}), ("datastates_ckpt", True, {}), ("optimizer.params.adam_w_mode", False, {}),
+    ("optimizer.params.checkpoint", "fp32", {}),
     ("coat.activation.wgrad", "main_grad", {}), ("fp16.enabled", True, {}),
 ]  # fmt: skip
 
@@ -212,7 +213,10 @@ def test_a_given_optimizer_is_checked_like_one_by_name(changes, key):
         usual["expand"] = False
     given = CoatAdamW([usual, other])
     assert list(problems(settings, optimizer=given)) == [key]
-    check_deepspeed({k: v for k, v in config().items() if k not in ("coat", "optimizer")}, optimizer=given)
+    settings = {k: v for k, v in config().items() if k not in ("coat", "optimizer")}
+    check_deepspeed(settings, optimizer=given)
+    given.checkpoint = "fp32"
+    assert list(problems(settings, optimizer=given)) == ["optimizer.params.checkpoint"]
 
 
 @pytest.mark.parametrize("name", ["Coat", "caot", "coat ", "cot", "coats", "coat_dist", "coaat"])
