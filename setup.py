@@ -44,7 +44,9 @@ EXTRAS = {
 
 
 def version() -> str:
-    """The one version number, read as text: importing the package would need torch while it is being built."""
+    """The one version number, read as text: importing the package would need torch while it is
+    being built.
+    """
     text = Path(__file__).with_name("coat_dist").joinpath("__init__.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)[1]
 
@@ -58,7 +60,8 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
-    # `configs` stays at the top of the project, and is installed inside `launch`, which looks for it in both places.
+    # `configs` stays at the top of the project, and is installed inside `launch`, which looks for
+    # it in both places.
     packages=[
         *find_packages(include=["coat_dist*", "megatron_patches*", "launch*"]),
         *("launch.configs.models", "launch.configs.deepspeed"),

@@ -1,4 +1,6 @@
-"""What values of options have to be: bad ones end a program in one line, before it measures anything."""
+"""What values of options have to be: bad ones end a program in one line, before it measures
+anything.
+"""
 
 from __future__ import annotations
 
@@ -61,23 +63,31 @@ def preset_name(text: str) -> str:
     """A model of ``configs/models``."""
     names = sorted(path.stem for path in MODELS.glob("*.json"))
     if text not in names:
-        raise argparse.ArgumentTypeError(f"got {text}, accepted: one of configs/models: {', '.join(names)}")
+        raise argparse.ArgumentTypeError(
+            f"got {text}, accepted: one of configs/models: {', '.join(names)}"
+        )
     return text
 
 
 def output_folder(text: str) -> str:
     """A folder that is there, or can be made, and that can be written to."""
-    there = next(path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists())
+    there = next(
+        path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists()
+    )
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         what = "cannot be written to" if there.is_dir() else "is a file"
-        raise argparse.ArgumentTypeError(f"got {text}, accepted: a folder to write to; {there} {what}")
+        raise argparse.ArgumentTypeError(
+            f"got {text}, accepted: a folder to write to; {there} {what}"
+        )
     return text
 
 
 def picture(text: str) -> Path:
     """A file to draw into."""
     if (path := Path(text)).suffix not in PICTURES or path.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text}, accepted: a file that ends in {', '.join(PICTURES)}")
+        raise argparse.ArgumentTypeError(
+            f"got {text}, accepted: a file that ends in {', '.join(PICTURES)}"
+        )
     output_folder(str(path.absolute().parent))
     return path
 
@@ -93,7 +103,8 @@ def check_peers(given: str) -> Path | None:
     archives = sorted(Path(given).glob("transformer_engine*.tar.*"))
     if len(archives) != 1:
         raise ValueError(
-            f"--peers: got {given!r} with {len(archives)} archives, accepted: a folder with transformer_engine/ or "
+            f"--peers: got {given!r} with {len(archives)} archives, accepted: a folder with "
+            "transformer_engine/ or "
             "one transformer_engine*.tar.*"
         )
     return archives[0]
@@ -113,8 +124,9 @@ def check_device(device: str) -> None:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Around what looks at options and files before anything is measured: a ValueError there ends the program in a
-    line. One of later code is a fault, whose traceback is wanted."""
+    """Around what looks at options and files before anything is measured: a ValueError there ends
+    the program in a line. One of later code is a fault, whose traceback is wanted.
+    """
     try:
         yield
     except ValueError as problem:

@@ -1,4 +1,6 @@
-"""What every benchmark shares: its options, where results and pictures go, and what identifies a run."""
+"""What every benchmark shares: its options, where results and pictures go, and what identifies a
+run.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,17 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
 
 
 def options(arguments: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """The options that say what was measured, to be written into the result: all but paths, ``--name`` and
-    ``without``."""
+    """The options that say what was measured, to be written into the result: all but paths,
+    ``--name`` and ``without``.
+    """
     left_out = {"name", *(path.removeprefix("--") for path in PATHS), *without}
     return {key: value for key, value in vars(arguments).items() if key not in left_out}
 
 
 def command() -> str:
-    """This run's command as one would type it: the module by name, without folders of this machine."""
+    """This run's command as one would type it: the module by name, without folders of this
+    machine.
+    """
     words: list[str] = []
     for word in sys.argv[1:]:
         option, equals, value = word.partition("=")
@@ -84,7 +89,9 @@ def command() -> str:
         elif next(rest, None) is not None and word != "--output":
             arguments += [word, "PATH"]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return shlex.join(["python", *(["-m", spec.name] if spec else [Path(sys.argv[0]).name]), *arguments])
+    return shlex.join(
+        ["python", *(["-m", spec.name] if spec else [Path(sys.argv[0]).name]), *arguments]
+    )
 
 
 def environment() -> dict[str, Any]:
@@ -109,8 +116,16 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this code. ``COAT_COMMIT`` names it where the code was copied to without its history."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    """The commit of this code. ``COAT_COMMIT`` names it where the code was copied to without its
+    history.
+    """
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return os.environ.get("COAT_COMMIT") or git.stdout.strip() or None
 
 
@@ -122,8 +137,9 @@ def gpus() -> list[str]:
 
 
 def loss_gaps(losses: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """How far losses are from those of another run in the same steps, as shares: in the first, in any, in the last, and
-    in the mean of the last ten, which has a sign."""
+    """How far losses are from those of another run in the same steps, as shares: in the first, in
+    any, in the last, and in the mean of the last ten, which has a sign.
+    """
     gaps = [abs(a - b) / b for a, b in zip(losses, base, strict=True)]
     last, last_base = (sum(values[-10:]) / len(values[-10:]) for values in (losses, base))
     return {
@@ -140,12 +156,18 @@ def number(value: float, digits: int = 0) -> str:
 
 
 def result_path(name: str, output: str | Path | None = None) -> Path:
-    """Where the result ``ROOM/PROGRAM`` is: ``ROOM/PROGRAM.json`` below ``output`` or ``benchmarks/results``."""
+    """Where the result ``ROOM/PROGRAM`` is: ``ROOM/PROGRAM.json`` below ``output`` or
+    ``benchmarks/results``.
+    """
     return Path(output or RESULTS) / f"{name}.json"
 
 
-def write_result(name: str, data: dict[str, Any], output: str | Path | None = None, nan: bool = False) -> Path:
-    """Write ``{"environment": ..., **data}`` to :func:`result_path`, which is returned; see :func:`write_json`."""
+def write_result(
+    name: str, data: dict[str, Any], output: str | Path | None = None, nan: bool = False
+) -> Path:
+    """Write ``{"environment": ..., **data}`` to :func:`result_path`, which is returned; see
+    :func:`write_json`.
+    """
     path = result_path(name, output)
     write_json(path, {"environment": environment(), **data}, nan)
     return path
@@ -155,11 +177,13 @@ def write_json(path: Path, data: dict[str, Any], nan: bool = False) -> None:
     """Write :func:`dumps` of ``data``, as :func:`write` does.
 
     Raises:
-        ValueError: a number in it is NaN or infinite, which is a finding with ``nan`` only; names the first. Nothing is
-            written.
+        ValueError: a number in it is NaN or infinite, which is a finding with ``nan`` only; names
+            the first. Nothing is written.
     """
     if not nan and (first := next(_not_finite(data), None)) is not None:
-        raise ValueError(f"{path}: not written; {first[0]}: got {first[1]}, accepted: finite numbers")
+        raise ValueError(
+            f"{path}: not written; {first[0]}: got {first[1]}, accepted: finite numbers"
+        )
     write(path, dumps(data) + "\n")
 
 
@@ -209,7 +233,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: got {error}, accepted: JSON; remove it, and it is measured again") from error
+        raise ValueError(
+            f"{path}: got {error}, accepted: JSON; remove it, and it is measured again"
+        ) from error
 
 
 def read_result(path: Path, *keys: str, option: str = "--result") -> dict[str, Any]:
@@ -221,20 +247,25 @@ def read_result(path: Path, *keys: str, option: str = "--result") -> dict[str, A
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
-        raise ValueError(f"{option}: got {path}, accepted: a readable file ({problem.strerror})") from None
+        raise ValueError(
+            f"{option}: got {path}, accepted: a readable file ({problem.strerror})"
+        ) from None
     except ValueError as problem:
         raise ValueError(f"{option}: got {path}, accepted: JSON ({problem})") from None
     if missing := [key for key in keys if not isinstance(found, dict) or key not in found]:
-        raise ValueError(f"{option}: got {path} without {', '.join(missing)}, accepted: what its program writes")
+        raise ValueError(
+            f"{option}: got {path} without {', '.join(missing)}, accepted: what its program writes"
+        )
     return found
 
 
 def dumps(value: Any, indent: str = "") -> str:
-    """JSON with one record, or one curve, on a line, so that files stay short and differences can be read.
+    """JSON with one record, or one curve, on a line, so that files stay short and differences can
+    be read.
 
-    A list or object stays on one line if it holds neither lists nor objects, or if the line has at most
-    :data:`WIDTH` characters; plain values of a longer object share lines of that length. Every number keeps all its
-    digits.
+    A list or object stays on one line if it holds neither lists nor objects, or if the line has at
+    most :data:`WIDTH` characters; plain values of a longer object share lines of that length. Every
+    number keeps all its digits.
     """
     line, nested = json.dumps(value), (list, tuple, dict)
     if not isinstance(value, nested):
@@ -247,7 +278,11 @@ def dumps(value: Any, indent: str = "") -> str:
         named = [f"{json.dumps(str(key))}: {item}" for key, item in zip(value, items, strict=True)]
         items = named[:1]
         for before, one, item in zip(inside, inside[1:], named[1:], strict=False):
-            if isinstance(before, nested) or isinstance(one, nested) or len(indent + items[-1] + item) > WIDTH:
+            if (
+                isinstance(before, nested)
+                or isinstance(one, nested)
+                or len(indent + items[-1] + item) > WIDTH
+            ):
                 items.append(item)
             else:
                 items[-1] += f", {item}"
@@ -256,15 +291,18 @@ def dumps(value: Any, indent: str = "") -> str:
 
 
 def python_path(*folders: str | Path) -> str:
-    """``PYTHONPATH`` of a process that finds ``folders`` before what this one's ``PYTHONPATH`` names."""
+    """``PYTHONPATH`` of a process that finds ``folders`` before what this one's ``PYTHONPATH``
+    names.
+    """
     return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
 
 
 def wait_for_ranks(
     processes: Sequence[subprocess.Popen], limit: float, stopped: Callable[[], bool] = lambda: False
 ) -> list[int | None]:
-    """Statuses; None of a rank that ``limit`` seconds ended, or ``stopped``. A rank that fails ends the others: they
-    would wait for it. None is left behind, whatever happens."""
+    """Statuses; None of a rank that ``limit`` seconds ended, or ``stopped``. A rank that fails ends
+    the others: they would wait for it. None is left behind, whatever happens.
+    """
     end = time.monotonic() + limit
     statuses: list[int | None] = []
     failed = False
@@ -284,10 +322,19 @@ def wait_for_ranks(
 
 
 def prepare_text(prefix: Path, tokenizer: str, inputs: list[str], *more: str) -> None:
-    """Tokens of ``inputs`` as ``PREFIX.bin`` and ``PREFIX.json``, by ``launch.prepare_data`` with ``more`` options.
+    """Tokens of ``inputs`` as ``PREFIX.bin`` and ``PREFIX.json``, by ``launch.prepare_data`` with
+    ``more`` options.
 
     Raises:
         subprocess.CalledProcessError: the preparation failed; it has printed why.
     """
-    line = [sys.executable, "-m", "launch.prepare_data", "--input", *inputs, "--tokenizer", tokenizer]
+    line = [
+        sys.executable,
+        "-m",
+        "launch.prepare_data",
+        "--input",
+        *inputs,
+        "--tokenizer",
+        tokenizer,
+    ]
     subprocess.run([*line, "--output", str(prefix), "--quiet", *more], check=True, cwd=ROOT)

@@ -1,6 +1,8 @@
-"""How every benchmark takes time: on the GPU between events, on the GPU without the host, and by the host's clock.
+"""How every benchmark takes time: on the GPU between events, on the GPU without the host, and by
+the host's clock.
 
-All times are milliseconds, and where a call is repeated they are medians. What is measured decides which to take:
+All times are milliseconds, and where a call is repeated they are medians. What is measured decides
+which to take:
 
 * :func:`timed`: a call that keeps the GPU busy for longer than it takes to start its kernels;
 * :func:`graph_ms`: the kernels alone, where starting them would take longer than they do;
@@ -43,8 +45,8 @@ def median(values: Sequence[float]) -> float:
 def stages_ms(stages: Sequence[Callable[[], Any]], repeat: int) -> list[float]:
     """Median time of each of ``stages``, which are called one after the other ``repeat`` times.
 
-    Times are between CUDA events before, between and after the stages. The host waits for the GPU after the last
-    repetition only. There is no warm-up: the caller does that.
+    Times are between CUDA events before, between and after the stages. The host waits for the GPU
+    after the last repetition only. There is no warm-up: the caller does that.
     """
     passes = []
     for _ in range(repeat):
@@ -66,11 +68,12 @@ def timed(call: Callable[[], Any], repeat: int = 30) -> float:
 
 
 def graph_ms(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
-    """Median time of one of ``calls`` on the GPU, without the time that the host takes to start its kernels.
+    """Median time of one of ``calls`` on the GPU, without the time that the host takes to start its
+    kernels.
 
-    All calls are recorded, one after the other, into one CUDA graph, which is replayed once to warm up and then
-    ``replays`` times. Where each call works on buffers of its own and all of them together exceed the cache, no call
-    finds its data there.
+    All calls are recorded, one after the other, into one CUDA graph, which is replayed once to warm
+    up and then ``replays`` times. Where each call works on buffers of its own and all of them
+    together exceed the cache, no call finds its data there.
     """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -86,7 +89,8 @@ def graph_ms(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
 
 
 def wall_ms(call: Callable[[], Any], *, synchronize: bool) -> float:
-    """Time of one call by the host's clock: until it returns, or with ``synchronize`` until the GPU is done as well.
+    """Time of one call by the host's clock: until it returns, or with ``synchronize`` until the GPU
+    is done as well.
 
     The GPU has to be idle before; the caller sees to that.
     """
@@ -98,7 +102,9 @@ def wall_ms(call: Callable[[], Any], *, synchronize: bool) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a copy of 2 GiB on the GPU, read plus written: what other kernels are compared with."""
+    """Bytes per second of a copy of 2 GiB on the GPU, read plus written: what other kernels are
+    compared with.
+    """
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * source.nbytes / (timed(lambda: target.copy_(source)) * 1e-3)

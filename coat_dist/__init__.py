@@ -1,8 +1,8 @@
 """FP8 optimizer states and FP8 activations for DeepSpeed and Megatron-core training.
 
-The public API is what this page exports. Once this is imported, ``deepspeed.initialize`` honours a ``"coat"`` block and
-``"type": "CoatAdamW"``, also under libraries that call it. DeepSpeed itself is not imported here, but on first use of
-:func:`initialize`.
+The public API is what this page exports. Once this is imported, ``deepspeed.initialize`` honours a
+``"coat"`` block and ``"type": "CoatAdamW"``, also under libraries that call it. DeepSpeed itself is
+not imported here, but on first use of :func:`initialize`.
 """
 
 from typing import Any

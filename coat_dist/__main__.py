@@ -1,9 +1,11 @@
-"""Run any program as if it began with ``import coat_dist``: ``python -m coat_dist PROGRAM ...`` or ``-m MODULE ...``.
+"""Run any program as if it began with ``import coat_dist``: ``python -m coat_dist PROGRAM ...`` or
+``-m MODULE ...``.
 
-For programs that nobody wants to edit, such as ``llamafactory-cli`` and ``accelerate launch``. Works under ``torchrun
-... -m coat_dist PROGRAM`` and ``deepspeed --module coat_dist PROGRAM`` as well, and in the Python processes that the
-program starts: these find ``coat_dist/children/sitecustomize.py`` on ``PYTHONPATH``. What PROGRAM, ``-m`` and ``-c``
-mean is Python's own: files, folders and zip files run as under ``python`` alone.
+For programs that nobody wants to edit, such as ``llamafactory-cli`` and ``accelerate launch``.
+Works under ``torchrun ... -m coat_dist PROGRAM`` and ``deepspeed --module coat_dist PROGRAM`` as
+well, and in the Python processes that the program starts: these find
+``coat_dist/children/sitecustomize.py`` on ``PYTHONPATH``. What PROGRAM, ``-m`` and ``-c`` mean is
+Python's own: files, folders and zip files run as under ``python`` alone.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-USAGE = "usage: python -m coat_dist PROGRAM [ARGUMENT ...], or -m MODULE or -c CODE in place of PROGRAM"
+USAGE = (
+    "usage: python -m coat_dist PROGRAM [ARGUMENT ...], or -m MODULE or -c CODE in place of PROGRAM"
+)
 
 
 def main() -> None:
     """Find the program, and become it."""
     given = sys.argv[1:]
     ranks = []
-    while given and given[0].startswith(("--local_rank", "--local-rank")):  # of the deepspeed launcher
+    # Of the deepspeed launcher.
+    while given and given[0].startswith(("--local_rank", "--local-rank")):
         ranks.append(given.pop(0))
     flag = given.pop(0) if given and given[0] in ("-m", "--module", "-c") else None
     if not given or given[0] in ("-h", "--help"):
@@ -36,8 +41,10 @@ def main() -> None:
     _reach_children()
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = builtins
-    sys.modules["__main__"] = module  # for good: classes that the program pickles are looked up there
-    # What `python -m coat_dist` put first on sys.path, the current folder, gives way to what Python has there.
+    # For good: classes that the program pickles are looked up there.
+    sys.modules["__main__"] = module
+    # What `python -m coat_dist` put first on sys.path, the current folder, gives way to what Python
+    # has there.
     safe, path = sys.flags.safe_path, os.path.join(os.getcwd(), program)
     if flag == "-c":
         sys.path[:1] = sys.path[:1] if safe else [""]
@@ -55,17 +62,24 @@ def main() -> None:
 
 
 def _find(name: str) -> str:
-    """The path of a file, of a folder or zip file with ``__main__.py``, or of a command that is a Python script."""
+    """The path of a file, of a folder or zip file with ``__main__.py``, or of a command that is
+    a Python script.
+    """
     is_program = os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py"))
     path = name if is_program else shutil.which(name)
     if path is None:
-        accepted = "a Python file, a folder or zip file with __main__.py, or a command that is a Python script"
+        accepted = (
+            "a Python file, a folder or zip file with __main__.py, or a command that is a "
+            "Python script"
+        )
         raise SystemExit(f"python -m coat_dist: got {name!r}, accepted: {accepted}")
     return path
 
 
 def _reach_children() -> None:
-    """Let Python processes that the program starts import coat_dist, too, before they import DeepSpeed."""
+    """Let Python processes that the program starts import coat_dist, too, before they import
+    DeepSpeed.
+    """
     os.environ["COAT_DIST_PREFIX"] = sys.prefix
     folder, given = str(Path(__file__).parent / "children"), os.environ.get("PYTHONPATH", "")
     if folder not in given.split(os.pathsep):

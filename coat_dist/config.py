@@ -1,8 +1,8 @@
 """The ``"coat"`` block of a DeepSpeed configuration.
 
-Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and what is accepted,
-before anything is built. Keys and defaults are the fields below. Which of DeepSpeed's own settings are refused beside
-the block is the table in ``deepspeed/config/table.py``.
+Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and
+what is accepted, before anything is built. Keys and defaults are the fields below. Which of
+DeepSpeed's own settings are refused beside the block is the table in ``deepspeed/config/table.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .config_errors import Problem, explain, got, keys_of
 from .formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 
-__all__ = ["ActivationConfig", "CoatConfig", "CoatConfigError", "OptimizerConfig", "explain", "load_json", "look_up"]
+__all__ = [
+    "ActivationConfig",
+    "CoatConfig",
+    "CoatConfigError",
+    "OptimizerConfig",
+    "explain",
+    "load_json",
+    "look_up",
+]
 __all__ += ["COMMENTS", "Problem", "decode_base64", "misspells_coat", "without_comments"]
 
 COMMENTS = ("_", "#", "/", "$")
@@ -57,24 +65,38 @@ class OptimizerConfig(_Block):
     second_moment: SecondMomentFormat = "e4m3"
     """Format of the second moment v; "log8" is an 8-bit logarithm."""
     expand: bool = True
-    """Dynamic range expansion: store (x / amax)^k, so that a group fills the format's range (COAT section 4)."""
+    """Dynamic range expansion: store (x / amax)^k, so that a group fills the format's range
+    (COAT section 4).
+    """
     normalize: bool = True
-    """Store the first moment divided by the root of the second; false stores it by itself, as COAT does."""
+    """Store the first moment divided by the root of the second; false stores it by itself, as
+    COAT does.
+    """
     group_size: Literal[64, 128, 256] = 128
     """Consecutive elements that share one amax and one exponent."""
     stochastic_rounding: Literal[True, False, "auto"] = "auto"
-    """Round codes up or down at random, without bias: of both moments, or ("auto") of the second and an int8 first."""
+    """Round codes up or down at random, without bias: of both moments, or ("auto") of the second
+    and an int8 first.
+    """
     master_weights: Literal["parameter", "bf16_remainder"] = "parameter"
-    """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it lacks, the same number
-    to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``."""
+    """"parameter": ZeRO's fp32 shard. "bf16_remainder": the bfloat16 weight and the 16 bits it
+    lacks, the same number to the bit; needs DeepSpeed's ``bf16.bf16_master_weights_and_grads`` and
+    ``bf16.bf16_optimizer_states``.
+    """
     state_device: Literal["parameter", "cpu"] = "parameter"
-    """"cpu": moments and remainders in host memory, as DeepSpeed's ``offload_optimizer`` asks for, too."""
+    """"cpu": moments and remainders in host memory, as DeepSpeed's ``offload_optimizer`` asks
+    for, too.
+    """
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
         for key in ("first_moment", "second_moment"):
             if (name := getattr(self, key)) in ALWAYS_EXPANDED and not self.expand:
-                _refuse("expand", f'false with {key} "{name}"', "true (its codes always span a group's range)")
+                _refuse(
+                    "expand",
+                    f'false with {key} "{name}"',
+                    "true (its codes always span a group's range)",
+                )
         return self
 
 
@@ -84,17 +106,22 @@ class ActivationConfig(_Block):
     enabled: bool = True
     """Patch the layers. False keeps BF16 layers and only the optimizer is compressed."""
     forward: Literal["exact", "quantized"] = "exact"
-    """"quantized" (the paper): norm and activation read the FP8 tensor that is saved. "exact": they read the BF16
-    tensor, and only backward reads the FP8 one."""
+    """"quantized" (the paper): norm and activation read the FP8 tensor that is saved. "exact": they
+    read the BF16 tensor, and only backward reads the FP8 one.
+    """
     forward_scales: Literal["row", "tensor"] = "row"
-    """Scales of forward's FP8 operands: one a row (token, output feature), or one a tensor (the paper's), which takes
-    two passes where rows take one, and a reduction over ranks. Backward's are per tensor."""
+    """Scales of forward's FP8 operands: one a row (token, output feature), or one a tensor (the
+    paper's), which takes two passes where rows take one, and a reduction over ranks. Backward's are
+    per tensor.
+    """
     format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of the operands of products: activations and weights."""
     grad_format: Literal["e4m3", "e5m2"] = "e4m3"
     """FP8 format of gradients."""
     saved_format: Literal["mixed", "e3m4", "int8", "e4m3", "e5m2"] = "mixed"
-    """Of tensors saved for backward; "mixed": "int8" before activation functions, else "e3m4". The paper has e4m3."""
+    """Of tensors saved for backward; "mixed": "int8" before activation functions, else "e3m4".
+    The paper has e4m3.
+    """
     group_size: Literal[16, 32, 64, 128] = 32
     """Elements along the hidden dimension that share one scale in tensors saved for backward."""
     scale: Literal["e8m0", "bf16"] = "e8m0"
@@ -102,52 +129,83 @@ class ActivationConfig(_Block):
     fp8_gather: bool = True
     """Send FP8 instead of BF16 when sequence parallelism gathers activations and gradients."""
     fp8_weight_gather: bool = False
-    """Under ZeRO-3, gather patched layers' weights as FP8 codes: half the bytes, equal bits; not with tp_invariant."""
+    """Under ZeRO-3, gather patched layers' weights as FP8 codes: half the bytes, equal bits; not
+    with tp_invariant.
+    """
     expert_dispatch: Literal["auto", "fp8", "bf16"] = "auto"
-    """What tokens are on the way to experts of other ranks: codes and row scales, or BF16. "auto": FP8 where
-    ``forward_scales`` is "row", which changes nothing of what an expert's forward multiplies."""
+    """What tokens are on the way to experts of other ranks: codes and row scales, or BF16. "auto":
+    FP8 where ``forward_scales`` is "row", which changes nothing of what an expert's forward
+    multiplies.
+    """
     expert_dispatch_grad: Literal["bf16", "fp8"] = "bf16"
     """What their gradients are on the way back, where tokens travel in FP8."""
     tp_invariant: bool = False
-    """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not depend on the TP size."""
+    """Reduce every scale over tensor-parallel ranks and sum exactly, so that losses do not
+    depend on the TP size.
+    """
     weights: Literal["on_use", "cached"] = "on_use"
-    """Quantize weights on every use, or keep their codes until the weights change: 1 byte a parameter and rank."""
+    """Quantize weights on every use, or keep their codes until the weights change: 1 byte a
+    parameter and rank.
+    """
     wgrad: Literal["grad", "main_grad"] = "grad"
-    """Weight gradients: given to autograd, or added to ``weight.main_grad`` (``gradient_accumulation_fusion``)."""
+    """Weight gradients: given to autograd, or added to ``weight.main_grad``
+    (``gradient_accumulation_fusion``).
+    """
     cuda_graphs: bool = False
-    """Train patched layers as CUDA graphs: for small ones with few tokens, which the host starts too slowly."""
+    """Train patched layers as CUDA graphs: for small ones with few tokens, which the host starts
+    too slowly.
+    """
     attention: Literal["bf16", "fp8"] = "bf16"
-    """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward computes from that."""
+    """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward
+    computes from that.
+    """
     loss: Literal["chunked", "kept", "plain"] = "chunked"
-    """A model's own loss: "chunked" never holds all logits and makes them again in backward; "kept" computes it like
-    that, but keeps them; "plain" leaves the loss unchanged."""
+    """A model's own loss: "chunked" never holds all logits and makes them again in backward; "kept"
+    computes it like that, but keeps them; "plain" leaves the loss unchanged.
+    """
     z_loss: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM used 1e-4)."""
+    """In training, adds ``z_loss * log(sum(exp(logits)))**2`` to a token's chunked loss (PaLM
+    used 1e-4).
+    """
     evaluation: Literal["plain", "flow"] = "plain"
-    """What a transformers model runs in eval mode: its own forward, or ("flow") patched layers where no cache of keys
-    and values is given. For programs that take log-probabilities in eval mode and compare them with training's."""
+    """What a transformers model runs in eval mode: its own forward, or ("flow") patched layers
+    where no cache of keys and values is given. For programs that take log-probabilities in eval
+    mode and compare them with training's.
+    """
     bf16_layers: tuple[int, ...] = Field(default=(), strict=False)
     """Layers left in BF16: 0-based indices, negative ones count from the last."""
 
     @property
     def dispatches_fp8(self) -> bool:
         """Whether tokens travel to experts of other ranks in FP8."""
-        return self.expert_dispatch == "fp8" or (self.expert_dispatch == "auto" and self.forward_scales == "row")
+        return self.expert_dispatch == "fp8" or (
+            self.expert_dispatch == "auto" and self.forward_scales == "row"
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> ActivationConfig:
         if self.tp_invariant and not self.fp8_gather:
-            _refuse("tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true")
+            _refuse(
+                "tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true"
+            )
         if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice
             _refuse("expert_dispatch", '"fp8" with forward_scales "tensor"', '"auto" or "bf16"')
         if self.expert_dispatch_grad == "fp8" and not self.dispatches_fp8:
             _refuse("expert_dispatch_grad", '"fp8" where tokens travel in BF16', '"bf16"')
         for key, needed in (("weights", "on_use"), ("wgrad", "grad"), ("tp_invariant", False)):
             if self.cuda_graphs and (given := getattr(self, key)) != needed:
-                _refuse("cuda_graphs", f"true with {key} {json.dumps(given)}", f"{key} {json.dumps(needed)}, or false")
+                _refuse(
+                    "cuda_graphs",
+                    f"true with {key} {json.dumps(given)}",
+                    f"{key} {json.dumps(needed)}, or false",
+                )
         if self.z_loss and (self.loss == "plain" or not self.enabled):
             why = 'loss "plain"' if self.enabled else "enabled false"
-            _refuse("z_loss", f"{self.z_loss} with {why}", '0, or loss "chunked" or "kept" with enabled true')
+            _refuse(
+                "z_loss",
+                f"{self.z_loss} with {why}",
+                '0, or loss "chunked" or "kept" with enabled true',
+            )
         if len({*self.bf16_layers}) < len(self.bf16_layers):
             _refuse("bf16_layers", json.dumps(self.bf16_layers), "each layer once")
         return self
@@ -161,19 +219,23 @@ class CoatConfig(_Block):
 
     @classmethod
     def from_deepspeed(cls, config: str | os.PathLike | Mapping[str, Any]) -> CoatConfig | None:
-        """The block of a DeepSpeed configuration (path, dict or base64 of JSON); None where it has none.
+        """The block of a DeepSpeed configuration (path, dict or base64 of JSON); None where it has
+        none.
 
         Raises:
             CoatConfigError: the configuration cannot be read, or the block or its name is wrong.
         """
         settings = config if isinstance(config, Mapping) else load_json(config)
         if wrong := [key for key, block in settings.items() if misspells_coat(key, block)]:
-            raise CoatConfigError(*(Problem(key, 'unknown key (did you mean "coat"?)', '"coat"') for key in wrong))
+            raise CoatConfigError(
+                *(Problem(key, 'unknown key (did you mean "coat"?)', '"coat"') for key in wrong)
+            )
         return cls.parse(settings["coat"]) if "coat" in settings else None
 
     @classmethod
     def parse(cls, block: Any) -> CoatConfig:
-        """Validate the content of a ``"coat"`` block; one that has been validated is returned as it is.
+        """Validate the content of a ``"coat"`` block; one that has been validated is returned as it
+        is.
 
         Raises:
             CoatConfigError: lists every wrong key with its value and what is accepted.
@@ -190,27 +252,40 @@ class CoatConfig(_Block):
 
 
 def without_comments(value: Any) -> Any:
-    """A configuration, or a part of one, less the keys that begin with one of :data:`COMMENTS`, at every level."""
+    """A configuration, or a part of one, less the keys that begin with one of :data:`COMMENTS`,
+    at every level.
+    """
     if not isinstance(value, Mapping):
         return value
-    return {key: without_comments(v) for key, v in value.items() if not str(key).startswith(COMMENTS)}
+    return {
+        key: without_comments(v) for key, v in value.items() if not str(key).startswith(COMMENTS)
+    }
 
 
 def misspells_coat(key: Any, block: Any) -> bool:
-    """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config"), two exchanged
-    ("caot") or, of an object that could be the block, with one letter wrong."""
+    """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config"),
+    two exchanged ("caot") or, of an object that could be the block, with one letter wrong.
+    """
     letters = "".join(c for c in str(key).lower() if c.isalnum())
     if key == "coat" or str(key).startswith(COMMENTS):
         return False
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):
         return True
-    near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75 and abs(len(letters) - 4) <= 1
-    return near and isinstance(block, Mapping) and (not block or bool({*block} & {*CoatConfig.model_fields}))
+    near = (
+        difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75
+        and abs(len(letters) - 4) <= 1
+    )
+    return (
+        near
+        and isinstance(block, Mapping)
+        and (not block or bool({*block} & {*CoatConfig.model_fields}))
+    )
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of a DeepSpeed configuration given as dict, path of a JSON file, or base64 of JSON; CoatConfigError
-    for all else."""
+    """A deep copy of a DeepSpeed configuration given as dict, path of a JSON file, or base64 of
+    JSON; CoatConfigError for all else.
+    """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     accepted = "a dict or the path of a JSON file"
@@ -220,9 +295,13 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
     try:
         loaded = _parse(decode_base64(given) or Path(given).read_text(encoding="utf-8-sig"))
     except OSError as problem:
-        raise CoatConfigError(Problem("config", f"cannot read {given!r} ({problem.strerror})", accepted)) from None
+        raise CoatConfigError(
+            Problem("config", f"cannot read {given!r} ({problem.strerror})", accepted)
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise CoatConfigError(Problem("config", f"{given} is not JSON: {problem}", accepted)) from None
+        raise CoatConfigError(
+            Problem("config", f"{given} is not JSON: {problem}", accepted)
+        ) from None
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else type(loaded).__name__
         raise CoatConfigError(Problem("config", f"{given} holds {kind}", "a JSON object"))
@@ -230,7 +309,9 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """JSON, or what DeepSpeed reads beyond it, HJSON's comments and trailing commas; None where the text is empty."""
+    """JSON, or what DeepSpeed reads beyond it, HJSON's comments and trailing commas; None where
+    the text is empty.
+    """
     try:
         return json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as problem:
@@ -243,7 +324,9 @@ def _parse(text: str) -> Any:
 
 
 def decode_base64(given: str) -> str | None:
-    """The text of JSON that a string holds in base64, as DeepSpeed's autotuner passes it; None where it holds none."""
+    """The text of JSON that a string holds in base64, as DeepSpeed's autotuner passes it; None
+    where it holds none.
+    """
     try:
         text = base64.urlsafe_b64decode(given).decode()
         return None if _parse(text) is None else text
@@ -263,7 +346,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def look_up(config: Any, key: str) -> Any:
-    """The value at a dotted key such as ``"zero_optimization.stage"``; None where a part of the way is missing."""
+    """The value at a dotted key such as ``"zero_optimization.stage"``; None where a part of the
+    way is missing.
+    """
     for part in key.split("."):
         if not isinstance(config, Mapping):
             return None

@@ -33,10 +33,11 @@ def keys_of(model: type[BaseModel]) -> str:
 
 
 def explain(name: str, model: type[BaseModel], error: Any) -> Problem | str:
-    """One of pydantic's ``ValidationError.errors()``, in the words of JSON; ``name`` stands before the key.
+    """One of pydantic's ``ValidationError.errors()``, in the words of JSON; ``name`` stands before
+    the key.
 
-    A validator of the model may raise a ValueError with the rest of the line behind ``name.``, or with a
-    :class:`Problem` whose key stands behind it.
+    A validator of the model may raise a ValueError with the rest of the line behind ``name.``, or
+    with a :class:`Problem` whose key stands behind it.
     """
     location = [str(part) for part in error["loc"]]
     key = ".".join([name, *location])
@@ -50,7 +51,9 @@ def explain(name: str, model: type[BaseModel], error: Any) -> Problem | str:
         for part in location[:-1]:
             model = model.model_fields[part].annotation  # type: ignore[assignment]
         close = difflib.get_close_matches(location[-1], model.model_fields, 1)
-        return Problem(key, "unknown key" + (f" (did you mean {close[0]!r}?)" if close else ""), keys_of(model))
+        return Problem(
+            key, "unknown key" + (f" (did you mean {close[0]!r}?)" if close else ""), keys_of(model)
+        )
     if kind == "literal_error":
         accepted = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
     elif kind == "model_type":
@@ -60,5 +63,9 @@ def explain(name: str, model: type[BaseModel], error: Any) -> Problem | str:
     return Problem(key, got(error.get("input")), accepted)
 
 
-_ACCEPTED = {"bool_type": "true or false", "tuple_type": "a list of integers", "int_type": "an integer"}
+_ACCEPTED = {
+    "bool_type": "true or false",
+    "tuple_type": "a list of integers",
+    "int_type": "an integer",
+}
 """Where pydantic's own words are about Python."""

@@ -1,7 +1,8 @@
-"""Which host and which node each rank is on. A node is what one launcher process, or SLURM's daemon, has started.
+"""Which host and which node each rank is on. A node is what one launcher process, or SLURM's
+daemon, has started.
 
-Ranks of one node have the local disks of one machine. Hosts are names for readers: two nodes may have the same one, as
-containers and tests do.
+Ranks of one node have the local disks of one machine. Hosts are names for readers: two nodes may
+have the same one, as containers and tests do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["Place", "by_node", "free_port", "host", "host_of", "meet", "my_place", "on_host", "say_host"]
+__all__ = [
+    "Place",
+    "by_node",
+    "free_port",
+    "host",
+    "host_of",
+    "meet",
+    "my_place",
+    "on_host",
+    "say_host",
+]
 __all__ += ["several_nodes"]
 
 _NODE = ("GROUP_RANK", "CROSS_RANK", "SLURM_NODEID")
@@ -44,9 +55,11 @@ def host() -> str:
 def free_port() -> int:
     """An unused TCP port of this host, for ranks that are about to start.
 
-    The system's own choice (port 0) may be given to some connection again before rank 0, still importing, listens.
+    The system's own choice (port 0) may be given to some connection again before rank 0, still
+    importing, listens.
     """
-    for port in random.SystemRandom().sample(_PORTS, 200):  # the program's own random numbers stay as they were
+    # The program's own random numbers stay as they were.
+    for port in random.SystemRandom().sample(_PORTS, 200):
         with socket.socket() as one, suppress(OSError):
             one.bind(("", port))
             return port
@@ -61,7 +74,9 @@ def several_nodes() -> bool:
 
 
 def my_place(local: int | None = None) -> Place:
-    """Where the launcher has started this rank, whose number there is ``local`` (None = what the launcher says)."""
+    """Where the launcher has started this rank, whose number there is ``local`` (None = what the
+    launcher says).
+    """
     node = next((os.environ[name] for name in _NODE if name in os.environ), None)
     return Place(host(), node, int(os.environ.get("LOCAL_RANK", "0")) if local is None else local)
 
@@ -69,7 +84,8 @@ def my_place(local: int | None = None) -> Place:
 def by_node(places: Sequence[Place]) -> list[list[int]]:
     """Ranks of each node, in the order of its first rank.
 
-    Where launchers give no numbers, a second rank with the same local number on a host begins another node.
+    Where launchers give no numbers, a second rank with the same local number on a host begins
+    another node.
     """
     nodes: dict[Any, list[int]] = {}
     seen: dict[tuple[str, int], int] = {}

@@ -1,4 +1,6 @@
-"""Ranks that go on together or stop together. Without torch.distributed, this process is the only rank."""
+"""Ranks that go on together or stop together. Without torch.distributed, this process is the
+only rank.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ import torch.distributed as dist
 from . import nodes
 from .config import CoatConfigError
 
-__all__ = ["alone", "attempt", "check_same_on_all_ranks", "gather", "of_another_rank", "on_first_ranks", "on_rank_0"]
+__all__ = [
+    "alone",
+    "attempt",
+    "check_same_on_all_ranks",
+    "gather",
+    "of_another_rank",
+    "on_first_ranks",
+    "on_rank_0",
+]
 __all__ += ["raise_everywhere", "rank_and_world", "say_ranks", "tell_torchrun", "wait_for"]
 
 T = TypeVar("T")
@@ -25,13 +35,16 @@ _alone = False
 
 def rank_and_world() -> tuple[int, int]:
     """This rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not _alone else (0, 1)
+    return (
+        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not _alone else (0, 1)
+    )
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within, this process is the only rank for all of this module: for work that one rank does for the others, whose
-    parts are collectives elsewhere."""
+    """Within, this process is the only rank for all of this module: for work that one rank does for
+    the others, whose parts are collectives elsewhere.
+    """
     global _alone
     before, _alone = _alone, True
     try:
@@ -52,8 +65,8 @@ def gather(mine: T, group: Any = None) -> list[T]:
 def on_rank_0(function: Callable[[], T], patient: bool = False) -> T:
     """Call ``function`` on rank 0 alone; every rank gets its result, or raises what it raised.
 
-    For what is read from a shared folder that ranks write to later: if each looked for itself, one that is late would
-    see what another has written since.
+    For what is read from a shared folder that ranks write to later: if each looked for itself, one
+    that is late would see what another has written since.
 
     Args:
         patient: as in :func:`on_first_ranks`.
@@ -61,19 +74,23 @@ def on_rank_0(function: Callable[[], T], patient: bool = False) -> T:
     return on_first_ranks([range(rank_and_world()[1])], function, patient)
 
 
-def on_first_ranks(teams: Sequence[Sequence[int]], function: Callable[[], T], patient: bool = True) -> T:
-    """Call ``function`` on the first rank of each team (nodes with disks of their own); every rank gets its team's
-    result, or raises what one raised.
+def on_first_ranks(
+    teams: Sequence[Sequence[int]], function: Callable[[], T], patient: bool = True
+) -> T:
+    """Call ``function`` on the first rank of each team (nodes with disks of their own); every rank
+    gets its team's result, or raises what one raised.
 
     Args:
         teams: ranks, each in one of them; the same on all ranks.
-        patient: it may take longer than the timeout of collectives: the others begin to wait in one when it is done.
-            Should a first rank be killed, it is the launcher that ends them.
+        patient: it may take longer than the timeout of collectives: the others begin to wait in one
+            when it is done. Should a first rank be killed, it is the launcher that ends them.
     """
     rank, world = rank_and_world()
     firsts = [team[0] for team in teams]
     patient, done = patient and world > 1, ""
-    if patient:  # the same key on all ranks: each counts for itself, in the store, which is new with every group
+    # The same key on all ranks: each counts for itself, in the store, which is new with every
+    # group.
+    if patient:
         done = f"coat_dist/first_ranks/{_store().add(f'coat_dist/first_ranks/calls/{rank}', 1)}"
     answer: tuple[Any, Exception | None] = None, None
     if rank in firsts:
@@ -110,22 +127,32 @@ def attempt(work: Callable[[], T]) -> tuple[list[T | None], dict[int, str]]:
     """Do this rank's part, whatever it raises; ``work`` must not use collectives.
 
     Returns:
-        What each rank's part returned, in rank order (None where it raised), and the text of each error by rank: a
-        ``ValueError`` names what is wrong itself, any other error stands with its type.
+        What each rank's part returned, in rank order (None where it raised), and the text of each
+        error by rank: a ``ValueError`` names what is wrong itself, any other error stands with its
+        type.
     """
     result, text = None, None
     try:
         result = work()
     except Exception as problem:
-        text = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
+        text = (
+            str(problem)
+            if isinstance(problem, ValueError)
+            else f"{type(problem).__name__}: {problem}"
+        )
     everyone = gather((result, text))
-    return [r for r, _ in everyone], {rank: t for rank, (_, t) in enumerate(everyone) if t is not None}
+    return [r for r, _ in everyone], {
+        rank: t for rank, (_, t) in enumerate(everyone) if t is not None
+    }
 
 
 def raise_everywhere(
-    check: Callable[[], list[str]], accepted: str = "", error: Callable[[str], Exception] = ValueError
+    check: Callable[[], list[str]],
+    accepted: str = "",
+    error: Callable[[str], Exception] = ValueError,
 ) -> None:
-    """Raise on every rank what any rank finds, so that none waits in a collective for one that raised.
+    """Raise on every rank what any rank finds, so that none waits in a collective for one that
+    raised.
 
     Args:
         check: returns one line for each problem, or raises. Must not use collectives.
@@ -133,7 +160,11 @@ def raise_everywhere(
         error: makes it.
     """
     found, errors = attempt(check)
-    lines = [line for rank, mine in enumerate(found) for line in ([errors[rank]] if mine is None else mine)]
+    lines = [
+        line
+        for rank, mine in enumerate(found)
+        for line in ([errors[rank]] if mine is None else mine)
+    ]
     lines = list(dict.fromkeys(lines))
     if lines:
         raise error("\n".join([*lines[:4], accepted]).strip())
@@ -142,15 +173,19 @@ def raise_everywhere(
 def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     """Compare what each rank believes to run; ranks that differ would train on silently or hang.
 
-    A collective: under NCCL each rank's device must be the current one. Ranks exchange one digest, and values only
-    where digests differ. ``values`` are plain ones; their names are the first parts of dotted keys.
+    A collective: under NCCL each rank's device must be the current one. Ranks exchange one digest,
+    and values only where digests differ. ``values`` are plain ones; their names are the first parts
+    of dotted keys.
 
     Raises:
-        CoatConfigError: on every rank; names the dotted keys that differ, with the values and the ranks that have them.
-            Of a list of lists, such as all parameters, the first entry that differs.
+        CoatConfigError: on every rank; names the dotted keys that differ, with the values and the
+            ranks that have them. Of a list of lists, such as all parameters, the first entry that
+            differs.
     """
     text = json.dumps(values, sort_keys=True, default=lambda v: getattr(v, "tolist", v.__str__)())
-    digests, places = zip(*gather((hashlib.sha256(text.encode()).hexdigest(), nodes.my_place())), strict=True)
+    digests, places = zip(
+        *gather((hashlib.sha256(text.encode()).hexdigest(), nodes.my_place())), strict=True
+    )
     nodes.meet(list(places))
     if len(set(digests)) == 1:
         return
@@ -159,7 +194,9 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     for key in dict.fromkeys(key for one in held for key in one):
         if len({one.get(key) for one in held}) > 1:
             differing.setdefault(key.partition("[")[0], key)
-    lines = [f"{key}: {_who_has_what([one.get(key) for one in held])}" for key in differing.values()]
+    lines = [
+        f"{key}: {_who_has_what([one.get(key) for one in held])}" for key in differing.values()
+    ]
     lines = _some(lines, _SHOWN_KEYS, f"and {len(lines) - _SHOWN_KEYS} more keys")
     raise CoatConfigError("ranks were started differently: " + "; ".join(lines))
 
@@ -169,8 +206,9 @@ _SHOWN_KEYS, _SHOWN_CHARACTERS, _SHOWN_VALUES = 8, 120, 4
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Dotted keys of a JSON value, each with its value as text. Lists are one value, but for those that hold lists or
-    objects: their entries are ``key[0]`` and so on."""
+    """Dotted keys of a JSON value, each with its value as text. Lists are one value, but for those
+    that hold lists or objects: their entries are ``key[0]`` and so on.
+    """
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}" if key else name, inner)
@@ -186,7 +224,8 @@ def _who_has_what(texts: list[str | None]) -> str:
     for rank, text in enumerate(texts):
         ranks.setdefault("absent" if text is None else text, []).append(rank)
     parts = [
-        f"{text if len(text) <= _SHOWN_CHARACTERS else f'{text[:_SHOWN_CHARACTERS]}...'} on {say_ranks(having)}"
+        f"{text if len(text) <= _SHOWN_CHARACTERS else f'{text[:_SHOWN_CHARACTERS]}...'} on "
+        f"{say_ranks(having)}"
         for text, having in sorted(ranks.items(), key=lambda item: -len(item[1]))
     ]
     return ", ".join(_some(parts, _SHOWN_VALUES, f"{len(parts) - _SHOWN_VALUES} more values"))
@@ -198,12 +237,21 @@ def _some(texts: Sequence[str], most: int, rest: str = "...") -> list[str]:
 
 def of_another_rank(problem: BaseException) -> bool:
     """Whether a collective or the store failed, which has its reason in another rank."""
-    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore")
+    words = (
+        "gloo",
+        "NCCL",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Timed out waiting",
+        "TCPStore",
+    )
     return isinstance(problem, dist.DistError) or any(word in str(problem) for word in words)
 
 
 def say_ranks(numbers: list[int]) -> str:
-    """``rank 2``, ``ranks 0-3, 6``; with the hosts of the first four where there are several nodes."""
+    """``rank 2``, ``ranks 0-3, 6``; with the hosts of the first four where there are several
+    nodes.
+    """
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:
@@ -217,7 +265,9 @@ def say_ranks(numbers: list[int]) -> str:
 
 
 def tell_torchrun(line: str) -> None:
-    """Have torchrun, which ends with a summary of its own, repeat ``line`` there; nothing under other launchers."""
+    """Have torchrun, which ends with a summary of its own, repeat ``line`` there; nothing under
+    other launchers.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}

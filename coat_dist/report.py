@@ -1,6 +1,8 @@
-"""``python -m coat_dist.report``: versions, GPUs, which FP8 paths are active, and what is wrong with the installation.
+"""``python -m coat_dist.report``: versions, GPUs, which FP8 paths are active, and what is wrong
+with the installation.
 
-Exit status 0, 1 where a problem (not a mere warning) was found, or 2 for an argument: it takes none.
+Exit status 0, 1 where a problem (not a mere warning) was found, or 2 for an argument: it takes
+none.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def versions() -> dict[str, str | None]:
 
 
 def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str, str]]:
-    """Yield ``("problem" | "warning", text)`` for whatever will fail, or fall back to something slower."""
+    """Yield ``("problem" | "warning", text)`` for whatever will fail, or fall back to something
+    slower.
+    """
     installed = versions() if installed is None else installed
     without = {
         "triton": "the plain torch definitions are used",
@@ -52,10 +56,17 @@ def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str,
         elif not SpecifierSet(accepted).contains(got.split("+")[0], prereleases=True):
             yield "problem", f"{name}: got {got}, accepted: {accepted}"
     if not any(shutil.which(c) for c in (os.environ.get("CC") or "cc", "gcc", "clang")):
-        yield "warning", "C compiler: none of cc, gcc, clang found; Triton cannot build its launchers on a GPU machine"
+        yield (
+            "warning",
+            "C compiler: none of cc, gcc, clang found; Triton cannot build its launchers on a GPU "
+            "machine",
+        )
     for name, effect in (
         ("COAT_REFERENCE", "the plain torch definitions are used everywhere, kernels are off"),
-        ("COAT_FP8_ARITHMETIC", "FP8 instructions are not used, conversion is arithmetic, products BF16"),
+        (
+            "COAT_FP8_ARITHMETIC",
+            "FP8 instructions are not used, conversion is arithmetic, products BF16",
+        ),
     ):
         if os.environ.get(name) == "1":
             yield "warning", f"{name}=1: {effect}"
@@ -99,7 +110,10 @@ def lines() -> Iterator[str]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
-            yield f"GPU {i:<11} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
+            yield (
+                f"GPU {i:<11} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability "
+                f"{p.major}.{p.minor}"
+            )
     else:
         yield "GPU             none"
     for part, path in paths().items():
@@ -109,7 +123,9 @@ def lines() -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; the exit status."""
     raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(prog="python -m coat_dist.report", description=__doc__, formatter_class=raw)
+    p = argparse.ArgumentParser(
+        prog="python -m coat_dist.report", description=__doc__, formatter_class=raw
+    )
     p.parse_args(argv)
     findings = list(check())
     for line in (*lines(), *(f"{level.upper()}: {text}" for level, text in findings)):

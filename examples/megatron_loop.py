@@ -1,11 +1,13 @@
-"""A Megatron-core GPT whose layers run the FP8 precision flow, in Megatron's own loop, with FP8 moments; no DeepSpeed.
+"""A Megatron-core GPT whose layers run the FP8 precision flow, in Megatron's own loop, with FP8
+moments; no DeepSpeed.
 
     torchrun --nproc_per_node 2 examples/megatron_loop.py
 
-DistributedDataParallel, distributed optimizer, schedule, forward and backward, and checkpoints are Megatron's own. This
-program adds patch_model, and replaces Megatron's get_megatron_optimizer. Ranks are data-parallel. The model learns
-to continue sequences of numbers, on GPUs where there are some. With a folder behind the command it saves there every
-ten steps, and goes on from the last save, also on another number of ranks.
+DistributedDataParallel, distributed optimizer, schedule, forward and backward, and checkpoints are
+Megatron's own. This program adds patch_model, and replaces Megatron's get_megatron_optimizer. Ranks
+are data-parallel. The model learns to continue sequences of numbers, on GPUs where there are some.
+With a folder behind the command it saves there every ten steps, and goes on from the last save,
+also on another number of ranks.
 """
 
 import argparse
@@ -18,14 +20,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from megatron_patches import get_megatron_optimizer, gpt_layer_spec, initialize_model_parallel, patch_model
+from megatron_patches import (
+    get_megatron_optimizer,
+    gpt_layer_spec,
+    initialize_model_parallel,
+    patch_model,
+)
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 30, 2, 4, 32
 gpu = torch.cuda.is_available()
@@ -35,13 +46,28 @@ device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else 
 def build():
     """Patched model, optimizer, schedule, and the report of what was patched."""
     sizes = dict(num_layers=2, hidden_size=128, num_attention_heads=4, ffn_hidden_size=256)
-    llama = dict(gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm")
-    types = dict(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, use_cpu_initialization=not gpu)
+    llama = dict(
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+    )
+    types = dict(
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=not gpu,
+    )
     layers = TransformerConfig(**sizes, **llama, **types, hidden_dropout=0.0, attention_dropout=0.0)
     model = GPTModel(
-        layers, gpt_layer_spec(layers), vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="rope"
+        layers,
+        gpt_layer_spec(layers),
+        vocab_size=64,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
     ).to(device, torch.bfloat16)
-    coat = {"coat": {"activation": {"wgrad": "main_grad"}}}  # or a DeepSpeed configuration with a block
+    # Or a DeepSpeed configuration with a block.
+    coat = {"coat": {"activation": {"wgrad": "main_grad"}}}
     report = patch_model(model, coat)  # before DistributedDataParallel wraps the model
     if dist.get_rank() == 0:
         print(report)
@@ -88,7 +114,8 @@ def batches(step):
 
 def forward_step(iterator, model):
     tokens, positions, labels = next(iterator)
-    losses = model(tokens, positions, None, labels=labels)  # [b, s] fp32; the causal mask is built in
+    # [b, s] fp32; the causal mask is built in.
+    losses = model(tokens, positions, None, labels=labels)
     return losses, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
 
@@ -96,7 +123,10 @@ def state(model, optimizer, loading, codes=True):
     """What a checkpoint holds: on saving its content, on loading the places for it."""
     weights = model.module.sharded_state_dict()
     kind = {"distrib_optim_sharding_type": "fully_reshardable", "coat_codes": codes}
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, loading, metadata=kind)}
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, loading, metadata=kind),
+    }
 
 
 def save(folder, step, model, optimizer, scheduler):
@@ -126,7 +156,8 @@ def resume(folder, model, optimizer, scheduler):
         return 0
     last = str(folder / (folder / "latest").read_text())
     ranks = dist_checkpointing.load_common_state_dict(last).get("ranks")
-    codes = ranks == dist.get_world_size()  # on another number of ranks, moments are rounded anew from fp32
+    # On another number of ranks, moments are rounded anew from fp32.
+    codes = ranks == dist.get_world_size()
     loaded = dist_checkpointing.load(state(model, optimizer, True, codes), last)
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -137,7 +168,8 @@ def resume(folder, model, optimizer, scheduler):
 def train(folder):
     if gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo")  # with device_id each group of Megatron's takes memory at once
+    # With device_id each group of Megatron's takes memory at once.
+    dist.init_process_group("nccl" if gpu else "gloo")
     initialize_model_parallel()  # where there is no GPU, Megatron finds the CPU from here on
     model, optimizer, scheduler, report = build()
     forward_backward = get_forward_backward_func()
@@ -166,7 +198,9 @@ def train(folder):
 
 
 if __name__ == "__main__":  # dist_checkpointing starts a process that imports this file
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?", help="for checkpoints")
     folder = parser.parse_args().folder
     if "RANK" not in os.environ:

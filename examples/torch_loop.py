@@ -3,8 +3,9 @@
     python examples/torch_loop.py
     torchrun --nproc_per_node 2 examples/torch_loop.py
 
-Only the optimizer differs from a loop with torch.optim.AdamW. A small model learns to continue sequences of numbers,
-on GPUs where there are some. The last line says what the moments take: torch's AdamW keeps 8 bytes a parameter.
+Only the optimizer differs from a loop with torch.optim.AdamW. A small model learns to continue
+sequences of numbers, on GPUs where there are some. The last line says what the moments take:
+torch's AdamW keeps 8 bytes a parameter.
 """
 
 import argparse
@@ -38,13 +39,16 @@ model = torch.nn.Sequential(
 if dist.is_initialized():
     model = torch.nn.parallel.DistributedDataParallel(model)
 
-optimizer = coat_dist.CoatAdamW(coat_dist.param_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
+optimizer = coat_dist.CoatAdamW(
+    coat_dist.param_groups(model, weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95)
+)
 
 data = torch.Generator().manual_seed(1 + rank)
 losses = []
 for step in range(30):
     start = torch.randint(0, 64, (8, 1), generator=data)
-    text = ((start + 3 * torch.arange(33)) % 64).to(device)  # [8, 33]: every number is 3 more than the one before
+    # [8, 33]: every number is 3 more than the one before.
+    text = ((start + 3 * torch.arange(33)) % 64).to(device)
     loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
@@ -53,7 +57,9 @@ for step in range(30):
     if rank == 0 and step % 5 == 0:
         print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
 
-held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
+held = sum(
+    t.nbytes for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)
+)
 if rank == 0:
     print(f"moments: {held / sum(p.numel() for p in model.parameters()):.3f} bytes a parameter")
 if dist.is_initialized():

@@ -1,12 +1,13 @@
-"""The Trainer of transformers with FP8 moments and FP8 layers: one more import, and a DeepSpeed configuration.
+"""The Trainer of transformers with FP8 moments and FP8 layers: one more import, and a DeepSpeed
+configuration.
 
     python examples/trainer.py
     deepspeed --num_gpus 2 examples/trainer.py
 
-Needs transformers and accelerate: pip install '/path/to/coat_dist[hf]'. Start it from the root of this repository:
-examples/trainer.json, which names the optimizer and has the "coat" block, is read from there. The Trainer fills in what
-is "auto". A small Llama learns to continue sequences of numbers, on GPUs where there are some; the last lines say what
-ran in FP8.
+Needs transformers and accelerate: pip install '/path/to/coat_dist[hf]'. Start it from the root of
+this repository: examples/trainer.json, which names the optimizer and has the "coat" block, is read
+from there. The Trainer fills in what is "auto". A small Llama learns to continue sequences of
+numbers, on GPUs where there are some; the last lines say what ran in FP8.
 """
 
 import tempfile
@@ -27,13 +28,31 @@ class Numbers(torch.utils.data.Dataset):
 
 
 torch.manual_seed(0)
-sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
-model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
-options = dict(max_steps=30, per_device_train_batch_size=8, learning_rate=0.01, weight_decay=0.1, save_strategy="no")
-options |= dict(logging_steps=5, report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available())
+sizes = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+model = transformers.LlamaForCausalLM(
+    transformers.LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes)
+)
+options = dict(
+    max_steps=30,
+    per_device_train_batch_size=8,
+    learning_rate=0.01,
+    weight_decay=0.1,
+    save_strategy="no",
+)
+options |= dict(
+    logging_steps=5, report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available()
+)
 output = tempfile.TemporaryDirectory()
 
-arguments = transformers.TrainingArguments(output.name, bf16=True, deepspeed="examples/trainer.json", **options)
+arguments = transformers.TrainingArguments(
+    output.name, bf16=True, deepspeed="examples/trainer.json", **options
+)
 trainer = transformers.Trainer(model, arguments, train_dataset=Numbers())
 trainer.train()
 

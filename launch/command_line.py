@@ -1,4 +1,6 @@
-"""Command lines of the programs: options from the fields of a dataclass; errors are one line, from one rank."""
+"""Command lines of the programs: options from the fields of a dataclass; errors are one line,
+from one rank.
+"""
 
 from __future__ import annotations
 
@@ -62,18 +64,27 @@ class Parser(argparse.ArgumentParser):
         meant: names of other programs for an option, without dashes: ``{"learning-rate": "--lr"}``.
     """
 
-    def __init__(self, *, prefix: str = "", meant: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, prefix: str = "", meant: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.prefix, self.meant = prefix, dict(meant or {})
         # Its own pattern knows no exponents and lists: `--lr -1e-4` would lack a value.
         self._negative_number_matcher = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """Refuse unknown options before anything else: a misspelt one is also one that is missing."""
+        """Refuse unknown options before anything else: a misspelt one is also one that is
+        missing.
+        """
         given = list(sys.argv[1:] if args is None else args)
         unknown = [text.partition("=")[0] for text in given if not self._known(text)]
         if unknown:
-            self.error("; ".join(f"{one}: no such option{self._suggestion(one)}" for one in dict.fromkeys(unknown)))
+            self.error(
+                "; ".join(
+                    f"{one}: no such option{self._suggestion(one)}"
+                    for one in dict.fromkeys(unknown)
+                )
+            )
         parsed, rest = super().parse_known_args(given, namespace)
         if rest:
             self.error(f"{rest[0]!r} belongs to no option")
@@ -82,19 +93,25 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
         if rank := _rank():
-            time.sleep(10)  # rank 0 prints the same, and then the launcher ends this rank before it repeats it
+            # Rank 0 prints the same, and then the launcher ends this rank before it repeats it.
+            time.sleep(10)
         line = f"{self.prefix}error: {' '.join(message.removeprefix('argument ').split())}"
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from coat_dist.ranks import tell_torchrun  # late: it imports torch, which is not needed without torchrun
+            # Late: it imports torch, which is not needed without torchrun.
+            from coat_dist.ranks import tell_torchrun
 
             tell_torchrun(line)
         print(f"rank {rank}: {line}" if rank else line, file=sys.stderr, flush=True)
         sys.exit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse values that are not among the choices, with the same message on every version of Python."""
+        """Refuse values that are not among the choices, with the same message on every version
+        of Python.
+        """
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f"got {value!r}, accepted: {', '.join(map(str, action.choices))}")
+            raise argparse.ArgumentError(
+                action, f"got {value!r}, accepted: {', '.join(map(str, action.choices))}"
+            )
 
     def print_help(self, file: Any = None) -> None:
         """Print the options, on rank 0."""
@@ -103,22 +120,34 @@ class Parser(argparse.ArgumentParser):
 
     def _known(self, text: str) -> bool:
         """Whether argparse takes ``text`` for one of our options or for a value."""
-        if not text.startswith("-") or text == "-" or " " in text or self._negative_number_matcher.match(text):
+        if (
+            not text.startswith("-")
+            or text == "-"
+            or " " in text
+            or self._negative_number_matcher.match(text)
+        ):
             return True
         return text.partition("=")[0] in self._option_string_actions
 
     def _suggestion(self, unknown: str) -> str:
         name = unknown.lstrip("-").replace("_", "-").lower()
-        options = {option.lstrip("-").replace("_", "-"): option for option in reversed(self._option_string_actions)}
+        options = {
+            option.lstrip("-").replace("_", "-"): option
+            for option in reversed(self._option_string_actions)
+        }
         near = difflib.get_close_matches(name, options, n=1)
         found = self.meant.get(name) or (options[near[0]] if near else None)
-        return f" (did you mean {found}?)" if found else f", accepted: what {self.prog} --help lists"
+        return (
+            f" (did you mean {found}?)" if found else f", accepted: what {self.prog} --help lists"
+        )
 
 
 def whole_number(text: str) -> int:
     """A whole number, as a type of an option."""
     if re.fullmatch(r"[-+]?[0-9]{1,20}", text) is None or abs(int(text)) >= LARGEST:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number in digits, below {LARGEST:.0e}")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, accepted: a whole number in digits, below {LARGEST:.0e}"
+        )
     return int(text)
 
 
@@ -134,7 +163,9 @@ def number(text: str) -> float:
 
 
 def local_path(text: str) -> str:
-    """A path, as a type of an option; ``~`` is a home folder also behind "=", where shells leave it as it is."""
+    """A path, as a type of an option; ``~`` is a home folder also behind "=", where shells leave
+    it as it is.
+    """
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a path")
     return os.path.expanduser(text)
@@ -146,7 +177,9 @@ def micro_batch(text: str) -> int | str:
         return text
     if text.isdecimal() and 1 <= (count := int(text)) < LARGEST:
         return count
-    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, below {LARGEST:.0e}, or auto")
+    raise argparse.ArgumentTypeError(
+        f"got {text!r}, accepted: a whole number from 1, below {LARGEST:.0e}, or auto"
+    )
 
 
 LocalPath = Annotated[str, local_path]
@@ -163,16 +196,19 @@ def option(
     meant: str = "",
     **more: Any,
 ) -> Any:
-    """A field that is an option: ``tensor_parallel`` is ``--tensor-parallel``. Its docstring is the help.
+    """A field that is an option: ``tensor_parallel`` is ``--tensor-parallel``. Its docstring is the
+    help.
 
-    The annotation says how it is parsed: ``bool`` is a flag, ``Literal`` has choices, ``list`` takes several values,
-    and ``Annotated[str, function]`` is converted by the function. An option without a default is required.
+    The annotation says how it is parsed: ``bool`` is a flag, ``Literal`` has choices, ``list``
+    takes several values, and ``Annotated[str, function]`` is converted by the function. An option
+    without a default is required.
 
     Args:
         group: heading in the help.
         flags: names in place of the field's.
         least: smallest value that :func:`out_of_range` accepts.
-        meant: names of other programs, without dashes, separated by spaces: the option is suggested for them.
+        meant: names of other programs, without dashes, separated by spaces: the option is suggested
+            for them.
         more: of ``add_argument``.
     """
     given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
@@ -206,7 +242,9 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     for one in _options(cls):
         known, kind = one.metadata["option"], hints[one.name]
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        given: dict[str, Any] = {"action": "store_true"} if kind is bool else {**_of_type(kind), "default": default}
+        given: dict[str, Any] = (
+            {"action": "store_true"} if kind is bool else {**_of_type(kind), "default": default}
+        )
         if default is MISSING:
             given |= {"required": True, "default": None}
         target: Any = parser
@@ -229,10 +267,17 @@ def _of_type(kind: Any) -> dict[str, Any]:
 
 
 def options_parser(cls: type, prog: str, meant: Mapping[str, str] | None = None) -> Parser:
-    """The parser of a dataclass of options, whose docstring describes the program; ``meant``: as of :class:`Parser`."""
-    theirs = {name: _flags(one)[0] for one in _options(cls) for name in one.metadata["option"]["meant"]}
+    """The parser of a dataclass of options, whose docstring describes the program; ``meant``: as
+    of :class:`Parser`.
+    """
+    theirs = {
+        name: _flags(one)[0] for one in _options(cls) for name in one.metadata["option"]["meant"]
+    }
     parser = Parser(
-        prog=prog, description=inspect.getdoc(cls), formatter_class=DefaultsHelp, meant={**(meant or {}), **theirs}
+        prog=prog,
+        description=inspect.getdoc(cls),
+        formatter_class=DefaultsHelp,
+        meant={**(meant or {}), **theirs},
     )
     add_options(parser, cls)
     return parser
@@ -254,25 +299,40 @@ _model, _memory = partial(option, group="model"), partial(option, group="memory"
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """Options of programs that train, plan or measure: how ranks share a model, and what it takes of their memory."""
+    """Options of programs that train, plan or measure: how ranks share a model, and what it
+    takes of their memory.
+    """
 
     tensor_parallel: int = _model(1, metavar="N", least=1, meant="tp tensor-model-parallel-size")
     """ranks that share every layer"""
-    expert_parallel: int = _model(1, metavar="N", least=1, meant="ep ep-size expert-model-parallel-size")
+    expert_parallel: int = _model(
+        1, metavar="N", least=1, meant="ep ep-size expert-model-parallel-size"
+    )
     """data-parallel ranks that divide the experts of every layer among themselves"""
     sequence_parallel: bool = _model(False)
     """also share the tokens between layers"""
-    pipeline_parallel: int = _model(1, metavar="P", least=1, meant="pp pipeline-model-parallel-size")
+    pipeline_parallel: int = _model(
+        1, metavar="P", least=1, meant="pp pipeline-model-parallel-size"
+    )
     """stages that the layers are divided over"""
-    virtual_stages: int = _model(1, metavar="V", least=1, meant="vpp num-virtual-stages-per-pipeline-rank")
-    """parts of the model in each stage (interleaved schedule): a smaller bubble, more communication"""
+    virtual_stages: int = _model(
+        1, metavar="V", least=1, meant="vpp num-virtual-stages-per-pipeline-rank"
+    )
+    """parts of the model in each stage (interleaved schedule): a smaller bubble, more
+    communication
+    """
     micro_batch: Annotated[int | str, micro_batch] | None = _memory(
         None, metavar="N|auto", meant="micro-batch-size per-device-train-batch-size"
     )
-    """samples of a forward pass on a rank, in place of train_micro_batch_size_per_gpu; auto = the largest that fits, by
-    the planner"""
-    recompute_granularity: Literal["full", "selective"] | None = _memory(None, meant="recompute recompute-activations")
-    """compute whole layers again in backward, or parts of them (default: keep what backward needs)"""
+    """samples of a forward pass on a rank, in place of train_micro_batch_size_per_gpu; auto = the
+    largest that fits, by the planner
+    """
+    recompute_granularity: Literal["full", "selective"] | None = _memory(
+        None, meant="recompute recompute-activations"
+    )
+    """compute whole layers again in backward, or parts of them (default: keep what backward
+    needs)
+    """
     recompute_method: Literal["uniform", "block"] | None = _memory(None)
     """with full: units of so many layers, or only the first so many layers (default: uniform)"""
     recompute_num_layers: int | None = _memory(None, metavar="N", least=1)
@@ -286,15 +346,21 @@ class RunOptions:
     gpu_memory: str | None = _memory(None, metavar="SIZE")
     """memory of a GPU, such as 80GiB (default: that of --gpu)"""
     other_memory: str | None = _memory(None, metavar="SIZE")
-    """of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with several GPUs, and what
-    other programs use of the GPU here)"""
+    """of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with
+    several GPUs, and what other programs use of the GPU here)
+    """
 
 
 def check_recompute(args: Any) -> list[str]:
     """A line for every option of recomputation that would be ignored beside the others."""
-    needed = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+    needed = {
+        "recompute_method": "full",
+        "recompute_num_layers": "full",
+        "recompute_modules": "selective",
+    }
     return [
-        f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity {granularity}"
+        f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity "
+        f"{granularity}"
         for name, granularity in needed.items()
         if (given := getattr(args, name)) is not None and args.recompute_granularity != granularity
     ]

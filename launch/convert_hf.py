@@ -1,11 +1,15 @@
-"""Convert a model between Hugging Face's layout and this program's, whichever of the two the input is not.
+"""Convert a model between Hugging Face's layout and this program's, whichever of the two the input
+is not.
 
-    python launch/convert_hf.py --from Llama-3.1-8B --to llama3-weights          # a Hugging Face folder: to ours
-    python launch/convert_hf.py --from runs/first/checkpoints --to runs/first/hf  # ours: to a Hugging Face folder
+    python launch/convert_hf.py --from Llama-3.1-8B \\
+        --to llama3-weights  # a Hugging Face folder: to ours
+    python launch/convert_hf.py --from runs/first/checkpoints \\
+        --to runs/first/hf  # ours: to a Hugging Face folder
 
-The kind of --from decides the direction, and the first line that is printed says it. Ours is a training checkpoint of
-pretrain.py (ZeRO-1, 2 or 3, any number of ranks; a `step*` folder, one whose `latest` names it, or a universal one), or
-a folder that this program wrote. One process, no GPU. Exit status: 0 done, 2 what cannot be converted, 130 interrupted.
+The kind of --from decides the direction, and the first line that is printed says it. Ours is a
+training checkpoint of pretrain.py (ZeRO-1, 2 or 3, any number of ranks; a `step*` folder, one whose
+`latest` names it, or a universal one), or a folder that this program wrote. One process, no GPU.
+Exit status: 0 done, 2 what cannot be converted, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -56,9 +61,13 @@ def convert(args: ConvertOptions) -> Path:
         The folder that was written.
 
     Raises:
-        CoatConfigError, CheckpointError: an input, or an output folder, that cannot be used; nothing is changed then.
+        CoatConfigError, CheckpointError: an input, or an output folder, that cannot be used;
+            nothing is changed then.
     """
-    dtype, shard_bytes = DTYPES.get(str(args.dtype)), memory_bytes(args.max_shard_size, "--max-shard-size")
+    dtype, shard_bytes = (
+        DTYPES.get(str(args.dtype)),
+        memory_bytes(args.max_shard_size, "--max-shard-size"),
+    )
     described = None if args.model is None else load_model_config(args.model)
     weights = open_weights(args.source, dtype, model=described)
     if args.format == MEGATRON or (args.format is None and isinstance(weights, HuggingFaceWeights)):
@@ -73,18 +82,27 @@ def convert(args: ConvertOptions) -> Path:
 
     def write(folder: Path) -> None:
         hidden = None if shows("info") else True  # None: shown on a terminal
-        with tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=hidden, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=conversion.bytes, unit="B", unit_scale=True, disable=hidden, dynamic_ncols=True
+        ) as bar:
             conversion.write(weights, folder, shard_bytes, bar.update)
         if args.verify:
             _compare(conversion, weights, folder)
-            say(f"--verify: {len(conversion.tensors):,} tensors, read once more, are what was converted")
+            say(
+                f"--verify: {len(conversion.tensors):,} tensors, read once more, are what was "
+                "converted"
+            )
 
     output.write(write, {"kind": conversion.kind, "source": str(weights.path.resolve())})
     return output.final
 
 
-def _plan_hugging_face(weights: Weights, dtype: torch.dtype | None, like: str | None, family: str | None) -> Conversion:
-    """The conversion to a Hugging Face folder, with the tokenizer of ``--like``, of the weights, or of their data."""
+def _plan_hugging_face(
+    weights: Weights, dtype: torch.dtype | None, like: str | None, family: str | None
+) -> Conversion:
+    """The conversion to a Hugging Face folder, with the tokenizer of ``--like``, of the weights,
+    or of their data.
+    """
     vocab_size = weights.model.vocab_size or 0
     files, end = weights.travelling(), None
     copies: dict[str, Path] = {}
@@ -95,9 +113,15 @@ def _plan_hugging_face(weights: Weights, dtype: torch.dtype | None, like: str | 
             try:
                 copies, texts, end = _data_tokenizer(without_suffix(like), vocab_size)
             except DataError as problem:
-                accepted = f"a folder with {CONFIG} or tokenizer files, or the PREFIX of prepared data"
-                raise CheckpointError(f"--like: got {like}, accepted: {accepted} ({problem})") from None
-    elif (trained := training_data(weights.manifest.get("run"))) is not None and trained[1].vocab_size <= vocab_size:
+                accepted = (
+                    f"a folder with {CONFIG} or tokenizer files, or the PREFIX of prepared data"
+                )
+                raise CheckpointError(
+                    f"--like: got {like}, accepted: {accepted} ({problem})"
+                ) from None
+    elif (trained := training_data(weights.manifest.get("run"))) is not None and trained[
+        1
+    ].vocab_size <= vocab_size:
         end = trained[1].eod
         if not has_tokenizer(files):
             with suppress(DataError):  # made from token files
@@ -105,13 +129,17 @@ def _plan_hugging_face(weights: Weights, dtype: torch.dtype | None, like: str | 
                 for file in copies.values():
                     say(f"tokenizer: {file}, of the data that the run was trained on")
     if not has_tokenizer({**files, **copies}):
-        say(f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files, --like PREFIX that of data")
+        say(
+            f"note: no tokenizer is beside {weights.path}; --like DIR takes one's files, --like "
+            "PREFIX that of data"
+        )
     found = plan_hugging_face(weights, dtype, {**files, **copies}, family, end)
     return found._replace(texts={**found.texts, **texts})
 
 
 def _data_tokenizer(prefix: str, vocab_size: int) -> tuple[dict[str, Path], dict[str, str], int]:
-    """The tokenizer of prepared data: files that are copied, files that are written, and the end-of-document id.
+    """The tokenizer of prepared data: files that are copied, files that are written, and the
+    end-of-document id.
 
     Args:
         prefix: of the data; ``PREFIX.json`` and the tokenizer's file beside it are enough.
@@ -123,7 +151,9 @@ def _data_tokenizer(prefix: str, vocab_size: int) -> tuple[dict[str, Path], dict
     """
     tokenizer = for_data(prefix)
     if (ids := max(tokenizer.ids_of_text(), tokenizer.eod + 1)) > vocab_size:
-        raise CoatConfigError(f"--like: got {prefix} with {ids} ids, accepted: at most the model's {vocab_size}")
+        raise CoatConfigError(
+            f"--like: got {prefix} with {ids} ids, accepted: at most the model's {vocab_size}"
+        )
     if tokenizer.file is None:  # bytes
         return {}, {}, tokenizer.eod
     name = "tokenizer.model" if isinstance(tokenizer, SentencePieceTokenizer) else "tokenizer.json"
@@ -137,7 +167,9 @@ def _data_tokenizer(prefix: str, vocab_size: int) -> tuple[dict[str, Path], dict
 
 
 def _compare(conversion: Conversion, weights: Weights, folder: Path) -> None:
-    """Read the result once more, from the disk, and compare it with the source, tensor by tensor."""
+    """Read the result once more, from the disk, and compare it with the source, tensor by
+    tensor.
+    """
     headers = [read_header(file) for file in folder.glob("*.safetensors")]
     there = TensorFiles({name: entry for header in headers for name, entry in header.items()})
     read = conversion.reader(weights)
@@ -152,20 +184,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = ConvertOptions(**vars(parser(__doc__).parse_args(argv)))
     set_log_level(args.log_level)
     if args.tensor_parallel or args.pipeline_parallel:
-        say("note: --tensor-parallel and --pipeline-parallel have no effect: the result has whole tensors", "warning")
+        say(
+            "note: --tensor-parallel and --pipeline-parallel have no effect: the result has whole "
+            "tensors",
+            "warning",
+        )
     try:
         final = convert(args)
     except (CoatConfigError, CheckpointError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"convert_hf: interrupted; {args.target} is what it was before, or complete", file=sys.stderr)
+        print(
+            f"convert_hf: interrupted; {args.target} is what it was before, or complete",
+            file=sys.stderr,
+        )
         return 130
-    loads = "AutoModelForCausalLM.from_pretrained" if (final / CONFIG).is_file() else "pretrain.py --init-from"
+    loads = (
+        "AutoModelForCausalLM.from_pretrained"
+        if (final / CONFIG).is_file()
+        else "pretrain.py --init-from"
+    )
     say(f"{final}: complete; {loads} loads it")
     return 0
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in checkpoints, looks for GPUs
+    # Or DeepSpeed, whose classes are in checkpoints, looks for GPUs.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.exit(main())

@@ -1,13 +1,17 @@
-"""Evaluate a model: loss and perplexity of held-out text, accuracy of multiple choice; in BF16, in FP8 or in fp32.
+"""Evaluate a model: loss and perplexity of held-out text, accuracy of multiple choice; in BF16, in
+FP8 or in fp32.
 
-    python launch/evaluate.py --load runs/7b/checkpoints --text wiki.txt --choices questions.jsonl --output eval/bf16
-    python launch/evaluate.py --load runs/7b/checkpoints --text wiki.txt --choices questions.jsonl --forward fp8 \\
+    python launch/evaluate.py --load runs/7b/checkpoints --text wiki.txt \\
+        --choices questions.jsonl --output eval/bf16
+    python launch/evaluate.py --load runs/7b/checkpoints --text wiki.txt \\
+        --choices questions.jsonl --forward fp8 \\
         --output eval/fp8 --baseline eval/bf16
     deepspeed launch/evaluate.py --load HF_FOLDER --data data/corpus
 
---load takes a training checkpoint of pretrain.py or finetune.py, a universal checkpoint, a converted folder or a
-Hugging Face folder. Under a launcher, rows are dealt out to the ranks; results do not depend on their number.
-Exit status: 0 done, 2 something that cannot be used, 4 another rank has ended, 130 interrupted.
+--load takes a training checkpoint of pretrain.py or finetune.py, a universal checkpoint, a
+converted folder or a Hugging Face folder. Under a launcher, rows are dealt out to the ranks;
+results do not depend on their number. Exit status: 0 done, 2 something that cannot be used, 4
+another rank has ended, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -32,7 +37,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is impo
 import torch
 
 if __name__ == "__main__" and not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in checkpoints, looks for GPUs
+    # Or DeepSpeed, whose classes are in checkpoints, looks for GPUs.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import coat_dist
 from coat_dist import CoatConfigError
@@ -68,10 +74,14 @@ def evaluate(args: EvaluateOptions, device: torch.device) -> dict[str, Any]:
     """
     from megatron_patches import initialize_model_parallel
 
-    check_same_on_all_ranks({"arguments": {k: v for k, v in vars(args).items() if k != "local_rank"}})
+    check_same_on_all_ranks(
+        {"arguments": {k: v for k, v in vars(args).items() if k != "local_rank"}}
+    )
     world, tp, output = torch.distributed.get_world_size(), args.tensor_parallel, args.output
     if world % tp:
-        raise CoatConfigError(f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})")
+        raise CoatConfigError(
+            f"--tensor-parallel: got {tp}, accepted: a divisor of the number of ranks ({world})"
+        )
     if output is not None:
         on_rank_0(lambda: _make_output(output))
     given = args.baseline
@@ -81,7 +91,10 @@ def evaluate(args: EvaluateOptions, device: torch.device) -> dict[str, Any]:
     run, step = model.read_run(weights)
     coat = model.choose_coat(args.deepspeed_config, run) if args.forward == "fp8" else None
     inputs = read_inputs(args, weights, run)
-    say(f"{weights.path}: {weights.kind}{'' if step is None else f', step {step}'}; forward: {args.forward}")
+    say(
+        f"{weights.path}: {weights.kind}{'' if step is None else f', step {step}'}; forward: "
+        f"{args.forward}"
+    )
     for text in (inputs.settings[key] for key in ("tokenizer", "bos") if inputs.settings.get(key)):
         say(text)
     if coat is not None:
@@ -91,9 +104,13 @@ def evaluate(args: EvaluateOptions, device: torch.device) -> dict[str, Any]:
     initialize_model_parallel(tp, create_gloo_process_groups=False)
     built = model.build(weights, forward=args.forward, coat=coat, tp=tp, device=device)
     model_vocab = weights.model.vocab_size or 0
-    losses = model.token_losses(built, device, model_vocab if weights.model.padded_vocab > model_vocab else None)
+    losses = model.token_losses(
+        built, device, model_vocab if weights.model.padded_vocab > model_vocab else None
+    )
     # Prepared data is scored as the run that trained the model scores it.
-    as_trained = model.token_losses(built, device) if isinstance(weights, CheckpointWeights) else losses
+    as_trained = (
+        model.token_losses(built, device) if isinstance(weights, CheckpointWeights) else losses
+    )
     results = score_all(args, inputs, losses, as_trained)
     result = {
         "format": report.FORMAT,
@@ -101,7 +118,9 @@ def evaluate(args: EvaluateOptions, device: torch.device) -> dict[str, Any]:
         "checkpoint": {"path": str(weights.path), "kind": weights.kind, "step": step},
         "model": weights.model.model_dump(),
         "forward": args.forward,
-        "coat": None if coat is None else {"source": coat.source, **coat.config.activation.model_dump()},
+        "coat": None
+        if coat is None
+        else {"source": coat.source, **coat.config.activation.model_dump()},
         "settings": {**inputs.settings, "batch_size": args.batch_size},
         "ranks": world,
         "tensor_parallel": tp,
@@ -131,7 +150,9 @@ def score_all(
         own = of_data if one.kind == "data" else losses
         sums = rows.score(own, one.rows, args.batch_size, one.name, args.tensor_parallel)
         if bad := sum(not math.isfinite(value) for value in sums):
-            raise CoatConfigError(f"{one.name}: the loss of {bad} of {len(sums)} rows is not finite")
+            raise CoatConfigError(
+                f"{one.name}: the loss of {bad} of {len(sums)} rows is not finite"
+            )
         if one.kind == "choices":
             result = report.choices_result(one.name, one.questions, sums)
         else:
@@ -143,7 +164,10 @@ def score_all(
 def say_missing(result: Mapping[str, Any], baseline: Mapping[str, Any], option: str) -> None:
     """Print which inputs are not compared."""
     if names := report.not_in(result, baseline):
-        say(f"note: {option}: has no {', '.join(names)} with the same content: no difference there", "warning")
+        say(
+            f"note: {option}: has no {', '.join(names)} with the same content: no difference there",
+            "warning",
+        )
 
 
 def _make_output(folder: str) -> None:
@@ -154,7 +178,9 @@ def _make_output(folder: str) -> None:
     try:
         make_folder(Path(folder))
     except OSError as problem:
-        raise CoatConfigError(f"--output: got {folder}, accepted: a folder to write to ({problem})") from None
+        raise CoatConfigError(
+            f"--output: got {folder}, accepted: a folder to write to ({problem})"
+        ) from None
 
 
 def alone() -> None:
@@ -164,7 +190,9 @@ def alone() -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         device = torch.device("cuda", 0) if backend == "nccl" else None
         store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=0, world_size=1, device_id=device
+        )
 
 
 def compare(baseline: str, other: str) -> None:
@@ -190,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = runtime.start(args.local_rank)
         result = evaluate(args, device)
         try:
-            if (output := args.output) is not None:  # before anything is printed: a pipe may have been closed
+            # Before anything is printed: a pipe may have been closed.
+            if (output := args.output) is not None:
                 written = on_rank_0(lambda: report.write_report(output, result, args.details))
                 say(f"written: {written}")
         finally:  # also to a full disk

@@ -1,7 +1,7 @@
 """How a failed rank exits: with one line, printed once, that torchrun's report has, too.
 
-Most errors are raised on all ranks: rank 0 prints them, and stays for a moment, because it may hold the store that the
-others ask. The launcher ends all ranks when one has failed.
+Most errors are raised on all ranks: rank 0 prints them, and stays for a moment, because it may hold
+the store that the others ask. The launcher ends all ranks when one has failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def end(line: str, rank: int, kind: str = "", consequence: bool = False) -> None
     """Print ``line`` of a rank that exits, unless another rank has.
 
     Args:
-        kind: of errors whose text differs between ranks (what their GPU holds): the first rank prints its own.
+        kind: of errors whose text differs between ranks (what their GPU holds): the first rank
+            prints its own.
         consequence: the error is that another rank has ended: what that one has printed is enough.
     """
     # SIGTERM is from a launcher whose other rank has failed: there is nothing to save.
@@ -50,11 +51,15 @@ def end(line: str, rank: int, kind: str = "", consequence: bool = False) -> None
 
 
 def end_of_collective(problem: Exception, rank: int) -> None:
-    """:func:`end` of a rank whose collective failed because of another, which is named where it can be."""
+    """:func:`end` of a rank whose collective failed because of another, which is named where it
+    can be.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in end()
     found = who()
     name = found[0] if found else "another rank has ended or did not come"
-    line = f"a collective failed, because {name}" if dist.is_initialized() else "the ranks cannot meet"
+    line = (
+        f"a collective failed, because {name}" if dist.is_initialized() else "the ranks cannot meet"
+    )
     if found is None or found[1]:
         end(f"{line}: {problem}", rank, consequence=True)
     else:  # another rank prints it
@@ -66,9 +71,14 @@ def _is_first(what: str, consequence: bool) -> bool:
     """Whether no other rank has printed this or, before a consequence, anything."""
     store: Any = dist.distributed_c10d._get_default_store()
     try:
-        store.set_timeout(timedelta(seconds=WAIT))  # that of collectives would keep this rank for minutes
+        # That of collectives would keep this rank for minutes.
+        store.set_timeout(timedelta(seconds=WAIT))
         store = store.clone()  # another thread's connection may be waiting
         any_before = store.add("coat_dist/error", 1) > 1
-        return not any_before if consequence else store.add(f"coat_dist/error/{zlib.crc32(what.encode())}", 1) == 1
+        return (
+            not any_before
+            if consequence
+            else store.add(f"coat_dist/error/{zlib.crc32(what.encode())}", 1) == 1
+        )
     except RuntimeError:  # it has gone with rank 0
         return True

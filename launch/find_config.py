@@ -11,17 +11,21 @@ from coat_dist.config import load_json
 
 __all__ = ["find_config", "read_config"]
 
-# setup.py puts the project's `configs` into this package; in a clone, installed as editable or not, it is beside it.
+# setup.py puts the project's `configs` into this package; in a clone, installed as editable or not,
+# it is beside it.
 _HERE = Path(__file__).resolve()  # `launch` may be a link in somebody's folder
 _IN_PACKAGE, _BESIDE_IT = _HERE.with_name("configs"), _HERE.parents[1] / "configs"
 _FOLDER = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _BESIDE_IT
 
 
-def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> Path:
+def find_config(
+    option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]
+) -> Path:
     """The file that an option of a command line means.
 
-    That is the path of a file that exists, or a file of ``configs/<kind>`` by its name (``llama2-7b``) or by its path
-    in the project (``configs/models/llama2-7b.json``), whatever the current folder is.
+    That is the path of a file that exists, or a file of ``configs/<kind>`` by its name
+    (``llama2-7b``) or by its path in the project (``configs/models/llama2-7b.json``), whatever the
+    current folder is.
 
     Raises:
         CoatConfigError: neither; names the option and lists the names.
@@ -33,10 +37,14 @@ def find_config(option: str, given: str | os.PathLike, kind: Literal["models", "
     name = path.name.removesuffix(".json")
     if name in names and path.parent in (Path(), Path(kind), Path("configs", kind)):
         return _FOLDER / kind / f"{name}.json"
-    raise CoatConfigError(f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}")
+    raise CoatConfigError(
+        f"{option}: got {given}, accepted: a file, or one of configs/{kind}: {', '.join(names)}"
+    )
 
 
-def read_config(option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]) -> dict[str, Any]:
+def read_config(
+    option: str, given: str | os.PathLike, kind: Literal["models", "deepspeed"]
+) -> dict[str, Any]:
     """The object in the file that :func:`find_config` gives.
 
     Raises:

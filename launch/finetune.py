@@ -3,8 +3,8 @@
     deepspeed launch/finetune.py --deepspeed_config configs/deepspeed/zero2.json \\
         --model HF_DIR --data chats.jsonl --valid-share 0.05 --epochs 3 --lr 1e-5 --output runs/chat
 
-It trains on what the assistant says, and ends with the model in Hugging Face's layout, in --export-to. Exit status:
-that of pretrain.py.
+It trains on what the assistant says, and ends with the model in Hugging Face's layout, in
+--export-to. Exit status: that of pretrain.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -42,7 +43,8 @@ def train(
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
 ) -> str:
-    """Read the conversations, train as ``pretrain.py`` does, export. torch.distributed is initialized before.
+    """Read the conversations, train as ``pretrain.py`` does, export. torch.distributed is
+    initialized before.
 
     Returns:
         How it ended, a sentence.
@@ -70,4 +72,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     if status:
-        os._exit(status)  # no waiting for ranks that will not come: the launcher ends them when this one is gone
+        # No waiting for ranks that will not come: the launcher ends them when this one is gone.
+        os._exit(status)

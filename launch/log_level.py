@@ -20,7 +20,8 @@ def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
         "--log-level",
         choices=LEVELS,
         default="info",
-        help="debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines, and "
+        help="debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this "
+        "program's lines, and "
         "libraries' warnings; warning: warnings and errors only; error: errors only",
     )
 
@@ -39,7 +40,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(wanted)
     for handler in logging.getLogger("DeepSpeed").handlers:
         handler.setLevel(wanted)
-    if _level == "debug" and not logging.getLogger().handlers:  # Megatron's logger has no handler of its own
+    # Megatron's logger has no handler of its own.
+    if _level == "debug" and not logging.getLogger().handlers:
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 
 
@@ -49,7 +51,10 @@ def shows(level: str) -> bool:
 
 
 def say(text: str, level: str = "info") -> None:
-    """Print a line on rank 0, if the level shows it: "info" to stdout, "warning" and above to stderr."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))  # SLURM's, until RANK is set from it
+    """Print a line on rank 0, if the level shows it: "info" to stdout, "warning" and above to
+    stderr.
+    """
+    # SLURM's, until RANK is set from it.
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if shows(level) and rank == "0":
         print(text, file=sys.stdout if level in ("debug", "info") else sys.stderr, flush=True)

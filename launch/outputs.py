@@ -11,7 +11,8 @@ __all__ = ["checkpoint_at", "lack_of_room", "room"]
 
 
 def checkpoint_at(folder: Path) -> Path | None:
-    """The checkpoint that a folder is or lies in; None where there is none. Its run may remove it, with all in it.
+    """The checkpoint that a folder is or lies in; None where there is none. Its run may remove it,
+    with all in it.
 
     Args:
         folder: need not exist; absolute, and without links, which would hide what it lies in.
@@ -25,7 +26,9 @@ def room(folder: Path) -> int:
 
 
 def lack_of_room(folder: Path, needed: int) -> str | None:
-    """What an error says of a folder that ``needed`` bytes do not fit into; None where they do, or nobody knows."""
+    """What an error says of a folder that ``needed`` bytes do not fit into; None where they do,
+    or nobody knows.
+    """
     try:
         free = room(folder)
     except OSError:  # what is wrong with the folder is said where it is made

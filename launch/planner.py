@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -18,7 +19,8 @@ from launch.command_line import options_parser
 from launch.plan.options import PlannerOptions
 
 if __name__ == "__main__":
-    options_parser(PlannerOptions, "planner.py").parse_args()  # a misspelt option is refused before torch is imported
+    # A misspelt option is refused before torch is imported.
+    options_parser(PlannerOptions, "planner.py").parse_args()
 
 from collections.abc import Sequence
 

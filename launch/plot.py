@@ -1,4 +1,5 @@
-"""Draw loss, throughput and memory of one or several runs, and how far their losses are from the first one's.
+"""Draw loss, throughput and memory of one or several runs, and how far their losses are from the
+first one's.
 
 python launch/plot.py runs/bf16 runs/coat --smooth 50 --gap --output loss.png
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -29,7 +31,9 @@ _LOSSES = ("loss", "valid_loss", "test_loss")
 
 
 def series(records: Records, key: str) -> dict[int, float]:
-    """The finite numbers under ``key`` by step, in order; of a step that is there twice, the later record's."""
+    """The finite numbers under ``key`` by step, in order; of a step that is there twice, the
+    later record's.
+    """
     found: dict[int, float] = {}
     for record in records:
         value = record.get(key)
@@ -44,14 +48,18 @@ def smoothed(values: Sequence[float], amount: float) -> list[float]:
     """Each value with those before it.
 
     Args:
-        amount: 1 or more: the mean of so many values (of fewer at the beginning); below 1: an exponential moving
-            average that gives the past this weight, as TensorBoard does, divided by the weights so far.
+        amount: 1 or more: the mean of so many values (of fewer at the beginning); below 1: an
+            exponential moving average that gives the past this weight, as TensorBoard does, divided
+            by the weights so far.
     """
     if amount >= 1:
         window, sums = int(amount), [0.0]
         for value in values:
             sums.append(sums[-1] + value)
-        return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window) for i in range(len(values))]
+        return [
+            (sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window)
+            for i in range(len(values))
+        ]
     result, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = amount * total + (1 - amount) * value, amount * weight + (1 - amount)
@@ -65,8 +73,10 @@ class Gap:
 
     steps: list[int]  # steps at which both have a finite loss
     relative: list[float]  # (run - baseline) / baseline at these, of smoothed losses
-    one_only: int  # steps that one of the two does not have, beyond its end or before its beginning, too
-    not_finite: int  # steps that both have, and at which a loss is missing, not finite or, of the baseline, zero
+    # Steps that one of the two does not have, beyond its end or before its beginning, too.
+    one_only: int
+    # Steps that both have, and at which a loss is missing, not finite or, of the baseline, zero.
+    not_finite: int
 
     @property
     def at_the_end(self) -> float:
@@ -76,7 +86,9 @@ class Gap:
 
 
 def gap(run: Records, baseline: Records, key: str = "loss", smooth: float = 1) -> Gap:
-    """Compare two runs step by step, both :func:`smoothed` over the steps at which both have a loss."""
+    """Compare two runs step by step, both :func:`smoothed` over the steps at which both have a
+    loss.
+    """
     ours, theirs = series(run, key), series(baseline, key)
     both = {r["step"] for r in run} & {r["step"] for r in baseline}
     either = {r["step"] for r in run} | {r["step"] for r in baseline}
@@ -86,7 +98,9 @@ def gap(run: Records, baseline: Records, key: str = "loss", smooth: float = 1) -
     return Gap(steps, relative, len(either - both), len(both) - len(steps))
 
 
-def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_gap: bool = False) -> list[str]:
+def draw(
+    runs: dict[str, Records], output: str | Path, smooth: float = 1, with_gap: bool = False
+) -> list[str]:
     """Write a plot of three panels, or of four.
 
     Args:
@@ -99,11 +113,16 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         A line for each run that has no finite loss and, with ``with_gap``, for each but the first.
 
     Raises:
-        ValueError: no finite loss, no common step, no such format, or the file, which stays as it was, is not writable.
+        ValueError: no finite loss, no common step, no such format, or the file, which stays as it
+            was, is not writable.
     """
-    without = [name for name, records in runs.items() if not any(series(records, key) for key in _LOSSES)]
+    without = [
+        name for name, records in runs.items() if not any(series(records, key) for key in _LOSSES)
+    ]
     if len(without) == len(runs):
-        raise ValueError(f"{', '.join(without)}: no finite loss in any step, accepted: a run that has some")
+        raise ValueError(
+            f"{', '.join(without)}: no finite loss in any step, accepted: a run that has some"
+        )
     from matplotlib.figure import Figure
 
     from coat_dist.checkpoint.write.durable import write_bytes
@@ -117,8 +136,15 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         line: dict[str, Any] = {"color": f"C{index}", "label": name, "linewidth": 1.2}
         _draw_losses(loss, records, line, smooth)
         _plot(speed, series(records, "tokens_per_second_per_gpu"), **line)
-        _plot(memory, {k: v / 2**30 for k, v in series(records, "peak_memory_bytes").items()}, **line)
-    titles = ("loss", "tokens/s/rank", "peak memory of rank 0, GiB", "loss against the first run, %")
+        _plot(
+            memory, {k: v / 2**30 for k, v in series(records, "peak_memory_bytes").items()}, **line
+        )
+    titles = (
+        "loss",
+        "tokens/s/rank",
+        "peak memory of rank 0, GiB",
+        "loss against the first run, %",
+    )
     for axis, title in zip((loss, speed, memory, *more), titles, strict=False):
         axis.set(xlabel="step", title=title)
         axis.grid(alpha=0.3)
@@ -131,7 +157,9 @@ def draw(runs: dict[str, Records], output: str | Path, smooth: float = 1, with_g
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(Path(os.path.realpath(output)), plot.getvalue())
     except OSError as problem:
-        raise ValueError(f"--output: got {output}, accepted: a file to write to ({problem.strerror})") from problem
+        raise ValueError(
+            f"--output: got {output}, accepted: a file to write to ({problem.strerror})"
+        ) from problem
     return notes
 
 
@@ -146,17 +174,32 @@ def _draw_losses(axis: Any, records: Records, line: dict[str, Any], smooth: floa
         _plot(axis, losses, **line)
     else:
         _plot(axis, losses, color=color, alpha=0.35, linewidth=1.2)
-        axis.plot(list(losses), smoothed(list(losses.values()), smooth), color=color, label=name, linewidth=1.5)
+        axis.plot(
+            list(losses),
+            smoothed(list(losses.values()), smooth),
+            color=color,
+            label=name,
+            linewidth=1.5,
+        )
     for key, marker in (("valid_loss", "o"), ("test_loss", "*")):
         if found := series(records, key):
             label = f"{name}, {key.removesuffix('_loss')}"
             _plot(axis, found, marker, color=color, markersize=5, label=label)
     if skipped := {record["step"]: 0.02 for record in records if record.get("skipped")}:
-        _plot(axis, skipped, "x", color=color, transform=axis.get_xaxis_transform(), label=f"{name}, skipped")
+        _plot(
+            axis,
+            skipped,
+            "x",
+            color=color,
+            transform=axis.get_xaxis_transform(),
+            label=f"{name}, skipped",
+        )
 
 
 def _draw_gap(axis: Any, runs: dict[str, Records], smooth: float) -> list[str]:
-    """Draw the relative difference of losses to the first run's; a line that says what was compared for each other."""
+    """Draw the relative difference of losses to the first run's; a line that says what was
+    compared for each other.
+    """
     (first, baseline), *others = runs.items()
     notes = []
     for index, (name, records) in enumerate(others, 1):
@@ -164,12 +207,22 @@ def _draw_gap(axis: Any, runs: dict[str, Records], smooth: float) -> list[str]:
         if not found.steps:
             raise ValueError(f"--gap: {name} and {first} have no step at which both have a loss")
         color = f"C{index}"
-        axis.plot(found.steps, [100 * x for x in found.relative], color=color, label=name, linewidth=1.2)
+        axis.plot(
+            found.steps, [100 * x for x in found.relative], color=color, label=name, linewidth=1.2
+        )
         if valid.steps:
-            axis.plot(valid.steps, [100 * x for x in valid.relative], "o", color=color, label=f"{name}, valid")
+            axis.plot(
+                valid.steps,
+                [100 * x for x in valid.relative],
+                "o",
+                color=color,
+                label=f"{name}, valid",
+            )
         notes.append(
-            f"{name} against {first}: {100 * found.at_the_end:+.3f} % over the last tenth of {len(found.steps)} common "
-            f"steps ({found.steps[0]} to {found.steps[-1]}); left out: {found.one_only} steps of one run only, "
+            f"{name} against {first}: {100 * found.at_the_end:+.3f} % over the last tenth of "
+            f"{len(found.steps)} common "
+            f"steps ({found.steps[0]} to {found.steps[-1]}); left out: {found.one_only} steps of "
+            "one run only, "
             f"{found.not_finite} without a finite loss"
         )
     axis.axhline(0.0, color="C0", linewidth=1.2, label=first)
@@ -180,7 +233,9 @@ def _check_output(path: Path) -> None:
     """Refuse to replace a file that is no plot."""
     begin = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.get(path.suffix.lower(), b"")
     if path.is_file() and path.stat().st_size and not path.read_bytes().startswith(begin):
-        raise ValueError(f"--output: got {path}, which is no {path.suffix} plot, accepted: another file")
+        raise ValueError(
+            f"--output: got {path}, which is no {path.suffix} plot, accepted: another file"
+        )
 
 
 def _named(folders: Sequence[str]) -> dict[str, Records]:
@@ -199,20 +254,37 @@ def _named(folders: Sequence[str]) -> dict[str, Records]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; the exit status."""
-    p = Parser(prog="plot.py", description="Draw loss, throughput and memory of one or several runs.")
-    p.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file")
-    p.add_argument("--output", type=local_path, default="loss.png", help="plot to write (.png, .pdf, .svg)")
-    smooth = "of the loss: a whole number is a mean over so many steps; 0.9, say, an exponential moving average with "
+    p = Parser(
+        prog="plot.py", description="Draw loss, throughput and memory of one or several runs."
+    )
+    p.add_argument(
+        "runs",
+        type=local_path,
+        nargs="+",
+        metavar="RUN",
+        help="folder with metrics.jsonl, or such a file",
+    )
+    p.add_argument(
+        "--output", type=local_path, default="loss.png", help="plot to write (.png, .pdf, .svg)"
+    )
+    smooth = (
+        "of the loss: a whole number is a mean over so many steps; 0.9, say, an exponential "
+        "moving average with "
+    )
     smooth += "that weight on the past, as in TensorBoard"
     p.add_argument("--smooth", type=number, default=1, metavar="STEPS|WEIGHT", help=smooth)
-    gap_help = "a fourth panel: relative difference of (smoothed) losses to the first run's, step by step"
+    gap_help = (
+        "a fourth panel: relative difference of (smoothed) losses to the first run's, step by step"
+    )
     p.add_argument("--gap", action="store_true", help=gap_help)
     add_log_level(p)
     args = p.parse_args(argv)
     set_log_level(args.log_level)
     try:
         if args.smooth <= 0:
-            raise ValueError(f"--smooth: got {args.smooth:g}, accepted: steps, or a weight between 0 and 1")
+            raise ValueError(
+                f"--smooth: got {args.smooth:g}, accepted: steps, or a weight between 0 and 1"
+            )
         _check_output(Path(args.output))
         notes = draw(_named(args.runs), args.output, args.smooth, args.gap)
     except (OSError, ValueError) as problem:

@@ -2,9 +2,10 @@
 
     python launch/prepare_data.py --input FOLDER --output data/code --tokenizer bpe:8192
 
-The input is cut into shards that depend on the input alone. Each finished shard is kept under ``PREFIX.parts/``, so a
-run that was killed continues with the same command, and the result is the same to the byte for any number of workers
-and restarts. docs/data.md describes inputs, tokenizers and options.
+The input is cut into shards that depend on the input alone. Each finished shard is kept under
+``PREFIX.parts/``, so a run that was killed continues with the same command, and the result is the
+same to the byte for any number of workers and restarts. docs/data.md describes inputs, tokenizers
+and options.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -42,11 +44,15 @@ FORMAT = 1  # version of the files under PREFIX.parts and of PREFIX.json
 
 
 def _number(text: str) -> int:
-    """A positive whole number, with an optional k, M or G, small or capital (1000, 1000000, ...)."""
+    """A positive whole number, with an optional k, M or G, small or capital (1000, 1000000,
+    ...).
+    """
     factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
     digits = text[:-1] if factor > 1 else text
     if not (digits.isascii() and digits.isdigit() and int(digits) > 0):
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a whole number from 1, k, M or G may follow")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, accepted: a whole number from 1, k, M or G may follow"
+        )
     return int(digits) * factor
 
 
@@ -58,7 +64,9 @@ def _separator(text: str) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     raw = argparse.RawDescriptionHelpFormatter
-    p = Parser(prog="prepare_data", prefix="prepare_data: ", description=__doc__, formatter_class=raw)
+    p = Parser(
+        prog="prepare_data", prefix="prepare_data: ", description=__doc__, formatter_class=raw
+    )
 
     def add(name: str, text: str, kind: Any = str, metavar: str | None = None, **more: Any) -> None:
         p.add_argument(name, help=text, type=kind, metavar=metavar, **more)
@@ -68,19 +76,38 @@ def parser() -> argparse.ArgumentParser:
 
     given = "files or folders (recursive); 'stdlib' is the running Python's own standard library"
     add("--input", given, local_path, "PATH", nargs="+", action="extend", required=True)
-    add("--output", "write PREFIX.bin, PREFIX.idx and PREFIX.json", local_path, "PREFIX", required=True)
-    kinds = "bpe:VOCABSIZE (trained on the input), hf:FILE, FOLDER or org/name, sentencepiece:FILE, bytes, none "
+    add(
+        "--output",
+        "write PREFIX.bin, PREFIX.idx and PREFIX.json",
+        local_path,
+        "PREFIX",
+        required=True,
+    )
+    kinds = (
+        "bpe:VOCABSIZE (trained on the input), hf:FILE, FOLDER or org/name, "
+        "sentencepiece:FILE, bytes, none "
+    )
     add("--tokenizer", kinds + "(token files)", metavar="KIND", required=True)
-    add("--workers", "processes (default: one a core)", _number, default=len(os.sched_getaffinity(0)))
+    add(
+        "--workers",
+        "processes (default: one a core)",
+        _number,
+        default=len(os.sched_getaffinity(0)),
+    )
     add("--text-key", "JSON key or Parquet column of the text (default: text)", default="text")
-    between = "what separates documents in a text file, e.g. '\\n\\n' (default: a file is one document)"
+    between = (
+        "what separates documents in a text file, e.g. '\\n\\n' (default: a file is one document)"
+    )
     add("--separator", between, _separator, "TEXT")
     add("--glob", "of folders take the files with such names only, e.g. '*.py'", metavar="PATTERN")
     add("--max-files", "use the first N files", _number, "N")
     add("--max-bytes", "use the first files of together at most N bytes (200M, 2G)", _number, "N")
     eod = "end every document with the end-of-document id (default: yes)"
     p.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help=eod)
-    eod = "end-of-document token, where the tokenizer names none; with --tokenizer none the id that ends documents"
+    eod = (
+        "end-of-document token, where the tokenizer names none; with --tokenizer none the id "
+        "that ends documents"
+    )
     add("--eod", eod, metavar="TOKEN_OR_ID")
     add("--dtype", "numbers in headerless token files", choices=["uint16", "uint32"])
     add("--vocab-size", "with --tokenizer none: ids are below N", _number, "N")
@@ -94,8 +121,12 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _train(parts: Path, shards: list[list[Piece]], args: argparse.Namespace, read: ReadOptions, vocab: int) -> Path:
-    """Train the BPE on documents from all over the input, once; a later run finds it under ``parts``."""
+def _train(
+    parts: Path, shards: list[list[Piece]], args: argparse.Namespace, read: ReadOptions, vocab: int
+) -> Path:
+    """Train the BPE on documents from all over the input, once; a later run finds it under
+    ``parts``.
+    """
     file = parts / "tokenizer.json"
     if file.exists():
         return file
@@ -123,12 +154,18 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DataError: names the argument, what was given and what is accepted.
     """
-    from coat_dist.checkpoint.write.lock import locked_folder  # brings torch, which workers do not need
+    # Brings torch, which workers do not need.
+    from coat_dist.checkpoint.write.lock import locked_folder
 
     tokens, size = args.tokenizer == "none", bpe_size(args.tokenizer)
-    if tokens and not (args.vocab_size and args.eod and args.eod.isdecimal() and int(args.eod) < args.vocab_size):
+    if tokens and not (
+        args.vocab_size and args.eod and args.eod.isdecimal() and int(args.eod) < args.vocab_size
+    ):
         ids = "the ids of the tokenizer that made the files, --eod below --vocab-size"
-        raise DataError(f"--tokenizer: got none with --vocab-size {args.vocab_size}, --eod {args.eod}, accepted: {ids}")
+        raise DataError(
+            f"--tokenizer: got none with --vocab-size {args.vocab_size}, --eod {args.eod}, "
+            f"accepted: {ids}"
+        )
     tokenizer = None if tokens or size else load(args.tokenizer, args.eod)
     limits = {"max_files": args.max_files, "max_bytes": args.max_bytes}
     files, skipped = find(args.input, glob=args.glob, tokens=tokens, output=args.output, **limits)
@@ -149,7 +186,11 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
         else:
             open_parts(prefix, parts, settings, args.overwrite)
             shards = cut_into_shards(files, args.shard_bytes)
-            summary = {"input_bytes": sum(f.size for f in files), "files": len(files), "settings": settings}
+            summary = {
+                "input_bytes": sum(f.size for f in files),
+                "files": len(files),
+                "settings": settings,
+            }
             summary |= _write(args, tokenizer, shards, parts, skipped)
             write_json(f"{prefix}.json", summary)  # last: it vouches for the others
         shutil.rmtree(parts)
@@ -157,7 +198,11 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(
-    args: argparse.Namespace, tokenizer: Tokenizer | None, shards: list[list[Piece]], parts: Path, skipped: Counter
+    args: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    shards: list[list[Piece]],
+    parts: Path,
+    skipped: Counter,
 ) -> dict[str, Any]:
     """Tokenize and write all files but ``PREFIX.json``; its values."""
     read = ReadOptions(args.text_key, args.separator, args.skip_bad)
@@ -167,8 +212,12 @@ def _write(
         tokenizer = load(spec, args.eod)
         if (found := tokenizer.vocab_size) < size:
             enough = f"the text is enough for {found} tokens only; the vocabulary is {found}"
-            say(f"prepare_data: warning: --tokenizer: got {args.tokenizer}, but {enough}", "warning")
-    vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (args.vocab_size, int(args.eod))
+            say(
+                f"prepare_data: warning: --tokenizer: got {args.tokenizer}, but {enough}", "warning"
+            )
+    vocab_size, eod = (
+        (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (args.vocab_size, int(args.eod))
+    )
     job = Job(
         parts=str(parts),
         tokenizer=spec,
@@ -186,11 +235,21 @@ def _write(
     if not totals["documents"]:
         shutil.rmtree(parts)
         left_out = dict(skipped) or "nothing"
-        raise DataError(f"--input: got no document in {' '.join(args.input)} (left out: {left_out}), accepted: some")
+        raise DataError(
+            f"--input: got no document in {' '.join(args.input)} (left out: {left_out}), accepted: "
+            "some"
+        )
     files = len({piece.path for shard in shards for piece in shard})
-    for option, value in (("--eod", args.eod if tokenizer is None else None), ("--separator", args.separator)):
+    for option, value in (
+        ("--eod", args.eod if tokenizer is None else None),
+        ("--separator", args.separator),
+    ):
         if value is not None and totals["documents"] <= files:
-            say(f"prepare_data: note: {option}: got {value!r}, which divides no file: each is one document", "warning")
+            say(
+                f"prepare_data: note: {option}: got {value!r}, which divides no file: each is one "
+                "document",
+                "warning",
+            )
     Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is replaced now
     merge(job, args.output, len(shards))
     file = None
@@ -213,11 +272,15 @@ def _write(
 
 def _report(prefix: str, summary: dict[str, Any]) -> str:
     """What was written, from what, and what was left out."""
-    left_out = ", ".join(f"{reason} {count}" for reason, count in summary["skipped"].items()) or "nothing"
+    left_out = (
+        ", ".join(f"{reason} {count}" for reason, count in summary["skipped"].items()) or "nothing"
+    )
     return (
-        f"{prefix}: {summary['documents']:,} documents, {summary['tokens']:,} tokens of {summary['dtype']} "
+        f"{prefix}: {summary['documents']:,} documents, {summary['tokens']:,} tokens of "
+        f"{summary['dtype']} "
         f"from {summary['files']:,} files ({summary['input_bytes']:,} bytes)\n"
-        f"  vocabulary {summary['vocab_size']:,}, end of document {summary['eod']}, tokenizer {summary['tokenizer']}\n"
+        f"  vocabulary {summary['vocab_size']:,}, end of document {summary['eod']}, tokenizer "
+        f"{summary['tokenizer']}\n"
         f"  left out: {left_out}"
     )
 
@@ -228,7 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_log_level("error" if args.quiet else args.log_level)
     try:
         summary = prepare(args)
-    except (DataError, OSError, BrokenProcessPool) as problem:  # a full disk, or a worker that ran out of memory
+    # A full disk, or a worker that ran out of memory.
+    except (DataError, OSError, BrokenProcessPool) as problem:
         more = "" if isinstance(problem, DataError) else "; the same command continues"
         print(f"prepare_data: error: {problem}{more}", file=sys.stderr)
         return 2

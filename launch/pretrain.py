@@ -3,9 +3,9 @@
     deepspeed launch/pretrain.py --deepspeed_config configs/deepspeed/zero2.json \\
         --model configs/models/tiny.json --data DATA_PREFIX --train-steps 100 --output runs/first
 
-Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be used; 3 too many
-steps in a row with a non-finite loss or gradient norm; 4 another rank has ended, does not answer or cannot be met;
-5 out of memory.
+Exit status: 0 done, or stopped and saved on request; 2 a setting, file or checkpoint that cannot be
+used; 3 too many steps in a row with a non-finite loss or gradient norm; 4 another rank has ended,
+does not answer or cannot be met; 5 out of memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -87,7 +88,8 @@ def start(
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
 ) -> Ending:
-    """Set up groups and folders, find the micro-batch if it is "auto", and train. torch.distributed is initialized.
+    """Set up groups and folders, find the micro-batch if it is "auto", and train. torch.distributed
+    is initialized.
 
     Args:
         p: a :class:`Plan`, or a subclass.
@@ -100,7 +102,9 @@ def start(
     from megatron_patches import initialize_model_parallel
 
     a = p.args
-    check_same_on_all_ranks({**p.identity(), "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}})
+    check_same_on_all_ranks(
+        {**p.identity(), "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}}
+    )
     heartbeat.start()  # a rank may also hang before there is an engine
     runtime.seed_python_and_numpy(a.seed)
     initialize_model_parallel(
@@ -109,7 +113,8 @@ def start(
         expert_model_parallel_size=a.expert_parallel,
         pipeline_model_parallel_size=a.pipeline_parallel,
         virtual_pipeline_model_parallel_size=a.virtual_stages if a.virtual_stages > 1 else None,
-        create_gloo_process_groups=False,  # Megatron's own optimizers use them, and they cost start-up time
+        # Megatron's own optimizers use them, and they cost start-up time.
+        create_gloo_process_groups=False,
     )
     with ExitStack() as stack:
         folders = open_on_nodes(a, stack)
@@ -126,9 +131,15 @@ def start(
 
 
 def _build(
-    p: Plan, device: torch.device, folders: Folders, open_data: Callable[..., DataSource], stack: ExitStack
+    p: Plan,
+    device: torch.device,
+    folders: Folders,
+    open_data: Callable[..., DataSource],
+    stack: ExitStack,
 ) -> Loop:
-    """Data, engine and reporters of a run, continued from a checkpoint if there is one; ``stack`` closes them."""
+    """Data, engine and reporters of a run, continued from a checkpoint if there is one;
+    ``stack`` closes them.
+    """
     from megatron.core import parallel_state
 
     a, source, examined = p.args, folders.source, None
@@ -141,12 +152,16 @@ def _build(
         say(p.warning, "warning")
     say(p.describe())
     weights = p.weights if examined is None else None
-    engine = build.build_engine(p, say, universal=examined is not None and examined.universal, weights=weights)
+    engine = build.build_engine(
+        p, say, universal=examined is not None and examined.universal, weights=weights
+    )
     if examined is not None:
         checkpoint.restore(engine, examined)
         changed = [f"  changed: {line}" for line in examined.changed]
         say("\n".join([f"continuing after step {progress.step} from {examined.path}", *changed]))
-    reporters = open_reporters(a, progress.step, source is not None and not a.overwrite, p.identity())
+    reporters = open_reporters(
+        a, progress.step, source is not None and not a.overwrite, p.identity()
+    )
     stack.callback(reporters.close)  # before the locks go
     profiler = None
     if a.profile_steps is not None and torch.distributed.get_rank() == 0:
@@ -164,7 +179,9 @@ def _build(
         samples_per_step=p.batch.total,
         flops_per_token=gpt.flops_per_token(p.model, p.model.seq_length),
         save=_saving(p, engine, folders, progress) if a.save else None,
-        more=None if p.model.num_moe_experts is None else partial(gpt.router_losses, p.model, *router_sizes),
+        more=None
+        if p.model.num_moe_experts is None
+        else partial(gpt.router_losses, p.model, *router_sizes),
         memory=MemoryReport(engine, p.batch.micro * p.model.seq_length),
         profiler=profiler,
         last_checkpoint=source,
@@ -177,12 +194,20 @@ def _finish(loop: Loop) -> Ending:
     try:
         why = loop.run()
     except BadSteps:
-        loop.reporters.finish("too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True)
+        loop.reporters.finish(
+            "too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True
+        )
         raise
-    text = f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
+    text = (
+        f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
+    )
     last = loop.last_checkpoint if saves else None
     loop.reporters.finish(text, progress.step, last)
-    return Ending(f"{text}; checkpoint {last}" if saves else f"{text}; nothing saved (no --save)", why is None, last)
+    return Ending(
+        f"{text}; checkpoint {last}" if saves else f"{text}; nothing saved (no --save)",
+        why is None,
+        last,
+    )
 
 
 def _saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Callable[[], Path]:
@@ -192,7 +217,9 @@ def _saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Calla
 
     def save() -> Path:
         folder = str(a.save)
-        saved = checkpoint.save(engine, folder, p.identity(), asdict(progress), a.keep_last, superseded, carried)
+        saved = checkpoint.save(
+            engine, folder, p.identity(), asdict(progress), a.keep_last, superseded, carried
+        )
         superseded.clear()  # from now on their names may be this run's
         if torch.distributed.get_rank() == 0:
             layout.forget(folder)
@@ -211,7 +238,8 @@ def run(
     make_plan: Callable[[Any, int], Any],
     work: Callable[[Any, torch.device, runtime.StopSignal], str],
 ) -> int:
-    """A program that trains: read the command line, plan, join the other ranks, work; the exit status.
+    """A program that trains: read the command line, plan, join the other ranks, work; the exit
+    status.
 
     Args:
         parse: the command line's arguments.
@@ -228,7 +256,8 @@ def run(
         silence_deepspeed()
         if args.dry_run:
             return dry_run(make_plan(args, args.gpus or world), rank)
-        if several := nodes.several_nodes():  # a file may be missing on one of them, and the others are to learn of it
+        # A file may be missing on one of them, and the others are to learn of it.
+        if several := nodes.several_nodes():
             device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         p = _on_all(lambda: make_plan(args, world)) if several else make_plan(args, world)
         if not several:
@@ -264,7 +293,9 @@ def _on_all(make: Callable[[], T]) -> T:
     for rank, text in attempt(lambda: made.append(make()))[1].items():
         ranks.setdefault(text, []).append(rank)
     if ranks:
-        raise CoatConfigError("\n".join(f"{say_ranks(having)}: {text}" for text, having in ranks.items()))
+        raise CoatConfigError(
+            "\n".join(f"{say_ranks(having)}: {text}" for text, having in ranks.items())
+        )
     return made[0]
 
 
@@ -272,4 +303,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     if status:
-        os._exit(status)  # no waiting for ranks that will not come: the launcher ends them when this one is gone
+        # No waiting for ranks that will not come: the launcher ends them when this one is gone.
+        os._exit(status)

@@ -1,4 +1,6 @@
-"""Progress of long work with the time that is left: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work with the time that is left: a bar on a terminal, a line now and then
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,18 @@ class Progress(tqdm):
         quiet: print nothing.
     """
 
-    def __init__(self, total: int, what: str, *, unit: str = "it", initial: int = 0, quiet: bool = False) -> None:
+    def __init__(
+        self, total: int, what: str, *, unit: str = "it", initial: int = 0, quiet: bool = False
+    ) -> None:
         self._bar = sys.stderr.isatty()
-        lines = dict(mininterval=_SECONDS, delay=_SECONDS, miniters=1, smoothing=0, leave=False, bar_format=_LINE)
+        lines = dict(
+            mininterval=_SECONDS,
+            delay=_SECONDS,
+            miniters=1,
+            smoothing=0,
+            leave=False,
+            bar_format=_LINE,
+        )
         super().__init__(
             total=total,
             desc=what,

@@ -1,8 +1,10 @@
 """Measure training and collectives on 1, 2, 4, ... ranks, predict larger clusters.
 
-    torchrun --nproc-per-node 8 launch/scaling.py --model llama2-7b --deepspeed_config zero2 --output runs/scaling
+    torchrun --nproc-per-node 8 launch/scaling.py --model llama2-7b --deepspeed_config zero2 \\
+        --output runs/scaling
 
-Exit status: 0 done; 1 a measurement failed, the others are written; 2 settings that cannot be used; 130 interrupted.
+Exit status: 0 done; 1 a measurement failed, the others are written; 2 settings that cannot be used;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -53,7 +56,8 @@ def _measure(args: arguments.ScalingOptions) -> int:
     if crew.node == 0:
         if (folder / measuring.FILE).exists() and not args.overwrite:
             raise CoatConfigError(
-                f"--output: got {folder}, which holds measurements, accepted: another folder, or --overwrite"
+                f"--output: got {folder}, which holds measurements, accepted: another folder, or "
+                "--overwrite"
             )
         make_folder(folder)
     there = measuring.measure(crew, identity, jobs, folder)

@@ -1,18 +1,20 @@
-"""Convert a checkpoint of DeepSpeed's ZeRO for other numbers of ranks and pipeline stages, ZeRO stages and optimizers.
+"""Convert a checkpoint of DeepSpeed's ZeRO for other numbers of ranks and pipeline stages, ZeRO
+stages and optimizers.
 
     python launch/to_universal.py --load runs/first/checkpoints --output runs/first/universal
     deepspeed --num_gpus 4 launch/pretrain.py ... --load runs/first/universal
 
-It may be of pretrain.py, of any DeepSpeed program, or a checkpoint-N of transformers' Trainer. The options of
-DeepSpeed's own ds_to_universal.py are taken too:
+It may be of pretrain.py, of any DeepSpeed program, or a checkpoint-N of transformers' Trainer. The
+options of DeepSpeed's own ds_to_universal.py are taken too:
 
-    python launch/to_universal.py --input_folder out/global_step100 --output_folder out/global_step100_universal
+    python launch/to_universal.py --input_folder out/global_step100 \\
+        --output_folder out/global_step100_universal
 
-The output is in DeepSpeed's universal format, with a manifest of checksums. One process, no GPU; needs memory for the
-largest parameter (twice for a tied embedding of pipeline stages) and disk space for 14 bytes a parameter (12 from
-fp32 moments). FP8 moments are decoded to fp32; groups of codes that the loading run finds again keep their bytes,
-others are encoded again then.
-Exit status: 0 done, 2 a checkpoint that cannot be converted, 130 interrupted.
+The output is in DeepSpeed's universal format, with a manifest of checksums. One process, no GPU;
+needs memory for the largest parameter (twice for a tied embedding of pipeline stages) and disk
+space for 14 bytes a parameter (12 from fp32 moments). FP8 moments are decoded to fp32; groups of
+codes that the loading run finds again keep their bytes, others are encoded again then. Exit status:
+0 done, 2 a checkpoint that cannot be converted, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would find ours.
+# A program started by its path has its own folder first on sys.path, where any `import data` would
+# find ours.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -47,28 +50,36 @@ _LAYOUT = (KeyError, IndexError, AttributeError, TypeError, AssertionError, Stop
 
 
 def convert(source: Path, folder: Path, exact: bool = False) -> Path:
-    """Convert one checkpoint into ``folder``, under the name of its step or its own; returns the new folder.
+    """Convert one checkpoint into ``folder``, under the name of its step or its own; returns the
+    new folder.
 
-    An earlier conversion of the same checkpoint is replaced, and removed when the new one is complete. A kill leaves at
-    most folders whose names start with ``.unfinished-``, which the next conversion removes.
+    An earlier conversion of the same checkpoint is replaced, and removed when the new one is
+    complete. A kill leaves at most folders whose names start with ``.unfinished-``, which the next
+    conversion removes.
 
     Args:
-        source: folder of a finished checkpoint, of pretrain.py or of any program with DeepSpeed's ZeRO.
+        source: folder of a finished checkpoint, of pretrain.py or of any program with DeepSpeed's
+            ZeRO.
         folder: holds universal checkpoints, their ``latest`` and ``latest_universal``.
-        exact: ``folder`` itself becomes the universal checkpoint, and ``latest_universal`` beside it names it.
+        exact: ``folder`` itself becomes the universal checkpoint, and ``latest_universal`` beside
+            it names it.
 
     Raises:
-        CheckpointError: ``source`` cannot be converted, or ``folder`` cannot be written or holds something that would
-            be lost or mixed up. Nothing is changed then.
+        CheckpointError: ``source`` cannot be converted, or ``folder`` cannot be written or holds
+            something that would be lost or mixed up. Nothing is changed then.
     """
     from coat_dist import convert_to_universal
 
     there, folder = Source(source.resolve()), folder.resolve()
-    output = Output("--output_folder" if exact else "--output", folder if exact else folder / there.name, exact)
+    output = Output(
+        "--output_folder" if exact else "--output", folder if exact else folder / there.name, exact
+    )
     identity = there.identity()
     output.check(there, identity)
     hidden = None if shows("info") else True  # None: shown on a terminal
-    bar = tqdm(desc="convert", unit=" elements", unit_scale=True, disable=hidden, dynamic_ncols=True)
+    bar = tqdm(
+        desc="convert", unit=" elements", unit_scale=True, disable=hidden, dynamic_ncols=True
+    )
 
     def show(elements: int, of: int) -> None:
         bar.total = of
@@ -88,8 +99,11 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
     except CheckpointError:
         raise
     except (OSError, RuntimeError, ValueError, *_LAYOUT) as problem:
-        if any(text in str(problem) for text in ("No space left", "unexpected pos")):  # the latter is torch.save's
-            raise CheckpointError(f"{output.option}: cannot write {output.final}: the disk is full") from problem
+        # The latter is torch.save's.
+        if any(text in str(problem) for text in ("No space left", "unexpected pos")):
+            raise CheckpointError(
+                f"{output.option}: cannot write {output.final}: the disk is full"
+            ) from problem
         named = f"{type(problem).__name__}: {problem}" if isinstance(problem, _LAYOUT) else problem
         raise CheckpointError(f"cannot convert {there.path}: {named}") from problem
     for line in left:
@@ -112,7 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("to_universal: interrupted; nothing was changed", file=sys.stderr)
         return 130
     size = sum(p.stat().st_size for p in final.rglob("*") if p.is_file())
-    how = f'with "checkpoint": {{"load_universal": true}} and engine.load_checkpoint({str(final.parent)!r})'
+    how = (
+        f'with "checkpoint": {{"load_universal": true}} and '
+        f"engine.load_checkpoint({str(final.parent)!r})"
+    )
     if source.of_run:  # the `latest` beside an exact folder is of other checkpoints
         how = f"with --load {final if exact else final.parent}"
     say(f"{source.path} -> {final} ({size:,} bytes); load it {how}")
@@ -120,5 +137,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, whose classes are in the files, looks for GPUs
+    # Or DeepSpeed, whose classes are in the files, looks for GPUs.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.exit(main())

@@ -1,4 +1,6 @@
-"""Megatron-core side of coat_dist: in-place patches, a layer specification, what DeepSpeed needs to drive models."""
+"""Megatron-core side of coat_dist: in-place patches, a layer specification, what DeepSpeed needs
+to drive models.
+"""
 
 from coat_dist.deepspeed.attach import FOR_NEW_ENGINES
 

@@ -1,7 +1,9 @@
-"""Everything here that depends on the version of megatron-core: which versions are supported, and every workaround.
+"""Everything here that depends on the version of megatron-core: which versions are supported, and
+every workaround.
 
-Each workaround says which versions need it. When the oldest supported version (:data:`SUPPORTED`) passes the last of
-them, the workaround goes. How the fields of ``TransformerConfig`` are treated is in ``fields.py``, for all versions.
+Each workaround says which versions need it. When the oldest supported version (:data:`SUPPORTED`)
+passes the last of them, the workaround goes. How the fields of ``TransformerConfig`` are treated is
+in ``fields.py``, for all versions.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ __all__ = [
 ]
 
 SUPPORTED = ">=0.14,<0.17"
-"""Versions of megatron-core. Pre-releases count as the version before which they are: NVIDIA's containers ship them."""
+"""Versions of megatron-core. Pre-releases count as the version before which they are: NVIDIA's
+containers ship them.
+"""
 
 _prepared = False
 
 
 def check_version() -> str:
-    """The installed megatron-core version; raises ImportError where it is missing or outside :data:`SUPPORTED`."""
+    """The installed megatron-core version; raises ImportError where it is missing or outside
+    :data:`SUPPORTED`.
+    """
     try:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
@@ -54,23 +60,30 @@ def check_version() -> str:
 
 
 def older_than(version: str) -> bool:
-    """Whether the installed megatron-core is older than ``version``, such as "0.16", and its release candidates."""
+    """Whether the installed megatron-core is older than ``version``, such as "0.16", and its
+    release candidates.
+    """
     return Version(metadata.version("megatron-core")) < Version(f"{version}rc0")
 
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import megatron-core without its warnings, one a module, that Transformer Engine and Apex are missing.
+    """Import megatron-core without its warnings, one a module, that Transformer Engine and Apex are
+    missing.
 
     Every supported version warns, and nothing here needs either package.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*(Transformer Engine|Apex)", category=UserWarning
+        )
         yield
 
 
 def reset_counts(config: Any, model: torch.nn.Module) -> None:
-    """Reset what routers count for one step, as ``finalize_model_grads`` does. Before 0.16 the bias' update does it."""
+    """Reset what routers count for one step, as ``finalize_model_grads`` does. Before 0.16 the
+    bias' update does it.
+    """
     module = import_module("megatron.core.distributed.finalize_model_grads")
     if reset := getattr(module, "reset_model_temporary_tensors", None):
         reset(config, [model])
@@ -78,7 +91,9 @@ def reset_counts(config: Any, model: torch.nn.Module) -> None:
 
 @functools.cache
 def loss_scalers() -> tuple[Any, ...]:
-    """Classes that add a loss inside backward: for routers, multi-token prediction and, since 0.16, DSA's indexer."""
+    """Classes that add a loss inside backward: for routers, multi-token prediction and, since
+    0.16, DSA's indexer.
+    """
     moe = import_module("megatron.core.transformer.moe.moe_utils")
     predictions = import_module("megatron.core.transformer.multi_token_prediction")
     found = [moe.MoEAuxLossAutoScaler, predictions.MTPLossAutoScaler]
@@ -89,9 +104,11 @@ def loss_scalers() -> tuple[Any, ...]:
 
 
 def define_missing_names() -> None:
-    """Define names that megatron-core 0.16 uses on every machine, and that only Transformer Engine makes it define.
+    """Define names that megatron-core 0.16 uses on every machine, and that only Transformer Engine
+    makes it define.
 
-    Its router compares one with None, and selective recompute of ``layernorm`` asks whether FP8 is on.
+    Its router compares one with None, and selective recompute of ``layernorm`` asks whether FP8 is
+    on.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
@@ -110,7 +127,9 @@ class _NoTransformerEngine:
 
 
 def other_quick_gelus() -> tuple[Callable[..., Any], ...]:
-    """From 0.15 on: a second ``quick_gelu`` of megatron-core, which computes the same as ``activations.quick_gelu``."""
+    """From 0.15 on: a second ``quick_gelu`` of megatron-core, which computes the same as
+    ``activations.quick_gelu``.
+    """
     from megatron.core.fusions import fused_bias_geglu
 
     other = getattr(fused_bias_geglu, "quick_gelu", None)
@@ -118,15 +137,19 @@ def other_quick_gelus() -> tuple[Callable[..., Any], ...]:
 
 
 def fc1_params(config: Any) -> dict[str, Any]:
-    """Arguments of fc1's constructor that have gate and up initialized as two weights, as from 0.16 on.
+    """Arguments of fc1's constructor that have gate and up initialized as two weights, as from 0.16
+    on.
 
-    Older versions split the two as one matrix, and a model would start differently at each tensor-parallel size.
+    Older versions split the two as one matrix, and a model would start differently at each
+    tensor-parallel size.
     """
     return {"stride": 2} if config.gated_linear_unit and older_than("0.16") else {}
 
 
 def rope_mscale(config: Any) -> float:
-    """The factor on cosines and sines that Megatron's self-attention takes from ``config`` (YaRN): 1 before 0.15."""
+    """The factor on cosines and sines that Megatron's self-attention takes from ``config``
+    (YaRN): 1 before 0.15.
+    """
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 
     factor = getattr(yarn, "_yarn_get_concentration_factor_from_config", None)
@@ -134,7 +157,8 @@ def rope_mscale(config: Any) -> float:
 
 
 def set_rope_mscale(config: Any, factor: float) -> None:
-    """Have every self-attention of a model multiply cosines and sines by ``factor``; see :func:`rope_mscale`.
+    """Have every self-attention of a model multiply cosines and sines by ``factor``; see
+    :func:`rope_mscale`.
 
     From 0.15 on Megatron derives the factor from three attributes that are no fields.
 
@@ -145,16 +169,19 @@ def set_rope_mscale(config: Any, factor: float) -> None:
         config.yarn_rotary_scaling_factor = math.e
         config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (factor - 1), 0.0
     if not math.isclose(rope_mscale(config), factor, rel_tol=1e-12):
-        raise ValueError(f"attention factor of RoPE: got {factor}, accepted: 1 with megatron-core before 0.15")
+        raise ValueError(
+            f"attention factor of RoPE: got {factor}, accepted: 1 with megatron-core before 0.15"
+        )
 
 
 def prepare_cpu() -> bool:
     """Let megatron-core build and train models on the CPU (gloo), with any tensor-parallel size.
 
-    Every supported version allocates on ``torch.cuda.current_device()`` and keeps the random states of its
-    tensor-parallel regions in the CUDA generator. This replaces the functions of ``torch.cuda`` that it uses by their
-    CPU counterparts, and has those of Megatron's own loop that ask for CUDA by name find the CPU (``cpu.py``). Safe to
-    call more than once. Models need ``TransformerConfig(use_cpu_initialization=True)``.
+    Every supported version allocates on ``torch.cuda.current_device()`` and keeps the random states
+    of its tensor-parallel regions in the CUDA generator. This replaces the functions of
+    ``torch.cuda`` that it uses by their CPU counterparts, and has those of Megatron's own loop that
+    ask for CUDA by name find the CPU (``cpu.py``). Safe to call more than once. Models need
+    ``TransformerConfig(use_cpu_initialization=True)``.
 
     Returns:
         Whether the CPU stands in for the GPU; False, with nothing touched, where there is a GPU.
@@ -175,7 +202,9 @@ def prepare_cpu() -> bool:
         torch.set_rng_state(new_state)
 
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
-    torch.cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(int(seed)) and None  # type: ignore[assignment]
+    torch.cuda.manual_seed = lambda seed: (
+        torch.random.default_generator.manual_seed(int(seed)) and None
+    )  # type: ignore[assignment]
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state  # type: ignore[assignment]
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_args, **_kwargs: None  # saving a checkpoint waits for the GPU
@@ -193,5 +222,7 @@ def prepare_cpu() -> bool:
 
 
 def _not_about_shared_generator(record: logging.LogRecord) -> bool:
-    """Drop the warning that a tensor-parallel region drew from the CPU generator: here there is no other."""
+    """Drop the warning that a tensor-parallel region drew from the CPU generator: here there is
+    no other.
+    """
     return "CPU RNG state changed" not in record.getMessage()

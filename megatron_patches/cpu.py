@@ -1,8 +1,10 @@
-"""Megatron's own training loop, and its attention where that is not patched, on a machine without a GPU.
+"""Megatron's own training loop, and its attention where that is not patched, on a machine without a
+GPU.
 
-Optimizers, schedules, tied embeddings and causal masks ask for CUDA by name: ``device="cuda"``, ``.cuda()``, and types
-of parameters that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these functions, and nowhere else, such questions
-are answered for the CPU. Every supported version of megatron-core needs this.
+Optimizers, schedules, tied embeddings and causal masks ask for CUDA by name: ``device="cuda"``,
+``.cuda()``, and types of parameters that have to be ``"torch.cuda.BFloat16Tensor"``. Inside these
+functions, and nowhere else, such questions are answered for the CPU. Every supported version of
+megatron-core needs this.
 """
 
 from __future__ import annotations
@@ -66,11 +68,14 @@ def answer_for_cuda() -> None:
 
 
 def dispatch_tokens() -> None:
-    """Have Megatron's alltoall dispatcher of tokens run without a CUDA stream for its counts. To be called once.
+    """Have Megatron's alltoall dispatcher of tokens run without a CUDA stream for its counts. To be
+    called once.
 
     On the CPU the counts are on the host already, and gloo wants them as lists.
     """
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+    from megatron.core.transformer.moe.token_dispatcher import (
+        MoEAlltoAllTokenDispatcher as Dispatcher,
+    )
 
     def numbers_on_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         if point == self.cuda_dtoh_point and not self.drop_and_pad:
@@ -84,12 +89,16 @@ def dispatch_tokens() -> None:
 
 
 def gather_unevenly() -> None:
-    """Have Megatron gather and scatter different numbers of rows over gloo, which cannot. To be called once."""
+    """Have Megatron gather and scatter different numbers of rows over gloo, which cannot. To be
+    called once.
+    """
     from megatron.core.tensor_parallel import mappings
 
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_rows(rows: torch.Tensor, group: Any = None, sizes: Any = None, *more: Any, **others: Any) -> Any:
+    def gather_rows(
+        rows: torch.Tensor, group: Any = None, sizes: Any = None, *more: Any, **others: Any
+    ) -> Any:
         sizes = others.pop("output_split_sizes", sizes)
         if sizes is None or group is None or group.size() == 1:
             return gather(rows, group, sizes, *more, **others)
@@ -99,7 +108,9 @@ def gather_unevenly() -> None:
             dist.broadcast(part, group=group, group_src=rank)
         return torch.cat(parts)
 
-    def scatter_rows(rows: torch.Tensor, group: Any = None, sizes: Any = None, *more: Any, **others: Any) -> Any:
+    def scatter_rows(
+        rows: torch.Tensor, group: Any = None, sizes: Any = None, *more: Any, **others: Any
+    ) -> Any:
         sizes = others.pop("input_split_sizes", sizes)
         if sizes is None or group is None or group.size() == 1:
             return scatter(rows, group, sizes, *more, **others)
@@ -108,7 +119,10 @@ def gather_unevenly() -> None:
             dist.reduce(part, group=group, group_dst=rank)
         return parts[group.rank()]
 
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_rows, scatter_rows
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = (
+        gather_rows,
+        scatter_rows,
+    )
 
 
 def _on_cpu(function: Any) -> Any:

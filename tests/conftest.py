@@ -1,6 +1,8 @@
-"""Kernels run on the GPU where there is one that they run on, and on the CPU in Triton's interpreter elsewhere.
+"""Kernels run on the GPU where there is one that they run on, and on the CPU in Triton's
+interpreter elsewhere.
 
-No test leaves the variables of a launcher to the next one. Each draws numbers anew; a failure says how to repeat them.
+No test leaves the variables of a launcher to the next one. Each draws numbers anew; a failure says
+how to repeat them.
 """
 
 import os
@@ -11,11 +13,20 @@ import torch
 
 from tests.support import devices
 
-devices.prepare()  # before anything imports Triton, which reads the environment while it defines kernels
+# Before anything imports Triton, which reads the environment while it defines kernels.
+devices.prepare()
 
 
 SEED = "COAT_TEST_SEED"
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANKS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 NODES = ("GROUP_RANK", "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -23,8 +34,9 @@ NODES = ("GROUP_RANK", "CROSS_RANK", "CROSS_SIZE")
 def launcher_variables():
     """After each test they are what they were before it.
 
-    `deepspeed.initialize` without a launcher makes this process the only rank, and what later tests start would be that
-    rank, too. What fixtures of a module or session set stays: they are made before those of a function.
+    `deepspeed.initialize` without a launcher makes this process the only rank, and what later tests
+    start would be that rank, too. What fixtures of a module or session set stays: they are made
+    before those of a function.
     """
     before = {name: os.environ.get(name) for name in RANKS + NODES}
     yield
@@ -37,16 +49,25 @@ def launcher_variables():
 
 @pytest.fixture(autouse=True)
 def fresh_numbers(request):
-    """The numbers that torch draws in this process are of a new seed for every test, or of ``COAT_TEST_SEED``."""
+    """The numbers that torch draws in this process are of a new seed for every test, or of
+    ``COAT_TEST_SEED``.
+    """
     seed = int(os.environ.get(SEED) or secrets.randbits(32))
     torch.manual_seed(seed)
-    request.node.add_report_section("setup", "seed", f"{SEED}={seed} repeats what this test drew in its own process")
+    request.node.add_report_section(
+        "setup", "seed", f"{SEED}={seed} repeats what this test drew in its own process"
+    )
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as ``long`` what starts processes and what interprets kernels; `make test-unit` leaves both out."""
+    """Mark as ``long`` what starts processes and what interprets kernels; `make test-unit`
+    leaves both out.
+    """
     for item in items:
-        starts = any(hasattr(item.module, name) for name in ("run_ranks", "start_ranks", "Program", "subprocess"))
+        starts = any(
+            hasattr(item.module, name)
+            for name in ("run_ranks", "start_ranks", "Program", "subprocess")
+        )
         interprets = not devices.ON_GPU and {"agreement", "edges", "plain"} & set(item.fixturenames)
         if starts or interprets:
             item.add_marker(pytest.mark.long)

@@ -64,7 +64,9 @@ def test_a_failure_says_how_to_draw_the_same_again(pytester, monkeypatch, reques
     assert "fresh_numbers" in request.fixturenames, "every test has it"
     monkeypatch.delenv("COAT_TEST_SEED", raising=False)
     pytester.makeconftest("from tests.conftest import fresh_numbers")
-    pytester.makepyfile("import torch\n\ndef test_it():\n    raise ValueError(torch.rand(2).tolist())")
+    pytester.makepyfile(
+        "import torch\n\ndef test_it():\n    raise ValueError(torch.rand(2).tolist())"
+    )
 
     def drawn():
         text = pytester.runpytest_inprocess("-p", "no:cacheprovider").stdout.str()

@@ -1,4 +1,6 @@
-"""Every page in Markdown: code that is part of an example, links that lead somewhere, files that exist."""
+"""Every page in Markdown: code that is part of an example, links that lead somewhere, files that
+exist.
+"""
 
 import json
 import re
@@ -10,10 +12,16 @@ from coat_dist.config import CoatConfig
 from coat_dist.deepspeed.config.validate import check_deepspeed
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 CHANGES = ROOT / "CHANGELOG.md"  # also names files of before
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith((".", "runs"))]
-FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in folder.rglob("*")] + [p.name for p in ROOT.iterdir()]
+FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in folder.rglob("*")] + [
+    p.name for p in ROOT.iterdir()
+]
 ELSEWHERE = {"ds_to_universal.py", "zero_to_fp32.py"}
 """Files that pages name and that are not of this repository: DeepSpeed's."""
 
@@ -23,7 +31,11 @@ def per_page(*pages):
 
 
 def blocks(text, *languages):
-    return [code for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S) if language in languages]
+    return [
+        code
+        for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
+        if language in languages
+    ]
 
 
 def without_code(text):
@@ -39,7 +51,9 @@ def anchors(page):
 def holders(code):
     """The examples that a piece of code stands in, word for word and in whole lines."""
     return [
-        p.name for p in sorted((ROOT / "examples").iterdir()) if p.is_file() and f"\n{code}" in f"\n{p.read_text()}"
+        p.name
+        for p in sorted((ROOT / "examples").iterdir())
+        if p.is_file() and f"\n{code}" in f"\n{p.read_text()}"
     ]
 
 
@@ -75,7 +89,9 @@ def test_the_configuration_of_docs_config_is_accepted():
 @per_page(*PAGES, CHANGES)
 def test_links_lead_somewhere(page):
     text = re.sub(
-        r"`[^`\n]*`", "", without_code(page.read_text(encoding="utf-8")).replace("[`", "[").replace("`]", "]")
+        r"`[^`\n]*`",
+        "",
+        without_code(page.read_text(encoding="utf-8")).replace("[`", "[").replace("`]", "]"),
     )
     for words, target in re.findall(r"\[([^]]*)\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", target):
@@ -84,19 +100,30 @@ def test_links_lead_somewhere(page):
         other = (page.parent / path).resolve() if path else page
         assert other.exists(), target
         assert not anchor or anchor in anchors(other), target
-        assert not words.endswith(".md") or Path(words).name == other.name, f"{words} leads to {target}"
+        assert not words.endswith(".md") or Path(words).name == other.name, (
+            f"{words} leads to {target}"
+        )
 
 
 @per_page(*PAGES)
 def test_files_that_are_named_exist(page):
-    """Paths in backticks that end in .py or begin with a folder of this repository; short ones by their last parts.
-    What stands before "of commit HASH" was there then."""
+    """Paths in backticks that end in .py or begin with a folder of this repository; short ones by
+    their last parts. What stands before "of commit HASH" was there then.
+    """
     folders = {folder.name for folder in FOLDERS}
-    text = re.sub(r"`[\w./-]+`\s+of\s+commit\s+[0-9a-f]{7}\b", "", without_code(page.read_text(encoding="utf-8")))
+    text = re.sub(
+        r"`[\w./-]+`\s+of\s+commit\s+[0-9a-f]{7}\b",
+        "",
+        without_code(page.read_text(encoding="utf-8")),
+    )
     for name in re.findall(r"`([\w./*{},-]+)`", text):
         path = name.rstrip("/")
         any_name = re.search(r"(^|[/_-])(NAME|PROGRAM|ROOM)([/_.-]|$)", path)  # stands for any file
-        if name in ELSEWHERE or any_name or not (path.split("/")[0] in folders or path.endswith(".py")):
+        if (
+            name in ELSEWHERE
+            or any_name
+            or not (path.split("/")[0] in folders or path.endswith(".py"))
+        ):
             continue
         expression = re.escape(path).replace(r"\*", "[^/]*")
         expression = re.sub(r"\\\{(.*?)\\\}", lambda m: f"({m[1].replace(',', '|')})", expression)

@@ -1,4 +1,5 @@
-"""Imports go one way between folders and in no circle between files; the optimizer needs torch and pydantic only.
+"""Imports go one way between folders and in no circle between files; the optimizer needs torch and
+pydantic only.
 
 All imports are read from the source, also those inside functions.
 """
@@ -36,7 +37,9 @@ LAYERS = (
     ("coat_dist.config",),
     ("coat_dist.formats", "coat_dist.config_errors"),
 )
-"""A room imports itself and rooms of the rows below it. Of rooms in one row none imports another."""
+"""A room imports itself and rooms of the rows below it. Of rooms in one row none imports
+another.
+"""
 SAME_ROW = {("benchmarks", "launch")}
 """But benchmarks build their models as ``launch`` does."""
 MAY_IMPORT = {
@@ -74,7 +77,9 @@ def read(name: str, path: Path) -> Iterator[Import]:
             base = node.module or ""
             if node.level:
                 parents = package.split(".")
-                base = ".".join([*parents[: len(parents) - node.level + 1], *([base] if base else [])])
+                base = ".".join(
+                    [*parents[: len(parents) - node.level + 1], *([base] if base else [])]
+                )
             for alias in node.names:
                 deeper = f"{base}.{alias.name}"
                 yield Import(name, deeper if deeper in PATHS else base, node.lineno)
@@ -85,7 +90,9 @@ IMPORTS = [found for name, path in PATHS.items() for found in read(name, path)]
 
 def room(module: str) -> str:
     """The longest name in ``LAYERS`` that the module lies in."""
-    names = [name for row in LAYERS for name in row if module == name or module.startswith(name + ".")]
+    names = [
+        name for row in LAYERS for name in row if module == name or module.startswith(name + ".")
+    ]
     return max(names, key=len)
 
 
@@ -120,14 +127,17 @@ def test_who_imports_deepspeed_and_megatron(package):
 def test_setup_names_every_package_that_is_imported():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     requires = re.search(r"REQUIRES = \[(.*?)\n\]", setup, re.DOTALL)[1]
-    extra = re.search(r"^HF = \[(.*?)\]", setup, re.DOTALL | re.MULTILINE)[1]  # of programs that say so where it lacks
+    # Of programs that say so where it lacks.
+    extra = re.search(r"^HF = \[(.*?)\]", setup, re.DOTALL | re.MULTILINE)[1]
     named = {
         {"megatron-core": "megatron", "pyyaml": "yaml"}.get(name, name)
         for name in re.findall(r'^    "([\w-]+)', requires, re.MULTILINE)
     }
     named |= set(re.findall(r'"([\w-]+)', extra))
     named |= {"pydantic_core"}  # comes with pydantic
-    imported = {f.imported.split(".")[0]: str(f) for f in IMPORTS if not f.importer.startswith("benchmarks")}
+    imported = {
+        f.imported.split(".")[0]: str(f) for f in IMPORTS if not f.importer.startswith("benchmarks")
+    }
     named |= {"wandb"}  # an extra, with an error that names it
     unnamed = imported.keys() - named - set(FOLDERS) - sys.stdlib_module_names
     assert [imported[name] for name in unnamed] == []
@@ -161,7 +171,9 @@ def test_the_optimizer_runs_where_torch_is_all_there_is():
 
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in ("deepspeed", "megatron", "triton", "transformer_engine", "apex"):
+                if name.split(".")[0] in (
+                    "deepspeed", "megatron", "triton", "transformer_engine", "apex"
+                ):
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
         sys.meta_path.insert(0, Missing())
@@ -171,7 +183,8 @@ def test_the_optimizer_runs_where_torch_is_all_there_is():
         from coat_dist.optim import export_moments, fp32_state_dict
 
         torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 64))
+        layers = torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 64)
+        net = torch.nn.Sequential(*layers)
         x = torch.randn(32, 64)
 
         def train(optimizer):
@@ -195,18 +208,30 @@ def test_the_optimizer_runs_where_torch_is_all_there_is():
         assert more[-1] < first[-1] < first[0], (first, more)
         weight = net[0].weight
         group = next(g for g in again.param_groups if any(p is weight for p in g["params"]))
-        assert group["moments"] == "fp8" and all(m.any() for m in export_moments(weight, again.state[weight], group))
+        moments = export_moments(weight, again.state[weight], group)
+        assert group["moments"] == "fp8" and all(m.any() for m in moments)
         loaded = {name.split(".")[0] for name in sys.modules}
         assert not loaded & {"deepspeed", "megatron", "triton"}, loaded
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_compiler_and_triton_are_imported_when_they_are_needed():
-    """They take longer than all the rest; and tests set Triton's interpreter in the environment after `coat_dist`."""
-    program = "import coat_dist, sys; assert not {'torch._dynamo', 'triton', 'deepspeed'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    """They take longer than all the rest; and tests set Triton's interpreter in the environment
+    after `coat_dist`.
+    """
+    program = (
+        "import coat_dist, sys; assert not {'torch._dynamo', 'triton', 'deepspeed'} & "
+        "set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr

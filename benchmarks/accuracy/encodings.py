@@ -1,4 +1,6 @@
-"""Encodings of Adam's moments that are known to be worse than this project's: its own, with another range or grid."""
+"""Encodings of Adam's moments that are known to be worse than this project's: its own, with
+another range or grid.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ class RangedCodec(MomentCodec):
 
 
 @contextmanager
-def altered(factor: float | None = None, fresh_grids: bool = False, independent_noise: bool = False) -> Iterator[None]:
+def altered(
+    factor: float | None = None, fresh_grids: bool = False, independent_noise: bool = False
+) -> Iterator[None]:
     """Within it, steps of CoatAdamW by its definition encode moments otherwise.
 
     Args:
         factor: of F**2, what R of first moments in FP8 is; None: the package's R.
-        fresh_grids: find amax and exponent of a second moment's group anew in each step, as those of a first one.
+        fresh_grids: find amax and exponent of a second moment's group anew in each step, as those
+            of a first one.
         independent_noise: of steps, instead of noise that is spread over eight of them.
     """
 
@@ -49,5 +54,8 @@ def altered(factor: float | None = None, fresh_grids: bool = False, independent_
     def noise(seed: int, step: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return dither(seed, 8 * step if independent_noise else step, *rest)
 
-    with mock.patch("coat_dist.optim.adamw.codecs", codecs), mock.patch("coat_dist.reference.adamw.dither", noise):
+    with (
+        mock.patch("coat_dist.optim.adamw.codecs", codecs),
+        mock.patch("coat_dist.reference.adamw.dither", noise),
+    ):
         yield

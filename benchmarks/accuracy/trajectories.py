@@ -1,22 +1,27 @@
-"""How far CoatAdamW moves parameters over many steps, beside torch's fp32 AdamW with the same gradients.
+"""How far CoatAdamW moves parameters over many steps, beside torch's fp32 AdamW with the same
+gradients.
 
     python -m benchmarks.accuracy.trajectories [--quick] [--device cuda] [--output DIR]
 
-The error of one encoding says little about many steps: what rounding adds to a moment is encoded again in the next one.
-So parameters start at zero, both optimizers take the same steps, and over the elements that a scenario is about
-(`trajectory_gradients.py`) these are taken:
+The error of one encoding says little about many steps: what rounding adds to a moment is encoded
+again in the next one. So parameters start at zero, both optimizers take the same steps, and over
+the elements that a scenario is about (`trajectory_gradients.py`) these are taken:
 
-* ``error``: root mean square of the difference of displacements over the root mean square of those of fp32 AdamW,
+* ``error``: root mean square of the difference of displacements over the root mean square of those
+  of fp32 AdamW,
 * ``moved``: mean of displacements, without sign, over that of fp32 AdamW; 1 is right,
-* ``nearest``, ``farthest``, where gradients stop: the least and largest displacement of one element over fp32 AdamW's,
+* ``nearest``, ``farthest``, where gradients stop: the least and largest displacement of one element
+  over fp32 AdamW's,
 * ``v``: mean of (second moment / that of fp32 AdamW) - 1, the bias,
-* ``v_log2``, ``v_rms``: mean and root mean square of its log2. All three over second moments that fp32 holds normally.
+* ``v_log2``, ``v_rms``: mean and root mean square of its log2. All three over second moments that
+  fp32 holds normally.
 
-Every pair of formats is measured with every rounding and four pairs of betas over 20, 60 and 400 steps; the pairs that
-docs/numerics.md compares also over 2000, without ``normalize``, and with other group sizes; the default pair and int8
-with log8 also with what is known to be worse: no expansion, and encodings of `encodings.altered`.
-Prints a table and writes `accuracy/trajectories.json` after each configuration, a line for it. Takes ten minutes on a
-core, and with ``--quick``, which leaves out the long runs and most pairs, two.
+Every pair of formats is measured with every rounding and four pairs of betas over 20, 60 and 400
+steps; the pairs that docs/numerics.md compares also over 2000, without ``normalize``, and with
+other group sizes; the default pair and int8 with log8 also with what is known to be worse: no
+expansion, and encodings of `encodings.altered`. Prints a table and writes
+`accuracy/trajectories.json` after each configuration, a line for it. Takes ten minutes on a core,
+and with ``--quick``, which leaves out the long runs and most pairs, two.
 """
 
 from __future__ import annotations
@@ -42,7 +47,9 @@ __all__ = ["BETAS", "FORMER", "Joined", "Options", "Trained", "main", "measure",
 LR = 1e-3
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.0, 0.99))
 SMALLEST = 2.0**-120
-"""Of fp32's second moments, to be compared: a little above the smallest normal number, below which codes are zero."""
+"""Of fp32's second moments, to be compared: a little above the smallest normal number, below
+which codes are zero.
+"""
 
 
 class Options(NamedTuple):
@@ -98,7 +105,9 @@ def measure(trained: Trained, gradients: Gradients) -> dict[str, float]:
 
 
 class Joined:
-    """Scenarios of equally many steps as columns of one tensor. Each has whole groups of every size."""
+    """Scenarios of equally many steps as columns of one tensor. Each has whole groups of every
+    size.
+    """
 
     def __init__(self, scenarios: Mapping[str, Gradients]) -> None:
         self.scenarios = scenarios
@@ -165,13 +174,19 @@ ALTERED: dict[str, dict[str, Any]] = {
 
 
 def configurations() -> Iterator[tuple[bool, str, Options]]:
-    """Whether the longest scenarios are measured, too; the name of what is altered; and the configuration."""
+    """Whether the longest scenarios are measured, too; the name of what is altered; and the
+    configuration.
+    """
     common, formats = BETAS[:2], list(product(FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS))
     for betas, pair in product(BETAS, PAIRS):
         yield betas in common, "", Options(pair[0], pair[1], betas)
     for pair, betas, (name, changes) in product(MAIN, common, ALTERED.items()):
         if pair == MAIN[0] or ("R =" not in name and name != "expand off"):
-            yield betas == common[1] and len(changes) == 1, name, Options(pair[0], pair[1], betas)._replace(**changes)
+            yield (
+                betas == common[1] and len(changes) == 1,
+                name,
+                Options(pair[0], pair[1], betas)._replace(**changes),
+            )
     for pair, betas in product(MAIN, ((0.9, 0.9), (0.9, 0.99))):
         yield True, "", Options(pair[0], pair[1], betas)
     for pair, betas, size in product(PAIRS, common, (64, 256)):
@@ -188,8 +203,14 @@ def configurations() -> Iterator[tuple[bool, str, Options]]:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="the default pair and int8, log8 only, 400 steps at most")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: by the kernel")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the default pair and int8, log8 only, 400 steps at most",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: by the kernel"
+    )
     return parser.parse_args(given)
 
 
@@ -197,7 +218,9 @@ def main() -> None:
     given = parse()
     with one_line():
         check_device(given.device)
-    joined = {n: Joined({name: make() for name, make in found.items()}) for n, found in SCENARIOS.items()}
+    joined = {
+        n: Joined({name: make() for name, make in found.items()}) for n, found in SCENARIOS.items()
+    }
     settings = {"lr": LR, "elements": ELEMENTS, "quick": given.quick, "device": given.device}
     rows: list[dict[str, Any]] = []
     for long, what, options in configurations():
@@ -215,14 +238,23 @@ def main() -> None:
                 row |= {f"{name} {n} {key}": float(f"{value:.4g}") for key, value in found.items()}
         rows.append(row)
         print_row(row)
-        path = write_result("accuracy/trajectories", {"settings": settings, "rows": rows}, given.output)
+        path = write_result(
+            "accuracy/trajectories", {"settings": settings, "rows": rows}, given.output
+        )
     print("wrote", path)
 
 
 def print_row(row: Mapping[str, Any]) -> None:
     """A configuration, and errors and extremes of its scenarios."""
-    title = f"{row['first']}, {row['second']} ({row['betas']}) groups of {row['group_size']}, {row['rounding']}"
-    print(title + ("" if row["normalize"] else ", not normalized") + (row["altered"] and f", {row['altered']}"))
+    title = (
+        f"{row['first']}, {row['second']} ({row['betas']}) groups of {row['group_size']}, "
+        f"{row['rounding']}"
+    )
+    print(
+        title
+        + ("" if row["normalize"] else ", not normalized")
+        + (row["altered"] and f", {row['altered']}")
+    )
     for key, value in row.items():
         name, _, what = key.rpartition(" ")
         if what == "error":

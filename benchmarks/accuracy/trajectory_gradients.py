@@ -1,6 +1,7 @@
 """Gradients that show what encoded moments do over many steps; `trajectories.py` trains with them.
 
-All are drawn anew from a seed. Elements are in groups of unlike ones, unless a scenario says that they are alike.
+All are drawn anew from a seed. Elements are in groups of unlike ones, unless a scenario says that
+they are alike.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ ELEMENTS = 512
 
 
 class Gradients(NamedTuple):
-    """``steps``: fp32 [number of steps, n]; ``watched``: bool [n], the elements whose displacement is measured;
-    ``stops``: each of these has gradients of one size, and then none."""
+    """``steps``: fp32 [number of steps, n]; ``watched``: bool [n], the elements whose displacement
+    is measured; ``stops``: each of these has gradients of one size, and then none.
+    """
 
     steps: torch.Tensor
     watched: torch.Tensor
     stops: bool = False
 
 
-def normal(n: int = ELEMENTS, steps: int = 400, size: float = 1.0, octaves: float = 0.0, seed: int = 0) -> Gradients:
-    """Normal gradients, of deviation ``size * 2 ** (octaves * N)`` with a normal N for each element."""
+def normal(
+    n: int = ELEMENTS, steps: int = 400, size: float = 1.0, octaves: float = 0.0, seed: int = 0
+) -> Gradients:
+    """Normal gradients, of deviation ``size * 2 ** (octaves * N)`` with a normal N for each
+    element.
+    """
     generator = torch.Generator().manual_seed(seed)
     deviation = size * torch.exp2(octaves * torch.randn(n, generator=generator))
     return _all(torch.randn(steps, n, generator=generator) * deviation)
@@ -69,9 +75,16 @@ def changing_scale(n: int = ELEMENTS, steps: int = 400, seed: int = 0) -> Gradie
 
 
 def stopped(
-    n: int = ELEMENTS, small: float = 1e-4, constant: bool = False, steps: int = 60, share: float = 0.1, seed: int = 0
+    n: int = ELEMENTS,
+    small: float = 1e-4,
+    constant: bool = False,
+    steps: int = 60,
+    share: float = 0.1,
+    seed: int = 0,
 ) -> Gradients:
-    """A ``share`` of the elements has five gradients of ``small`` and then none; others are normal, or always 1."""
+    """A ``share`` of the elements has five gradients of ``small`` and then none; others are
+    normal, or always 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     gradients = torch.randn(steps, n, generator=generator)
     if constant:

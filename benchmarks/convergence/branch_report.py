@@ -1,6 +1,7 @@
 """What the branches of `benchmarks/convergence/branches.py` say together.
 
-python -m benchmarks.convergence.branch_report [--result JSON] [--plot docs/figures/convergence-branches.png]
+python -m benchmarks.convergence.branch_report [--result JSON] [--plot
+docs/figures/convergence-branches.png]
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ PAIR = "trunk"
 def gaps(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """What each variant does to the losses :data:`KEYS`.
 
-    Of runs that made all ``steps``: the relative difference to BF16 over the trunks that both have, its standard error
-    (None where no run was repeated), and the number of runs on both sides.
+    Of runs that made all ``steps``: the relative difference to BF16 over the trunks that both have,
+    its standard error (None where no run was repeated), and the number of runs on both sides.
     """
     values: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     for run in runs:
@@ -53,39 +54,57 @@ def gaps(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
             row[f"{key}_gap"] = fmean([means[variant, s] - means[BF16, s] for s in trunks]) / base
             freedom = sum(len(group) - 1 for group in values.values())
             squares = sum((r[key] - means[at]) ** 2 for at, group in values.items() for r in group)
-            weight = sum(1 / len(values[v, s]) for s in trunks for v in (variant, BF16)) / len(trunks) ** 2
+            weight = (
+                sum(1 / len(values[v, s]) for s in trunks for v in (variant, BF16))
+                / len(trunks) ** 2
+            )
             row[f"{key}_error"] = (squares / freedom * weight) ** 0.5 / base if freedom else None
         found.append(row)
     return found
 
 
 def noise(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """How far repeats are apart, for each variant that has some: standard deviation of a branch around the mean of its
-    trunk and variant, pooled over trunks, relative to the loss; and the mean of ``distance``."""
+    """How far repeats are apart, for each variant that has some: standard deviation of a branch
+    around the mean of its trunk and variant, pooled over trunks, relative to the loss; and the mean
+    of ``distance``.
+    """
     whole = [r for r in runs if r["steps"] == steps]
     found = []
     for variant in dict.fromkeys(r["variant"] for r in whole):
         mine = [r for r in whole if r["variant"] == variant]
-        groups = [[r for r in mine if r[PAIR] == trunk] for trunk in dict.fromkeys(r[PAIR] for r in mine)]
+        groups = [
+            [r for r in mine if r[PAIR] == trunk] for trunk in dict.fromkeys(r[PAIR] for r in mine)
+        ]
         freedom = sum(len(group) - 1 for group in groups)
-        apart = [r["distance"] for r in mine if r.get("distance")]  # the branch that others are measured from has 0
-        row: dict[str, Any] = {"variant": variant, "distance": fmean(apart) if apart else None, "freedom": freedom}
+        # The branch that others are measured from has 0.
+        apart = [r["distance"] for r in mine if r.get("distance")]
+        row: dict[str, Any] = {
+            "variant": variant,
+            "distance": fmean(apart) if apart else None,
+            "freedom": freedom,
+        }
         for key in KEYS if freedom else ():
-            squares = sum((r[key] - fmean([g[key] for g in group])) ** 2 for group in groups for r in group)
+            squares = sum(
+                (r[key] - fmean([g[key] for g in group])) ** 2 for group in groups for r in group
+            )
             row[key] = (squares / freedom) ** 0.5 / fmean([r[key] for r in mine])
         found.append(row)
     return found
 
 
 def by_trunk(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """The gaps of each variant in each trunk alone, and the standard error of their mean that their own spread gives.
+    """The gaps of each variant in each trunk alone, and the standard error of their mean that their
+    own spread gives.
 
-    It needs no repeats, and holds whatever they have in common, also where they are nearly the same run.
+    It needs no repeats, and holds whatever they have in common, also where they are nearly the same
+    run.
     """
     found: dict[str, dict[str, Any]] = {}
     for trunk in dict.fromkeys(r[PAIR] for r in runs):
         for gap in gaps([r for r in runs if r[PAIR] == trunk], steps):
-            row = found.setdefault(gap["variant"], {"variant": gap["variant"], "trunks": [], **{k: [] for k in KEYS}})
+            row = found.setdefault(
+                gap["variant"], {"variant": gap["variant"], "trunks": [], **{k: [] for k in KEYS}}
+            )
             row["trunks"].append(trunk)
             for key in KEYS:
                 row[key].append(gap[f"{key}_gap"])
@@ -98,7 +117,9 @@ def by_trunk(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]
 
 
 def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], steps: int) -> None:
-    """Print a line a branch, what failed, the gaps, those of each trunk, and what repeats differ by."""
+    """Print a line a branch, what failed, the gaps, those of each trunk, and what repeats differ
+    by.
+    """
     nan = float("nan")
     for run in (*runs, *failed):
         name = f"{run['variant']:<24} seed {run['seed']} repeat {run['repeat']}  "
@@ -106,10 +127,14 @@ def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], ste
             print(f"{name}FAILED: {run['why']}")
         else:
             held_out = nan if run["held_out_loss"] is None else run["held_out_loss"]
-            print(f"{name}held-out {held_out:.5f}  last {LAST} training losses {run['last_training_losses']:.5f}")
+            print(
+                f"{name}held-out {held_out:.5f}  last {LAST} training losses "
+                f"{run['last_training_losses']:.5f}"
+            )
     for row in gaps(runs, steps):
         parts = [
-            f"{what} {row[f'{key}_gap']:+.3%} ± {nan if row[f'{key}_error'] is None else row[f'{key}_error']:.3%}"
+            f"{what} {row[f'{key}_gap']:+.3%} ± "
+            f"{nan if row[f'{key}_error'] is None else row[f'{key}_error']:.3%}"
             for key, what in KEYS.items()
         ]
         mine, its = row["runs"]
@@ -122,15 +147,19 @@ def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], ste
             print(f"{row['variant']:<24} errors from the spread of trunks: {errors}")
     for row in noise(runs, steps):
         if row["freedom"]:
-            apart = "" if row["distance"] is None else f", distance {row['distance']:.2f} from the first of {BF16}"
+            apart = (
+                ""
+                if row["distance"] is None
+                else f", distance {row['distance']:.2f} from the first of {BF16}"
+            )
             shown = ", ".join(f"{what} {row[key]:.3%}" for key, what in KEYS.items())
             print(f"{row['variant']:<24} from repeat to repeat: {shown}{apart}")
 
 
 def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int) -> None:
-    """Each run's training loss relative to the mean of BF16's of the same seed, both averaged over :data:`LAST` steps,
-    or a tenth of the run where that is less; thick: the mean of a variant's runs. A seed without BF16 is left out.
-    ``first``: the step after which losses begin.
+    """Each run's training loss relative to the mean of BF16's of the same seed, both averaged over
+    :data:`LAST` steps, or a tenth of the run where that is less; thick: the mean of a variant's
+    runs. A seed without BF16 is left out. ``first``: the step after which losses begin.
 
     Raises:
         ValueError: nothing is left to draw.
@@ -145,19 +174,36 @@ def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int) -> 
     based = {r["seed"] for r in whole if r["variant"] == BF16}
     whole = [r for r in whole if r["seed"] in based]
     if not whole:
-        raise ValueError(f"plot: got no run of {steps} steps with one of {BF16} of its seed, accepted: at least one")
-    curves = {id(r): _smooth(r["losses"], max(1, width * len(r["losses"]) // (steps - first))) for r in whole}
+        raise ValueError(
+            f"plot: got no run of {steps} steps with one of {BF16} of its seed, accepted: at least "
+            "one"
+        )
+    curves = {
+        id(r): _smooth(r["losses"], max(1, width * len(r["losses"]) // (steps - first)))
+        for r in whole
+    }
     variants = list(dict.fromkeys(r["variant"] for r in whole))
     size = (2.6 * len(variants), 3)
-    figure, axes = plt.subplots(1, len(variants), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(variants), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, variant in zip(axes[0], variants, strict=True):
         gap = []
         for run in (r for r in whole if r["variant"] == variant):
-            base = [curves[id(r)] for r in whole if r["variant"] == BF16 and r["seed"] == run["seed"]]
-            gap.append([100 * (x / fmean(y) - 1) for x, *y in zip(curves[id(run)], *base, strict=True)])
-            at = [first + width // 2 + i * (steps - first) / len(run["losses"]) for i in range(len(gap[-1]))]
+            base = [
+                curves[id(r)] for r in whole if r["variant"] == BF16 and r["seed"] == run["seed"]
+            ]
+            gap.append(
+                [100 * (x / fmean(y) - 1) for x, *y in zip(curves[id(run)], *base, strict=True)]
+            )
+            at = [
+                first + width // 2 + i * (steps - first) / len(run["losses"])
+                for i in range(len(gap[-1]))
+            ]
             axis.plot(at, gap[-1], linewidth=0.7, color="tab:orange" if run["seed"] else "tab:blue")
-        axis.plot(at, [fmean(values) for values in zip(*gap, strict=True)], linewidth=2, color="black")
+        axis.plot(
+            at, [fmean(values) for values in zip(*gap, strict=True)], linewidth=2, color="black"
+        )
         axis.set(title=variant.replace(", ", ",\n"), xlabel="step", ylim=(-1.5, 2.5))
         axis.axhline(0, color="0.6", linewidth=0.8)
         axis.grid(alpha=0.3)
@@ -173,7 +219,9 @@ def _smooth(values: Sequence[float], width: int) -> list[float]:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--result", type=Path, default=result_path("convergence/branches"), metavar="JSON")
+    parser.add_argument(
+        "--result", type=Path, default=result_path("convergence/branches"), metavar="JSON"
+    )
     parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 

@@ -1,8 +1,11 @@
-"""One branch of `benchmarks/convergence/branches.py`, which starts it: a run of `launch/pretrain.py`, watched.
+"""One branch of `benchmarks/convergence/branches.py`, which starts it: a run of
+`launch/pretrain.py`, watched.
 
-    torchrun --nproc_per_node 1 benchmarks/convergence/branch_run.py --average 200 --result FILE -- ARGUMENTS
+    torchrun --nproc_per_node 1 benchmarks/convergence/branch_run.py --average 200 \\
+        --result FILE -- ARGUMENTS
 
-ARGUMENTS are those of `launch/pretrain.py`. FILE gets what :func:`after_training` returns, by `torch.save`.
+ARGUMENTS are those of `launch/pretrain.py`. FILE gets what :func:`after_training` returns, by
+`torch.save`.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ EVERY = 64
 
 
 class Watch:
-    """What is seen of a run from outside: the weights it begins with, and the mean of those after the last steps."""
+    """What is seen of a run from outside: the weights it begins with, and the mean of those
+    after the last steps.
+    """
 
     def __init__(self, average: int) -> None:
         self.average = average
@@ -58,7 +63,9 @@ class Watch:
             log(record)
             if record["step"] > loop.options.train_steps - self.average:
                 self.averaged += 1
-                torch._foreach_lerp_(self.mean, [w.float() for w in self.weights], 1 / self.averaged)
+                torch._foreach_lerp_(
+                    self.mean, [w.float() for w in self.weights], 1 / self.averaged
+                )
 
         loop.reporters.step = step  # type: ignore[method-assign]  # each step ends with it
 
@@ -68,11 +75,14 @@ class Watch:
         return [p.detach() for p in self.loop.engine.module.parameters()]
 
     def sampled(self) -> torch.Tensor:
-        """Some of the weights: fp32 [parameters / EVERY, rounded up for each tensor], on the CPU."""
+        """Some of the weights: fp32 [parameters / EVERY, rounded up for each tensor], on the
+        CPU.
+        """
         return torch.cat([w.flatten()[::EVERY].float() for w in self.weights]).cpu()
 
     def after_training(self) -> dict[str, Any]:
-        """Held-out losses in nats of the last and of the averaged weights, each as trained and in BF16; where it began.
+        """Held-out losses in nats of the last and of the averaged weights, each as trained and in
+        BF16; where it began.
 
         The model holds the last weights in BF16 layers afterwards.
         """
@@ -85,10 +95,17 @@ class Watch:
         found: dict[str, Any] = {"averaged_held_out_loss": evaluate("valid")}
         if patched:
             unpatch_model(module)
-        found["averaged_bf16_held_out_loss"] = evaluate("valid") if patched else found["averaged_held_out_loss"]
+        found["averaged_bf16_held_out_loss"] = (
+            evaluate("valid") if patched else found["averaged_held_out_loss"]
+        )
         self._write(last)
         found["bf16_held_out_loss"] = evaluate("valid")
-        return {**found, "averaged_steps": self.averaged, "trunk": self.digest, "movement": movement}
+        return {
+            **found,
+            "averaged_steps": self.averaged,
+            "trunk": self.digest,
+            "movement": movement,
+        }
 
     def _write(self, values: Sequence[torch.Tensor]) -> None:
         for weight, value in zip(self.weights, values, strict=True):

@@ -1,14 +1,19 @@
-"""A transformers model under the Trainer, in BF16 and with the block alone: pretraining of 60 M parameters, then LoRA.
+"""A transformers model under the Trainer, in BF16 and with the block alone: pretraining of 60 M
+parameters, then LoRA.
 
-    python -m benchmarks.convergence.hf [--steps 1000] [--seeds 0 1] [--text PREFIX --lora-text PREFIX]
-    python -m benchmarks.convergence.hf --kinds bf16 again optimizer flow coat --lora-steps 0    # what a gap comes from
+    python -m benchmarks.convergence.hf [--steps 1000] [--seeds 0 1] [--text PREFIX \\
+        --lora-text PREFIX]
+    python -m benchmarks.convergence.hf --kinds bf16 again optimizer flow coat \\
+        --lora-steps 0  # what a gap comes from
 
-A Llama of 16 layers and 512 hidden units reads steps of 32 x 512 tokens of Python source; every 50th sequence is held
-out, so that it is of every package: the loss of one package alone differs by 0.6 % between runs that rounding parts.
-From the weights of the first BF16 run PEFT's LoRA then learns C and C++ headers. All runs of a phase share the GPUs. A
-run is this file as a program without a word of coat_dist in it, started by ``python -m coat_dist``; runs differ by
-their DeepSpeed configuration alone. "again" is BF16 with a learning rate larger by 1e-5 of itself: what chaos does to
-a run. Writes ``convergence/hf.json``: losses, seconds, and the gaps of the last held-out losses in percent.
+A Llama of 16 layers and 512 hidden units reads steps of 32 x 512 tokens of Python source; every
+50th sequence is held out, so that it is of every package: the loss of one package alone differs by
+0.6 % between runs that rounding parts. From the weights of the first BF16 run PEFT's LoRA then
+learns C and C++ headers. All runs of a phase share the GPUs. A run is this file as a program
+without a word of coat_dist in it, started by ``python -m coat_dist``; runs differ by their
+DeepSpeed configuration alone. "again" is BF16 with a learning rate larger by 1e-5 of itself: what
+chaos does to a run. Writes ``convergence/hf.json``: losses, seconds, and the gaps of the last
+held-out losses in percent.
 """
 
 from __future__ import annotations
@@ -28,7 +33,14 @@ import numpy
 import torch
 
 from benchmarks.arguments import int_from_0, positive_int
-from benchmarks.common import ROOT, argument_parser, options, prepare_text, python_path, write_result
+from benchmarks.common import (
+    ROOT,
+    argument_parser,
+    options,
+    prepare_text,
+    python_path,
+    write_result,
+)
 from benchmarks.convergence.flow import NUDGE
 from coat_dist.nodes import free_port
 
@@ -67,14 +79,20 @@ def train(case: dict[str, Any]) -> None:
 
     torch.manual_seed(case["seed"])
     if case["base"]:
-        model: Any = transformers.LlamaForCausalLM.from_pretrained(case["base"], dtype=torch.float32)
+        model: Any = transformers.LlamaForCausalLM.from_pretrained(
+            case["base"], dtype=torch.float32
+        )
     else:
-        config = transformers.LlamaConfig(**case["model"], max_position_embeddings=SEQUENCE, tie_word_embeddings=True)
+        config = transformers.LlamaConfig(
+            **case["model"], max_position_embeddings=SEQUENCE, tie_word_embeddings=True
+        )
         model = transformers.LlamaForCausalLM(config)
     if case["lora"]:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTERS, task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTERS, task_type="CAUSAL_LM")
+        )
     arguments = transformers.TrainingArguments(
         case["folder"],
         deepspeed=case["deepspeed"],
@@ -97,11 +115,18 @@ def train(case: dict[str, Any]) -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     held_out = Windows(case["text"], True, case["evaluation"])
-    trainer = transformers.Trainer(model, arguments, train_dataset=Windows(case["text"], False), eval_dataset=held_out)
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Windows(case["text"], False), eval_dataset=held_out
+    )
     trainer.train()
-    history, report = trainer.state.log_history, getattr(trainer.model_wrapped, "coat_patch_report", None)
+    history, report = (
+        trainer.state.log_history,
+        getattr(trainer.model_wrapped, "coat_patch_report", None),
+    )
     result = {
-        "held_out_losses": [round(entry["eval_loss"], 4) for entry in history if "eval_loss" in entry],
+        "held_out_losses": [
+            round(entry["eval_loss"], 4) for entry in history if "eval_loss" in entry
+        ],
         "training_losses": [round(entry["loss"], 4) for entry in history if "loss" in entry],
         "seconds": next(entry["train_runtime"] for entry in history if "train_runtime" in entry),
         "patched_blocks": 0 if report is None else len(report.patched),
@@ -138,16 +163,27 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
         given = json.dumps(case | {"folder": str(own), "deepspeed": str(config)})
         variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         variables |= {"MASTER_PORT": str(free_port() + 7 * i), "PYTHONPATH": python_path(ROOT)}
-        variables |= {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if (gpus := torch.cuda.device_count()) else {}
+        variables |= (
+            {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if (gpus := torch.cuda.device_count()) else {}
+        )
         with (own / "log").open("w") as log:
             line = [sys.executable, "-m", "coat_dist", __file__, "--run", given]
             started.append(
-                (case, own, subprocess.Popen(line, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log))
+                (
+                    case,
+                    own,
+                    subprocess.Popen(
+                        line, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log
+                    ),
+                )
             )
     found = []
     for case, own, process in started:
         if process.wait():
-            sys.exit(f"error: {case['name']} ended with {process.returncode}\n{(own / 'log').read_text()[-3000:]}")
+            sys.exit(
+                f"error: {case['name']} ended with "
+                f"{process.returncode}\n{(own / 'log').read_text()[-3000:]}"
+            )
         result = json.loads((own / "result.json").read_text())
         found.append({"name": case["name"], "seed": case["seed"], **result})
         print(json.dumps(found[-1]), flush=True)
@@ -160,7 +196,9 @@ def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     for name in {run["name"]: None for run in runs}:
         means[name] = fmean(run["held_out_losses"][-1] for run in runs if run["name"] == name)
     bases = {name: f"{name.partition('-')[0]}-bf16" for name in means}
-    return {n: 100 * (mean / means[bases[n]] - 1) for n, mean in means.items() if n != bases[n] in means}
+    return {
+        n: 100 * (mean / means[bases[n]] - 1) for n, mean in means.items() if n != bases[n] in means
+    }
 
 
 def prepare(folder: Path, tiny: bool) -> list[str]:
@@ -169,7 +207,17 @@ def prepare(folder: Path, tiny: bool) -> list[str]:
     vocabulary, learnt = ("bpe:512", "200K") if tiny else ("bpe:16384", "20M")
     python, headers = folder / "python", folder / "headers"
     inputs = ["stdlib", *([] if tiny else [str(packages)])]
-    prepare_text(python, vocabulary, inputs, "--glob", "*.py", "--train-bytes", learnt, "--max-bytes", most[0])
+    prepare_text(
+        python,
+        vocabulary,
+        inputs,
+        "--glob",
+        "*.py",
+        "--train-bytes",
+        learnt,
+        "--max-bytes",
+        most[0],
+    )
     tokenizer = f"hf:{python}.tokenizer.json"
     include = str(Path(torch.__file__).parent / "include")
     prepare_text(headers, tokenizer, [include], "--glob", "*.h", "--max-bytes", most[1])
@@ -182,12 +230,18 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive_int, default=1000)
     parser.add_argument("--lora-steps", type=int_from_0, default=300, help="0: pretraining alone")
     parser.add_argument(
-        "--kinds", nargs="+", choices=list(KINDS), default=["bf16", "coat"], help="LoRA starts from the first"
+        "--kinds",
+        nargs="+",
+        choices=list(KINDS),
+        default=["bf16", "coat"],
+        help="LoRA starts from the first",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--text", help="prefix of prepared tokens (default: made here)")
     parser.add_argument("--lora-text", help="the same for LoRA, with the same tokenizer")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers, to try the program")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of two layers, to try the program"
+    )
     return parser.parse_args(given)
 
 
@@ -198,7 +252,10 @@ def main() -> None:
         text, headers = (a.text, a.lora_text) if a.text else prepare(folder, a.tiny)
         layers, width = (2, 64) if a.tiny else (16, 512)
         model: dict[str, int] = dict(
-            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, vocab_size=16384
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            vocab_size=16384,
         )
         model |= dict(num_attention_heads=width // 64, num_key_value_heads=width // 64)
         shared: dict[str, Any] = {
@@ -212,17 +269,34 @@ def main() -> None:
         base = str(folder / "base")
         cases = [
             shared
-            | {"name": f"pretraining-{kind}", "kind": kind, "seed": seed, "lr": 1e-3 * (1 + NUDGE * (kind == "again"))}
+            | {
+                "name": f"pretraining-{kind}",
+                "kind": kind,
+                "seed": seed,
+                "lr": 1e-3 * (1 + NUDGE * (kind == "again")),
+            }
             for seed in a.seeds
             for kind in a.kinds
         ]
         cases[0]["save"] = base
         runs = phase(cases, folder)
         if a.lora_steps:
-            tuned = {"base": base, "lora": True, "save": None, "lr": 5e-4, "steps": a.lora_steps, "text": headers}
-            runs += phase([case | tuned | {"name": f"lora-{case['kind']}"} for case in cases], folder)
+            tuned = {
+                "base": base,
+                "lora": True,
+                "save": None,
+                "lr": 5e-4,
+                "steps": a.lora_steps,
+                "text": headers,
+            }
+            runs += phase(
+                [case | tuned | {"name": f"lora-{case['kind']}"} for case in cases], folder
+            )
     found = gaps(runs)
-    print("gaps of held-out losses in %: " + ", ".join(f"{name} {value:+.3f}" for name, value in found.items()))
+    print(
+        "gaps of held-out losses in %: "
+        + ", ".join(f"{name} {value:+.3f}" for name, value in found.items())
+    )
     result = {"settings": options(a, "text", "lora_text"), "gaps_percent": found, "runs": runs}
     write_result("convergence/hf" + "-tiny" * a.tiny, result, a.output)
 

@@ -1,23 +1,28 @@
-"""A longer run in BF16 and with the whole of coat, optimizer and flow together: 303 M parameters, 315 M tokens.
+"""A longer run in BF16 and with the whole of coat, optimizer and flow together: 303 M parameters,
+315 M tokens.
 
     python -m benchmarks.convergence.long --folder DIR --budget 560
     python -m benchmarks.convergence.long_report --plot docs/figures/convergence-long.png
 
-The same command, given again on the same machine, goes on: text, checkpoints and metrics are in DIR, and after
-``--budget`` seconds (of which 20 are kept for saving) both runs are told to save and leave. Both run at the same time,
-each on half of the GPUs, on a power of two of them; on a single GPU they share it. Writes `convergence/long.json`, with
-``--seed 1`` `long-seed-1.json`, after each call: losses, held-out losses, speed and memory up to the step reached.
+The same command, given again on the same machine, goes on: text, checkpoints and metrics are in
+DIR, and after ``--budget`` seconds (of which 20 are kept for saving) both runs are told to save and
+leave. Both run at the same time, each on half of the GPUs, on a power of two of them; on a single
+GPU they share it. Writes `convergence/long.json`, with ``--seed 1`` `long-seed-1.json`, after each
+call: losses, held-out losses, speed and memory up to the step reached.
 
-What two runs of one seed differ by anyway, and which part a gap is of: ``--runs 'bf16 again' 'coat again' flow moments
---name long-parts``, runs with a learning rate that is larger by 1e-5, and of the flow and of FP8 moments alone.
+What two runs of one seed differ by anyway, and which part a gap is of: ``--runs 'bf16 again' 'coat
+again' flow moments --name long-parts``, runs with a learning rate that is larger by 1e-5, and of
+the flow and of FP8 moments alone.
 
-A Llama-shaped GPT of 21 layers and 1024 hidden units, 1200 steps of 262 144 tokens, cosine schedule. The text is what
-a machine without a network has: Python sources of the standard library, of the packages beside torch and of folders
-named by ``--text``, as tokens of a BPE that is learnt from them. Where that is less than 315 M tokens, it is read again
-in another order; the result says how often (``--tokenizer bytes`` has nearly four times the tokens). 2 % of the
-documents are held out.
+A Llama-shaped GPT of 21 layers and 1024 hidden units, 1200 steps of 262 144 tokens, cosine
+schedule. The text is what a machine without a network has: Python sources of the standard library,
+of the packages beside torch and of folders named by ``--text``, as tokens of a BPE that is learnt
+from them. Where that is less than 315 M tokens, it is read again in another order; the result says
+how often (``--tokenizer bytes`` has nearly four times the tokens). 2 % of the documents are held
+out.
 
-What it costs: 6e17 floating-point operations a run, 17 minutes of two H200s in BF16 if they make 300 TFLOP/s each.
+What it costs: 6e17 floating-point operations a run, 17 minutes of two H200s in BF16 if they make
+300 TFLOP/s each.
 """
 
 from __future__ import annotations
@@ -48,14 +53,27 @@ from benchmarks.timing import median
 
 PAIR = BF16, "coat"
 VARIANTS = {
-    BF16: BF16, "coat": FP8_MOMENTS[-1], "bf16 again": BF16, "coat again": FP8_MOMENTS[-1], "flow": "row scales",
+    BF16: BF16,
+    "coat": FP8_MOMENTS[-1],
+    "bf16 again": BF16,
+    "coat again": FP8_MOMENTS[-1],
+    "flow": "row scales",
     "moments": FP8_MOMENTS[0],
-}  # fmt: skip
+}
 """Names of the runs, and the variants of `flow.py` that they are."""
 LONG = Size(
-    ("num_layers=21", "hidden_size=1024", "ffn_hidden_size=2816", "num_attention_heads=16", "num_query_groups=16"),
-    sequence=1024, micro_batch=32, evaluation=16, max_bytes="4G",
-)  # fmt: skip
+    (
+        "num_layers=21",
+        "hidden_size=1024",
+        "ffn_hidden_size=2816",
+        "num_attention_heads=16",
+        "num_query_groups=16",
+    ),
+    sequence=1024,
+    micro_batch=32,
+    evaluation=16,
+    max_bytes="4G",
+)
 BATCH = 256, 4
 """Samples of a step, and those of ``--tiny``."""
 SAVING = 20
@@ -71,22 +89,57 @@ def configuration(name: str, size: Size, batch: int) -> dict[str, Any]:
     return found
 
 
-def command(name: str, data: str, folder: Path, ranks: int, arguments: argparse.Namespace) -> list[str]:
+def command(
+    name: str, data: str, folder: Path, ranks: int, arguments: argparse.Namespace
+) -> list[str]:
     """What starts a run, or continues it."""
     a, size, out = arguments, TINY if arguments.tiny else LONG, folder / name
     config = folder / f"{name}.json"
     config.write_text(json.dumps(configuration(name, size, BATCH[a.tiny])))
-    line = ["--deepspeed_config", str(config), "--model", "configs/models/tiny.json", "--model-override", *size.model]
-    line += [f"seq_length={size.sequence}", "--data", data, "--split", "980,20,0", "--data-cache", f"{out}-index"]
-    line += ["--seed", str(a.seed), "--train-steps", str(a.steps), "--warmup-steps", str(a.steps // 10)]
+    line = [
+        "--deepspeed_config",
+        str(config),
+        "--model",
+        "configs/models/tiny.json",
+        "--model-override",
+        *size.model,
+    ]
+    line += [
+        f"seq_length={size.sequence}",
+        "--data",
+        data,
+        "--split",
+        "980,20,0",
+        "--data-cache",
+        f"{out}-index",
+    ]
+    line += [
+        "--seed",
+        str(a.seed),
+        "--train-steps",
+        str(a.steps),
+        "--warmup-steps",
+        str(a.steps // 10),
+    ]
     lr = a.lr * (1 + NUDGE * name.endswith("again"))
-    line += ["--lr", repr(lr), "--eval-interval", str(max(1, a.steps // 24)), "--eval-steps", str(size.evaluation)]
+    line += [
+        "--lr",
+        repr(lr),
+        "--eval-interval",
+        str(max(1, a.steps // 24)),
+        "--eval-steps",
+        str(size.evaluation),
+    ]
     line += ["--output", str(out), "--save", f"{out}-saved", "--load", "auto", "--keep-last", "1"]
-    return torchrun("launch/pretrain.py", *line, "--save-interval", str(max(1, a.steps // 3)), ranks=ranks)
+    return torchrun(
+        "launch/pretrain.py", *line, "--save-interval", str(max(1, a.steps // 3)), ranks=ranks
+    )
 
 
 def shares(gpus: Sequence[str], names: Sequence[str]) -> list[list[str]]:
-    """The GPUs of each run: a power of two, or one that is shared where there are fewer than runs."""
+    """The GPUs of each run: a power of two, or one that is shared where there are fewer than
+    runs.
+    """
     if len(gpus) < len(names):
         return [[gpus[i % len(gpus)]] for i in range(len(names))]
     each = 1 << (len(gpus) // len(names)).bit_length() - 1
@@ -103,7 +156,8 @@ def run(line: Sequence[str], log: Path, gpus: Sequence[str], seconds: float | No
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            for rank in psutil.Process(process.pid).children():  # not the launcher, which would not wait for the saving
+            # Not the launcher, which would not wait for the saving.
+            for rank in psutil.Process(process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -119,7 +173,8 @@ def curve(out: Path, batch: int, sequence: int) -> dict[str, Any]:
     if not records:
         return {"steps": 0}
     for record in records:
-        record["loss"] = math.nan if record["loss"] is None else record["loss"]  # the step was skipped
+        # The step was skipped.
+        record["loss"] = math.nan if record["loss"] is None else record["loss"]
     each = max(1, -(-records[-1]["step"] // POINTS))
     groups = [records[i : i + each] for i in range(0, len(records), each)]
     return {
@@ -138,8 +193,13 @@ def curve(out: Path, batch: int, sequence: int) -> dict[str, Any]:
 
 
 def prepare(folder: Path, arguments: argparse.Namespace) -> str:
-    """The text as tokens; the prefix for --data. What is there from an earlier call is not made again."""
-    prefix, more = folder / "text", ["--glob", "*.py", "--train-bytes", "1M" if arguments.tiny else "20M"]
+    """The text as tokens; the prefix for --data. What is there from an earlier call is not made
+    again.
+    """
+    prefix, more = (
+        folder / "text",
+        ["--glob", "*.py", "--train-bytes", "1M" if arguments.tiny else "20M"],
+    )
     if not prefix.with_suffix(".json").exists():
         inputs = ["stdlib", str(Path(torch.__file__).parents[1]), *arguments.text]
         more += ["--max-bytes", "1M" if arguments.tiny else LONG.max_bytes]
@@ -150,17 +210,42 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> str:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="where text, checkpoints and metrics are and stay")
-    parser.add_argument("--runs", nargs="+", choices=list(VARIANTS), default=list(PAIR), metavar="NAME")
-    parser.add_argument("--budget", type=positive_float, metavar="SECONDS", help="of a call; then runs save and leave")
-    parser.add_argument("--steps", type=positive_int, default=None, help="of the whole run (default: 1200, --tiny: 6)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="where text, checkpoints and metrics are and stay",
+    )
+    parser.add_argument(
+        "--runs", nargs="+", choices=list(VARIANTS), default=list(PAIR), metavar="NAME"
+    )
+    parser.add_argument(
+        "--budget",
+        type=positive_float,
+        metavar="SECONDS",
+        help="of a call; then runs save and leave",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=None,
+        help="of the whole run (default: 1200, --tiny: 6)",
+    )
     parser.add_argument("--lr", type=positive_float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text", nargs="+", default=[], metavar="PATH", help="more files or folders to read")
-    parser.add_argument("--tokenizer", default="bpe:16384", metavar="KIND", help="bytes, or bpe:VOCABULARY")
-    parser.add_argument("--data", default=None, help="prefix of prepared data (default: prepared here)")
+    parser.add_argument(
+        "--text", nargs="+", default=[], metavar="PATH", help="more files or folders to read"
+    )
+    parser.add_argument(
+        "--tokenizer", default="bpe:16384", metavar="KIND", help="bytes, or bpe:VOCABULARY"
+    )
+    parser.add_argument(
+        "--data", default=None, help="prefix of prepared data (default: prepared here)"
+    )
     parser.add_argument("--name", default="long", help="of the result, before the seed")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program"
+    )
     arguments = parser.parse_args(given)
     arguments.steps = arguments.steps or (6 if arguments.tiny else 1200)
     return arguments
@@ -174,7 +259,11 @@ def main() -> None:
     text = json.loads(Path(f"{data}.json").read_text())
     print(f"data in {time.monotonic() - began:.0f} s: {text['tokens']:,} tokens", flush=True)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())] or [""]
+    gpus = (
+        visible.split(",")
+        if visible
+        else [str(i) for i in range(torch.cuda.device_count())] or [""]
+    )
     status: dict[str, int | None] = {}
     size = TINY if a.tiny else LONG
 
@@ -185,8 +274,12 @@ def main() -> None:
     before = curves()
 
     def go(name: str, mine: Sequence[str]) -> None:
-        left = None if a.budget is None else max(1.0, a.budget - SAVING - (time.monotonic() - began))
-        status[name] = run(command(name, data, a.folder, len(mine), a), a.folder / f"{name}.log", mine, left)
+        left = (
+            None if a.budget is None else max(1.0, a.budget - SAVING - (time.monotonic() - began))
+        )
+        status[name] = run(
+            command(name, data, a.folder, len(mine), a), a.folder / f"{name}.log", mine, left
+        )
 
     divided = shares(gpus, a.runs)
     workers = [threading.Thread(target=go, args=pair) for pair in zip(a.runs, divided, strict=True)]
@@ -196,15 +289,35 @@ def main() -> None:
         worker.join()
     found = curves()
     for name, one in found.items():
-        print(f"{name}: {one['steps']} of {a.steps} steps, held-out {one.get('held_out_losses', [])[-1:]}", flush=True)
+        print(
+            f"{name}: {one['steps']} of {a.steps} steps, held-out "
+            f"{one.get('held_out_losses', [])[-1:]}",
+            flush=True,
+        )
         if status.get(name, 0) != 0:
-            print(f"{name}: exit {status[name]}\n{(a.folder / f'{name}.log').read_text()[-3000:]}", flush=True)
+            print(
+                f"{name}: exit {status[name]}\n{(a.folder / f'{name}.log').read_text()[-3000:]}",
+                flush=True,
+            )
     further = any(found[name]["steps"] > before[name]["steps"] for name in a.runs)
-    if not further and (any(status.values()) or None in status.values() or not any(c["steps"] for c in found.values())):
+    if not further and (
+        any(status.values())
+        or None in status.values()
+        or not any(c["steps"] for c in found.values())
+    ):
         sys.exit("error: no run made a step; the result stays as it was")
     trained = a.steps * BATCH[a.tiny] * size.sequence
-    data_of_it = {"tokens": text["tokens"], "bytes": text["text_bytes"], "epochs": trained / (0.98 * text["tokens"])}
-    result = {"settings": options(a, "text"), "data": data_of_it, "gpus_of_a_run": len(divided[0]), "runs": found}
+    data_of_it = {
+        "tokens": text["tokens"],
+        "bytes": text["text_bytes"],
+        "epochs": trained / (0.98 * text["tokens"]),
+    }
+    result = {
+        "settings": options(a, "text"),
+        "data": data_of_it,
+        "gpus_of_a_run": len(divided[0]),
+        "runs": found,
+    }
     name = f"convergence/{a.name}" + "-tiny" * a.tiny + f"-seed-{a.seed}" * (a.seed != 0)
     write_result(name, result, a.output, nan=True)
 

@@ -1,6 +1,7 @@
 """What the runs of `benchmarks/convergence/long.py` say.
 
-python -m benchmarks.convergence.long_report [--results JSON ...] [--plot docs/figures/convergence-long.png]
+python -m benchmarks.convergence.long_report [--results JSON ...] [--plot
+docs/figures/convergence-long.png]
 """
 
 from __future__ import annotations
@@ -19,25 +20,34 @@ from benchmarks.convergence.long import PAIR, VARIANTS
 
 __all__ = ["held_out_gaps", "plot", "report"]
 
-COLORS = dict(zip(VARIANTS, ("0.35", "tab:blue", "0.6", "tab:cyan", "tab:orange", "tab:green"), strict=True))
+COLORS = dict(
+    zip(VARIANTS, ("0.35", "tab:blue", "0.6", "tab:cyan", "tab:orange", "tab:green"), strict=True)
+)
 
 
 def held_out_gaps(runs: dict[str, dict[str, Any]], other: str = "coat") -> dict[int, float]:
     """The held-out loss of ``other`` relative to BF16's, by step, where both have one."""
-    bf16, its = (dict(zip(r["held_out_steps"], r["held_out_losses"], strict=True)) for r in (runs[BF16], runs[other]))
+    bf16, its = (
+        dict(zip(r["held_out_steps"], r["held_out_losses"], strict=True))
+        for r in (runs[BF16], runs[other])
+    )
     return {step: its[step] / bf16[step] - 1 for step in bf16 if step in its}
 
 
 def report(runs: dict[str, dict[str, Any]], steps: int) -> None:
-    """Print how far each run is and its speed; of whole runs, the held-out loss and its gap to BF16's."""
+    """Print how far each run is and its speed; of whole runs, the held-out loss and its gap to
+    BF16's.
+    """
     for name, run in runs.items():
         if not run["steps"]:
             print(f"{name}: no step")
             continue
         speed, memory = run["tokens_per_second_per_gpu"], run["peak_memory_bytes"] / 2**30
         print(
-            f"{name}: {run['steps']} of {steps} steps, {run['tokens'] / 1e6:.0f} M tokens, {speed:,.0f} tokens/s/GPU, "
-            f"peak {memory:.1f} GiB, training loss {run['training_losses'][-1]:.4f}, {run['skipped_steps']} skipped"
+            f"{name}: {run['steps']} of {steps} steps, {run['tokens'] / 1e6:.0f} M tokens, "
+            f"{speed:,.0f} tokens/s/GPU, "
+            f"peak {memory:.1f} GiB, training loss {run['training_losses'][-1]:.4f}, "
+            f"{run['skipped_steps']} skipped"
         )
     whole = {name: last_quarter(run) for name, run in runs.items() if run["steps"] == steps}
     for name, loss in whole.items():
@@ -52,7 +62,8 @@ def last_quarter(run: dict[str, Any]) -> float:
 
 
 def plot(drawn: Mapping[str, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Training and held-out loss of BF16 and coat over tokens, for each seed and text; below, gaps of held-out losses.
+    """Training and held-out loss of BF16 and coat over tokens, for each seed and text; below, gaps
+    of held-out losses.
 
     Raises:
         ValueError: one of the runs has made no step.
@@ -64,25 +75,47 @@ def plot(drawn: Mapping[str, dict[str, dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained", height_ratios=[3, 2])
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(7, 6), sharex=True, layout="constrained", height_ratios=[3, 2]
+    )
     ends = []
     for (where, runs), marker in zip(drawn.items(), itertools.cycle("osv^"), strict=False):
         for name, run in runs.items():
             tokens = run["tokens"] / run["steps"] / 1e6  # millions, a step
             color, label = COLORS[name], f"{name}, {where}"
             if name in PAIR:
-                steps = [min((n + 1) * run["steps_a_point"], run["steps"]) for n in range(len(run["training_losses"]))]
-                above.plot([n * tokens for n in steps], run["training_losses"], color=color, linewidth=0.7, alpha=0.6)
+                steps = [
+                    min((n + 1) * run["steps_a_point"], run["steps"])
+                    for n in range(len(run["training_losses"]))
+                ]
+                above.plot(
+                    [n * tokens for n in steps],
+                    run["training_losses"],
+                    color=color,
+                    linewidth=0.7,
+                    alpha=0.6,
+                )
                 x = [n * tokens for n in run["held_out_steps"]]
-                above.plot(x, run["held_out_losses"], marker, color=color, markersize=3, label=f"{label}, held out")
+                above.plot(
+                    x,
+                    run["held_out_losses"],
+                    marker,
+                    color=color,
+                    markersize=3,
+                    label=f"{label}, held out",
+                )
                 ends += run["training_losses"]
             if name != BF16:
                 gaps = held_out_gaps(runs, name)
                 x = [step * tokens for step in gaps]
                 y = [100 * gap for gap in gaps.values()]
-                below.plot(x, y, f"{marker}-", color=color, markersize=3, linewidth=0.7, label=label)
+                below.plot(
+                    x, y, f"{marker}-", color=color, markersize=3, linewidth=0.7, label=label
+                )
     below.axhline(0, color="0.6", linewidth=0.8)
-    above.set(ylabel="loss, nats a token", ylim=(0.95 * min(ends), sorted(ends)[int(0.97 * len(ends))]))
+    above.set(
+        ylabel="loss, nats a token", ylim=(0.95 * min(ends), sorted(ends)[int(0.97 * len(ends))])
+    )
     below.set(xlabel="million tokens", ylabel="held out, to BF16, %", ylim=(-3, 3))
     for axis in (above, below):
         axis.legend(fontsize=7, ncols=2)
@@ -95,7 +128,9 @@ def plot(drawn: Mapping[str, dict[str, dict[str, Any]]], path: Path) -> None:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", nargs="+", type=Path, metavar="JSON", help="default: those kept")
+    parser.add_argument(
+        "--results", nargs="+", type=Path, metavar="JSON", help="default: those kept"
+    )
     parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
     return parser.parse_args(given)
 
@@ -104,10 +139,14 @@ def main() -> None:
     arguments = parse()
     paths = arguments.results or result_path("convergence/long").parent.glob("long*.json")
     with one_line():
-        results = [read_result(path, "settings", "data", "runs", option="--results") for path in paths]
+        results = [
+            read_result(path, "settings", "data", "runs", option="--results") for path in paths
+        ]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     steps = dict[str, int]()
-    for result in sorted(results, key=lambda result: (result["settings"]["seed"], result["data"]["tokens"])):
+    for result in sorted(
+        results, key=lambda result: (result["settings"]["seed"], result["data"]["tokens"])
+    ):
         where = f"seed {result['settings']['seed']}, text of {result['data']['tokens'] / 1e6:.0f} M"
         found.setdefault(where, {}).update(result["runs"])
         steps[where] = result["settings"]["steps"]

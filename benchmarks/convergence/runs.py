@@ -1,6 +1,8 @@
-"""Training runs side by side on the GPUs there are: started, stopped, measured, and written down after each of them.
+"""Training runs side by side on the GPUs there are: started, stopped, measured, and written down
+after each of them.
 
-`branches.py` derives its study from :class:`Study`; `long.py` starts its runs with :func:`launched`.
+`branches.py` derives its study from :class:`Study`; `long.py` starts its runs with
+:func:`launched`.
 """
 
 from __future__ import annotations
@@ -41,11 +43,21 @@ Wait = Callable[[subprocess.Popen, float | None], int]
 
 def torchrun(*program: str, ranks: int = 1) -> list[str]:
     """The command of a program on ``ranks`` ranks of this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        *program,
+    ]
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kill the launcher and all that it started: its ranks are in sessions of their own, where no killpg finds them."""
+    """Kill the launcher and all that it started: its ranks are in sessions of their own, where
+    no killpg finds them.
+    """
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process.pid)
         launcher.suspend()  # so that it starts nothing between the look and the end
@@ -57,11 +69,23 @@ def stop(process: subprocess.Popen) -> None:
 
 @contextmanager
 def launched(line: Sequence[str], log: Path, gpus: str) -> Iterator[subprocess.Popen]:
-    """A program that sees ``gpus`` and writes to ``log``; what still runs at the end of the block is killed."""
-    environment = {"OMP_NUM_THREADS": "4", **os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": python_path(ROOT)}
+    """A program that sees ``gpus`` and writes to ``log``; what still runs at the end of the
+    block is killed.
+    """
+    environment = {
+        "OMP_NUM_THREADS": "4",
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "PYTHONPATH": python_path(ROOT),
+    }
     with open(log, "a") as output:
         process = subprocess.Popen(
-            line, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            line,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             yield process
@@ -71,10 +95,15 @@ def launched(line: Sequence[str], log: Path, gpus: str) -> Iterator[subprocess.P
 
 
 def measured(
-    line: Sequence[str], out: Path, log: Path, gpu: str, seconds: float | None, wait: Wait | None = None
+    line: Sequence[str],
+    out: Path,
+    log: Path,
+    gpu: str,
+    seconds: float | None,
+    wait: Wait | None = None,
 ) -> dict[str, Any]:
-    """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``, which is when ``wait``
-    raises TimeoutExpired.
+    """Run `launch/pretrain.py`, or a program around it, to the end; stopped after ``seconds``,
+    which is when ``wait`` raises TimeoutExpired.
 
     Returns:
         Steps, losses and seconds of the run, by ``metrics.jsonl`` in ``out``.
@@ -105,7 +134,8 @@ def measured(
 class Study:
     """Runs that wait, those that are done and those that failed; threads take one after the other.
 
-    A derived class says how a run is made (:meth:`train`) and what the runs say together (:meth:`compared`).
+    A derived class says how a run is made (:meth:`train`) and what the runs say together
+    (:meth:`compared`).
     """
 
     name: str
@@ -177,7 +207,10 @@ class Study:
                 with self._lock:
                     self.runs.append(run)
                     self.finished += run["steps"] == self.arguments.steps
-                    speed = f"{run['steps']} steps in {run['seconds']:.0f} s, {1e3 * run['step_seconds']:.0f} ms each"
+                    speed = (
+                        f"{run['steps']} steps in {run['seconds']:.0f} s, "
+                        f"{1e3 * run['step_seconds']:.0f} ms each"
+                    )
                     print(f"{job}: {speed}, held-out loss {run['held_out_loss']}", flush=True)
             with self._lock:
                 self.write()
@@ -185,17 +218,25 @@ class Study:
     def work_on_all(self) -> None:
         """Do all runs, ``--per-gpu`` of them at a time on every GPU, or without one on the CPU."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())] or [""]
+        gpus = (
+            visible.split(",")
+            if visible
+            else [str(i) for i in range(torch.cuda.device_count())] or [""]
+        )
         print(
-            f"{self._queue.qsize()} runs on {len(gpus)} devices, {self.arguments.per_gpu} at a time on each; "
+            f"{self._queue.qsize()} runs on {len(gpus)} devices, {self.arguments.per_gpu} at a "
+            "time on each; "
             f"{self.text['tokens']:,} tokens, of which a run trains on "
-            f"{self.text['training_tokens']:,} ({self.text['training_epochs']:.2f} epochs) and holds out "
+            f"{self.text['training_tokens']:,} ({self.text['training_epochs']:.2f} epochs) and "
+            "holds out "
             f"{self.text['held_out_tokens']:,} ({self.text['held_out_epochs']:.2f} epochs)",
             flush=True,
         )
         # Slot by slot, so that the first runs spread over the GPUs.
         workers = [
-            threading.Thread(target=self.work, args=(gpu,)) for _ in range(self.arguments.per_gpu) for gpu in gpus
+            threading.Thread(target=self.work, args=(gpu,))
+            for _ in range(self.arguments.per_gpu)
+            for gpu in gpus
         ]
         for worker in workers:
             worker.start()
@@ -206,15 +247,29 @@ class Study:
         """What is to be said of a call in which no run came to its end; None of others."""
         if self.finished or not self.asked:
             return None
-        return f"error: none of {self.asked} runs was finished" + f"; {self._path} stays as it was" * self._earlier
+        return (
+            f"error: none of {self.asked} runs was finished"
+            + f"; {self._path} stays as it was" * self._earlier
+        )
 
     def write(self) -> None:
-        """Write the result as it is now. One of an earlier call stays until there is a run to compare."""
+        """Write the result as it is now. One of an earlier call stays until there is a run to
+        compare.
+        """
         if self._earlier and not self.finished:
             return
-        runs = sorted(self.runs, key=lambda r: (list(self.variants).index(r["variant"]), r["seed"], r["repeat"]))
+        runs = sorted(
+            self.runs,
+            key=lambda r: (list(self.variants).index(r["variant"]), r["seed"], r["repeat"]),
+        )
         chosen = options(self.arguments, "runs")
-        found = {"settings": chosen, "data": self.text, **self.compared(runs), "runs": runs, "failed": self.failed}
+        found = {
+            "settings": chosen,
+            "data": self.text,
+            **self.compared(runs),
+            "runs": runs,
+            "failed": self.failed,
+        }
         if self.extended is not None:
             kept = ("environment", "settings", "note", "extended")
             found["extended"] = {k: self.extended[k] for k in kept if k in self.extended}

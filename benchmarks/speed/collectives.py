@@ -1,10 +1,11 @@
 """What tensor-parallel ranks say to each other in a layer: how many collectives, of how many bytes.
 
-    torchrun --nproc_per_node 2 -m benchmarks.speed.collectives [--presets llama2-13b llama3-8b] [--tokens 16384]
+    torchrun --nproc_per_node 2 -m benchmarks.speed.collectives [--presets llama2-13b \\
+        llama3-8b] [--tokens 16384]
 
-Runs Megatron layers with sequence parallelism, as BF16 and patched. Collectives are counted as torch.distributed
-dispatches them, so that nothing is left out; their bytes are those of the whole tensor: what a gather makes, what a
-reduction reads. ``step.py`` says how long they take.
+Runs Megatron layers with sequence parallelism, as BF16 and patched. Collectives are counted as
+torch.distributed dispatches them, so that nothing is left out; their bytes are those of the whole
+tensor: what a gather makes, what a reduction reads. ``step.py`` says how long they take.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ COPIES = " by copies"
 
 NCCL_ONLY = " over NCCL"
 TP_VARIANTS = [*VARIANTS, *(name + NCCL_ONLY for name in VARIANTS)]
-"""What can be measured: the variants of ``layer.py``, and each without memory that ranks read from each other."""
+"""What can be measured: the variants of ``layer.py``, and each without memory that ranks read
+from each other.
+"""
 
 
 @contextmanager
@@ -74,7 +77,9 @@ class Collective(NamedTuple):
 
 
 class recorded(TorchDispatchMode):  # noqa: N801 - used as a context
-    """Collectives that are called inside, backward's too, in order: ``with recorded() as seen`` gives their list."""
+    """Collectives that are called inside, backward's too, in order: ``with recorded() as seen``
+    gives their list.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,17 +92,23 @@ class recorded(TorchDispatchMode):  # noqa: N801 - used as a context
         gather, product = PeerMemory.gather, products.scattered_product
 
         def noting_gather(peers: PeerMemory, tensors: list[torch.Tensor]) -> Any:
-            self._note("gather" + COPIES, peers.size * sum(t.nbytes for t in tensors), tensors[0].dtype)
+            self._note(
+                "gather" + COPIES, peers.size * sum(t.nbytes for t in tensors), tensors[0].dtype
+            )
             return gather(peers, tensors)
 
-        def noting_product(peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype) -> Any:
+        def noting_product(
+            peers: PeerMemory, a: Any, multiply: Any, n: int, dtype: torch.dtype
+        ) -> Any:
             self._note("reduce-scatter" + COPIES, a.codes.shape[0] * n * dtype.itemsize, dtype)
             return product(peers, a, multiply, n, dtype)
 
         self._patches = ExitStack()
         self._patches.enter_context(mock.patch.object(dist, "all_reduce", self._noting_maximum))
         self._patches.enter_context(mock.patch.object(PeerMemory, "gather", noting_gather))
-        self._patches.enter_context(mock.patch.object(products, "scattered_product", noting_product))
+        self._patches.enter_context(
+            mock.patch.object(products, "scattered_product", noting_product)
+        )
         return self.seen
 
     def __exit__(self, *error: Any) -> None:
@@ -107,8 +118,12 @@ class recorded(TorchDispatchMode):  # noqa: N801 - used as a context
     def _note(self, kind: str, nbytes: int, dtype: torch.dtype) -> None:
         self.seen.append(Collective(kind, nbytes, str(dtype).removeprefix("torch.")))
 
-    def _noting_maximum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
-        """``all_reduce``; what is dispatched holds the operation in an object that Python cannot open."""
+    def _noting_maximum(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any
+    ) -> Any:
+        """``all_reduce``; what is dispatched holds the operation in an object that Python cannot
+        open.
+        """
         self._maximum = op == dist.ReduceOp.MAX
         try:
             return self._all_reduce(tensor, op, *rest, **named)
@@ -141,9 +156,13 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def table(seen: Sequence[Collective], layers: int = 1) -> list[dict[str, Any]]:
-    """Equal collectives together: ``{"kind", "dtype", "bytes", "count"}``, the count a layer, large ones first."""
+    """Equal collectives together: ``{"kind", "dtype", "bytes", "count"}``, the count a layer,
+    large ones first.
+    """
     rows = [{**one._asdict(), "count": n / layers} for one, n in Counter(seen).items()]
-    return sorted(({"bytes": r.pop("nbytes"), **r} for r in rows), key=lambda r: (-r["bytes"], r["kind"]))
+    return sorted(
+        ({"bytes": r.pop("nbytes"), **r} for r in rows), key=lambda r: (-r["bytes"], r["kind"])
+    )
 
 
 def count(forward: Callable[[], torch.Tensor], layers: int) -> dict[str, Any]:
@@ -180,10 +199,19 @@ def start_ranks() -> int:
     return dist.get_world_size()
 
 
-def measure(preset: str, tokens: int, sequence: int, variants: Sequence[str], layers: int, overrides: Sequence[str]):
+def measure(
+    preset: str,
+    tokens: int,
+    sequence: int,
+    variants: Sequence[str],
+    layers: int,
+    overrides: Sequence[str],
+):
     """``{variant: what is to be said of it}`` of one model's layers on the ranks that there are."""
     ranks = dist.get_world_size()
-    model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={layers}", *overrides])
+    model = load_model_config(
+        ROOT / f"configs/models/{preset}.json", [f"num_layers={layers}", *overrides]
+    )
     forward, gpt, _ = stack(model, tokens, ranks, sequence)
 
     def one() -> dict[str, Any]:
@@ -201,17 +229,28 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--presets", type=preset_name, nargs="+", default=["llama2-13b", "llama3-8b"], help="names in configs/models"
+        "--presets",
+        type=preset_name,
+        nargs="+",
+        default=["llama2-13b", "llama3-8b"],
+        help="names in configs/models",
     )
-    parser.add_argument("--tokens", type=positive_int, default=16384, help="a multiple of --sequence")
-    parser.add_argument("--sequence", type=positive_int, default=SEQUENCE, help="a multiple of the number of ranks")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=16384, help="a multiple of --sequence"
+    )
+    parser.add_argument(
+        "--sequence", type=positive_int, default=SEQUENCE, help="a multiple of the number of ranks"
+    )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
     parser.add_argument("--layers", type=positive_int, default=4)
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default="collectives", help="of the JSON result")
     arguments = parser.parse_args(given)
     if arguments.tokens <= 0 or arguments.sequence <= 0 or arguments.tokens % arguments.sequence:
-        parser.error(f"--tokens: got {arguments.tokens}, accepted: a multiple of --sequence, {arguments.sequence}")
+        parser.error(
+            f"--tokens: got {arguments.tokens}, accepted: a multiple of --sequence, "
+            f"{arguments.sequence}"
+        )
     return arguments
 
 
@@ -220,7 +259,13 @@ def main() -> None:
     ranks = start_ranks()
     results = []
     for preset in arguments.presets:
-        shape = arguments.tokens, arguments.sequence, arguments.variants, arguments.layers, arguments.model_override
+        shape = (
+            arguments.tokens,
+            arguments.sequence,
+            arguments.variants,
+            arguments.layers,
+            arguments.model_override,
+        )
         found = measure(preset, *shape)
         results.append({"preset": preset, "ranks": ranks, "runs": found})
         if dist.get_rank() == 0:

@@ -1,9 +1,12 @@
-"""`engine.step()` of DeepSpeed: clip, update, cast and gather, with torch's fused AdamW and with CoatAdamW.
+"""`engine.step()` of DeepSpeed: clip, update, cast and gather, with torch's fused AdamW and with
+CoatAdamW.
 
-    torchrun --nproc_per_node 2 -m benchmarks.speed.engine_step [--stage 2] [--layers 8] [--profile] [--output DIR]
+    torchrun --nproc_per_node 2 -m benchmarks.speed.engine_step [--stage 2] [--layers 8] \\
+        [--profile] [--output DIR]
 
-Layers of Llama-2-7B in BF16; sequences are short, since a step does not depend on them. Times are by the host's clock
-until the GPU is done: medians of 12 steps after 3 to warm up, and the ratio to torch's fused AdamW in the same run.
+Layers of Llama-2-7B in BF16; sequences are short, since a step does not depend on them. Times are
+by the host's clock until the GPU is done: medians of 12 steps after 3 to warm up, and the ratio to
+torch's fused AdamW in the same run.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ def settings(stage: int, coat: bool) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
         "data_types": {"grad_accum_dtype": "fp32" if stage > 1 else "bf16"},
-        "optimizer": {"type": "CoatAdamW" if coat else "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "CoatAdamW" if coat else "AdamW",
+            "params": {"lr": 1e-5, "weight_decay": 0.1},
+        },
     }
     return config | ({"coat": {"activation": {"enabled": False}}} if coat else {})
 
@@ -46,11 +52,16 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     allowed = coat_step.may_leave_out_passes
     if name == "CoatAdamW, every pass of ZeRO's":
         coat_step.may_leave_out_passes = lambda zero: False
-    model_config = load_model_config(ROOT / arguments.model, [f"num_layers={arguments.layers}"]).with_vocab(32000)
+    model_config = load_model_config(
+        ROOT / arguments.model, [f"num_layers={arguments.layers}"]
+    ).with_vocab(32000)
     model = build_model(model_config)
     config = settings(arguments.stage, coat)
     engine, *_ = coat_dist.initialize(
-        model=model, optimizer=None if coat else torch_adamw(model, config), mpu=MPUAdapter(), config=config
+        model=model,
+        optimizer=None if coat else torch_adamw(model, config),
+        mpu=MPUAdapter(),
+        config=config,
     )
     coat_step.may_leave_out_passes = allowed
     tokens = torch.randint(0, 32000, (1, 512), device="cuda")
@@ -65,7 +76,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             with torch.profiler.profile(activities=activities) as profile:
                 engine.step()
                 torch.cuda.synchronize()
-            table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=12, max_name_column_width=70)
+            table = profile.key_averages().table(
+                sort_by="self_cuda_time_total", row_limit=12, max_name_column_width=70
+            )
             continue
         times.append(wall_ms(engine.step, synchronize=True))
     if table and dist.get_rank() == 0:
@@ -104,7 +117,12 @@ def main() -> None:
     if dist.get_rank() == 0:
         world = dist.get_world_size()
         name = f"speed/engine-step-zero{arguments.stage}-{world}-rank{'s' * (world > 1)}"
-        result = {"ranks": world, "stage": arguments.stage, "layers": arguments.layers, "steps": rows}
+        result = {
+            "ranks": world,
+            "stage": arguments.stage,
+            "layers": arguments.layers,
+            "steps": rows,
+        }
         print("wrote", write_result(name, result, arguments.output))
     dist.destroy_process_group()
 

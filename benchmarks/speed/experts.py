@@ -1,10 +1,13 @@
-"""Layers with experts, forward and backward: grouped products in BF16 and with the flow, and experts one by one.
+"""Layers with experts, forward and backward: grouped products in BF16 and with the flow, and
+experts one by one.
 
-    python -m benchmarks.speed.experts [--shapes mixtral-8x7b ...] [--tokens 16384 4096] [--variants coat ...]
+    python -m benchmarks.speed.experts [--shapes mixtral-8x7b ...] [--tokens 16384 4096] \\
+        [--variants coat ...]
 
-One Megatron layer of each shape (attention, router, dispatcher, experts), timed and counted as ``layer.py`` does it.
-The base is our layer in BF16 with ``moe_grouped_gemm``, whose products are ``torch._grouped_mm``. Routing is that of
-random weights, so experts have different numbers of tokens. The kernel tables are of one profiled pass each.
+One Megatron layer of each shape (attention, router, dispatcher, experts), timed and counted as
+``layer.py`` does it. The base is our layer in BF16 with ``moe_grouped_gemm``, whose products are
+``torch._grouped_mm``. Routing is that of random weights, so experts have different numbers of
+tokens. The kernel tables are of one profiled pass each.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_query_groups=16, num_moe_experts=64, moe_router_topk=8,
     ),
 }  # fmt: skip
-"""What differs from ``configs/models/tiny-moe.json``; attention heads of Qwen3 have 128 elements, here too."""
+"""What differs from ``configs/models/tiny-moe.json``; attention heads of Qwen3 have 128
+elements, here too.
+"""
 
 
 def model_of(shape: str, grouped: bool, dispatcher: str) -> ModelConfig:
@@ -55,7 +60,9 @@ def model_of(shape: str, grouped: bool, dispatcher: str) -> ModelConfig:
 
 
 def flops(model: ModelConfig, tokens: int) -> float:
-    """Of one layer, forward and backward; attention counts half of the keys, and its backward 2.5 times its forward."""
+    """Of one layer, forward and backward; attention counts half of the keys, and its backward
+    2.5 times its forward.
+    """
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
     weights = h * d * 2 * (heads + model.kv_heads)
     weights += h * ((model.num_moe_experts or 0) + 3 * model.moe_router_topk * model.expert_size)
@@ -75,7 +82,9 @@ def runs_of(shape: str, tokens: int, arguments: argparse.Namespace) -> dict[str,
             if variant is None:
                 found[name] = measure(forward, gpt, x, 1) | {"kernels": kernels(forward, dy, 1)}
                 continue
-            with patched(gpt, CoatConfig.parse({"activation": VARIANTS[variant]}).activation) as report:
+            with patched(
+                gpt, CoatConfig.parse({"activation": VARIANTS[variant]}).activation
+            ) as report:
                 assert any(block.endswith("mlp.experts") for block in report.patched), str(report)
                 found[name] = measure(forward, gpt, x, 1) | {"kernels": kernels(forward, dy, 1)}
         del forward, gpt, x, dy
@@ -83,7 +92,9 @@ def runs_of(shape: str, tokens: int, arguments: argparse.Namespace) -> dict[str,
     return found
 
 
-def report(shape: str, tokens: int, runs: dict[str, dict[str, Any]], rows: int, dispatcher: str) -> None:
+def report(
+    shape: str, tokens: int, runs: dict[str, dict[str, Any]], rows: int, dispatcher: str
+) -> None:
     """Print the results, and add sums and ratios to them."""
     work = flops(model_of(shape, True, dispatcher), tokens)
     base = next(iter(runs.values()))
@@ -94,15 +105,19 @@ def report(shape: str, tokens: int, runs: dict[str, dict[str, Any]], rows: int, 
         one["kernels_ms"] = sum(k["us"] for k in one["kernels"]) / 1e3
         print(
             f"{name:<26} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  "
-            f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  kernels {one['kernels_ms']:7.3f} ms  "
+            f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  kernels "
+            f"{one['kernels_ms']:7.3f} ms  "
             f"{one['tflops']:5.0f} TFLOP/s  "
-            f"saved {one['saved_bytes_per_token']:,.0f} B/token  peak {one['peak_bytes'] / 2**30:.2f} GiB",
+            f"saved {one['saved_bytes_per_token']:,.0f} B/token  peak "
+            f"{one['peak_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
     for name in list(runs)[:2]:
         print(f"  -- {name}")
         for row in runs[name]["kernels"][:rows]:
-            print(f"  {row['us']:9.1f} us  {row['calls']:5.1f} x  {row['kernel'][:110]}", flush=True)
+            print(
+                f"  {row['us']:9.1f} us  {row['calls']:5.1f} x  {row['kernel'][:110]}", flush=True
+            )
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,12 +125,18 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument(
-        "--tokens", nargs="+", type=positive_int, default=[16384, 4096], help=f"multiples of {SEQUENCE}"
+        "--tokens",
+        nargs="+",
+        type=positive_int,
+        default=[16384, 4096],
+        help=f"multiples of {SEQUENCE}",
     )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
     parser.add_argument("--dispatcher", default="alltoall", choices=["alltoall", "allgather"])
     parser.add_argument("--one-by-one", action="store_true", help="also without moe_grouped_gemm")
-    parser.add_argument("--kernels", type=int_from_0, default=24, help="rows of the kernel tables, printed and kept")
+    parser.add_argument(
+        "--kernels", type=int_from_0, default=24, help="rows of the kernel tables, printed and kept"
+    )
     parser.add_argument("--name", default="experts", help="of the JSON result")
     arguments = parser.parse_args(given)
     for tokens in arguments.tokens:

@@ -1,9 +1,11 @@
-"""Element-wise kernels of the flow on one layer's tensors: time, and bytes moved against copy bandwidth.
+"""Element-wise kernels of the flow on one layer's tensors: time, and bytes moved against copy
+bandwidth.
 
-Times are of GPU work alone, from a CUDA graph, and include every kernel of a call (where an amax is taken, also the one
-that sets it to zero first). Each tensor is larger than the cache.
+Times are of GPU work alone, from a CUDA graph, and include every kernel of a call (where an amax is
+taken, also the one that sets it to zero first). Each tensor is larger than the cache.
 
-    python -m benchmarks.speed.flow_kernels [--tokens 16384] [--hidden 4096] [--ffn 11008] [--output DIR]
+    python -m benchmarks.speed.flow_kernels [--tokens 16384] [--hidden 4096] [--ffn 11008] \\
+        [--output DIR]
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=positive_int, default=16384, help="a multiple of 4")
-    parser.add_argument("--hidden", type=positive_int, default=4096, help="a multiple of 128, the size of a head")
+    parser.add_argument(
+        "--hidden", type=positive_int, default=4096, help="a multiple of 128, the size of a head"
+    )
     parser.add_argument("--ffn", type=positive_int, default=11008)
     arguments = parser.parse_args(given)
     for name, of in (("tokens", 4), ("hidden", 128)):
@@ -60,26 +64,46 @@ def main() -> None:
         "quantize_rows": (lambda: quantize.quantize_rows(x, E4M3), 3 * m * h),
         "quantize_rows of fc2's weight": (lambda: quantize.quantize_rows(down, E4M3), 3 * h * f),
         "transpose codes": (lambda: quantize.transpose(q), 2 * m * h),
-        "quantize_groups": (lambda: quantize.quantize_groups(x, E3M4, 32, "e8m0"), (2 + wide) * m * h),
-        "dequantize groups": (lambda: quantize.dequantize(compressed.x8, torch.bfloat16), (2 + wide) * m * h),
+        "quantize_groups": (
+            lambda: quantize.quantize_groups(x, E3M4, 32, "e8m0"),
+            (2 + wide) * m * h,
+        ),
+        "dequantize groups": (
+            lambda: quantize.dequantize(compressed.x8, torch.bfloat16),
+            (2 + wide) * m * h,
+        ),
         "split_rope": (lambda: rope.split_rope(mixed, heads, table), 4 * mixed.numel()),
-        "split_rope_backward": (lambda: rope.split_rope_backward(*qkv, heads, table), 4 * mixed.numel()),
+        "split_rope_backward": (
+            lambda: rope.split_rope_backward(*qkv, heads, table),
+            4 * mixed.numel(),
+        ),
         "norm": (lambda: norm.norm_forward(x, "rmsnorm", 1e-5, weight, None), 4 * m * h),
         "norm_compress": (
-            lambda: norm.norm_compress(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4),
+            lambda: norm.norm_compress(
+                x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4
+            ),
             (2 + wide) * m * h,
         ),
         "norm_compress_rows": (
-            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4),
+            lambda: norm.norm_compress_rows(
+                x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", True, E3M4
+            ),
             (3 + wide) * m * h,
         ),
         "norm_compress_rows, quantized": (
-            lambda: norm.norm_compress_rows(x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", False, E3M4),
+            lambda: norm.norm_compress_rows(
+                x, "rmsnorm", 1e-5, weight, None, E4M3, 32, "e8m0", False, E3M4
+            ),
             (3 + wide) * m * h,
         ),
-        "norm_quantize from x": (lambda: norm.norm_quantize(x, compressed.stats, weight, None, E4M3, scale), 3 * m * h),
+        "norm_quantize from x": (
+            lambda: norm.norm_quantize(x, compressed.stats, weight, None, E4M3, scale),
+            3 * m * h,
+        ),
         "norm_quantize from x8, transposed": (
-            lambda: norm.norm_quantize(compressed.x8, compressed.stats, weight, None, E4M3, scale, True),
+            lambda: norm.norm_quantize(
+                compressed.x8, compressed.stats, weight, None, E4M3, scale, True
+            ),
             (1 + wide) * m * h,
         ),
         "norm_backward": (
@@ -87,26 +111,37 @@ def main() -> None:
             (4 + wide) * m * h,
         ),
         "norm_backward with a residual": (
-            lambda: norm.norm_backward(dy, *stored, weight, torch.float32, torch.bfloat16, False, x),
+            lambda: norm.norm_backward(
+                dy, *stored, weight, torch.float32, torch.bfloat16, False, x
+            ),
             (6 + wide) * m * h,
         ),
         "activation_compress": (
-            lambda: activation.activation_compress(gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8),
+            lambda: activation.activation_compress(
+                gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8
+            ),
             (4 + 2 * wide) * m * f,
         ),
         "activation_compress_rows": (
-            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8),
+            lambda: activation.activation_compress_rows(
+                gate_up, "swiglu", E4M3, 32, "e8m0", True, None, INT8
+            ),
             (5 + 2 * wide) * m * f,
         ),
         "activation_compress_rows, quantized": (
-            lambda: activation.activation_compress_rows(gate_up, "swiglu", E4M3, 32, "e8m0", False, None, INT8),
+            lambda: activation.activation_compress_rows(
+                gate_up, "swiglu", E4M3, 32, "e8m0", False, None, INT8
+            ),
             (5 + 2 * wide) * m * f,
         ),
         "activation_quantize from BF16": (
             lambda: activation.activation_quantize(gate_up, "swiglu", E4M3, scale),
             5 * m * f,
         ),
-        "activation_grad_amax": (lambda: activation.activation_grad_amax(da, gu8, "swiglu"), (2 + 2 * wide) * m * f),
+        "activation_grad_amax": (
+            lambda: activation.activation_grad_amax(da, gu8, "swiglu"),
+            (2 + 2 * wide) * m * f,
+        ),
         "activation_backward": (
             lambda: activation.activation_backward(da, gu8, "swiglu", E4M3, scale, E4M3, scale),
             (2 + 2 * wide + 5) * m * f,
@@ -117,8 +152,17 @@ def main() -> None:
     rows = []
     for name, (call, size) in calls.items():
         ms = graph_ms([call] * 4)
-        rows.append({"kernel": name, "us": 1e3 * ms, "fraction_of_copy_bandwidth": size / (ms * 1e-3) / bandwidth})
-        print(f"{name:<36} {1e3 * ms:8.1f} us  {rows[-1]['fraction_of_copy_bandwidth']:6.1%}", flush=True)
+        rows.append(
+            {
+                "kernel": name,
+                "us": 1e3 * ms,
+                "fraction_of_copy_bandwidth": size / (ms * 1e-3) / bandwidth,
+            }
+        )
+        print(
+            f"{name:<36} {1e3 * ms:8.1f} us  {rows[-1]['fraction_of_copy_bandwidth']:6.1%}",
+            flush=True,
+        )
     found = {**options(arguments), "copy_bytes_per_second": bandwidth, "kernels": rows}
     print("wrote", write_result("speed/flow-kernels", found, arguments.output))
 

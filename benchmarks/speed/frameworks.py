@@ -1,10 +1,12 @@
-"""A model in the frameworks that train it, with AdamW and with the block: tokens/s, peak, losses, on one GPU.
+"""A model in the frameworks that train it, with AdamW and with the block: tokens/s, peak, losses,
+on one GPU.
 
-    python -m benchmarks.speed.frameworks                # options and variants are those of benchmarks.speed.hf
+    python -m benchmarks.speed.frameworks  # options and variants are those of benchmarks.speed.hf
     python -m benchmarks.speed.frameworks trl lightning  # these two
 
-Nothing is recomputed; ``trl`` is its SFTTrainer. Frameworks that are not installed are left out. One that needs other
-releases of its packages is run by itself, with them first on ``PYTHONPATH``. Writes ``speed/frameworks.json``.
+Nothing is recomputed; ``trl`` is its SFTTrainer. Frameworks that are not installed are left out.
+One that needs other releases of its packages is run by itself, with them first on ``PYTHONPATH``.
+Writes ``speed/frameworks.json``.
 """
 
 import argparse
@@ -24,8 +26,14 @@ from benchmarks.common import options, write_result
 from benchmarks.speed import hf
 from benchmarks.timing import median
 
-FRAMEWORKS = {"trainer": "transformers", "trl": "trl", "accelerate": "accelerate", "lightning": "pytorch_lightning",
-              "llamafactory": "llamafactory", "axolotl": "axolotl"}  # fmt: skip
+FRAMEWORKS = {
+    "trainer": "transformers",
+    "trl": "trl",
+    "accelerate": "accelerate",
+    "lightning": "pytorch_lightning",
+    "llamafactory": "llamafactory",
+    "axolotl": "axolotl",
+}
 """And their packages."""
 
 
@@ -40,13 +48,17 @@ class Steps(transformers.TrainerCallback):
             self.seen.append((float(logs["loss"]), time.perf_counter()))
 
 
-def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: Steps, folder: str) -> None:
+def train(
+    name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: Steps, folder: str
+) -> None:
     batch = ds["train_micro_batch_size_per_gpu"]
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch)  # type: ignore[arg-type]
     if name == "accelerate":
         import accelerate
 
-        accelerator = accelerate.Accelerator(deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=ds))
+        accelerator = accelerate.Accelerator(
+            deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=ds)
+        )
         dummy = accelerate.utils.DummyOptim(model.parameters(), lr=1e-4)
         model, optimizer, loader = accelerator.prepare(model, dummy, loader)
         for ids in loader:
@@ -65,24 +77,40 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
         module.configure_optimizers = lambda: None
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         strategy = pl.strategies.DeepSpeedStrategy(config=ds)
-        pl.Trainer(max_epochs=1, devices=1, precision="bf16-true", strategy=strategy, **quiet).fit(module, loader)
+        pl.Trainer(max_epochs=1, devices=1, precision="bf16-true", strategy=strategy, **quiet).fit(
+            module, loader
+        )
     else:
         settings: dict[str, Any] = {
-            "deepspeed": ds, "bf16": True, "per_device_train_batch_size": batch, "max_steps": len(rows) // batch,
-            "learning_rate": 1e-4, "adam_beta2": 0.95, "weight_decay": 0.1, "use_cpu": not torch.cuda.is_available(),
-            "gradient_checkpointing": False, "logging_steps": 1, "disable_tqdm": True, "report_to": [],
-            "save_strategy": "no", "output_dir": f"{folder}/out",
-        }  # fmt: skip
+            "deepspeed": ds,
+            "bf16": True,
+            "per_device_train_batch_size": batch,
+            "max_steps": len(rows) // batch,
+            "learning_rate": 1e-4,
+            "adam_beta2": 0.95,
+            "weight_decay": 0.1,
+            "use_cpu": not torch.cuda.is_available(),
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "report_to": [],
+            "save_strategy": "no",
+            "output_dir": f"{folder}/out",
+        }
         transformers.trainer.DEFAULT_CALLBACKS.append(steps)  # type: ignore[arg-type]
         if name == "trainer":
             data: Any = [{"input_ids": row, "labels": row} for row in rows]
-            transformers.Trainer(model, transformers.TrainingArguments(**settings), train_dataset=data).train()
+            transformers.Trainer(
+                model, transformers.TrainingArguments(**settings), train_dataset=data
+            ).train()
             return
         import datasets
         from tokenizers import Tokenizer, models
 
         words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # pads alone
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", pad_token="b")
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, eos_token="a", pad_token="b"
+        )
         columns = {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
         data = datasets.Dataset.from_dict({key: values.tolist() for key, values in columns.items()})
         if name == "trl":
@@ -98,18 +126,33 @@ def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: 
         if name == "llamafactory":
             from llamafactory.train.tuner import run_exp
 
-            own = {"model_name_or_path": folder, "stage": "pt", "do_train": True, "finetuning_type": "full",
-                   "dataset": "rows", "tokenized_path": f"{folder}/rows", "cutoff_len": rows.shape[1],
-                   "disable_gradient_checkpointing": True}  # fmt: skip
+            own = {
+                "model_name_or_path": folder,
+                "stage": "pt",
+                "do_train": True,
+                "finetuning_type": "full",
+                "dataset": "rows",
+                "tokenized_path": f"{folder}/rows",
+                "cutoff_len": rows.shape[1],
+                "disable_gradient_checkpointing": True,
+            }
             run_exp(settings | own)
         else:
             from axolotl.cli import args, config
             from axolotl.cli.train import do_train
             from axolotl.utils.dict import DictDefault
 
-            own = {"base_model": folder, "datasets": [{"path": f"{folder}/rows"}], "sequence_len": rows.shape[1],
-                   "skip_prepare_dataset": True, "dataset_prepared_path": f"{folder}/prepared", "seed": 1,
-                   "micro_batch_size": batch, "gradient_accumulation_steps": 1, "optimizer": "adamw_torch"}  # fmt: skip
+            own = {
+                "base_model": folder,
+                "datasets": [{"path": f"{folder}/rows"}],
+                "sequence_len": rows.shape[1],
+                "skip_prepare_dataset": True,
+                "dataset_prepared_path": f"{folder}/prepared",
+                "seed": 1,
+                "micro_batch_size": batch,
+                "gradient_accumulation_steps": 1,
+                "optimizer": "adamw_torch",
+            }
             do_train(config.load_cfg(DictDefault(settings | own)), args.TrainerCliArgs())
 
 
@@ -117,19 +160,32 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     """The record of a framework with a variant."""
     name, *parts = case["variant"].split("+")
     (kind, shape), (batch,) = hf.MODELS[case["model"]], case["micro_batches"]
-    config = transformers.AutoConfig.for_model(kind, **shape, max_position_embeddings=case["sequence"], use_cache=False)
+    config = transformers.AutoConfig.for_model(
+        kind, **shape, max_position_embeddings=case["sequence"], use_cache=False
+    )
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    rows = torch.randint(0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"]))
-    ds, steps = hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch}, Steps()
+    rows = torch.randint(
+        0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"])
+    )
+    ds, steps = (
+        hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch},
+        Steps(),
+    )
     del ds["gradient_accumulation_steps"]  # Lightning refuses it
-    unchanged = mock.patch.object(torch.cuda, "reset_peak_memory_stats")  # axolotl's log would, in each step
+    # axolotl's log would, in each step.
+    unchanged = mock.patch.object(torch.cuda, "reset_peak_memory_stats")
     with tempfile.TemporaryDirectory() as folder, unchanged:
         train(name, model, ds, rows, steps, folder)
     (first, _), *_, (last, _) = steps.seen
-    times = [b - a for (_, a), (_, b) in zip(steps.seen, steps.seen[1:], strict=False)][case["warm_up"] - 1 :]
-    speed = {"step_ms": 1e3 * median(times), "tokens_per_second_per_gpu": batch * case["sequence"] / median(times)}
+    times = [b - a for (_, a), (_, b) in zip(steps.seen, steps.seen[1:], strict=False)][
+        case["warm_up"] - 1 :
+    ]
+    speed = {
+        "step_ms": 1e3 * median(times),
+        "tokens_per_second_per_gpu": batch * case["sequence"] / median(times),
+    }
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     yield {"micro_batch": batch, **speed, "peak_gib": peak, "first_loss": first, "last_loss": last}
 
@@ -137,22 +193,31 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 def parse(given: list[str]) -> argparse.Namespace:
     names = [name for name in FRAMEWORKS if name in given]
     rest = [argument for argument in given if argument not in FRAMEWORKS]
-    found = hf.parse(["--variants", "adamw", "coat+flow", "--name", "frameworks", "--steps", "15", *rest])
+    found = hf.parse(
+        ["--variants", "adamw", "coat+flow", "--name", "frameworks", "--steps", "15", *rest]
+    )
     found.frameworks = names or list(FRAMEWORKS)
     return found
 
 
 def main() -> None:
     arguments, found = parse(sys.argv[1:]), {}
-    run = partial(hf.run, program="benchmarks.speed.frameworks", HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1")
+    run = partial(
+        hf.run, program="benchmarks.speed.frameworks", HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1"
+    )
     for name in arguments.frameworks:
         if not importlib.util.find_spec(FRAMEWORKS[name]):
             print(f"{name}: no package {FRAMEWORKS[name]}")
             continue
-        cases = [options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"} for v in arguments.variants]
+        cases = [
+            options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"}
+            for v in arguments.variants
+        ]
         found[name] = [run(case, arguments.limit) for case in cases]
         hf.compare(found[name])
-        write_result(f"speed/{arguments.name}", {"settings": options(arguments), **found}, arguments.output)
+        write_result(
+            f"speed/{arguments.name}", {"settings": options(arguments), **found}, arguments.output
+        )
 
 
 if __name__ == "__main__":

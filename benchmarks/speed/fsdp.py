@@ -1,13 +1,15 @@
-"""Optimizers under FSDP2: a transformers model with fp32 weights and BF16 layers, beside torch's AdamW; a checkpoint.
+"""Optimizers under FSDP2: a transformers model with fp32 weights and BF16 layers, beside torch's
+AdamW; a checkpoint.
 
-    python -m benchmarks.speed.fsdp                                  # a Llama of 1.3 B on two GPUs, 200 steps
+    python -m benchmarks.speed.fsdp  # a Llama of 1.3 B on two GPUs, 200 steps
 
-Each variant has processes of its own, with the same weights, text and ``fully_shard`` of every layer and the rest.
-bitsandbytes does not know DTensors: it steps on tensors that share their memory. The text is the standard library's, a
-byte a token. Weights come from ``--trunk`` steps of torch's AdamW, past those in which the slightest difference makes
-losses part; optimizers begin anew. The last variant, if it is CoatAdamW's, then trains a model of two layers, which
-``torch.distributed.checkpoint`` saves and one rank loads; the bytes of weights and states are compared. Ratios and gaps
-are to the first variant. Writes ``speed/fsdp.json``.
+Each variant has processes of its own, with the same weights, text and ``fully_shard`` of every
+layer and the rest. bitsandbytes does not know DTensors: it steps on tensors that share their
+memory. The text is the standard library's, a byte a token. Weights come from ``--trunk`` steps of
+torch's AdamW, past those in which the slightest difference makes losses part; optimizers begin
+anew. The last variant, if it is CoatAdamW's, then trains a model of two layers, which
+``torch.distributed.checkpoint`` saves and one rank loads; the bytes of weights and states are
+compared. Ratios and gaps are to the first variant. Writes ``speed/fsdp.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ from benchmarks.common import argument_parser, loss_gaps, options, write_result
 from benchmarks.speed.hf import MODELS, as_rank, run, timed_steps, untrained
 from benchmarks.speed.optimizer import candidates
 
-VARIANTS = ["torch fused AdamW", "torchao AdamWFp8", "bitsandbytes AdamW8bit", "CoatAdamW", "CoatAdamW + layers"]
+VARIANTS = [
+    "torch fused AdamW",
+    "torchao AdamWFp8",
+    "bitsandbytes AdamW8bit",
+    "CoatAdamW",
+    "CoatAdamW + layers",
+]
 LAYERS = " + layers"
 SMALL: dict[str, Any] = {"shape": {"num_hidden_layers": 2}, "steps": 10}
 WARM_UP = 20  # steps of the learning rate, which are not timed either
@@ -56,7 +64,9 @@ def sharded(case: dict[str, Any], device: torch.device) -> torch.nn.Module:
 
 
 def on_shards(groups: list[dict[str, Any]], build: Any) -> torch.optim.Optimizer:
-    """An optimizer of parameters that share the memory of this rank's shards; each step takes their gradients."""
+    """An optimizer of parameters that share the memory of this rank's shards; each step takes
+    their gradients.
+    """
     own = {p: torch.nn.Parameter(p.to_local().detach()) for g in groups for p in g["params"]}
     optimizer = build([g | {"params": [own[p] for p in g["params"]]} for g in groups])
 
@@ -70,7 +80,9 @@ def on_shards(groups: list[dict[str, Any]], build: Any) -> torch.optim.Optimizer
 
 
 def parts(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of a state: what a DTensor, or a subclass with codes and scales, is made of."""
+    """The plain tensors of a state: what a DTensor, or a subclass with codes and scales, is made
+    of.
+    """
     if isinstance(value, dict):
         for one in value.values():
             yield from parts(one)
@@ -82,28 +94,44 @@ def parts(value: Any) -> Iterator[torch.Tensor]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> float:
-    """Bytes of this rank's states for each of its parameters; what several states share counts once."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parts(dict(optimizer.state))}
+    """Bytes of this rank's states for each of its parameters; what several states share counts
+    once.
+    """
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in parts(dict(optimizer.state))
+    }
     return sum(storages.values()) / sum(x.numel() for p in parameters for x in parts(p))
 
 
 def states(model: Any, optimizer: Any, **how: Any) -> dict[str, Any]:
     """What ``torch.distributed.checkpoint`` saves and loads."""
-    found = torch_states.get_state_dict(model, optimizer, options=torch_states.StateDictOptions(**how))
+    found = torch_states.get_state_dict(
+        model, optimizer, options=torch_states.StateDictOptions(**how)
+    )
     return dict(zip(("model", "optimizer"), found, strict=True))
 
 
 def digests(model: Any, optimizer: Any) -> dict[str, str]:
-    """Hashes of all weights, and of all optimizer states, as whole tensors. Only the first rank's are complete."""
+    """Hashes of all weights, and of all optimizer states, as whole tensors. Only the first
+    rank's are complete.
+    """
     found, whole = {}, states(model, optimizer, full_state_dict=True, cpu_offload=True)
-    for key, values in (("weights", whole["model"]), ("states", whole["optimizer"].get("state", {}))):
+    for key, values in (
+        ("weights", whole["model"]),
+        ("states", whole["optimizer"].get("state", {})),
+    ):
         total = hashlib.sha256()
         for name, held in sorted(values.items()):
             for inner, value in sorted(held.items() if isinstance(held, dict) else [("", held)]):
                 is_tensor = isinstance(value, torch.Tensor)
-                total.update(f"{name} {inner} {tuple(value.shape) if is_tensor else value}".encode())
+                total.update(
+                    f"{name} {inner} {tuple(value.shape) if is_tensor else value}".encode()
+                )
                 if is_tensor:
-                    total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                    total.update(
+                        value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                    )
         found[key] = total.hexdigest()
     return found
 
@@ -111,21 +139,28 @@ def digests(model: Any, optimizer: Any) -> dict[str, str]:
 def texts(case: dict[str, Any]) -> Iterator[torch.Tensor]:
     """This rank's text of each step."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    whole = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    whole = torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    ).long()
     for step in range(first := case.get("first", 0), first + case["steps"]):
         generator = torch.Generator().manual_seed(case["ranks"] * step + dist.get_rank())
-        starts = torch.randint(len(whole) - case["sequence"], (case["micro_batch"],), generator=generator)
+        starts = torch.randint(
+            len(whole) - case["sequence"], (case["micro_batch"],), generator=generator
+        )
         yield torch.stack([whole[start : start + case["sequence"]] for start in starts])
 
 
 def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """The record of a variant's training, with its digests if it is saved; or the digests of what was loaded."""
+    """The record of a variant's training, with its digests if it is saved; or the digests of
+    what was loaded.
+    """
     from coat_dist.optim import param_groups
 
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     model = sharded(case, device)
     if case.get("begin"):
-        dcp.load(torch_states.get_model_state_dict(model), checkpoint_id=case["begin"])  # into its parameters
+        # Into its parameters.
+        dcp.load(torch_states.get_model_state_dict(model), checkpoint_id=case["begin"])
     build = candidates()[case["variant"].removesuffix(LAYERS)]
     groups = param_groups(model, 0.1)
     if "CoatAdamW" not in case["variant"]:
@@ -165,14 +200,19 @@ def compare(one: dict[str, Any], base: dict[str, Any]) -> None:
     for step in one["steps"]:
         other = (base["steps"] or one["steps"])[0]
         last, last_other = (sum(x["losses"][-20:]) / len(x["losses"][-20:]) for x in (step, other))
-        step["tokens_per_second_ratio"] = step["tokens_per_second_per_gpu"] / other["tokens_per_second_per_gpu"]
+        step["tokens_per_second_ratio"] = (
+            step["tokens_per_second_per_gpu"] / other["tokens_per_second_per_gpu"]
+        )
         step |= {"last_twenty": last, "last_twenty_gap": last / last_other - 1}
         step["mean_gap"] = sum(step["losses"]) / sum(other["losses"]) - 1
         step["largest_loss_gap"] = loss_gaps(step["losses"], other["losses"])["largest_loss_gap"]
         print(
-            f"{step['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU ({step['tokens_per_second_ratio']:.3f}x)  peak "
-            f"{step['peak_gib']:5.1f} GiB  states {step['state_bytes_per_parameter']:.2f} B/parameter  loss "
-            f"{step['losses'][0]:.4f}, of the last twenty {last:.4f} ({step['last_twenty_gap']:+.3%}; of all "
+            f"{step['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU "
+            f"({step['tokens_per_second_ratio']:.3f}x)  peak "
+            f"{step['peak_gib']:5.1f} GiB  states {step['state_bytes_per_parameter']:.2f} "
+            "B/parameter  loss "
+            f"{step['losses'][0]:.4f}, of the last twenty {last:.4f} "
+            f"({step['last_twenty_gap']:+.3%}; of all "
             f"{step['mean_gap']:+.3%}; largest gap {step['largest_loss_gap']:.3%})",
             flush=True,
         )
@@ -190,16 +230,24 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=positive_int, default=4)
     parser.add_argument("--steps", type=positive_int, default=200)
     parser.add_argument(
-        "--trunk", type=int_from_0, default=100, metavar="STEPS", help="of torch's AdamW, before variants"
+        "--trunk",
+        type=int_from_0,
+        default=100,
+        metavar="STEPS",
+        help="of torch's AdamW, before variants",
     )
-    parser.add_argument("--limit", type=positive_float, default=300.0, metavar="SECONDS", help="of a variant")
+    parser.add_argument(
+        "--limit", type=positive_float, default=300.0, metavar="SECONDS", help="of a variant"
+    )
     parser.add_argument("--name", default="fsdp", help="of the JSON result")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    case = options(arguments, "variants", "limit", "trunk") | {"micro_batches": [arguments.micro_batch]}
+    case = options(arguments, "variants", "limit", "trunk") | {
+        "micro_batches": [arguments.micro_batch]
+    }
     found, installed = [], candidates()
 
     def go(variant: str, **more: Any) -> dict[str, Any]:
@@ -209,8 +257,15 @@ def main() -> None:
         begin = f"{folder}/trunk" if arguments.trunk else None
         if begin:
             before = go(VARIANTS[0], steps=arguments.trunk, save_weights=begin)
-            losses = before["steps"][0]["losses"] if before["steps"] else sys.exit(f"error: no trunk: {before}")
-            print(f"{arguments.trunk} steps before: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+            losses = (
+                before["steps"][0]["losses"]
+                if before["steps"]
+                else sys.exit(f"error: no trunk: {before}")
+            )
+            print(
+                f"{arguments.trunk} steps before: loss {losses[0]:.4f} to {losses[-1]:.4f}",
+                flush=True,
+            )
         variants = [v for v in arguments.variants if v.removesuffix(LAYERS) in installed]
         for variant in variants:
             print(f"== {variant}", flush=True)
@@ -220,8 +275,13 @@ def main() -> None:
                 saved, loaded = go(variant, **small), go(variant, **small, load=True, ranks=1)
                 errors = [end["error"] for end in (saved, loaded) if "error" in end]
                 two, its = (end["steps"][-1] if end["steps"] else {} for end in (saved, loaded))
-                one |= {f"same_{key}": key in two and two[key] == its.get(key) for key in ("weights", "states")}
-                one |= {"save_s": two.get("save_s")} | ({"checkpoint_error": errors[0]} if errors else {})
+                one |= {
+                    f"same_{key}": key in two and two[key] == its.get(key)
+                    for key in ("weights", "states")
+                }
+                one |= {"save_s": two.get("save_s")} | (
+                    {"checkpoint_error": errors[0]} if errors else {}
+                )
             found.append(one)
             compare(one, found[0])
             result = {"settings": options(arguments), "variants": found}

@@ -1,12 +1,14 @@
-"""Transformer layers, forward and backward, with and without the FP8 flow: time, saved bytes, and where the time goes.
+"""Transformer layers, forward and backward, with and without the FP8 flow: time, saved bytes, and
+where the time goes.
 
     python -m benchmarks.speed.layer [--presets llama2-7b ...] [--tokens 16384 ...] [--peers DIR]
 
-Builds a stack of Megatron layers from a preset, times it as BF16, patches it in place and times it again, all in one
-process. Saved bytes are what the allocator holds between forward and backward, a token and layer. The peak of one
-forward and backward, without gradients before it, is compared with what ``layer_memory.py`` expects from shapes. The
-kernel table is of one profiled pass of the patched stack. With ``--peers`` Transformer Engine's layers of the same
-shape (``te_layer.py``) are timed afterwards in the same way, and ratios to them are printed.
+Builds a stack of Megatron layers from a preset, times it as BF16, patches it in place and times it
+again, all in one process. Saved bytes are what the allocator holds between forward and backward, a
+token and layer. The peak of one forward and backward, without gradients before it, is compared with
+what ``layer_memory.py`` expects from shapes. The kernel table is of one profiled pass of the
+patched stack. With ``--peers`` Transformer Engine's layers of the same shape (``te_layer.py``) are
+timed afterwards in the same way, and ratios to them are printed.
 """
 
 from __future__ import annotations
@@ -58,20 +60,26 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
     """What is to be measured; what cannot be is refused here, before anything is.
 
     Raises:
-        ValueError: a number of tokens, a preset that ``layer_memory.py`` has no account of, or ``te_layer.py`` no
-            layer, or a folder without Transformer Engine.
+        ValueError: a number of tokens, a preset that ``layer_memory.py`` has no account of, or
+            ``te_layer.py`` no layer, or a folder without Transformer Engine.
     """
-    settings = {v: CoatConfig.parse({"activation": VARIANTS[v]}).activation for v in arguments.variants}
+    settings = {
+        v: CoatConfig.parse({"activation": VARIANTS[v]}).activation for v in arguments.variants
+    }
     found = []
     for preset in arguments.presets:
-        model = load_model_config(ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"])
+        model = load_model_config(
+            ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"]
+        )
         if arguments.peers is not None:
             te_layer.check(preset, model)
         for tokens in arguments.tokens:
             if tokens <= 0 or tokens % SEQUENCE:
                 raise ValueError(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
             try:
-                variants = {name: (s, expected_peak(model, tokens, s)) for name, s in settings.items()}
+                variants = {
+                    name: (s, expected_peak(model, tokens, s)) for name, s in settings.items()
+                }
             except ValueError as problem:
                 raise ValueError(f"--presets: {preset}: {problem}") from None
             found.append(Case(preset, model, tokens, variants))
@@ -83,9 +91,12 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
 def stack(
     model: ModelConfig, tokens: int, tp: int = 1, sequence: int = SEQUENCE
 ) -> tuple[Callable[[], torch.Tensor], Any, torch.Tensor]:
-    """A function that runs the layers once, the model they belong to, and their input ``[s / tp, b, h]``; several
-    tensor-parallel ranks split the sequence."""
-    gpt: Any = build_model(model.model_copy(update={"vocab_size": 128}), tp=tp, sequence_parallel=tp > 1)
+    """A function that runs the layers once, the model they belong to, and their input ``[s / tp, b,
+    h]``; several tensor-parallel ranks split the sequence.
+    """
+    gpt: Any = build_model(
+        model.model_copy(update={"vocab_size": 128}), tp=tp, sequence_parallel=tp > 1
+    )
     gpt.train()
     rope, layers = gpt.rotary_pos_emb(sequence), list(gpt.decoder.layers)
     shape = (sequence // tp, tokens // sequence, model.hidden_size)
@@ -101,10 +112,13 @@ def stack(
     return forward, gpt, x
 
 
-def measure(forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.Tensor, layers: int) -> dict[str, Any]:
-    """Median milliseconds a layer of forward and backward, bytes saved a token and layer, and the peak and the
-    gradients of one pass that starts without gradients. CUDA graphs have memory of their own for what they save and
-    make: ``graphs_bytes``, which the others leave out."""
+def measure(
+    forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.Tensor, layers: int
+) -> dict[str, Any]:
+    """Median milliseconds a layer of forward and backward, bytes saved a token and layer, and the
+    peak and the gradients of one pass that starts without gradients. CUDA graphs have memory of
+    their own for what they save and make: ``graphs_bytes``, which the others leave out.
+    """
     tokens = x.shape[0] * x.shape[1]
     y = forward()
     dy = torch.randn_like(y)
@@ -137,7 +151,9 @@ def measure(forward: Callable[[], torch.Tensor], gpt: torch.nn.Module, x: torch.
     }
 
 
-def kernels(forward: Callable[[], torch.Tensor], dy: torch.Tensor, layers: int) -> list[dict[str, Any]]:
+def kernels(
+    forward: Callable[[], torch.Tensor], dy: torch.Tensor, layers: int
+) -> list[dict[str, Any]]:
     """GPU time of each kernel, microseconds and calls a layer, of one forward and backward."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -153,7 +169,9 @@ def kernels(forward: Callable[[], torch.Tensor], dy: torch.Tensor, layers: int) 
 
 
 def flops(model: ModelConfig, tokens: int) -> float:
-    """Of one layer, forward and backward; attention counts half of the keys, and its backward 2.5 times its forward."""
+    """Of one layer, forward and backward; attention counts half of the keys, and its backward
+    2.5 times its forward.
+    """
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
     parts = ACTIVATIONS[model.activation].parts
     weights = h * d * 2 * (heads + model.kv_heads) + h * model.ffn_hidden_size * (parts + 1)
@@ -164,7 +182,9 @@ def time_transformer_engine(te: Any, model: ModelConfig, tokens: int) -> dict[st
     """As :func:`measure`, of Transformer Engine's layers of the same shape, by recipe."""
     found = {}
     for name, recipe in te_layer.RECIPES.items():
-        found[name] = measure(*te_layer.stack(te, model, tokens, recipe, SEQUENCE), model.num_layers)
+        found[name] = measure(
+            *te_layer.stack(te, model, tokens, recipe, SEQUENCE), model.num_layers
+        )
         torch.cuda.empty_cache()
     return found
 
@@ -172,11 +192,21 @@ def time_transformer_engine(te: Any, model: ModelConfig, tokens: int) -> dict[st
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--presets", type=preset_name, nargs="+", default=["llama2-7b"], help="names in configs/models")
-    parser.add_argument("--tokens", nargs="+", type=positive_int, default=[16384], help=f"multiples of {SEQUENCE}")
+    parser.add_argument(
+        "--presets",
+        type=preset_name,
+        nargs="+",
+        default=["llama2-7b"],
+        help="names in configs/models",
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=positive_int, default=[16384], help=f"multiples of {SEQUENCE}"
+    )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
     parser.add_argument("--layers", type=positive_int, default=4)
-    parser.add_argument("--kernels", type=int_from_0, default=24, help="rows of the kernel table, 0 = none")
+    parser.add_argument(
+        "--kernels", type=int_from_0, default=24, help="rows of the kernel table, 0 = none"
+    )
     parser.add_argument("--name", default="layer", help="of the JSON result")
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     return parser.parse_args(given)
@@ -187,7 +217,8 @@ def main() -> None:
     with one_line():
         todo = plan(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        # Before anything computes: parts of cuDNN that torch has loaded by then would be taken for those of its own.
+        # Before anything computes: parts of cuDNN that torch has loaded by then would be taken for
+        # those of its own.
         te = te_layer.load(te_layer.unpack(arguments.peers, temporary)) if arguments.peers else None
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         initialize_model_parallel(1)
@@ -197,8 +228,9 @@ def main() -> None:
 
 
 def shape(case: Case, te: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one shape, print its results and return them; beside them those of Transformer Engine's module ``te``, if
-    not None."""
+    """Measure one shape, print its results and return them; beside them those of Transformer
+    Engine's module ``te``, if not None.
+    """
     preset, model, tokens, variants = case
     torch.manual_seed(0)
     forward, gpt, x = stack(model, tokens)
@@ -224,17 +256,24 @@ def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, A
     base, te = runs["bf16"]["ms"], theirs.get("TE bf16", {}).get("ms")
     print(f"== {preset}, {tokens} tokens")
     for name, one in everything.items():
-        one["ratio_to_bf16"], one["tflops"] = one["ms"] / base, flops(model, tokens) / one["ms"] / 1e9
+        one["ratio_to_bf16"], one["tflops"] = (
+            one["ms"] / base,
+            flops(model, tokens) / one["ms"] / 1e9,
+        )
         one.update({"ratio_to_te_bf16": one["ms"] / te} if te else {})
         print(
             f"{name:<24} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  "
             f"total {one['ms']:7.3f} ms  "
-            f"{one['ratio_to_bf16']:.3f} x bf16  {one['ms'] / te if te else float('nan'):.3f} x TE bf16  "
+            f"{one['ratio_to_bf16']:.3f} x bf16  {one['ms'] / te if te else float('nan'):.3f} x TE "
+            "bf16  "
             f"{one['tflops']:5.0f} TFLOP/s  saved {one['saved_bytes_per_token']:,.0f} B/token",
             flush=True,
         )
         if one.get("graphs_bytes"):
-            print(f"{'':<24} {one['graphs_bytes']:,} B for graphs, in which they save and compute", flush=True)
+            print(
+                f"{'':<24} {one['graphs_bytes']:,} B for graphs, in which they save and compute",
+                flush=True,
+            )
         elif expected := one.get("expected_peak"):
             one["peak_to_expected"] = one["peak_bytes"] / expected["bytes"]
             print(

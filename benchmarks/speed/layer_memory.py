@@ -1,25 +1,31 @@
-"""What a stack of patched layers holds at the worst moment of forward and backward, from shapes alone.
+"""What a stack of patched layers holds at the worst moment of forward and backward, from shapes
+alone.
 
-An allocator's peak is compared with this sum: if it is larger, there is an unaccounted copy. It holds for one
-GPU, bf16 weights, one micro-batch and no ``.grad`` before (``zero_grad(set_to_none=True)``), so that each layer's
-backward adds its weights' gradients to what is held. Where ``.grad`` exists (accumulation), all gradients are there
-from the start instead, and one more of this layer's while it is added.
+An allocator's peak is compared with this sum: if it is larger, there is an unaccounted copy. It
+holds for one GPU, bf16 weights, one micro-batch and no ``.grad`` before
+(``zero_grad(set_to_none=True)``), so that each layer's backward adds its weights' gradients to what
+is held. Where ``.grad`` exists (accumulation), all gradients are there from the start instead, and
+one more of this layer's while it is added.
 
-Counted beyond what is there before forward (weights, the input, the gradient that the caller hands in):
+Counted beyond what is there before forward (weights, the input, the gradient that the caller hands
+in):
 
 * y, the output of the last layer, which the caller holds: 2 h a token;
 * what this layer and those before it still hold for backward (docs/flow.md, "What is saved");
-* the gradient of the residual stream, 2 h a token: one tensor for both branches. Of the last layer's MLP it is the
-  caller's own;
-* gradients of weights, of this layer as far as it got and of all layers after it: 2 bytes an element;
+* the gradient of the residual stream, 2 h a token: one tensor for both branches. Of the last
+  layer's MLP it is the caller's own;
+* gradients of weights, of this layer as far as it got and of all layers after it: 2 bytes an
+  element;
 * what the function that runs has made and not yet dropped (:func:`launch.plan.layer.coat_moments`).
 
-The worst moment lies in the last layer's backward if a layer saves more bytes than its weights' gradients have (many
-tokens), otherwise in the first layer's. It is never in forward: what forward holds at most, in the last layer's MLP, is
-fc1's output and the activation's codes beside what is saved; backward holds the activation's gradient and more codes.
+The worst moment lies in the last layer's backward if a layer saves more bytes than its weights'
+gradients have (many tokens), otherwise in the first layer's. It is never in forward: what forward
+holds at most, in the last layer's MLP, is fc1's output and the activation's codes beside what is
+saved; backward holds the activation's gradient and more codes.
 
-Left out, below 1 % where layers are large: fp32 sums of a norm's gradient, scalars, the allocator's rounding (512
-bytes, or the rest of a cached block below 1 MiB), workspaces of cuBLAS (kept from the warm-up).
+Left out, below 1 % where layers are large: fp32 sums of a norm's gradient, scalars, the allocator's
+rounding (512 bytes, or the rest of a cached block below 1 MiB), workspaces of cuBLAS (kept from the
+warm-up).
 """
 
 from __future__ import annotations
@@ -70,7 +76,8 @@ def expected_peak(model: ModelConfig, tokens: int, settings: ActivationConfig) -
     for key, accepted in ACCOUNTED.items():
         if (given := getattr(model, key)) != accepted:
             raise ValueError(
-                f"{key}: got {json.dumps(given)}, accepted: {json.dumps(accepted)} (nothing else is accounted for)"
+                f"{key}: got {json.dumps(given)}, accepted: {json.dumps(accepted)} (nothing else "
+                "is accounted for)"
             )
     layers, stream = model.num_layers, 2 * model.hidden_size * tokens
     saved = tokens * sum(saved_bytes(model, settings))
@@ -80,7 +87,8 @@ def expected_peak(model: ModelConfig, tokens: int, settings: ActivationConfig) -
     for layer in range(layers, 0, -1):
         before = stream + layer * saved + (layers - layer) * gradients
         for one in moments:
-            callers = layer == layers and not one.released  # the last layer's MLP: the caller's gradient
+            # The last layer's MLP: the caller's gradient.
+            callers = layer == layers and not one.released
             held = before + (0 if callers else stream) - one.released + one.gradients + one.made
             peaks.append(Peak(one.name, layer, held))
     return max(peaks, key=lambda p: p.bytes)

@@ -1,14 +1,17 @@
-"""Megatron-core's own loop: FP8 layers and moments beside Transformer Engine's, and a checkpoint for other ranks.
+"""Megatron-core's own loop: FP8 layers and moments beside Transformer Engine's, and a checkpoint
+for other ranks.
 
     python -m benchmarks.speed.megatron_loop --ranks 2 --peers DIR
-    python -m benchmarks.speed.megatron_loop --ranks 2 --tensor-parallel 2 --micro-batch 4 --peers DIR --name NAME
+    python -m benchmarks.speed.megatron_loop --ranks 2 --tensor-parallel 2 --micro-batch 4 \\
+        --peers DIR --name NAME
 
-Each variant has processes of its own, one a GPU: 8 layers of Llama-2-7B with Megatron's overlapped reductions and
-gathers, distributed optimizer, fp32 gradients and schedule. "coat" adds what ``examples/megatron_loop.py`` adds. Peers
-have Transformer Engine's layers, which add to ``main_grad``, and its AdamW; "TE fp8" has 16-bit remainders and BF16
-moments, Megatron's precision-aware optimizer. Ratios are to "TE fp8", gaps to "bf16", else to the first variant.
-A smaller model then saves a ``torch_dist`` checkpoint half-way, which ``--resume-ranks`` ranks load; they take the same
-steps as the run that goes on. Writes ``speed/megatron-loop-N-ranks.json``.
+Each variant has processes of its own, one a GPU: 8 layers of Llama-2-7B with Megatron's overlapped
+reductions and gathers, distributed optimizer, fp32 gradients and schedule. "coat" adds what
+``examples/megatron_loop.py`` adds. Peers have Transformer Engine's layers, which add to
+``main_grad``, and its AdamW; "TE fp8" has 16-bit remainders and BF16 moments, Megatron's
+precision-aware optimizer. Ratios are to "TE fp8", gaps to "bf16", else to the first variant. A
+smaller model then saves a ``torch_dist`` checkpoint half-way, which ``--resume-ranks`` ranks load;
+they take the same steps as the run that goes on. Writes ``speed/megatron-loop-N-ranks.json``.
 """
 
 from __future__ import annotations
@@ -46,7 +49,11 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
 
 def build(case: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Model, optimizer and schedule of a variant."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -56,33 +63,59 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, Any]:
     recipe, moments = PEERS.get(case["variant"], ("", torch.float32))
     coat, precision = BLOCKS.get(case["variant"]), {}
     if moments != torch.float32:
-        precision = {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        precision = {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": moments,
+            "exp_avg_sq_dtype": moments,
+        }
     with te_layers(recipe) if recipe else nullcontext():
-        shape, tp = load_model_config(case["model"], case["model_override"]), case["tensor_parallel"]
+        shape, tp = (
+            load_model_config(case["model"], case["model_override"]),
+            case["tensor_parallel"],
+        )
         model: Any = build_model(shape, tp=tp, sequence_parallel=tp > 1)
     for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):  # asked for before, Megatron's output layer would need Apex
+        # Asked for before, Megatron's output layer would need Apex.
+        if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
     if coat is not None and coat["coat"]["activation"].get("enabled", True):
         megatron_patches.patch_model(model, coat)
     both = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, **both)
     chunk = DistributedDataParallel(model.config, ddp, model)
-    model.config.no_sync_func, model.config.finalize_model_grads_func = chunk.no_sync, finalize_model_grads
-    adam = {"optimizer": "adam", "lr": case["lr"], "min_lr": 0.0, "weight_decay": 0.1, "adam_beta2": 0.95}
-    settings = OptimizerConfig(**adam, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16, **both, **precision)
+    model.config.no_sync_func, model.config.finalize_model_grads_func = (
+        chunk.no_sync,
+        finalize_model_grads,
+    )
+    adam = {
+        "optimizer": "adam",
+        "lr": case["lr"],
+        "min_lr": 0.0,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+    }
+    settings = OptimizerConfig(
+        **adam, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16, **both, **precision
+    )
     if coat is None:
         optimizer = get_megatron_optimizer(settings, [chunk])
     else:
         optimizer = megatron_patches.get_megatron_optimizer(settings, [chunk], coat=coat)
     rate = {"init_lr": 0.0, "max_lr": case["lr"], "min_lr": 0.0, "lr_decay_style": "constant"}
     rate |= {"lr_warmup_steps": case["steps"] // 2, "lr_decay_steps": case["steps"] + 1}
-    decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": case["steps"], "wd_incr_style": "constant"}
+    decay = {
+        "start_wd": 0.1,
+        "end_wd": 0.1,
+        "wd_incr_steps": case["steps"],
+        "wd_incr_style": "constant",
+    }
     return chunk, optimizer, OptimizerParamScheduler(optimizer, **rate, **decay)
 
 
 def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """The record of a variant; with a folder it saves there before the step ``save_at``, or goes on from there."""
+    """The record of a variant; with a folder it saves there before the step ``save_at``, or goes
+    on from there.
+    """
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -92,10 +125,21 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     initialize_model_parallel(case["tensor_parallel"])
     model, optimizer, schedule = build(case)
-    first = example.resume(Path(case["folder"]), model, optimizer, schedule) if case.get("resume") else 0
+    first = (
+        example.resume(Path(case["folder"]), model, optimizer, schedule)
+        if case.get("resume")
+        else 0
+    )
     shape = load_model_config(case["model"], case["model_override"])
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    micro_batch, length, own = case["micro_batch"], shape.seq_length, case["global_micro_batches"] // ranks
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    micro_batch, length, own = (
+        case["micro_batch"],
+        shape.seq_length,
+        case["global_micro_batches"] // ranks,
+    )
     positions = torch.arange(length, device=device).expand(micro_batch, -1)
     sizes = {"num_microbatches": own, "seq_length": length, "micro_batch_size": micro_batch}
     forward_backward = get_forward_backward_func()
@@ -109,7 +153,8 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     def step(batch: tuple[int, list[tuple[torch.Tensor, ...]]]) -> torch.Tensor:
         if batch[0] == case.get("save_at") and not case["resume"]:
-            model.disable_forward_pre_hook()  # gathers what the last step updated: weights are saved by one rank
+            # Gathers what the last step updated: weights are saved by one rank.
+            model.disable_forward_pre_hook()
             example.save(Path(case["folder"]), batch[0], model, optimizer, schedule)
             model.enable_forward_pre_hook()
         model.zero_grad_buffer()
@@ -136,14 +181,19 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
     for one in variants:
         for step in one["steps"]:
             base, bf16 = (ran.get(name, next(iter(ran.values()))) for name in ("TE fp8", "bf16"))
-            step["tokens_per_second_ratio"] = step["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+            step["tokens_per_second_ratio"] = (
+                step["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+            )
             step["peak_ratio"] = step["peak_gib"] / base["peak_gib"] if base["peak_gib"] else 1.0
             step |= loss_gaps(step["losses"], bf16["losses"])
             print(
-                f"{one['variant']:<20} {step['step_ms']:8.1f} ms  {step['tokens_per_second_per_gpu']:9,.0f} tokens/s/"
+                f"{one['variant']:<20} {step['step_ms']:8.1f} ms  "
+                f"{step['tokens_per_second_per_gpu']:9,.0f} tokens/s/"
                 f"GPU ({step['tokens_per_second_ratio']:.3f}x)  peak {step['peak_gib']:5.1f} GiB "
-                f"({step['peak_ratio']:.3f}x)  loss {step['losses'][0]:.4f} -> {step['losses'][-1]:.4f} (gap largest "
-                f"{step['largest_loss_gap']:.2%}, mean of the last ten {step['last_ten_loss_gap']:+.2%})",
+                f"({step['peak_ratio']:.3f}x)  loss {step['losses'][0]:.4f} -> "
+                f"{step['losses'][-1]:.4f} (gap largest "
+                f"{step['largest_loss_gap']:.2%}, mean of the last ten "
+                f"{step['last_ten_loss_gap']:+.2%})",
                 flush=True,
             )
         if ends := {k: v for k, v in one.items() if k not in ("variant", "steps")}:
@@ -153,38 +203,54 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--variants", nargs="+", choices=[*PEERS, *BLOCKS], default=None, metavar="NAME")
+    parser.add_argument(
+        "--variants", nargs="+", choices=[*PEERS, *BLOCKS], default=None, metavar="NAME"
+    )
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     parser.add_argument("--ranks", type=positive_int, default=1)
-    parser.add_argument("--tensor-parallel", type=positive_int, default=1, help="with sequence parallelism")
+    parser.add_argument(
+        "--tensor-parallel", type=positive_int, default=1, help="with sequence parallelism"
+    )
     parser.add_argument("--model", default="llama2-7b")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--layers", type=positive_int, default=8)
     parser.add_argument("--micro-batch", type=positive_int, default=2)
     parser.add_argument("--steps", type=positive_int, default=50)
     parser.add_argument("--lr", type=positive_float, default=1e-5)
-    parser.add_argument("--resume-ranks", type=positive_int, nargs="*", metavar="N", help="default: 1 and --ranks")
+    parser.add_argument(
+        "--resume-ranks", type=positive_int, nargs="*", metavar="N", help="default: 1 and --ranks"
+    )
     parser.add_argument("--resume-layers", type=positive_int, default=2)
-    parser.add_argument("--limit", type=positive_float, default=240.0, metavar="SECONDS", help="of a variant")
+    parser.add_argument(
+        "--limit", type=positive_float, default=240.0, metavar="SECONDS", help="of a variant"
+    )
     parser.add_argument("--name", help="of the JSON result (default: megatron-loop-N-ranks)")
     arguments = parser.parse_args(given)
     arguments.variants = arguments.variants or [*(PEERS if arguments.peers else ()), *BLOCKS]
     if not arguments.peers and (named := [v for v in arguments.variants if v in PEERS]):
-        parser.error(f"--variants: got {named[0]!r} without --peers, accepted: with a folder of Transformer Engine")
+        parser.error(
+            f"--variants: got {named[0]!r} without --peers, accepted: with a folder of Transformer "
+            "Engine"
+        )
     if arguments.resume_ranks is None:
         arguments.resume_ranks = sorted({1, arguments.ranks})
     return arguments
 
 
 def resumed(case: dict[str, Any], ranks: Sequence[int], limit: float) -> list[dict[str, Any]]:
-    """Losses of a whole run, and of those that go on from its checkpoint on other ranks, beside its own."""
+    """Losses of a whole run, and of those that go on from its checkpoint on other ranks, beside
+    its own.
+    """
     half, found = case["steps"] // 2, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         for number in (case["ranks"], *ranks):
             own = case | {"folder": folder, "save_at": half, "resume": bool(found), "ranks": number}
             own["tensor_parallel"] = min(case["tensor_parallel"], number)
             one = run(own, limit, "benchmarks.speed.megatron_loop")
-            one |= {"ranks": number, "losses": [x for step in one.pop("steps") for x in step["losses"]]}
+            one |= {
+                "ranks": number,
+                "losses": [x for step in one.pop("steps") for x in step["losses"]],
+            }
             if (losses := one["losses"]) and found and (rest := found[0]["losses"][half:]):
                 one |= {"same": losses == rest, **loss_gaps(losses, rest)}
             found.append(one)
@@ -204,7 +270,10 @@ def main() -> None:
         load_model_config(case["model"], case["model_override"])
         if arguments.peers is not None:
             check_peers(arguments.peers)
-    name = arguments.name or f"megatron-loop-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
+    name = (
+        arguments.name
+        or f"megatron-loop-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
+    )
     found: dict[str, Any] = {"settings": options(arguments), "variants": [], "resumed": []}
     with tempfile.TemporaryDirectory() as folder:
         te = unpack(arguments.peers, folder) if arguments.peers else None
@@ -213,7 +282,13 @@ def main() -> None:
             path, variables = [], dict[str, str]()
             if te is not None and variant in PEERS:
                 path, variables = [te, te / "deps"], peer_environment(arguments.tensor_parallel)
-            one = run(case | {"variant": variant}, arguments.limit, "benchmarks.speed.megatron_loop", path, **variables)
+            one = run(
+                case | {"variant": variant},
+                arguments.limit,
+                "benchmarks.speed.megatron_loop",
+                path,
+                **variables,
+            )
             found["variants"].append(one)
             compare(found["variants"])
             write_result(f"speed/{name}", found, arguments.output, nan=True)

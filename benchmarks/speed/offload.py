@@ -1,11 +1,13 @@
-"""States in host memory: a step beside the bus's own time, the step with states on the GPU, and DeepSpeed's CPUAdam.
+"""States in host memory: a step beside the bus's own time, the step with states on the GPU, and
+DeepSpeed's CPUAdam.
 
     python -m benchmarks.speed.offload [--size 1e9] [--engine-size 1e9] [--output DIR]
 
-First, how many bytes a second pinned memory and one GPU exchange, in each direction alone and in both at once, by the
-size of a chunk. Then CoatAdamW's step on one flat bfloat16 parameter with remainders, by the host's clock: until it
-returns, and until the last chunk is back. `limit_ms` is the bus's time for these bytes in both directions at once.
-Last, `engine.step()` of DeepSpeed, ZeRO-2, with all cores of the machine: set OMP_NUM_THREADS to their number.
+First, how many bytes a second pinned memory and one GPU exchange, in each direction alone and in
+both at once, by the size of a chunk. Then CoatAdamW's step on one flat bfloat16 parameter with
+remainders, by the host's clock: until it returns, and until the last chunk is back. `limit_ms` is
+the bus's time for these bytes in both directions at once. Last, `engine.step()` of DeepSpeed,
+ZeRO-2, with all cores of the machine: set OMP_NUM_THREADS to their number.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ WIDTH = 8192
 
 
 def seconds(call: Callable[[], Any], repeat: int = 5) -> tuple[float, float]:
-    """Median time until a call returns, and until the GPU is done with it, after two calls to warm up."""
+    """Median time until a call returns, and until the GPU is done with it, after two calls to
+    warm up.
+    """
     returned, done = [], []
     for i in range(repeat + 2):
         torch.cuda.synchronize()
@@ -68,9 +72,14 @@ def bus() -> list[dict[str, Any]]:
         def move(*directions: int, chunk: int = chunk) -> None:
             for start in range(0, TOTAL, chunk):
                 for direction in directions:
-                    ours, theirs = near[direction, :chunk], far[("sent", "received")[direction]][start : start + chunk]
+                    ours, theirs = (
+                        near[direction, :chunk],
+                        far[("sent", "received")[direction]][start : start + chunk],
+                    )
                     with torch.cuda.stream(streams[direction]):
-                        (theirs if direction else ours).copy_(ours if direction else theirs, non_blocking=True)
+                        (theirs if direction else ours).copy_(
+                            ours if direction else theirs, non_blocking=True
+                        )
 
         rates = [TOTAL / seconds(lambda d=d, m=move: m(*d))[1] for d in ((0,), (1,), (0, 1))]  # type: ignore[misc]
         names = "to_gpu", "from_gpu", "each_of_both"
@@ -98,12 +107,21 @@ def steps(n: int, rate: float) -> list[dict[str, Any]]:
         after = p.detach().clone() if after is None else after
         assert torch.equal(after, p.detach()), f"{place}, {chunk}: other bits"
         returned, done = seconds(optimizer.step)
-        row: dict[str, Any] = {"states": place, "elements": n, "returned_ms": 1e3 * returned, "done_ms": 1e3 * done}
+        row: dict[str, Any] = {
+            "states": place,
+            "elements": n,
+            "returned_ms": 1e3 * returned,
+            "done_ms": 1e3 * done,
+        }
         if place == "cpu":
             row |= {"chunk": chunk, "bytes_each_way": nbytes, "limit_ms": 1e3 * nbytes / rate}
             row["over_limit"] = row["done_ms"] / row["limit_ms"]
         rows.append(row)
-        print(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        print(
+            ", ".join(
+                f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
+            )
+        )
         del p, optimizer
         host.release()
         gc.collect()
@@ -122,7 +140,9 @@ def engine_steps(n: int) -> list[dict[str, Any]]:
             "optimizer": {"type": "CoatAdamW", "params": params},
             **settings,
         }
-        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, n // WIDTH**2))))
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, n // WIDTH**2)))
+        )
         try:
             engine, *_ = initialize(model=model, config=config)
         except Exception as error:  # its C++ extension cannot be built everywhere
@@ -137,7 +157,11 @@ def engine_steps(n: int) -> list[dict[str, Any]]:
             torch.cuda.synchronize()
             times += [time.perf_counter() - began] if i >= 2 else []
         rows.append(
-            {"optimizer": name, "elements": sum(p.numel() for p in model.parameters()), "ms": 1e3 * median(times)}
+            {
+                "optimizer": name,
+                "elements": sum(p.numel() for p in model.parameters()),
+                "ms": 1e3 * median(times),
+            }
         )
         print(f"{name}: engine.step() {rows[-1]['ms']:.1f} ms")
         engine.destroy()
@@ -150,8 +174,12 @@ def engine_steps(n: int) -> list[dict[str, Any]]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--size", type=positive_float, default=1e9, help="elements of the flat parameter")
-    parser.add_argument("--engine-size", type=positive_float, default=1e9, help="parameters of the engines' model")
+    parser.add_argument(
+        "--size", type=positive_float, default=1e9, help="elements of the flat parameter"
+    )
+    parser.add_argument(
+        "--engine-size", type=positive_float, default=1e9, help="parameters of the engines' model"
+    )
     return parser.parse_args(argv)
 
 
@@ -161,7 +189,11 @@ def main() -> None:
         raise SystemExit("no GPU: this benchmark measures the bus between one and the host")
     rates = bus()
     rate = max(row["each_of_both"] for row in rates)
-    data = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "bus_bytes_per_second": rates}
+    data = {
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "bus_bytes_per_second": rates,
+    }
     data["steps"] = steps(int(arguments.size), rate)
     data["engine_steps"] = engine_steps(int(arguments.engine_size))
     write_result("speed/offload", data, arguments.output)

@@ -1,13 +1,15 @@
-"""Optimizer step on one flat tensor, as ZeRO hands it over, and on a model of many: time against copy and others.
+"""Optimizer step on one flat tensor, as ZeRO hands it over, and on a model of many: time against
+copy and others.
 
     python -m benchmarks.speed.optimizer [--sizes 1e6 1e8 1e9] [--bytes-size 1.3e9] [--output DIR]
 
-Prints, for each size, milliseconds, the fraction of this run's copy bandwidth that the bytes of a step amount to, and
-the ratio to torch's fused fp32 AdamW. Sizes below 1e8, where the host takes longer to start a kernel than the GPU to
-run it, are also timed without the host: steps of several optimizers, whose buffers together exceed the cache, in one
-CUDA graph, against copies of as many bytes timed in the same way. Then the same for a plain model of 300 tensors, also
-by the host's clock, since there the host may take longer than the GPU. Optimizers that are not installed are left out
-and named.
+Prints, for each size, milliseconds, the fraction of this run's copy bandwidth that the bytes of a
+step amount to, and the ratio to torch's fused fp32 AdamW. Sizes below 1e8, where the host takes
+longer to start a kernel than the GPU to run it, are also timed without the host: steps of several
+optimizers, whose buffers together exceed the cache, in one CUDA graph, against copies of as many
+bytes timed in the same way. Then the same for a plain model of 300 tensors, also by the host's
+clock, since there the host may take longer than the GPU. Optimizers that are not installed are left
+out and named.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ BYTES = {
 
 def flat_parameter(n: int) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.randn(n, device="cuda") * 0.02)
-    # Gradients whose size varies over the tensor, so that moments span several orders of magnitude as in a model.
-    parameter.grad = torch.randn(n, device="cuda") * torch.exp2(torch.randn(n, device="cuda") * 2 - 12)
+    # Gradients whose size varies over the tensor, so that moments span several orders of magnitude
+    # as in a model.
+    parameter.grad = torch.randn(n, device="cuda") * torch.exp2(
+        torch.randn(n, device="cuda") * 2 - 12
+    )
     return parameter
 
 
@@ -84,7 +89,8 @@ def measure(n: int, bandwidth: float) -> list[dict[str, Any]]:
         row["ratio_to_torch_fused"] = milliseconds / rows[0]["ms"] if rows else 1.0
         rows.append(row)
         print(
-            f"{n:>14,} {name:<37} {milliseconds:9.3f} ms  {row.get('fraction_of_copy_bandwidth', 0):6.1%} of copy  "
+            f"{n:>14,} {name:<37} {milliseconds:9.3f} ms  "
+            f"{row.get('fraction_of_copy_bandwidth', 0):6.1%} of copy  "
             f"{row['ratio_to_torch_fused']:.3f} x torch fused",
             flush=True,
         )
@@ -96,7 +102,8 @@ def measure(n: int, bandwidth: float) -> list[dict[str, Any]]:
 def measure_kernels(n: int) -> list[dict[str, Any]]:
     """GPU time of steps at a size where the host would be slower, against copies of as many bytes.
 
-    The copy is a kernel that negates its input: for small tensors it is faster than the copy that a CUDA graph makes.
+    The copy is a kernel that negates its input: for small tensors it is faster than the copy that a
+    CUDA graph makes.
     """
     options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     builders: dict[str, Callable[[list], torch.optim.Optimizer]] = {
@@ -120,7 +127,8 @@ def measure_kernels(n: int) -> list[dict[str, Any]]:
             }
         )
         print(
-            f"{n:>14,} {name:<24} {1e3 * milliseconds:9.2f} us  {copy / milliseconds:6.1%} of a copy of as many bytes  "
+            f"{n:>14,} {name:<24} {1e3 * milliseconds:9.2f} us  {copy / milliseconds:6.1%} of a "
+            "copy of as many bytes  "
             f"{rows[-1]['ratio_to_torch_fused']:.3f} x torch fused, kernels only",
             flush=True,
         )
@@ -129,21 +137,27 @@ def measure_kernels(n: int) -> list[dict[str, Any]]:
 
 
 def model_of_many() -> list[torch.nn.Parameter]:
-    """300 tensors, 48 million parameters: 25 blocks of six 512-wide matrices and six vectors, as transformers have."""
+    """300 tensors, 48 million parameters: 25 blocks of six 512-wide matrices and six vectors, as
+    transformers have.
+    """
     matrices = [(512, 512)] * 4 + [(1024, 512), (512, 1024)]
     return [flat_parameter(math.prod(s)) for _ in range(25) for s in (*matrices, *[(512,)] * 6)]
 
 
 def measure_model() -> list[dict[str, Any]]:
-    """Milliseconds of a step over :func:`model_of_many`: on the device, until the host is done with it, and on the
-    device with gradients that lie elsewhere each time, as after ``zero_grad()``."""
+    """Milliseconds of a step over :func:`model_of_many`: on the device, until the host is done with
+    it, and on the device with gradients that lie elsewhere each time, as after ``zero_grad()``.
+    """
     rows: list[dict[str, Any]] = []
     for name, build in candidates().items():
         params = model_of_many()
         small = [p for p in params if p.numel() == 512]
         groups: list[Any] = params
         if name.startswith("CoatAdamW"):
-            groups = [{"params": [p for p in params if p.numel() > 512]}, {"params": small, "moments": "fp32"}]
+            groups = [
+                {"params": [p for p in params if p.numel() > 512]},
+                {"params": small, "moments": "fp32"},
+            ]
         try:
             optimizer = build(groups)
             device = timed(optimizer.step)
@@ -151,17 +165,28 @@ def measure_model() -> list[dict[str, Any]]:
             for _ in range(30):
                 torch.cuda.synchronize()
                 host.append(wall_ms(optimizer.step, synchronize=False))
-            moved = timed(functools.partial(step_elsewhere, optimizer, params, [grads(params), grads(params)]))
+            moved = timed(
+                functools.partial(step_elsewhere, optimizer, params, [grads(params), grads(params)])
+            )
         except Exception as error:
             print(f"{name}, 300 tensors: {type(error).__name__}: {error}")
             continue
-        row = {"optimizer": name, "tensors": len(params), "parameters": sum(p.numel() for p in params)}
+        row = {
+            "optimizer": name,
+            "tensors": len(params),
+            "parameters": sum(p.numel() for p in params),
+        }
         row |= {"ms": device, "host_ms": median(host), "moved_ms": moved}
         rows.append(row)
-        row |= {"ratio_to_torch_fused": device / rows[0]["ms"], "moved_ratio": moved / rows[0]["moved_ms"]}
+        row |= {
+            "ratio_to_torch_fused": device / rows[0]["ms"],
+            "moved_ratio": moved / rows[0]["moved_ms"],
+        }
         print(
-            f"{len(params)} tensors, {row['parameters']:,} {name:<24} {device:9.3f} ms, host {row['host_ms']:.3f} ms  "
-            f"{row['ratio_to_torch_fused']:.3f} x torch fused; with gradients elsewhere {moved:.3f} ms, "
+            f"{len(params)} tensors, {row['parameters']:,} {name:<24} {device:9.3f} ms, host "
+            f"{row['host_ms']:.3f} ms  "
+            f"{row['ratio_to_torch_fused']:.3f} x torch fused; with gradients elsewhere "
+            f"{moved:.3f} ms, "
             f"{row['moved_ratio']:.3f} x",
             flush=True,
         )
@@ -172,7 +197,9 @@ def grads(params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     return [torch.randn_like(p) for p in params]
 
 
-def step_elsewhere(optimizer: Any, params: list[torch.nn.Parameter], sets: list[list[torch.Tensor]]) -> None:
+def step_elsewhere(
+    optimizer: Any, params: list[torch.nn.Parameter], sets: list[list[torch.Tensor]]
+) -> None:
     """A step with the other one of two ``sets`` of gradients."""
     sets.reverse()
     for parameter, gradient in zip(params, sets[0], strict=True):
@@ -197,7 +224,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--sizes", type=positive_float, nargs="+", default=[1e6, 1e8, 1e9])
     parser.add_argument(
-        "--bytes-size", type=positive_float, default=1.3e9, help="shard over which state bytes are measured"
+        "--bytes-size",
+        type=positive_float,
+        default=1.3e9,
+        help="shard over which state bytes are measured",
     )
     parser.add_argument("--name", default="optimizer", help="of the JSON result")
     return parser.parse_args(given)
@@ -213,7 +243,10 @@ def main() -> None:
     kernel_rows = [row for n in arguments.sizes if n < 1e8 for row in measure_kernels(int(n))]
     model_rows = measure_model()
     per_parameter = state_bytes(int(arguments.bytes_size))
-    print(f"CoatAdamW state: {per_parameter:.4f} bytes per parameter over {arguments.bytes_size:.2g} parameters")
+    print(
+        f"CoatAdamW state: {per_parameter:.4f} bytes per parameter over {arguments.bytes_size:.2g} "
+        "parameters"
+    )
     write_result(
         f"speed/{arguments.name}",
         {

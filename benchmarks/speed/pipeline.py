@@ -1,12 +1,15 @@
-"""Pipeline schedules against their ideal: the same layers on each GPU with and without a pipeline, in one run.
+"""Pipeline schedules against their ideal: the same layers on each GPU with and without a pipeline,
+in one run.
 
-    torchrun --nproc_per_node 2 -m benchmarks.speed.pipeline [--layers 8] [--micro-batch 1] [--output DIR]
+    torchrun --nproc_per_node 2 -m benchmarks.speed.pipeline [--layers 8] [--micro-batch 1] \\
+        [--output DIR]
 
-Every rank first runs the micro-batches through its stage alone, without communication: `work`, milliseconds a
-micro-batch and stage. Then Megatron's schedule runs the same stages as a pipeline (`megatron_patches.train_batch`
-without and with DeepSpeed's step). With m micro-batches on P stages of V parts, work t and the slowest stage's t_max,
-the schedule's ideal is m * t_max + (sum of the other stages' t) / V; for equal stages that is m * t / (1 - bubble). The
-ratio is ideal to measured, so 1 is perfect. `by the slowest` takes t_max for every stage, as if all had its work.
+Every rank first runs the micro-batches through its stage alone, without communication: `work`,
+milliseconds a micro-batch and stage. Then Megatron's schedule runs the same stages as a pipeline
+(`megatron_patches.train_batch` without and with DeepSpeed's step). With m micro-batches on P stages
+of V parts, work t and the slowest stage's t_max, the schedule's ideal is m * t_max + (sum of the
+other stages' t) / V; for equal stages that is m * t / (1 - bubble). The ratio is ideal to measured,
+so 1 is perfect. `by the slowest` takes t_max for every stage, as if all had its work.
 """
 
 from __future__ import annotations
@@ -37,13 +40,18 @@ def settings(coat: bool, micro: int, count: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "CoatAdamW" if coat else "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "CoatAdamW" if coat else "AdamW",
+            "params": {"lr": 1e-5, "weight_decay": 0.1},
+        },
     }
     return config | ({"coat": {"optimizer": {}, "activation": {}}} if coat else {})
 
 
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:
-    """Median time of ``work``, started on all ranks together, of the slowest rank; two more to warm up."""
+    """Median time of ``work``, started on all ranks together, of the slowest rank; two more to
+    warm up.
+    """
     found = []
     for _ in range(repeats + 2):
         synchronize()
@@ -72,8 +80,12 @@ def of_every_rank(value: float) -> list[float]:
     return everyone
 
 
-def alone(chunks: Sequence[Any], batch: dict[str, torch.Tensor], hidden: int, count: int, repeats: int) -> float:
-    """Milliseconds of a micro-batch through all parts of this rank's stage, forward and backward."""
+def alone(
+    chunks: Sequence[Any], batch: dict[str, torch.Tensor], hidden: int, count: int, repeats: int
+) -> float:
+    """Milliseconds of a micro-batch through all parts of this rank's stage, forward and
+    backward.
+    """
     step = forward_step(1, device())
     samples, tokens = batch["tokens"].shape
     received = torch.randn(tokens, samples, hidden, device=device(), dtype=torch.bfloat16)
@@ -112,15 +124,30 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
     stages = dist.get_world_size()
     interleaved = {"virtual_pipeline_model_parallel_size": virtual} if virtual > 1 else {}
     initialize_model_parallel(
-        1, seed=1, create_gloo_process_groups=False, pipeline_model_parallel_size=stages, **interleaved
+        1,
+        seed=1,
+        create_gloo_process_groups=False,
+        pipeline_model_parallel_size=stages,
+        **interleaved,
     )
-    overrides = [f"num_layers={arguments.layers}", f"seq_length={arguments.seq_length}", *arguments.model_override]
-    model_config = load_model_config(ROOT / arguments.model, overrides).with_vocab(arguments.vocabulary)
+    overrides = [
+        f"num_layers={arguments.layers}",
+        f"seq_length={arguments.seq_length}",
+        *arguments.model_override,
+    ]
+    model_config = load_model_config(ROOT / arguments.model, overrides).with_vocab(
+        arguments.vocabulary
+    )
     model, rows = build_model(model_config), []
     config = settings(coat, arguments.micro_batch, min(arguments.micro_batches))
-    engine, *_ = initialize(model=model, optimizer=None if coat else torch_adamw(model, config), config=config)
+    engine, *_ = initialize(
+        model=model, optimizer=None if coat else torch_adamw(model, config), config=config
+    )
     chunks = chunks_of(engine.module)
-    batch = {name: drawn.to(device()) for name, drawn in random_batch(model_config, arguments.micro_batch).items()}
+    batch = {
+        name: drawn.to(device())
+        for name, drawn in random_batch(model_config, arguments.micro_batch).items()
+    }
     plain = forward_step(1, device())
 
     def step(batches: Any, chunk: Any) -> Any:
@@ -133,7 +160,9 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
             run_schedule(engine, chunks, None, Losses(step, count), None, None, forward_only=False)
             engine.module.zero_grad(set_to_none=True)
 
-        work = of_every_rank(alone(chunks, batch, model_config.hidden_size, count, arguments.repeats))
+        work = of_every_rank(
+            alone(chunks, batch, model_config.hidden_size, count, arguments.repeats)
+        )
         took = milliseconds(schedule, arguments.repeats)
         whole = milliseconds(lambda: train_batch(engine, None, step), arguments.repeats)
         slowest = max(work)
@@ -171,8 +200,10 @@ def show(row: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         work = " ".join(f"{one:6.1f}" for one in row["work_ms"])
         print(
-            f"{row['layers']:<5} V {row['virtual_stages']}  m {row['micro_batches']:>2}  work {work} ms a micro-batch  "
-            f"ideal {row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step {row['step_ms']:7.1f}  "
+            f"{row['layers']:<5} V {row['virtual_stages']}  m {row['micro_batches']:>2}  work "
+            f"{work} ms a micro-batch  "
+            f"ideal {row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step "
+            f"{row['step_ms']:7.1f}  "
             f"ratio {row['ratio']:.3f}  by the slowest {row['ratio_by_the_slowest']:.3f}",
             flush=True,
         )
@@ -191,7 +222,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--virtual-stages", type=positive_int, nargs="+", default=[1, 2])
     parser.add_argument("--kinds", nargs="+", default=["bf16", "coat"], choices=["bf16", "coat"])
     parser.add_argument("--repeats", type=positive_int, default=5)
-    parser.add_argument("--name", default=None, help="of the JSON result (default: pipeline-N-stages)")
+    parser.add_argument(
+        "--name", default=None, help="of the JSON result (default: pipeline-N-stages)"
+    )
     return parser.parse_args(given)
 
 

@@ -1,4 +1,6 @@
-"""The configurations of ``planner_check.py`` (models, DeepSpeed files, options), and what the planner says of them."""
+"""The configurations of ``planner_check.py`` (models, DeepSpeed files, options), and what the
+planner says of them.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,29 @@ CASES: dict[str, dict[str, Any]] = {
     "7b-zero1-coat-mb4": {**SEVEN, "config": "zero1", "micro": 4},
     "8b-zero2-coat-mb2": {**EIGHT, "config": "zero2", "micro": 2},
     "olmo-zero2-coat-mb8": {**OLMO, "config": "zero2", "micro": 8},
-    "7b-zero2-coat-fp8-attention-mb8": {**SEVEN, "config": "zero2", "micro": 8, "activation": {"attention": "fp8"}},
-    "7b-zero2-coat-plain-loss-mb4": {**SEVEN, "config": "zero2", "micro": 4, "activation": {"loss": "plain"}},
+    "7b-zero2-coat-fp8-attention-mb8": {
+        **SEVEN,
+        "config": "zero2",
+        "micro": 8,
+        "activation": {"attention": "fp8"},
+    },
+    "7b-zero2-coat-plain-loss-mb4": {
+        **SEVEN,
+        "config": "zero2",
+        "micro": 4,
+        "activation": {"loss": "plain"},
+    },
     "7b-zero3-bf16-mb2": {**SEVEN, "config": "zero3-bf16", "micro": 2},
     "8b-zero2-bf16-mb1": {**EIGHT, "config": "zero2-bf16", "micro": 1},
     "7b-zero2-coat-full-recompute-mb8": {**SEVEN, "config": "zero2", "micro": 8, "recompute": FULL},
     "olmo-zero1-bf16-mb4": {**OLMO, "config": "zero1-bf16", "micro": 4},
     "7b-zero2-coat-mb2-accumulation": {**SEVEN, "config": "zero2", "micro": 2, "accumulation": 3},
-    "7b-zero2-bf16-full-recompute-mb4": {**SEVEN, "config": "zero2-bf16", "micro": 4, "recompute": FULL},
+    "7b-zero2-bf16-full-recompute-mb4": {
+        **SEVEN,
+        "config": "zero2-bf16",
+        "micro": 4,
+        "recompute": FULL,
+    },
     "7b-zero2-coat-remainder-mb2": {**SEVEN, "config": "zero2", "micro": 2, "remainder": True},
     "7b-zero1-fp32-sums-mb2": {**SEVEN, "config": "zero1", "micro": 2, "fp32_sums": True},
     "7b-zero1-fp32-sums-mb2-accumulation": {
@@ -54,14 +71,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 VERIFY: dict[str, dict[str, Any]] = {
-    "7b-8-layers-zero2-coat-largest": {**SEVEN, "override": ["num_layers=8"], "config": "zero2", "micro": "largest"},
+    "7b-8-layers-zero2-coat-largest": {
+        **SEVEN,
+        "override": ["num_layers=8"],
+        "config": "zero2",
+        "micro": "largest",
+    },
     "7b-8-layers-zero2-bf16-largest": {
         **SEVEN,
         "override": ["num_layers=8"],
         "config": "zero2-bf16",
         "micro": "largest",
     },
-    "13b-zero2-coat-mb3": {"model": "llama2-13b", "override": ["num_layers=3"], "config": "zero2", "micro": 3},
+    "13b-zero2-coat-mb3": {
+        "model": "llama2-13b",
+        "override": ["num_layers=3"],
+        "config": "zero2",
+        "micro": 3,
+    },
     "8b-zero3-coat-mb2": {**EIGHT, "config": "zero3", "micro": 2},
     "7b-zero2-coat-remainder-mb2": CASES["7b-zero2-coat-remainder-mb2"],
     "7b-zero2-bf16-full-recompute-mb4": CASES["7b-zero2-bf16-full-recompute-mb4"],

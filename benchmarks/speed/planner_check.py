@@ -1,13 +1,18 @@
-"""What training really needs of a GPU: peaks, what is held when, and step times, beside the planner's numbers.
+"""What training really needs of a GPU: peaks, what is held when, and step times, beside the
+planner's numbers.
 
-    python -m benchmarks.speed.planner_check [--only NAME ...] [--ranks 2] [--seconds 450] [--output DIR]
-    python -m benchmarks.speed.planner_check --verify            # configurations that the planner was not fitted to
-    python -m benchmarks.speed.planner_check --compare FILE.json # the planner against an earlier measurement
+    python -m benchmarks.speed.planner_check [--only NAME ...] [--ranks 2] [--seconds 450] \\
+        [--output DIR]
+    python -m benchmarks.speed.planner_check \\
+        --verify  # configurations that the planner was not fitted to
+    python -m benchmarks.speed.planner_check \\
+        --compare FILE.json # the planner against an earlier measurement
 
-Each configuration is an engine of `launch/pretrain.py` with random tokens in processes of its own (`--ranks` of them,
-each on a GPU), six steps: the first four taken apart (forward, backward, step), the last two timed as a whole. A
-configuration that the result file has already is not measured again, so a run that was cut goes on where it was; no new
-one is started after `--seconds`. Writes `speed/planner-check.json` (`planner-check-N-ranks.json`).
+Each configuration is an engine of `launch/pretrain.py` with random tokens in processes of its own
+(`--ranks` of them, each on a GPU), six steps: the first four taken apart (forward, backward, step),
+the last two timed as a whole. A configuration that the result file has already is not measured
+again, so a run that was cut goes on where it was; no new one is started after `--seconds`. Writes
+`speed/planner-check.json` (`planner-check-N-ranks.json`).
 """
 
 from __future__ import annotations
@@ -24,7 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import positive_float, positive_int
-from benchmarks.common import ROOT, argument_parser, environment, python_path, read_json, result_path, write_result
+from benchmarks.common import (
+    ROOT,
+    argument_parser,
+    environment,
+    python_path,
+    read_json,
+    result_path,
+    write_result,
+)
 from benchmarks.speed.planner_cases import CASES, VERIFY, largest, predict, settings_of
 from coat_dist.nodes import free_port
 
@@ -117,7 +130,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "case": case,
         "bytes": {f"held: {name}": row["bytes"] for name, row in report.to_dict().items()},
-        "seconds": {"step": min(times[APART:]), **{f"part {i}": one for i, one in enumerate(parts)}},
+        "seconds": {
+            "step": min(times[APART:]),
+            **{f"part {i}": one for i, one in enumerate(parts)},
+        },
     }
     if gpu:
         note("end")
@@ -142,10 +158,18 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: float) -> dict[str, Any]:
-    """Run a case in ``ranks`` processes; what the rank with the highest peak measured, or the error."""
+def children(
+    name: str, case: dict[str, Any], ranks: int, folder: Path, limit: float
+) -> dict[str, Any]:
+    """Run a case in ``ranks`` processes; what the rank with the highest peak measured, or the
+    error.
+    """
     port = free_port()
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_"))}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_"))
+    }
     processes = []
     for rank in range(ranks):
         own = clean | {
@@ -159,7 +183,14 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         }
         out = folder / f"{name}-{rank}"
-        command = [sys.executable, "-m", "benchmarks.speed.planner_check", "--child", json.dumps(case), str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.speed.planner_check",
+            "--child",
+            json.dumps(case),
+            str(out),
+        ]
         with (folder / f"{name}-{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log))
     deadline = time.monotonic() + limit
@@ -171,14 +202,22 @@ def children(name: str, case: dict[str, Any], ranks: int, folder: Path, limit: f
                 one.kill()
     found = [folder / f"{name}-{rank}" for rank in range(ranks)]
     if not all(path.exists() for path in found):
-        return {"error": "\n".join((folder / f"{name}-{rank}.log").read_text()[-1500:] for rank in range(ranks))}
-    return max((json.loads(path.read_text()) for path in found), key=lambda one: one["bytes"].get("reserved", 0))
+        return {
+            "error": "\n".join(
+                (folder / f"{name}-{rank}.log").read_text()[-1500:] for rank in range(ranks)
+            )
+        }
+    return max(
+        (json.loads(path.read_text()) for path in found),
+        key=lambda one: one["bytes"].get("reserved", 0),
+    )
 
 
 def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
     """A line for each measured case: measured, and the planner's numbers over them."""
     lines = [
-        f"{'configuration':<36}{'allocated':>10}{'reserved':>10}{'other':>7}{'step ms':>9}   GiB; predicted / measured"
+        f"{'configuration':<36}{'allocated':>10}{'reserved':>10}{'other':>7}{'step ms':>9}   GiB; "
+        "predicted / measured"
     ]
     for name, one in results.items():
         if "error" in one:
@@ -193,13 +232,16 @@ def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
             f"{name:<36}{sizes['allocated'] / GIB:>10.2f}{sizes['reserved'] / GIB:>10.2f}"
             f"{sizes['other'] / GIB:>7.2f}{1e3 * step:>9.1f}   "
             f"allocated {predicted['allocated'] / sizes['allocated']:.3f}, "
-            f"reserved {predicted['reserved'] / sizes['reserved']:.3f}, time {predicted['seconds'] / step:.2f}"
+            f"reserved {predicted['reserved'] / sizes['reserved']:.3f}, time "
+            f"{predicted['seconds'] / step:.2f}"
         )
     return lines
 
 
 def known(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The file's results that have no error, each with where it is from: the file's environment is its last call's."""
+    """The file's results that have no error, each with where it is from: the file's environment
+    is its last call's.
+    """
     return {
         name: {**one, "measured": one.get("measured", origin(found["environment"]))}
         for name, one in found["results"].items()
@@ -216,13 +258,26 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--only", nargs="+", default=None, choices=[*CASES, *VERIFY], metavar="NAME", help=", ".join([*CASES, *VERIFY])
+        "--only",
+        nargs="+",
+        default=None,
+        choices=[*CASES, *VERIFY],
+        metavar="NAME",
+        help=", ".join([*CASES, *VERIFY]),
     )
-    parser.add_argument("--again", action="store_true", help="measure also what the result file has")
+    parser.add_argument(
+        "--again", action="store_true", help="measure also what the result file has"
+    )
     parser.add_argument("--ranks", type=positive_int, default=1, help="GPUs")
-    parser.add_argument("--seconds", type=positive_float, default=450, help="start no configuration later than this")
-    parser.add_argument("--tiny", action="store_true", help="with tiny models (to try this program without a GPU)")
-    parser.add_argument("--verify", action="store_true", help="configurations that the planner was not fitted to")
+    parser.add_argument(
+        "--seconds", type=positive_float, default=450, help="start no configuration later than this"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="with tiny models (to try this program without a GPU)"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="configurations that the planner was not fitted to"
+    )
     parser.add_argument("--compare", default=None, metavar="FILE", help="a result of this program")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     return parser.parse_args(given)
@@ -247,7 +302,11 @@ def main() -> None:
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"planner-check-{os.getpid()}"
     folder.mkdir()
     if shutil.which("nvidia-smi"):  # before any process of ours
-        query = ["nvidia-smi", "--query-gpu=memory.total,memory.used,memory.reserved", "--format=csv"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=memory.total,memory.used,memory.reserved",
+            "--format=csv",
+        ]
         subprocess.run(query, check=False)
     began = time.monotonic()
     for key in arguments.only or (VERIFY if arguments.verify else CASES):
@@ -255,13 +314,26 @@ def main() -> None:
             continue
         left = arguments.seconds - (time.monotonic() - began)
         if left < 15:
-            print(f"{key}: not started, --seconds {arguments.seconds:.0f} are over; start the same command again")
+            print(
+                f"{key}: not started, --seconds {arguments.seconds:.0f} are over; start the same "
+                "command again"
+            )
             continue
         case = {**CASES, **VERIFY}[key]
         if arguments.tiny:
-            small = ["hidden_size=256", "ffn_hidden_size=512", "num_attention_heads=4", "num_query_groups=4"]
-            case = {**case, "override": [*small, "num_layers=2", "seq_length=64", "vocab_size=1000"]}
-        results[key] = children(key, case, arguments.ranks, folder, left + 30) | {"measured": origin(environment())}
+            small = [
+                "hidden_size=256",
+                "ffn_hidden_size=512",
+                "num_attention_heads=4",
+                "num_query_groups=4",
+            ]
+            case = {
+                **case,
+                "override": [*small, "num_layers=2", "seq_length=64", "vocab_size=1000"],
+            }
+        results[key] = children(key, case, arguments.ranks, folder, left + 30) | {
+            "measured": origin(environment())
+        }
         print(compare({key: results[key]}, arguments.ranks)[-1], flush=True)
         write_result(name, {"ranks": arguments.ranks, "results": results}, arguments.output)
     print("\n".join(compare(results, arguments.ranks)))

@@ -12,9 +12,11 @@ __all__ = ["Sampler"]
 
 
 class Sampler:
-    """Looks where Python is, from a thread, while a ``with`` block runs: lines, and functions with what they call.
+    """Looks where Python is, from a thread, while a ``with`` block runs: lines, and functions with
+    what they call.
 
-    A thread that waits in a lock, a socket or autograd's engine does nothing of its own and is left out.
+    A thread that waits in a lock, a socket or autograd's engine does nothing of its own and is left
+    out.
     """
 
     IDLE = {"wait", "_engine_run_backward", "select", "accept", "poll", "recvfrom", "run", "_recv"}
@@ -50,11 +52,20 @@ class Sampler:
             self.looks += 1
             for thread, frame in sys._current_frames().items():
                 code = frame.f_code
-                if thread == own or code.co_name in self.IDLE or code.co_filename.endswith(self.QUIET):
+                if (
+                    thread == own
+                    or code.co_name in self.IDLE
+                    or code.co_filename.endswith(self.QUIET)
+                ):
                     continue
                 self.samples += 1
                 self.lines[f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}"] += 1
-                self.functions.update({f"{_short(f.f_code.co_filename)} {f.f_code.co_qualname}" for f in _stack(frame)})
+                self.functions.update(
+                    {
+                        f"{_short(f.f_code.co_filename)} {f.f_code.co_qualname}"
+                        for f in _stack(frame)
+                    }
+                )
 
 
 def _short(file: str) -> str:

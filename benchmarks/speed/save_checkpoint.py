@@ -1,11 +1,14 @@
-"""`engine.save_checkpoint` and `load_checkpoint`: plain DeepSpeed's time, and what checksums and the disk add to it.
+"""`engine.save_checkpoint` and `load_checkpoint`: plain DeepSpeed's time, and what checksums and
+the disk add to it.
 
-    torchrun --nproc_per_node 1 -m benchmarks.speed.save_checkpoint [--stage 2] [--millions 40] [--output DIR]
+    torchrun --nproc_per_node 1 -m benchmarks.speed.save_checkpoint [--stage 2] [--millions 40] \\
+        [--output DIR]
 
-One engine, whose `save_checkpoint` is DeepSpeed's own and the whole one in turns, on the device that there is. Plain
-DeepSpeed leaves data in the system's memory; "and fsync" is the time until a second program has brought its files to
-disk. Times are by the host's clock, and of this rank's processor (all threads; what other programs do beside it counts
-less there): medians, and ratios to plain DeepSpeed in the same run.
+One engine, whose `save_checkpoint` is DeepSpeed's own and the whole one in turns, on the device
+that there is. Plain DeepSpeed leaves data in the system's memory; "and fsync" is the time until a
+second program has brought its files to disk. Times are by the host's clock, and of this rank's
+processor (all threads; what other programs do beside it counts less there): medians, and ratios to
+plain DeepSpeed in the same run.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ def sync(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def measure(engine: Any, folder: Path, repeat: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(
+    engine: Any, folder: Path, repeat: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Milliseconds of each way, by its name: by the clock, and of the processor."""
     whole_save, whole_load = engine.save_checkpoint, engine.load_checkpoint
     plain_save = whole_save.__wrapped__
@@ -79,7 +84,9 @@ def measure(engine: Any, folder: Path, repeat: int) -> tuple[dict[str, list[floa
     busy: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeat + 1):
         for name, call in ways.items():
-            tag = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}.get(name)
+            tag = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}.get(
+                name
+            )
             if tag is not None and dist.get_rank() == 0:
                 shutil.rmtree(folder / tag, ignore_errors=True)  # each writes new files
             sync(folder) if dist.get_rank() == 0 else None  # what the one before left in memory
@@ -95,11 +102,19 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
-    parser.add_argument("--millions", type=positive_float, default=40, help="parameters of the model, in millions")
+    parser.add_argument(
+        "--millions", type=positive_float, default=40, help="parameters of the model, in millions"
+    )
     parser.add_argument("--repeat", type=positive_int, default=7)
-    parser.add_argument("--legacy", action="store_true", help="torch's older format: checkpoint_serialization false")
-    parser.add_argument("--folder", help="where checkpoints go for the time of this program (a temporary folder)")
-    parser.add_argument("--disk", default="", help="what the disk is, to be written into the result")
+    parser.add_argument(
+        "--legacy", action="store_true", help="torch's older format: checkpoint_serialization false"
+    )
+    parser.add_argument(
+        "--folder", help="where checkpoints go for the time of this program (a temporary folder)"
+    )
+    parser.add_argument(
+        "--disk", default="", help="what the disk is, to be written into the result"
+    )
     return parser.parse_args(given)
 
 
@@ -127,10 +142,19 @@ def main() -> None:
         ]
         print(f"{size / 1e6:.0f} MB, ZeRO-{arguments.stage}, {dist.get_world_size()} rank(s)")
         for row in rows:
-            ratios = f"{row['to DeepSpeed']:.2f} x, with fsync {row['to DeepSpeed and fsync']:.2f} x"
-            processor = f"processor {row['processor_ms']:.0f} ms, {row['processor, to DeepSpeed']:.2f} x"
+            ratios = (
+                f"{row['to DeepSpeed']:.2f} x, with fsync {row['to DeepSpeed and fsync']:.2f} x"
+            )
+            processor = (
+                f"processor {row['processor_ms']:.0f} ms, {row['processor, to DeepSpeed']:.2f} x"
+            )
             print(f"{row['way']:<22} {row['ms']:8.0f} ms  {ratios}; {processor}", flush=True)
-        result = {**options(arguments, "folder"), "ranks": dist.get_world_size(), "bytes": size, "ways": rows}
+        result = {
+            **options(arguments, "folder"),
+            "ranks": dist.get_world_size(),
+            "bytes": size,
+            "ways": rows,
+        }
         print("wrote", write_result("speed/save-checkpoint", result, arguments.output))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,11 +1,12 @@
 """What a transformer layer keeps for backward, tensor by tensor, counted in autograd's own storage.
 
-    python -m benchmarks.speed.saved_bytes [--presets llama2-7b ...] [--plot docs/figures/speed-saved-bytes.png]
+    python -m benchmarks.speed.saved_bytes [--presets llama2-7b ...] [--plot \\
+        docs/figures/speed-saved-bytes.png]
 
-Builds one Megatron layer of each preset and runs it forward on a few tokens, on any device: in BF16, patched, and
-patched with FP8 attention. Every storage that autograd is given is counted once, under the block that saved it first;
-parameters and the table of cosines and sines, which all layers share, are not. Bytes a token do not depend on the
-number of tokens, but for a few scalars.
+Builds one Megatron layer of each preset and runs it forward on a few tokens, on any device: in
+BF16, patched, and patched with FP8 attention. Every storage that autograd is given is counted once,
+under the block that saved it first; parameters and the table of cosines and sines, which all layers
+share, are not. Bytes a token do not depend on the number of tokens, but for a few scalars.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from megatron_patches import initialize_model_parallel, patched
 
 SEQUENCE, BATCH = 32, 2
 TOKENS = SEQUENCE * BATCH
-VARIANTS: dict[str, dict[str, Any] | None] = {"BF16": None, "coat": {}, 'coat, attention: "fp8"': {"attention": "fp8"}}
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "BF16": None,
+    "coat": {},
+    'coat, attention: "fp8"': {"attention": "fp8"},
+}
 BLOCKS = {
     "norm, qkv": ("input_layernorm", "self_attention.linear_qkv"),
     "attention": ("self_attention",),
@@ -36,13 +41,17 @@ BLOCKS = {
 
 
 def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What ``run()`` saves for backward: block, dtype, shape, the number of storages alike in these, bytes a token."""
+    """What ``run()`` saves for backward: block, dtype, shape, the number of storages alike in
+    these, bytes a token.
+    """
     running = ["residual"]
     handles = []
     for block, names in BLOCKS.items():
         for name in names:
             module = layer.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(lambda *_, block=block: running.append(block)))
+            handles.append(
+                module.register_forward_pre_hook(lambda *_, block=block: running.append(block))
+            )
             handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
     known = {t.untyped_storage().data_ptr() for t in layer.parameters()}
     found: dict[int, dict[str, Any]] = {}
@@ -52,8 +61,14 @@ def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
         alive.append(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known and tensor.dim() and not _is_table(tensor):
-            about = {"block": running[-1], "dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
-            found.setdefault(storage.data_ptr(), about | {"bytes_per_token": storage.nbytes() / TOKENS})
+            about = {
+                "block": running[-1],
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": [*tensor.shape],
+            }
+            found.setdefault(
+                storage.data_ptr(), about | {"bytes_per_token": storage.nbytes() / TOKENS}
+            )
         return tensor
 
     try:
@@ -66,7 +81,8 @@ def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
     alike: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in found.values():
         same = alike.setdefault(
-            (one["block"], one["dtype"], *one["shape"]), one | {"storages": 0, "bytes_per_token": 0.0}
+            (one["block"], one["dtype"], *one["shape"]),
+            one | {"storages": 0, "bytes_per_token": 0.0},
         )
         same["storages"] += 1
         same["bytes_per_token"] += one["bytes_per_token"]
@@ -75,16 +91,22 @@ def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
 
 def _is_table(tensor: torch.Tensor) -> bool:
     """Whether it is a table of cosines or sines: positions, but no batch and no heads."""
-    return tensor.shape[0] == SEQUENCE and tensor.dim() > 2 and all(n == 1 for n in tensor.shape[1:-1])
+    return (
+        tensor.shape[0] == SEQUENCE and tensor.dim() > 2 and all(n == 1 for n in tensor.shape[1:-1])
+    )
 
 
 def measure(preset: str, device: str) -> dict[str, list[dict[str, Any]]]:
     """Tensors saved by one layer of a preset, by variant."""
-    model = load_model_config(ROOT / f"configs/models/{preset}.json", ["num_layers=1", "vocab_size=128"])
+    model = load_model_config(
+        ROOT / f"configs/models/{preset}.json", ["num_layers=1", "vocab_size=128"]
+    )
     gpt: Any = build_model(model)
     gpt.train()
     rope, layer = gpt.rotary_pos_emb(SEQUENCE), gpt.decoder.layers[0]
-    x = torch.randn(SEQUENCE, BATCH, model.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        SEQUENCE, BATCH, model.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True
+    )
 
     def run() -> torch.Tensor:
         return layer(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
@@ -101,7 +123,10 @@ def measure(preset: str, device: str) -> dict[str, list[dict[str, Any]]]:
 
 def sums(tensors: list[dict[str, Any]]) -> dict[str, float]:
     """Bytes a token by block."""
-    return {b: sum(t["bytes_per_token"] for t in tensors if t["block"] == b) for b in ("residual", *BLOCKS)}
+    return {
+        b: sum(t["bytes_per_token"] for t in tensors if t["block"] == b)
+        for b in ("residual", *BLOCKS)
+    }
 
 
 def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> None:
@@ -111,7 +136,11 @@ def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> Non
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    bars = [(preset, name, sums(tensors)) for preset, found in results.items() for name, tensors in found.items()]
+    bars = [
+        (preset, name, sums(tensors))
+        for preset, found in results.items()
+        for name, tensors in found.items()
+    ]
     places = [i + 0.6 * (i // len(VARIANTS)) for i in range(len(bars))]
     figure, axis = plt.subplots(figsize=(9, 0.33 * len(bars) + 1.4), layout="constrained")
     ends = [0.0] * len(bars)
@@ -135,7 +164,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--presets", type=preset_name, nargs="+", default=["llama2-7b", "llama2-13b", "llama3-8b", "olmo-1b"]
+        "--presets",
+        type=preset_name,
+        nargs="+",
+        default=["llama2-7b", "llama2-13b", "llama3-8b", "olmo-1b"],
     )
     parser.add_argument("--plot", type=picture, default=None, help="where to draw the bars")
     return parser.parse_args(given)
@@ -151,12 +183,19 @@ def main() -> None:
         results[preset] = measure(preset, device)
         for name, tensors in results[preset].items():
             total = sum(t["bytes_per_token"] for t in tensors)
-            blocks = ", ".join(f"{block} {size:,.0f}" for block, size in sums(tensors).items() if size)
+            blocks = ", ".join(
+                f"{block} {size:,.0f}" for block, size in sums(tensors).items() if size
+            )
             print(f"{preset:<12} {name:<24} {total:10,.1f} bytes a token   ({blocks})", flush=True)
     if arguments.plot is not None:
         plot(results, arguments.plot)
     settings = {"presets": arguments.presets, "tokens": TOKENS}
-    print("wrote", write_result("speed/saved-bytes", {"settings": settings, "results": results}, arguments.output))
+    print(
+        "wrote",
+        write_result(
+            "speed/saved-bytes", {"settings": settings, "results": results}, arguments.output
+        ),
+    )
 
 
 if __name__ == "__main__":

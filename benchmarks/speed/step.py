@@ -1,13 +1,15 @@
 """Where the time of a whole step goes, on the GPU and on the host.
 
-    torchrun --nproc_per_node 2 -m benchmarks.speed.step [--tensor-parallel 2] [--stage 2] [--micro-batch 2]
+    torchrun --nproc_per_node 2 -m benchmarks.speed.step [--tensor-parallel 2] [--stage 2] \\
+        [--micro-batch 2]
         [--layers 8] [--variant both] [--steps 20] [--peers DIR]
 
-The engine of `pretrain.py` with random tokens. Four looks at the same steps, each by itself, since looking costs time:
-the wall clock over steps in a row; each phase alone, how long the host needs and when the GPU is done; a trace of the
-GPU's kernels, by what they are for, with the pauses between them (`step_trace.py`); and samples of where Python is,
-some 2000 a second (`sampler.py`). Prints rank 0's tables and writes `speed/step.json`. Variants that begin with "TE"
-need `--peers`, a folder with Transformer Engine or an archive of it, unless it can be imported anyway.
+The engine of `pretrain.py` with random tokens. Four looks at the same steps, each by itself, since
+looking costs time: the wall clock over steps in a row; each phase alone, how long the host needs
+and when the GPU is done; a trace of the GPU's kernels, by what they are for, with the pauses
+between them (`step_trace.py`); and samples of where Python is, some 2000 a second (`sampler.py`).
+Prints rank 0's tables and writes `speed/step.json`. Variants that begin with "TE" need `--peers`, a
+folder with Transformer Engine or an archive of it, unless it can be imported anyway.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ TRACED = 2
 """Steps of a trace."""
 
 
-def phases(engine: Any, loss_of: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+def phases(
+    engine: Any, loss_of: Callable[..., Any], batch: dict[str, Any]
+) -> dict[str, Callable[[], Any]]:
     """The parts of a step, to be called in this order."""
     losses: list[torch.Tensor] = []
     return {
@@ -73,7 +77,9 @@ def traced(step: Callable[[], None]) -> list[Span]:
     ]
 
 
-def measure(engine: Any, loss_of: Callable[..., Any], batch: dict[str, Any], count: int) -> dict[str, Any]:
+def measure(
+    engine: Any, loss_of: Callable[..., Any], batch: dict[str, Any], count: int
+) -> dict[str, Any]:
     """All four looks, of this rank."""
     parts = phases(engine, loss_of, batch)
 
@@ -121,29 +127,43 @@ def measure(engine: Any, loss_of: Callable[..., Any], batch: dict[str, Any], cou
     found["sampled"] = {
         "wall_ms": each,
         "lines_ms": {name: round(n * scale, 3) for name, n in sampler.lines.most_common(40)},
-        "functions_ms": {name: round(n * scale, 3) for name, n in sampler.functions.most_common(60)},
+        "functions_ms": {
+            name: round(n * scale, 3) for name, n in sampler.functions.most_common(60)
+        },
     }
     return found
 
 
 def show(found: dict[str, Any]) -> None:
     """Print the tables."""
-    alone = "; ".join(f"{n}: host {r['host_ms']:.1f}, done {r['done_ms']:.1f}" for n, r in found["alone"].items())
+    alone = "; ".join(
+        f"{n}: host {r['host_ms']:.1f}, done {r['done_ms']:.1f}" for n, r in found["alone"].items()
+    )
     print(f"a step {found['wall_ms']:.1f} ms; each phase alone: {alone}")
     if "gpu" in found:
         gpu = found["gpu"]
         print(
-            f"{gpu['steps']} steps traced: {gpu['span_ms']:.1f} ms, busy {gpu['busy_ms']:.1f}, communication alone "
+            f"{gpu['steps']} steps traced: {gpu['span_ms']:.1f} ms, busy {gpu['busy_ms']:.1f}, "
+            "communication alone "
             f"{gpu['communication_alone_ms']:.1f}; a step's kernels:"
         )
         for kind, row in found["kernels"].items():
             print(f"  {kind:<22}{row['ms']:8.2f} ms {row['count']:7.1f}")
             for name, one in row["top"].items():
                 print(f"    {one['ms']:8.2f} ms {one['count']:7.1f}  {name}")
-        print("pauses: " + ", ".join(f"{k}: {n} x {ms:.1f} ms" for k, (n, ms) in gpu["pauses"].items()))
-        print("their share by tenths: " + " ".join(f"{100 * share:.0f}%" for share in gpu["share_by_tenths"]))
+        print(
+            "pauses: "
+            + ", ".join(f"{k}: {n} x {ms:.1f} ms" for k, (n, ms) in gpu["pauses"].items())
+        )
+        print(
+            "their share by tenths: "
+            + " ".join(f"{100 * share:.0f}%" for share in gpu["share_by_tenths"])
+        )
         for one in gpu["longest"]:
-            print(f"  {one['us']:7.0f} us at {one['at_ms']:6.1f} ms: {one['after'][:50]} -> {one['before'][:50]}")
+            print(
+                f"  {one['us']:7.0f} us at {one['at_ms']:6.1f} ms: {one['after'][:50]} -> "
+                f"{one['before'][:50]}"
+            )
     print(f"host, sampled ({found['sampled']['wall_ms']:.1f} ms a step):")
     for what in ("lines_ms", "functions_ms"):
         for name, ms in list(found["sampled"][what].items())[:25]:
@@ -165,7 +185,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)
     if arguments.variant in RECIPES and arguments.peers is None and not importable():
-        parser.error("--variant: got a peer without --peers, accepted: with a folder that has Transformer Engine")
+        parser.error(
+            "--variant: got a peer without --peers, accepted: with a folder that has Transformer "
+            "Engine"
+        )
     return arguments
 
 
@@ -175,14 +198,17 @@ def importable() -> bool:
 
 
 def again_with(peers: str) -> int:
-    """Start this rank again where Transformer Engine can be imported; the exit status. Each rank unpacks an archive for
-    itself. In this process it would be too late: Megatron has asked for it when it was imported."""
+    """Start this rank again where Transformer Engine can be imported; the exit status. Each rank
+    unpacks an archive for itself. In this process it would be too late: Megatron has asked for it
+    when it was imported.
+    """
     with tempfile.TemporaryDirectory() as folder:
         te = unpack(peers, folder)
         environment = {**os.environ, "PYTHONPATH": python_path(ROOT, te, te / "deps")}
         line = [sys.executable, "-m", "benchmarks.speed.step", *sys.argv[1:]]
         with subprocess.Popen(line, env=environment) as rank:
-            signal.signal(signal.SIGTERM, lambda *_: rank.terminate())  # torchrun ends this process, not that one
+            # Torchrun ends this process, not that one.
+            signal.signal(signal.SIGTERM, lambda *_: rank.terminate())
             return rank.wait()
 
 
@@ -195,7 +221,9 @@ def main() -> None:
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
     tp = arguments.tensor_parallel
     initialize_model_parallel(tp, seed=1234, create_gloo_process_groups=False)
-    model = load_model_config(arguments.model, [f"num_layers={arguments.layers}", *arguments.model_override])
+    model = load_model_config(
+        arguments.model, [f"num_layers={arguments.layers}", *arguments.model_override]
+    )
     engine = engine_of(model, arguments.variant, arguments.stage, tp)
     batch = random_batch(model, arguments.micro_batch)
     found = measure(engine, build.language_model_loss(tp, device), batch, arguments.steps)

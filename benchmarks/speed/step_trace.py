@@ -1,5 +1,6 @@
-"""What a trace of a step's kernels says: what they are for, the longest of each kind, communication that nothing hides,
-and pauses. ``step.py`` takes the trace."""
+"""What a trace of a step's kernels says: what they are for, the longest of each kind, communication
+that nothing hides, and pauses. ``step.py`` takes the trace.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +16,19 @@ KINDS = (
     ("communication", ("nccl", "barrier_kernel", "PtoP")),
     ("attention", ("sdpa", "flash", "fused_attn", "dot_do_o", "dq_to_16bits")),
     ("products", ("nvjet", "gemm", "cutlass", "cublas", "scaled_mm", "splitK")),
-    # Norms, activations, rotary embeddings and FP8 codes: of Transformer Engine (those that it compiles while it runs
-    # are in no namespace), and of torch.compile, which makes kernels of Megatron's fusions.
+    # Norms, activations, rotary embeddings and FP8 codes: of Transformer Engine (those that it
+    # compiles while it runs are in no namespace), and of torch.compile, which makes kernels of
+    # Megatron's fusions.
     (
         "layers",
-        ("transformer_engine", "cast_transpose", "transpose_optimized", "triton_poi", "triton_red", "triton_per"),
+        (
+            "transformer_engine",
+            "cast_transpose",
+            "transpose_optimized",
+            "triton_poi",
+            "triton_red",
+            "triton_per",
+        ),
     ),
     ("optimizer", ("multi_tensor", "FusedAdam")),
     ("copies", ("Memcpy", "Memset", "copy_kernel", "CatArray", "FillFunctor")),
@@ -56,7 +65,9 @@ def short(name: str) -> str:
 
 
 def kinds(spans: Sequence[Span], steps: int = 1) -> dict[str, dict[str, Any]]:
-    """By what kernels are for, of one of so many steps: milliseconds, how many, and as much of the longest, by name."""
+    """By what kernels are for, of one of so many steps: milliseconds, how many, and as much of
+    the longest, by name.
+    """
     found: dict[str, dict[str, Any]] = {}
     for begin, end, name in spans:
         row = found.setdefault(kind_of(name), {"ms": 0.0, "count": 0.0, "top": {}})
@@ -79,9 +90,10 @@ def communication_alone_ms(spans: Sequence[Span]) -> float:
 
 
 def gaps(spans: Sequence[Span]) -> dict[str, Any]:
-    """Milliseconds from the first kernel to the last, those of them in which the GPU is busy and in which it does
-    nothing but communicate, and its pauses: by length ``{"from 10 us": [count, ms]}``, by tenths of the time (their
-    share), and the longest, with the kernels around."""
+    """Milliseconds from the first kernel to the last, those of them in which the GPU is busy and in
+    which it does nothing but communicate, and its pauses: by length ``{"from 10 us": [count,
+    ms]}``, by tenths of the time (their share), and the longest, with the kernels around.
+    """
     ordered = sorted(spans)
     first, last = ordered[0][0], max(end for _, end, _ in ordered)
     reached, before = ordered[0][1], ordered[0][2]
@@ -105,5 +117,8 @@ def gaps(spans: Sequence[Span]) -> dict[str, Any]:
         "communication_alone_ms": communication_alone_ms(spans),
         "pauses": lengths,
         "share_by_tenths": [round(share, 3) for share in tenths],
-        "longest": [{"us": p / 1e3, "at_ms": at / 1e6, "after": a[:80], "before": b[:80]} for p, at, a, b in longest],
+        "longest": [
+            {"us": p / 1e3, "at_ms": at / 1e6, "after": a[:80], "before": b[:80]}
+            for p, at, a, b in longest
+        ],
     }

@@ -1,5 +1,6 @@
-"""Transformer Engine's layers, on one GPU or over tensor-parallel ranks, to measure beside ours. Needs its packages;
-nothing else here does."""
+"""Transformer Engine's layers, on one GPU or over tensor-parallel ranks, to measure beside ours.
+Needs its packages; nothing else here does.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +42,17 @@ def check(preset: str, model: ModelConfig) -> None:
         "num_moe_experts": (model.num_moe_experts, None),
     }
     wrong = [
-        f"{key} {given!r}, accepted: {accepted!r}" for key, (given, accepted) in wanted.items() if given != accepted
+        f"{key} {given!r}, accepted: {accepted!r}"
+        for key, (given, accepted) in wanted.items()
+        if given != accepted
     ]
     if wrong:
         raise ValueError(f"--peers: got the preset {preset!r} with {'; '.join(wrong)}")
 
 
 def unpack(folder: str, target: str) -> Path:
-    """The folder with the package: ``folder`` itself, or ``target``, to which the archive in it is unpacked.
+    """The folder with the package: ``folder`` itself, or ``target``, to which the archive in it is
+    unpacked.
 
     Raises:
         ValueError: ``folder`` has neither the package nor one archive of it.
@@ -72,7 +76,9 @@ def load(folder: Path) -> Any:
 def stack(
     te: Any, model: ModelConfig, tokens: int, recipe: str | None, sequence: int
 ) -> tuple[Callable[[], torch.Tensor], torch.nn.Module, torch.Tensor]:
-    """As :func:`benchmarks.speed.layer.stack`, of Transformer Engine's layers over all ranks, in a recipe or BF16."""
+    """As :func:`benchmarks.speed.layer.stack`, of Transformer Engine's layers over all ranks, in
+    a recipe or BF16.
+    """
     ranks, bf16 = dist.get_world_size(), torch.bfloat16
     layers = torch.nn.ModuleList(
         te.TransformerLayer(
@@ -99,9 +105,14 @@ def stack(
         )
         for number in range(model.num_layers)
     )
-    shape, device = (sequence // ranks, tokens // sequence, model.hidden_size), next(layers.parameters()).device
+    shape, device = (
+        (sequence // ranks, tokens // sequence, model.hidden_size),
+        next(layers.parameters()).device,
+    )
     x = torch.randn(shape, device=device, dtype=bf16, requires_grad=True)
-    frequencies = model.rotary_base ** -(torch.arange(0, model.head_channels, 2, device=device) / model.head_channels)
+    frequencies = model.rotary_base ** -(
+        torch.arange(0, model.head_channels, 2, device=device) / model.head_channels
+    )
     angles = torch.arange(sequence, device=device)[:, None] * frequencies
     rope = torch.cat([angles, angles], -1)[:, None, None]
     recipes = importlib.import_module("transformer_engine.common.recipe")
@@ -110,7 +121,9 @@ def stack(
     def forward() -> torch.Tensor:
         y = x
         # One context for all layers, as Megatron has it for this recipe.
-        with te.autocast(enabled=scaling is not None, recipe=scaling, amax_reduction_group=dist.group.WORLD):
+        with te.autocast(
+            enabled=scaling is not None, recipe=scaling, amax_reduction_group=dist.group.WORLD
+        ):
             for layer in layers:
                 y = layer(y, rotary_pos_emb=rope)
         return y

@@ -1,12 +1,15 @@
-"""Pretraining with Transformer Engine's layers: `launch/pretrain.py` with Megatron's own specification of a model.
+"""Pretraining with Transformer Engine's layers: `launch/pretrain.py` with Megatron's own
+specification of a model.
 
-    deepspeed benchmarks/speed/te_train.py --fp8-recipe {none,delayed,tensorwise} OPTIONS OF launch/pretrain.py
+    deepspeed benchmarks/speed/te_train.py \\
+        --fp8-recipe {none,delayed,tensorwise} OPTIONS OF launch/pretrain.py
 
-``train.py`` starts it as a peer. Data, loss, optimizer, DeepSpeed's engine and what is logged are those of the same
-program without a "coat" block; the layers and Megatron's fusions for them are what Transformer Engine's users run.
-Its layers draw their weights by Megatron's functions from Megatron's generator, in the order of Megatron's own layers:
-initial weights are those of the same seed without Transformer Engine, and losses of both can be compared.
-Its packages have to be importable; :func:`peer_environment` is to be set.
+``train.py`` starts it as a peer. Data, loss, optimizer, DeepSpeed's engine and what is logged are
+those of the same program without a "coat" block; the layers and Megatron's fusions for them are
+what Transformer Engine's users run. Its layers draw their weights by Megatron's functions from
+Megatron's generator, in the order of Megatron's own layers: initial weights are those of the same
+seed without Transformer Engine, and losses of both can be compared. Its packages have to be
+importable; :func:`peer_environment` is to be set.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ __all__ = ["RECIPES", "main", "peer_environment", "te_layers"]
 
 
 def peer_environment(tp: int) -> dict[str, str]:
-    """What Transformer Engine needs without NVLink multicast, and Megatron's tensor-parallel ranks with it. Without
-    tensor parallelism the peer has the same environment as this program."""
+    """What Transformer Engine needs without NVLink multicast, and Megatron's tensor-parallel ranks
+    with it. Without tensor parallelism the peer has the same environment as this program.
+    """
     return {"UB_SKIPMC": "1"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if tp > 1 else {})
 
 
@@ -60,18 +64,21 @@ def spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
     }
     for key, (given, accepted) in other.items():
         if given != accepted:
-            raise ValueError(f"{key}: got {given!r}, accepted with Transformer Engine's layers: {accepted!r}")
+            raise ValueError(
+                f"{key}: got {given!r}, accepted with Transformer Engine's layers: {accepted!r}"
+            )
     return get_gpt_layer_with_transformer_engine_spec()
 
 
 @contextmanager
 def te_layers(recipe: str) -> Iterator[None]:
-    """Models that are built inside have Transformer Engine's layers and Megatron's fusions for them, in FP8 by a
-    recipe, or in BF16 by "none".
+    """Models that are built inside have Transformer Engine's layers and Megatron's fusions for
+    them, in FP8 by a recipe, or in BF16 by "none".
 
-    Layers that keep FP8 weights are told by Megatron's schedules when a step begins. Nobody does so here: they would
-    compute with the initial weights for ever. So they quantize in every micro-batch, which is once a step where a step
-    has one. With more they would be slower than in Megatron, and ``train.py`` refuses that.
+    Layers that keep FP8 weights are told by Megatron's schedules when a step begins. Nobody does so
+    here: they would compute with the initial weights for ever. So they quantize in every
+    micro-batch, which is once a step where a step has one. With more they would be slower than in
+    Megatron, and ``train.py`` refuses that.
     """
     fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
     fp8: dict[str, Any] = {}
@@ -82,13 +89,18 @@ def te_layers(recipe: str) -> Iterator[None]:
     def config(model: ModelConfig, **given: Any) -> Any:
         return built(model, **{**given, **fused, **fp8})
 
-    with mock.patch.object(gpt, "transformer_config", config), mock.patch.object(gpt, "layer_spec", spec):
+    with (
+        mock.patch.object(gpt, "transformer_config", config),
+        mock.patch.object(gpt, "layer_spec", spec),
+    ):
         yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``launch.pretrain.main`` with other layers; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, add_help=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False, add_help=False
+    )
     parser.add_argument("--fp8-recipe", choices=[*RECIPES.values()], required=True)
     own, rest = parser.parse_known_args(argv)
     from launch import pretrain

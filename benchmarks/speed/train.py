@@ -1,16 +1,19 @@
-"""End to end: the same pretraining run with and without the "coat" block, through DeepSpeed's launcher.
+"""End to end: the same pretraining run with and without the "coat" block, through DeepSpeed's
+launcher.
 
-    python -m benchmarks.speed.train --ranks 1 [--steps 50] [--layers 8] [--model configs/models/llama2-7b.json]
-    python -m benchmarks.speed.train --ranks 2 --peers DIR      # beside 'TE bf16' and 'TE fp8 delayed'
+    python -m benchmarks.speed.train --ranks 1 [--steps 50] [--layers 8] [--model \\
+        configs/models/llama2-7b.json]
+    python -m benchmarks.speed.train --ranks 2 --peers DIR  # beside 'TE bf16' and 'TE fp8 delayed'
     python -m benchmarks.speed.train --ranks 2 --tensor-parallel 2 --micro-batch 2 4 \\
         --configs 'TE bf16' zero2 'zero2 over NCCL' --peers DIR --name train-tp-2
 
-Each run is `launch/pretrain.py` with one configuration of `configs/deepspeed`; text is the running Python's standard
-library. A peer's name runs the same program with Transformer Engine's layers (`te_train.py`) and `--peer-config`; DIR
-has the package, or an archive of it. Prints, for each run, the median step, tokens/s/GPU, peak memory and final loss.
-Ratios are to the first run (the baseline) of the same micro-batch; gaps of losses are to the first run of this program
-without a "coat" block, where there is one. Writes `speed/train-N-ranks.json` when all runs are done; the same command
-goes on where it was cut.
+Each run is `launch/pretrain.py` with one configuration of `configs/deepspeed`; text is the running
+Python's standard library. A peer's name runs the same program with Transformer Engine's layers
+(`te_train.py`) and `--peer-config`; DIR has the package, or an archive of it. Prints, for each run,
+the median step, tokens/s/GPU, peak memory and final loss. Ratios are to the first run (the
+baseline) of the same micro-batch; gaps of losses are to the first run of this program without a
+"coat" block, where there is one. Writes `speed/train-N-ranks.json` when all runs are done; the same
+command goes on where it was cut.
 """
 
 from __future__ import annotations
@@ -53,7 +56,12 @@ OURS, PEERS = ("zero2-bf16", "zero2"), ("TE bf16", "TE fp8 delayed")
 
 
 def run(
-    name: str, micro_batch: int, data: str, folder: Path, te: Path | None, arguments: argparse.Namespace
+    name: str,
+    micro_batch: int,
+    data: str,
+    folder: Path,
+    te: Path | None,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """One pretraining run; its records and what its memory table says."""
     config = arguments.peer_config if name in RECIPES else name.removesuffix(NCCL_ONLY)
@@ -68,13 +76,31 @@ def run(
     if name in RECIPES:
         assert te is not None  # see parse
         program = ["benchmarks/speed/te_train.py", "--fp8-recipe", RECIPES[name]]
-        variables |= {**peer_environment(arguments.tensor_parallel), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+        variables |= {
+            **peer_environment(arguments.tensor_parallel),
+            "PYTHONPATH": python_path(ROOT, te, te / "deps"),
+        }
     elif name.endswith(NCCL_ONLY):
         variables["COAT_PEER_MEMORY"] = "0"
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        str(arguments.ranks),
+    ]
     command += ["--log_level", "error", "--master_port", str(free_port()), *program]
     command += ["--deepspeed_config", str(path)]
-    command += ["--model", arguments.model, "--data", data, "--output", str(out), "--train-steps", str(arguments.steps)]
+    command += [
+        "--model",
+        arguments.model,
+        "--data",
+        data,
+        "--output",
+        str(out),
+        "--train-steps",
+        str(arguments.steps),
+    ]
     command += ["--lr", str(arguments.lr), "--warmup-steps", str(max(1, arguments.steps // 2))]
     command += ["--tensor-parallel", str(arguments.tensor_parallel)]
     command += ["--sequence-parallel"] if arguments.tensor_parallel > 1 else []
@@ -110,21 +136,28 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=None,
         metavar="NAME",
-        help="files of configs/deepspeed, also followed by ' over NCCL' (COAT_PEER_MEMORY=0), and peers: "
-        f"{', '.join(map(repr, RECIPES))}; the first one is the baseline (default: {' '.join(OURS)}, with --peers "
+        help="files of configs/deepspeed, also followed by ' over NCCL' (COAT_PEER_MEMORY=0), and "
+        "peers: "
+        f"{', '.join(map(repr, RECIPES))}; the first one is the baseline (default: "
+        f"{' '.join(OURS)}, with --peers "
         f"{' '.join(map(repr, PEERS))} before them)",
     )
-    parser.add_argument("--peer-config", default="zero2-bf16", help="of configs/deepspeed, for peers")
+    parser.add_argument(
+        "--peer-config", default="zero2-bf16", help="of configs/deepspeed, for peers"
+    )
     parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     parser.add_argument("--model", default="configs/models/llama2-7b.json")
     parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--layers", type=int_from_0, default=8, help="layers of that model; 0 = all")
+    parser.add_argument(
+        "--layers", type=int_from_0, default=8, help="layers of that model; 0 = all"
+    )
     parser.add_argument("--micro-batch", type=positive_int, nargs="+", default=[2])
     parser.add_argument("--accumulation", type=positive_int, default=1)
     parser.add_argument("--tensor-parallel", type=positive_int, default=1)
     parser.add_argument("--steps", type=positive_int, default=50)
-    # Gentle on purpose: with 8 k tokens a step, rates from 5e-5 on make the BF16 loss itself jump by several units
-    # (gradient norms of 50 to 130), and then any two runs part for a while, however small their first difference.
+    # Gentle on purpose: with 8 k tokens a step, rates from 5e-5 on make the BF16 loss itself jump
+    # by several units (gradient norms of 50 to 130), and then any two runs part for a while,
+    # however small their first difference.
     parser.add_argument("--lr", type=positive_float, default=1e-5)
     parser.add_argument("--vocabulary", type=positive_int, default=32000)
     parser.add_argument("--name", default=None, help="of the JSON result (default: train-N-ranks)")
@@ -132,40 +165,57 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.configs is None:
         arguments.configs = [*(PEERS if arguments.peers is not None else ()), *OURS]
     if any(name in RECIPES for name in arguments.configs) and arguments.peers is None:
-        parser.error("--configs: got a peer without --peers, accepted: with a folder that has Transformer Engine")
-    if arguments.accumulation > 1 and any(RECIPES.get(name, "none") != "none" for name in arguments.configs):
         parser.error(
-            f"--accumulation: got {arguments.accumulation} with a peer in FP8, accepted: 1 (it would quantize its "
+            "--configs: got a peer without --peers, accepted: with a folder that has Transformer "
+            "Engine"
+        )
+    if arguments.accumulation > 1 and any(
+        RECIPES.get(name, "none") != "none" for name in arguments.configs
+    ):
+        parser.error(
+            f"--accumulation: got {arguments.accumulation} with a peer in FP8, accepted: 1 (it "
+            "would quantize its "
             "weights in every micro-batch)"
         )
     for name in [*arguments.configs, arguments.peer_config]:
         file = ROOT / f"configs/deepspeed/{name.removesuffix(NCCL_ONLY)}.json"
         if name not in RECIPES and not file.is_file():
-            parser.error(f"--configs: got {name!r}, accepted: a name of configs/deepspeed, or {', '.join(RECIPES)}")
+            parser.error(
+                f"--configs: got {name!r}, accepted: a name of configs/deepspeed, or "
+                f"{', '.join(RECIPES)}"
+            )
     return arguments
 
 
 def is_bf16(config: str) -> bool:
-    """Whether a run is one of this program without a "coat" block: what losses are compared with."""
+    """Whether a run is one of this program without a "coat" block: what losses are compared
+    with.
+    """
     return config not in RECIPES and "coat" not in json.loads(
         (ROOT / f"configs/deepspeed/{config.removesuffix(NCCL_ONLY)}.json").read_text()
     )
 
 
 def compare(runs: Sequence[dict[str, Any]]) -> None:
-    """Add to runs of one micro-batch their ratios to the first, and their losses' gaps from BF16's, and print them."""
+    """Add to runs of one micro-batch their ratios to the first, and their losses' gaps from
+    BF16's, and print them.
+    """
     base = runs[0]
     bf16 = next((one for one in runs if is_bf16(one["config"])), base)
     for one in runs:
         one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
-        one["tokens_per_second_ratio"] = one["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+        one["tokens_per_second_ratio"] = (
+            one["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+        )
         one["peak_memory_ratio"] = one["peak_memory_gib"] / base["peak_memory_gib"]
         one |= {"losses_beside": bf16["config"], **loss_gaps(one["losses"], bf16["losses"])}
         print(
             f"{one['config']:<16} micro-batch {one['micro_batch']}  step {one['step_ms']:8.1f} ms "
-            f"({one['step_time_ratio']:.2f}x)  {one['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU "
+            f"({one['step_time_ratio']:.2f}x)  {one['tokens_per_second_per_gpu']:9,.0f} "
+            "tokens/s/GPU "
             f"({one['tokens_per_second_ratio']:.2f}x)  peak {one['peak_memory_gib']:6.1f} GiB "
-            f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f} (gap to "
+            f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> "
+            f"{one['losses'][-1]:.4f} (gap to "
             f"{bf16['config']}: largest {one['largest_loss_gap']:.2%}, mean of the last ten "
             f"{one['last_ten_loss_gap']:+.2%})",
             flush=True,
@@ -173,8 +223,9 @@ def compare(runs: Sequence[dict[str, Any]]) -> None:
 
 
 class Kept:
-    """Runs that are done, in a file beside the result, until all are: a command that was cut, or one of whose runs
-    failed, goes on where it was if commit, options and GPUs are the same."""
+    """Runs that are done, in a file beside the result, until all are: a command that was cut, or
+    one of whose runs failed, goes on where it was if commit, options and GPUs are the same.
+    """
 
     def __init__(self, name: str, settings: dict[str, Any], output: str | None) -> None:
         self._path = result_path(f"speed/{name}-unfinished", output)
@@ -184,7 +235,9 @@ class Kept:
 
     def get(self, name: str, micro_batch: int) -> dict[str, Any] | None:
         """A run that is done."""
-        done = (one for one in self._runs if (one["config"], one["micro_batch"]) == (name, micro_batch))
+        done = (
+            one for one in self._runs if (one["config"], one["micro_batch"]) == (name, micro_batch)
+        )
         return next(done, None)
 
     def add(self, run: dict[str, Any]) -> None:
@@ -216,9 +269,13 @@ def main() -> None:
             for config in arguments.configs:
                 if kept.get(config, micro_batch) is None:
                     try:
-                        kept.add(run(config, micro_batch, str(folder / "stdlib"), folder, te, arguments))
+                        kept.add(
+                            run(config, micro_batch, str(folder / "stdlib"), folder, te, arguments)
+                        )
                     except subprocess.CalledProcessError as error:
-                        failed.append(f"{config}, micro-batch {micro_batch}: exit {error.returncode}")
+                        failed.append(
+                            f"{config}, micro-batch {micro_batch}: exit {error.returncode}"
+                        )
     runs: list[dict[str, Any]] = []
     for micro_batch in arguments.micro_batch:
         done = (kept.get(config, micro_batch) for config in arguments.configs)
@@ -228,7 +285,12 @@ def main() -> None:
         runs += found
     if failed:
         sys.exit("not written; the same command goes on with what failed: " + "; ".join(failed))
-    print("wrote", write_result(f"speed/{name}", {"settings": options(arguments), "runs": runs}, arguments.output))
+    print(
+        "wrote",
+        write_result(
+            f"speed/{name}", {"settings": options(arguments), "runs": runs}, arguments.output
+        ),
+    )
     kept.forget()
 
 

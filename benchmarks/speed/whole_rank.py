@@ -1,4 +1,6 @@
-"""One rank of ``whole.py``: a whole model, one variant, larger and larger micro-batches until memory is out."""
+"""One rank of ``whole.py``: a whole model, one variant, larger and larger micro-batches until
+memory is out.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +77,18 @@ def settings_of(variant: str, stage: int) -> dict[str, Any]:
 
 
 def plan_of(
-    model: ModelConfig, settings: dict[str, Any], tp: int = 1, recompute: Mapping[str, Any] | None = None, ep: int = 1
+    model: ModelConfig,
+    settings: dict[str, Any],
+    tp: int = 1,
+    recompute: Mapping[str, Any] | None = None,
+    ep: int = 1,
 ) -> Any:
     """What ``launch.train.build.build_engine`` reads of `pretrain.py`'s plan."""
     return SimpleNamespace(
         model=model,
-        args=SimpleNamespace(tensor_parallel=tp, expert_parallel=ep, pipeline_parallel=1, sequence_parallel=tp > 1),
+        args=SimpleNamespace(
+            tensor_parallel=tp, expert_parallel=ep, pipeline_parallel=1, sequence_parallel=tp > 1
+        ),
         batch=batch_sizes(settings, torch.distributed.get_world_size() // tp),
         settings=settings,
         coat=CoatConfig.from_deepspeed(settings),
@@ -97,7 +105,9 @@ def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1, ep: int
 
 
 def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any) -> dict[str, Any]:
-    """Times and peaks of steps with one micro-batch, and what they hold, which the first one tells."""
+    """Times and peaks of steps with one micro-batch, and what they hold, which the first one
+    tells.
+    """
     report = MemoryReport(engine, micro_batch * model.seq_length)
     gpu, batch, times = torch.cuda.is_available(), random_batch(model, micro_batch), []
     graphs = warm_up = 0
@@ -119,8 +129,13 @@ def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any) -> dict[str, 
         if gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-        if gpu and step == WARM_UP - 1 and (graphs := pool_bytes(torch.device("cuda", torch.cuda.current_device()))):
-            warm_up = torch.cuda.max_memory_allocated()  # what is captured counts as allocated then, and not later
+        if (
+            gpu
+            and step == WARM_UP - 1
+            and (graphs := pool_bytes(torch.device("cuda", torch.cuda.current_device())))
+        ):
+            # What is captured counts as allocated then, and not later.
+            warm_up = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
     seconds = median(times[WARM_UP:])
     record = {
@@ -131,7 +146,10 @@ def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any) -> dict[str, 
         "held_bytes": {name: row["bytes"] for name, row in report.to_dict().items()},
     }
     if gpu:
-        most = [max(torch.cuda.max_memory_allocated() + graphs, warm_up), torch.cuda.max_memory_reserved()]
+        most = [
+            max(torch.cuda.max_memory_allocated() + graphs, warm_up),
+            torch.cuda.max_memory_reserved(),
+        ]
         peaks = torch.tensor(most, device="cuda")
         torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
         record["peak_bytes"], record["peak_reserved_bytes"] = peaks.tolist()
@@ -143,11 +161,14 @@ def main(case: dict[str, Any], out: Path) -> int:
     """Measure; a line of JSON for each micro-batch, rank 0's. The exit status."""
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda" and case["gpu_memory"] is not None:
-        free, total = torch.cuda.mem_get_info(device)  # what is gone is the context, which a smaller GPU would hold too
+        # What is gone is the context, which a smaller GPU would hold too.
+        free, total = torch.cuda.mem_get_info(device)
         allowed = case["gpu_memory"] * 2**30 - (total - free)
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
     ep = case.get("expert_parallel", 1)
-    initialize_model_parallel(1, seed=1234, create_gloo_process_groups=False, expert_model_parallel_size=ep)
+    initialize_model_parallel(
+        1, seed=1234, create_gloo_process_groups=False, expert_model_parallel_size=ep
+    )
     rank = torch.distributed.get_rank()
     try:
         model = load_model_config(case["model"], case["override"])
@@ -159,7 +180,9 @@ def main(case: dict[str, Any], out: Path) -> int:
                 with out.open("a") as file:
                     file.write(json.dumps(record) + "\n")
     except (torch.OutOfMemoryError, RuntimeError) as problem:
-        if not isinstance(problem, torch.OutOfMemoryError) and not any(sign in str(problem) for sign in NO_MEMORY):
+        if not isinstance(problem, torch.OutOfMemoryError) and not any(
+            sign in str(problem) for sign in NO_MEMORY
+        ):
             raise
         return OUT_OF_MEMORY
     torch.distributed.barrier()

@@ -1,9 +1,10 @@
-"""Tables and the picture of ``whole.py``'s result: equal and largest micro-batches, cost, tokens/s over micro-batch.
+"""Tables and the picture of ``whole.py``'s result: equal and largest micro-batches, cost, tokens/s
+over micro-batch.
 
     python -m benchmarks.speed.whole_report [--plot docs/figures/speed-whole.png] [--name whole]
 
-Prints Markdown. Each group of tables ends with the commits and dates of its cases. A case that failed or that time has
-cut is in no table, but is named.
+Prints Markdown. Each group of tables ends with the commits and dates of its cases. A case that
+failed or that time has cut is in no table, but is named.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ def unfinished(cases: Sequence[dict[str, Any]]) -> list[str]:
 def group_of(case: dict[str, Any]) -> tuple:
     """What a case has in common with those that it is compared with: all but its variant."""
     gpu = case["measured"]["gpus"][:1]
-    return (case["model"], *case["override"], *gpu, case["ranks"], case["stage"], case["gpu_memory"])
+    return (
+        case["model"],
+        *case["override"],
+        *gpu,
+        case["ranks"],
+        case["stage"],
+        case["gpu_memory"],
+    )
 
 
 def groups(cases: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
@@ -70,7 +78,10 @@ def measured(cases: Sequence[dict[str, Any]]) -> str:
     for case in cases:
         of_it = f"commit {str(case['measured']['commit'])[:7]}, {case['measured'].get('date')}"
         found.setdefault(of_it, []).append(case["variant"])
-    rows = [of_it + (f" ({'; '.join(names)})" if len(found) > 1 else "") for of_it, names in found.items()]
+    rows = [
+        of_it + (f" ({'; '.join(names)})" if len(found) > 1 else "")
+        for of_it, names in found.items()
+    ]
     return f"Measured: {'; '.join(rows)}."
 
 
@@ -100,29 +111,39 @@ def _row(case: dict[str, Any], step: dict[str, Any], base: Pair | None, plus: st
     return (
         f"| {name} | {step['micro_batch']}{plus} | {held['optimizer moments'] / GIB:.1f} | "
         f"{held['activations'] / GIB:.1f} | "
-        f"{step.get('peak_bytes', 0) / GIB:.1f} | {number(speed)} | {ratio} | {step.get('allocator_retries', '')} |"
+        f"{step.get('peak_bytes', 0) / GIB:.1f} | {number(speed)} | {ratio} | "
+        f"{step.get('allocator_retries', '')} |"
     )
 
 
 HEAD = [
-    "| | micro-batch | moments, GiB | saved for backward, GiB | peak, GiB | tokens/s/GPU | to BF16 | retries |",
+    "| | micro-batch | moments, GiB | saved for backward, GiB | peak, GiB | tokens/s/GPU | to BF16 "
+    "| retries |",
     "|---|---|---|---|---|---|---|---|",
 ]
 
 
 def equal(cases: list[dict[str, Any]]) -> list[str]:
-    """A table at the largest micro-batch that all variants which fit have; empty where there is none, or no two fit."""
+    """A table at the largest micro-batch that all variants which fit have; empty where there is
+    none, or no two fit.
+    """
     shared = [{s["micro_batch"] for s in case["steps"]} for case in cases if case["steps"]]
     common = set.intersection(*shared) if len(shared) > 1 else set()
     if not common:
         return []
-    pairs = [(case, step) for case in cases for step in case["steps"] if step["micro_batch"] == max(common)]
+    pairs = [
+        (case, step)
+        for case in cases
+        for step in case["steps"]
+        if step["micro_batch"] == max(common)
+    ]
     return HEAD + [_row(*pair, _base(pairs)) for pair in pairs]
 
 
 def largest(cases: list[dict[str, Any]]) -> list[str]:
-    """A table at each variant's largest micro-batch, with a plus where memory was not out at the largest that was
-    tried; and a line that names those that do not fit."""
+    """A table at each variant's largest micro-batch, with a plus where memory was not out at the
+    largest that was tried; and a line that names those that do not fit.
+    """
     pairs = [(case, step) for case in cases if (step := best(case)) is not None]
     rows = []
     for case, step in pairs:
@@ -134,8 +155,15 @@ def largest(cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         if not case["steps"]:
             out.setdefault(case["out_of_memory_at"], []).append(case["variant"])
-    named = " ".join(f"Out of memory with micro-batch {n}: {'; '.join(out[n])}." for n in sorted(out))
-    return [*(head if rows else []), *rows, *([""] if rows and named else []), *([named] if named else [])]
+    named = " ".join(
+        f"Out of memory with micro-batch {n}: {'; '.join(out[n])}." for n in sorted(out)
+    )
+    return [
+        *(head if rows else []),
+        *rows,
+        *([""] if rows and named else []),
+        *([named] if named else []),
+    ]
 
 
 def fits(cases: Sequence[dict[str, Any]]) -> bool:
@@ -149,12 +177,16 @@ def cost(cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         if case["steps"]:
             speed = fastest(case)["tokens_per_second_per_gpu"]
-            lines.append(f"| {case['variant']} | {number(speed)} | {number(TOKENS / speed / 3600)} |")
+            lines.append(
+                f"| {case['variant']} | {number(speed)} | {number(TOKENS / speed / 3600)} |"
+            )
     return lines
 
 
 def plot(cases: Sequence[dict[str, Any]], path: Path) -> None:
-    """Tokens/s/GPU over micro-batch, a panel for each group in which something fits; a cross where memory was out."""
+    """Tokens/s/GPU over micro-batch, a panel for each group in which something fits; a cross
+    where memory was out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,7 +211,12 @@ def plot(cases: Sequence[dict[str, Any]], path: Path) -> None:
             if case["out_of_memory_at"] is not None:
                 axis.plot(case["out_of_memory_at"], y[-1], marker="x", color=color)
         most = max(step["tokens_per_second_per_gpu"] for case in of_group for step in case["steps"])
-        axis.set(title=title(of_group[0]), xlabel="micro-batch", ylabel="tokens/s/GPU", ylim=(0, 1.1 * most))
+        axis.set(
+            title=title(of_group[0]),
+            xlabel="micro-batch",
+            ylabel="tokens/s/GPU",
+            ylim=(0, 1.1 * most),
+        )
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)

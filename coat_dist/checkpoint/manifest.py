@@ -1,4 +1,6 @@
-"""``manifest.json`` of a finished checkpoint: size and checksum of each file, and what the engine was."""
+"""``manifest.json`` of a finished checkpoint: size and checksum of each file, and what the
+engine was.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,12 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
 
     Args:
         checkpoint: its folder.
-        of_run: it was saved by ``launch/pretrain.py``, whose manifests say what the run was and how far it had come.
+        of_run: it was saved by ``launch/pretrain.py``, whose manifests say what the run was and how
+            far it had come.
 
     Raises:
-        CheckpointError: missing, unreadable, of another format, or without what every finished checkpoint has in it.
+        CheckpointError: missing, unreadable, of another format, or without what every finished
+            checkpoint has in it.
     """
     path = checkpoint / MANIFEST
     try:
@@ -50,17 +54,28 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format: got another one, accepted: {FORMAT}")
     if manifest.get("unfinished"):
-        raise CheckpointError(f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended")
-    missing = [key for key in ("progress", "run", "files") if not isinstance(manifest.get(key), dict)]
+        raise CheckpointError(
+            f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended"
+        )
+    missing = [
+        key for key in ("progress", "run", "files") if not isinstance(manifest.get(key), dict)
+    ]
     if of_run and missing == ["progress", "run"]:
-        raise CheckpointError(f"{checkpoint}: says of no run what it was, accepted: a checkpoint of launch/pretrain.py")
+        raise CheckpointError(
+            f"{checkpoint}: says of no run what it was, accepted: a checkpoint of "
+            "launch/pretrain.py"
+        )
     if missing := missing if of_run else [key for key in missing if key == "files"]:
-        raise CheckpointError(f"{path}: is damaged, {', '.join(missing)} missing or of another kind than was written")
+        raise CheckpointError(
+            f"{path}: is damaged, {', '.join(missing)} missing or of another kind than was written"
+        )
     return manifest
 
 
 def readable(checkpoint: Path) -> dict[str, Any]:
-    """What a manifest says, unchecked; empty where it is missing or damaged, which loading reports."""
+    """What a manifest says, unchecked; empty where it is missing or damaged, which loading
+    reports.
+    """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -68,7 +83,12 @@ def readable(checkpoint: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None = None, checksums: bool = True) -> None:
+def verify(
+    checkpoint: Path,
+    files: Mapping[str, list[int]],
+    team: Team | None = None,
+    checksums: bool = True,
+) -> None:
     """Compare size and checksum of every file with the manifest; ranks share the work.
 
     Args:
@@ -78,34 +98,51 @@ def verify(checkpoint: Path, files: Mapping[str, list[int]], team: Team | None =
         checksums: false compares sizes only and reads no file.
 
     Raises:
-        CheckpointError: on every rank; lists files that are missing, damaged or of another checkpoint.
+        CheckpointError: on every rank; lists files that are missing, damaged or of another
+            checkpoint.
     """
     team = team or everyone()
-    by_size = sorted(files, key=lambda name: (-files[name][0], name))  # dealt out in turns, every rank gets as much
-    found = _gather(team, {name: _read(checkpoint / name, checksums) for name in team.share(by_size)})
+    # Dealt out in turns, every rank gets as much.
+    by_size = sorted(files, key=lambda name: (-files[name][0], name))
+    found = _gather(
+        team, {name: _read(checkpoint / name, checksums) for name in team.share(by_size)}
+    )
     wrong = []
     for name, (size, checksum) in files.items():
         now = found[name]
         if isinstance(now, str):
             wrong.append(f"{checkpoint / name}: {now}")
         elif now != [size, checksum][: len(now)]:
-            why = f"is {now[0]} bytes, was {size}" if now[0] != size else "its checksum is not that of the manifest"
+            why = (
+                f"is {now[0]} bytes, was {size}"
+                if now[0] != size
+                else "its checksum is not that of the manifest"
+            )
             wrong.append(f"{checkpoint / name}: damaged ({why})")
-    there = team.ask_leader(lambda: [p.name for p in checkpoint.glob("*_states.pt")])  # DeepSpeed would take them all
-    wrong += [f"{checkpoint / name}: is of another checkpoint" for name in sorted(set(there) - files.keys())]
+    # DeepSpeed would take them all.
+    there = team.ask_leader(lambda: [p.name for p in checkpoint.glob("*_states.pt")])
+    wrong += [
+        f"{checkpoint / name}: is of another checkpoint"
+        for name in sorted(set(there) - files.keys())
+    ]
     team.refuse(wrong, f"{checkpoint} is damaged, load another one:")
 
 
-def sync_files(folder: Path, own: Iterable[Path] = (), team: Team | None = None) -> dict[str, list[int]]:
-    """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path in ``folder``.
+def sync_files(
+    folder: Path, own: Iterable[Path] = (), team: Team | None = None
+) -> dict[str, list[int]]:
+    """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path
+    in ``folder``.
 
     Args:
         folder: a manifest in it is left out.
-        own: files that this rank wrote and therefore reads, from its host's memory; the team shares the others.
+        own: files that this rank wrote and therefore reads, from its host's memory; the team shares
+            the others.
         team: the ranks that have this folder before them; None = all.
 
     Raises:
-        CheckpointError: on every rank; lists the files that a rank could not read or bring to disk, and empty ones.
+        CheckpointError: on every rank; lists the files that a rank could not read or bring to disk,
+            and empty ones.
     """
     team = team or everyone()
 
@@ -118,8 +155,14 @@ def sync_files(folder: Path, own: Iterable[Path] = (), team: Team | None = None)
     mine |= set(team.share([name for name in names if name not in written]))
     found = _gather(team, {name: _read(folder / name, sync=True) for name in sorted(mine)})
     found |= {name: "is missing" for name in written - set(names)}
-    wrong = [f"{folder / name}: {problem}" for name, problem in sorted(found.items()) if isinstance(problem, str)]
-    wrong += [f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0]
+    wrong = [
+        f"{folder / name}: {problem}"
+        for name, problem in sorted(found.items())
+        if isinstance(problem, str)
+    ]
+    wrong += [
+        f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0
+    ]
     team.refuse(wrong if found else [f"{folder}: holds no files"], "cannot finish a checkpoint:")
     return dict(sorted(found.items()))  # type: ignore[arg-type]  # no text is left in it
 
@@ -165,5 +208,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {prefix: list(value) if isinstance(value, tuple) else value}
     return {
-        k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+        k: v
+        for key, inner in value.items()
+        for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
     }

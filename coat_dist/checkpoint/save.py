@@ -1,9 +1,11 @@
-"""``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the previous checkpoint.
+"""``engine.save_checkpoint`` of a coat engine: a kill or an error on any rank leaves the previous
+checkpoint.
 
-A save is one transaction (:class:`_Save`): prepare, write, publish. DeepSpeed writes its files into a folder with a
-temporary name (``write/engine_writes.py`` keeps errors), and a program may add its own. Every file is flushed to disk
-and listed with size and checksum in ``manifest.json`` (``manifest.py``). Then the folder is renamed, ``latest``
-replaced, and old checkpoints are removed (``write/publish.py``).
+A save is one transaction (:class:`_Save`): prepare, write, publish. DeepSpeed writes its files into
+a folder with a temporary name (``write/engine_writes.py`` keeps errors), and a program may add its
+own. Every file is flushed to disk and listed with size and checksum in ``manifest.json``
+(``manifest.py``). Then the folder is renamed, ``latest`` replaced, and old checkpoints are removed
+(``write/publish.py``).
 """
 
 from __future__ import annotations
@@ -30,14 +32,31 @@ from .write.publish import LATEST, begin, finish, retire, unfinished
 
 __all__ = ["Extras", "describe", "save_whole_checkpoints"]
 
-# fmt: off
-_DEEPSPEED_KEYS = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
-    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-})
-# fmt: on
-"""What DeepSpeed writes into the model's file. client_state comes last: such a key would replace DeepSpeed's value."""
+_DEEPSPEED_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+    }
+)
+"""What DeepSpeed writes into the model's file. client_state comes last: such a key would replace
+DeepSpeed's value.
+"""
 
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "unexpected pos")
 """What errors say of a full disk; the last is torch.save's."""
@@ -45,7 +64,9 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "unexpected pos")
 
 @dataclass(frozen=True)
 class Extras:
-    """What a program adds to a checkpoint: ``engine.save_checkpoint(folder, tag, extras=Extras(...))``."""
+    """What a program adds to a checkpoint: ``engine.save_checkpoint(folder, tag,
+    extras=Extras(...))``.
+    """
 
     add_files: Callable[[Path], None] | None = None
     """Called on each rank with the folder to write files of its own into."""
@@ -60,9 +81,9 @@ class Extras:
 def save_whole_checkpoints(engine: Any) -> None:
     """Let ``engine.save_checkpoint`` write checkpoints atomically; same arguments, returns True.
 
-    One more argument, by keyword: ``extras``, an :class:`Extras`. It raises ``CheckpointError`` on every rank, whatever
-    rank fails; what was there before is untouched then, and a later call may succeed. What could not be removed is
-    printed. A second call of this function changes nothing.
+    One more argument, by keyword: ``extras``, an :class:`Extras`. It raises ``CheckpointError`` on
+    every rank, whatever rank fails; what was there before is untouched then, and a later call may
+    succeed. What could not be removed is printed. A second call of this function changes nothing.
     """
     original: Callable[..., Any] = engine.save_checkpoint
     if hasattr(original, "coat_whole"):
@@ -92,7 +113,8 @@ def save_whole_checkpoints(engine: Any) -> None:
                 needed = sum(save.team.members(gather(writes.size)))
                 room = f"{needed:,} bytes are needed, {free:,} were free"
                 problem = CheckpointError(f"{problem}\n{save_dir}: {room}")
-            raise problem from (writes.errors[0].__cause__ if writes.errors else None)  # its traceback shows where
+            # Its traceback shows where.
+            raise problem from (writes.errors[0].__cause__ if writes.errors else None)
         return True
 
     save_checkpoint.coat_whole = True  # type: ignore[attr-defined]
@@ -101,7 +123,9 @@ def save_whole_checkpoints(engine: Any) -> None:
 
 @dataclass(frozen=True)
 class _Save:
-    """One save. Each step is collective, and raises ``CheckpointError`` on all ranks if any rank fails."""
+    """One save. Each step is collective, and raises ``CheckpointError`` on all ranks if any rank
+    fails.
+    """
 
     engine: Any
     team: Team
@@ -118,13 +142,19 @@ class _Save:
     def temporary(self) -> Path:
         return unfinished(self.final)
 
-    def prepare(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> Mapping[str, Any]:
-        """Compare the arguments of all ranks, and make the temporary folder; what to save of ``client_state``."""
+    def prepare(
+        self, client_state: Mapping[str, Any] | None, exclude_frozen: bool
+    ) -> Mapping[str, Any]:
+        """Compare the arguments of all ranks, and make the temporary folder; what to save of
+        ``client_state``.
+        """
         state: dict[str, Any] = {}
 
         def arguments() -> dict[str, Any]:
             _check_tag(self.tag)
-            state.update(_without_deepspeed_keys({} if client_state is None else client_state, self.engine))
+            state.update(
+                _without_deepspeed_keys({} if client_state is None else client_state, self.engine)
+            )
             flags = {"save_latest": self.save_latest, "exclude_frozen_parameters": exclude_frozen}
             return {"tag": self.tag, "folder": os.path.abspath(self.save_dir), **flags}
 
@@ -136,8 +166,12 @@ class _Save:
         self.team.ask_leader(lambda: begin(self.final), f"cannot write {folder}")
         return state
 
-    def write(self, original: Callable[..., Any], client_state: Mapping[str, Any], exclude_frozen: Any) -> Writes:
-        """Let DeepSpeed write its files. Errors of writing are in the result: :meth:`publish` raises them."""
+    def write(
+        self, original: Callable[..., Any], client_state: Mapping[str, Any], exclude_frozen: Any
+    ) -> Writes:
+        """Let DeepSpeed write its files. Errors of writing are in the result: :meth:`publish`
+        raises them.
+        """
         try:
             with watch_writes(self.engine) as writes:
                 original(
@@ -154,7 +188,9 @@ class _Save:
         return writes
 
     def publish(self, writes: Writes) -> None:
-        """Add the program's files, bring all to disk, give the folder its name, and remove old checkpoints."""
+        """Add the program's files, bring all to disk, give the folder its name, and remove old
+        checkpoints.
+        """
         extras, team, final, temporary = self.extras, self.team, self.final, self.temporary
 
         def own_files() -> None:
@@ -167,15 +203,30 @@ class _Save:
         files = sync_files(temporary, writes.files, team)
         manifest = {
             **extras.content,
-            **{"format": FORMAT, "tag": self.tag, "saved": gather(time.time())[0], LATEST: self.save_latest},
-            **{"engine": describe(self.engine), "part": None if team.whole else part_of(team), "files": files},
+            **{
+                "format": FORMAT,
+                "tag": self.tag,
+                "saved": gather(time.time())[0],
+                LATEST: self.save_latest,
+            },
+            **{
+                "engine": describe(self.engine),
+                "part": None if team.whole else part_of(team),
+                "files": files,
+            },
         }
         team.ask_leader(lambda: finish(temporary, final, manifest), f"cannot finish {final}")
         if self.save_latest:  # when every node has the checkpoint
-            team.ask_leader(lambda: write_text(final.parent / LATEST, self.tag), f"cannot finish {final}")
+            team.ask_leader(
+                lambda: write_text(final.parent / LATEST, self.tag), f"cannot finish {final}"
+            )
         if team.leads:
             for problem in retire(final.parent, final, extras.keep_last, extras.supersedes):
-                print(f"warning: cannot remove an old checkpoint: {problem}", file=sys.stderr, flush=True)
+                print(
+                    f"warning: cannot remove an old checkpoint: {problem}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _check_tag(tag: str) -> None:
@@ -183,23 +234,26 @@ def _check_tag(tag: str) -> None:
     one_name = tag.isprintable() and tag == tag.strip() and tag == Path(tag).name != ""
     if not one_name or tag == LATEST or tag.startswith("."):
         raise CheckpointError(
-            f"tag: got {tag!r}, accepted: the name of one folder that is not {LATEST!r}, does not begin with a dot and "
+            f"tag: got {tag!r}, accepted: the name of one folder that is not {LATEST!r}, does not "
+            "begin with a dot and "
             "has no spaces around it"
         )
 
 
 def _without_deepspeed_keys(client_state: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
-    """``client_state`` without DeepSpeed's own keys, which are in it if ``load_checkpoint`` returned it.
+    """``client_state`` without DeepSpeed's own keys, which are in it if ``load_checkpoint``
+    returned it.
 
-    DeepSpeed's tutorial passes that on to the next save, where old values (the number of steps, say) would replace the
-    current ones.
+    DeepSpeed's tutorial passes that on to the next save, where old values (the number of steps,
+    say) would replace the current ones.
     """
     if client_state.keys() >= {"ds_config", "ds_version"}:
         names = _DEEPSPEED_KEYS | ({"universal_checkpoint_info"} if info_of(engine) else set())
         return {key: value for key, value in client_state.items() if key not in names}
     if keys := sorted(client_state.keys() & _DEEPSPEED_KEYS):
         raise CheckpointError(
-            f"client_state: got keys {', '.join(keys)}, which DeepSpeed writes itself; accepted: other names"
+            f"client_state: got keys {', '.join(keys)}, which DeepSpeed writes itself; accepted: "
+            "other names"
         )
     return client_state
 
@@ -214,7 +268,8 @@ def describe(engine: Any) -> dict[str, Any]:
     return {
         "world_size": rank_and_world()[1],
         "zero_stage": stage and stage(),
-        # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times sequence-parallel ranks.
+        # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times
+        # sequence-parallel ranks.
         "data_parallel": getattr(engine, "seq_dp_world_size", None),
         "tensor_parallel": size and size // stages,
         "pipeline_stages": stages,

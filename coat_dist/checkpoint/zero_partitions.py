@@ -1,4 +1,6 @@
-"""What ZeRO hands an optimizer, seen from the model's side: which part of which parameter lies where."""
+"""What ZeRO hands an optimizer, seen from the model's side: which part of which parameter lies
+where.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ __all__ = [
 
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """What ZeRO-1 and 2, BF16_Optimizer, and ZeRO-3 call the model's parameters by group."""
-_SHARDS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+_SHARDS = (
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_partitioned_groups_flat",
+)
 """What they call the flat tensors that the optimizer steps."""
 
 
@@ -40,7 +46,9 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Partition:
-    """One flat fp32 tensor that the optimizer steps, the group whose options apply, and what lies in it."""
+    """One flat fp32 tensor that the optimizer steps, the group whose options apply, and what
+    lies in it.
+    """
 
     flat: torch.Tensor
     group: dict[str, Any]
@@ -63,11 +71,15 @@ def members(zero: Any) -> list[list[Any]]:
     for name in _GROUPS:
         if hasattr(zero, name):
             return getattr(zero, name)
-    raise TypeError(f"optimizer: got {type(zero).__name__}, accepted: ZeRO stage 1, 2 or 3, or BF16_Optimizer")
+    raise TypeError(
+        f"optimizer: got {type(zero).__name__}, accepted: ZeRO stage 1, 2 or 3, or BF16_Optimizer"
+    )
 
 
 def partitions(zero: Any) -> Iterator[Partition]:
-    """Partitions of one of DeepSpeed's ZeRO-1, 2 or 3 optimizers or its BF16_Optimizer, in a fixed order."""
+    """Partitions of one of DeepSpeed's ZeRO-1, 2 or 3 optimizers or its BF16_Optimizer, in a
+    fixed order.
+    """
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
         for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
             fragments, start = [], 0
@@ -77,7 +89,9 @@ def partitions(zero: Any) -> Iterator[Partition]:
                 numel = max(0, min(part, param.ds_numel - first))
                 fragments.append(Fragment(param, torch.Size(param.ds_shape), first, start, numel))
                 start += part
-            yield Partition(flat, zero.optimizer.param_groups[zero.sub_group_to_group_id[i]], fragments)
+            yield Partition(
+                flat, zero.optimizer.param_groups[zero.sub_group_to_group_id[i]], fragments
+            )
         return
     for group, params in zip(zero.optimizer.param_groups, members(zero), strict=True):
         fragments = []
@@ -90,9 +104,11 @@ def partitions(zero: Any) -> Iterator[Partition]:
 
 @torch.no_grad()
 def copy_into(parameter: Any, whole: torch.Tensor) -> None:
-    """Copy a tensor of the whole shape into a parameter that nothing has gathered; at ZeRO-3 this rank's part.
+    """Copy a tensor of the whole shape into a parameter that nothing has gathered; at ZeRO-3 this
+    rank's part.
 
-    Not collective, but to be called on every rank, before ``initialize`` or while a checkpoint is loaded.
+    Not collective, but to be called on every rank, before ``initialize`` or while a checkpoint is
+    loaded.
     """
     if not hasattr(parameter, "ds_tensor"):
         parameter.copy_(whole)
@@ -104,7 +120,8 @@ def copy_into(parameter: Any, whole: torch.Tensor) -> None:
 
 
 def forget_second_shard(parameter: Any) -> None:
-    """Let the next fetch begin from the shards, whose values have changed, and not from hpZ's copy of the old ones.
+    """Let the next fetch begin from the shards, whose values have changed, and not from hpZ's copy
+    of the old ones.
 
     DeepSpeed itself drops second shards after a step and a load, but only those of trained weights.
     """

@@ -1,8 +1,10 @@
-"""In processes that a program under ``python -m coat_dist`` starts: ``import coat_dist`` before DeepSpeed is imported.
+"""In processes that a program under ``python -m coat_dist`` starts: ``import coat_dist`` before
+DeepSpeed is imported.
 
-Python imports this by itself where the folder is on ``PYTHONPATH``. Nothing is imported before DeepSpeed is, so that
-processes without it stay as they are. A ``sitecustomize`` of the environment behind this one runs as well. In an
-environment other than the program's, such as that of an inference server, coat_dist may be absent or not work.
+Python imports this by itself where the folder is on ``PYTHONPATH``. Nothing is imported before
+DeepSpeed is, so that processes without it stay as they are. A ``sitecustomize`` of the environment
+behind this one runs as well. In an environment other than the program's, such as that of an
+inference server, coat_dist may be absent or not work.
 """
 
 import importlib.util
@@ -12,7 +14,9 @@ from importlib.machinery import PathFinder
 
 
 class _BeforeDeepSpeed:
-    """A finder that imports coat_dist when it is asked for DeepSpeed, and then finds it as others do."""
+    """A finder that imports coat_dist when it is asked for DeepSpeed, and then finds it as
+    others do.
+    """
 
     def find_spec(self, name, path=None, target=None):
         if name == "deepspeed" and self in sys.meta_path:

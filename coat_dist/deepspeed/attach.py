@@ -1,8 +1,9 @@
-"""The one list of what is replaced on the objects that ``deepspeed.initialize`` returns, and in which order.
+"""The one list of what is replaced on the objects that ``deepspeed.initialize`` returns, and in
+which order.
 
-Always on instances: DeepSpeed's classes stay as they are. Nothing else in this project replaces a method of DeepSpeed
-(``hook.py`` changes one function, ``deepspeed.initialize``); a test compares real engines with this list.
-``engine.coat_attached`` holds the names of what was attached.
+Always on instances: DeepSpeed's classes stay as they are. Nothing else in this project replaces a
+method of DeepSpeed (``hook.py`` changes one function, ``deepspeed.initialize``); a test compares
+real engines with this list. ``engine.coat_attached`` holds the names of what was attached.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from .step import accessors, fp8_gather, master_weights, offload_states, step, s
 __all__ = ["ATTACHMENTS", "FOR_NEW_ENGINES", "Attachment", "Built", "attach"]
 
 FOR_NEW_ENGINES: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
-"""What rooms above attach to a new engine: whether it applies, and what does it. ``megatron_patches`` puts the
-functions of its ``step_jobs.py`` here."""
+"""What rooms above attach to a new engine: whether it applies, and what does it.
+``megatron_patches`` puts the functions of its ``step_jobs.py`` here.
+"""
 
 
 class Built(NamedTuple):
     """What ``deepspeed.initialize`` has built."""
 
     engine: Any
-    zero: Any  # engine.optimizer: one of DeepSpeed's ZeRO optimizers or something else, such as None
+    # engine.optimizer: one of DeepSpeed's ZeRO optimizers or something else, such as None.
+    zero: Any
     coat: CoatConfig | None
     evaluates: bool = False  # built without the CoatAdamW that the configuration names (stage 0)
 
@@ -48,17 +51,26 @@ class Built(NamedTuple):
     @property
     def any_coat(self) -> bool:
         """There is a "coat" block or a CoatAdamW, with ZeRO or without."""
-        return self.coat is not None or isinstance(self.zero, CoatAdamW) or base_optimizer(self.zero) is not None
+        return (
+            self.coat is not None
+            or isinstance(self.zero, CoatAdamW)
+            or base_optimizer(self.zero) is not None
+        )
 
     @property
     def stage3(self) -> bool:
-        """ZeRO-3, whose accessors are methods of the optimizer; at other stages they are methods of each parameter."""
+        """ZeRO-3, whose accessors are methods of the optimizer; at other stages they are methods
+        of each parameter.
+        """
         return hasattr(self.zero, "fp32_partitioned_groups_flat")
 
     @property
     def universal(self) -> bool:
-        """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW where asked for."""
-        torchs = is_zero(self.zero) and isinstance(self.zero.optimizer, torch.optim.Adam)  # AdamW is an Adam
+        """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and
+        AdamW where asked for.
+        """
+        # AdamW is an Adam.
+        torchs = is_zero(self.zero) and isinstance(self.zero.optimizer, torch.optim.Adam)
         return self.ours or (torchs and bool(self.engine.load_universal_checkpoint()))
 
 
@@ -68,16 +80,19 @@ class Attachment(NamedTuple):
     name: str
     applies: Callable[[Built], bool]
     attach: Callable[[Built], object]
-    replaces: tuple[str, ...]  # methods: "engine.", "zero." (engine.optimizer) or "param." (every parameter), the name
+    # Methods: "engine.", "zero." (engine.optimizer) or "param." (every parameter), the name.
+    replaces: tuple[str, ...]
     why_here: str  # the reason of its place in the order
-    every_engine: bool = False  # also for a call of deepspeed.initialize that has nothing of this project
+    # Also for a call of deepspeed.initialize that has nothing of this project.
+    every_engine: bool = False
 
 
 def drop_when_weights_change(engine: Any) -> None:
-    """Drop cached FP8 weights now, since DeepSpeed has just broadcast the weights, and after each call that writes any.
+    """Drop cached FP8 weights now, since DeepSpeed has just broadcast the weights, and after each
+    call that writes any.
 
-    DeepSpeed writes weights through flat buffers, which leaves no trace in the parameters: a cache that looks at them
-    alone would keep old codes (``flow/weights.py``).
+    DeepSpeed writes weights through flat buffers, which leaves no trace in the parameters: a cache
+    that looks at them alone would keep old codes (``flow/weights.py``).
     """
     invalidate_weights()
     invalidate_after(engine, "load_checkpoint", "load_module_state_dict")
@@ -107,7 +122,8 @@ ATTACHMENTS = (
         lambda b: is_zero(b.zero),
         lambda b: accessors.register(b.zero),
         (),
-        "before DeepSpeed's accessors, which are answered by ours; of another optimizer it forgets the parameters",
+        "before DeepSpeed's accessors, which are answered by ours; of another optimizer it forgets "
+        "the parameters",
     ),
     Attachment(
         "master_weights fit what ZeRO hands over",
@@ -135,13 +151,19 @@ ATTACHMENTS = (
         lambda b: b.ours and not b.stage3,
         lambda b: accessors.answer_on_parameters(b.zero),
         ("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
-        "after the places: whenever ZeRO links parameters, places are corrected first and accessors put on them next",
+        "after the places: whenever ZeRO links parameters, places are corrected first and "
+        "accessors put on them next",
     ),
     Attachment(
         "DeepSpeed's accessors, stage 3",
         lambda b: b.ours and b.stage3,
         lambda b: accessors.answer_on_optimizer(b.zero),
-        ("zero.get_full_hp_param", "zero.set_full_hp_param", "zero.get_local_fp32_param", "zero.set_local_hp_param"),
+        (
+            "zero.get_full_hp_param",
+            "zero.set_full_hp_param",
+            "zero.get_local_fp32_param",
+            "zero.set_local_hp_param",
+        ),
         "as at stages 1 and 2; nothing is linked here",
     ),
     Attachment(
@@ -163,14 +185,16 @@ ATTACHMENTS = (
         lambda b: b.ours,
         lambda b: check_native_loads(b.engine),
         ("engine.load_checkpoint",),
-        "after the places, which it compares; before the universal loader, whose check is asked second",
+        "after the places, which it compares; before the universal loader, whose check is asked "
+        "second",
     ),
     Attachment(
         "checkpoints of CoatAdamW are refused",
         lambda b: is_zero(b.zero) and not b.ours,
         lambda b: refuse_compressed_moments(b.engine),
         ("engine.load_checkpoint",),
-        "after what finds and verifies the checkpoint: where that is there, this is one more check of it",
+        "after what finds and verifies the checkpoint: where that is there, this is one more check "
+        "of it",
         every_engine=True,
     ),
     Attachment(
@@ -269,21 +293,31 @@ ATTACHMENTS = (
     ),
     Attachment(
         "a pipeline stage steps with reduced gradients",
-        lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine) and hasattr(b.zero, "reduce_gradients"),
+        lambda b: (
+            is_zero(b.zero) and pipeline.is_stage(b.engine) and hasattr(b.zero, "reduce_gradients")
+        ),
         lambda b: pipeline.refuse_unreduced_steps(b.engine, b.zero, "reduce_gradients"),
         ("engine.step", "zero.reduce_gradients"),
         "anywhere: nothing else is put around these",
     ),
     Attachment(
         "a pipeline stage steps with reduced gradients (BF16_Optimizer)",
-        lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine) and not hasattr(b.zero, "reduce_gradients"),
-        lambda b: pipeline.refuse_unreduced_steps(b.engine, b.engine, "buffered_allreduce_fallback"),
+        lambda b: (
+            is_zero(b.zero)
+            and pipeline.is_stage(b.engine)
+            and not hasattr(b.zero, "reduce_gradients")
+        ),
+        lambda b: pipeline.refuse_unreduced_steps(
+            b.engine, b.engine, "buffered_allreduce_fallback"
+        ),
         ("engine.step", "engine.buffered_allreduce_fallback"),
         "after what else is put around the fallback",
     ),
     Attachment(
         "gradient norm over pipeline stages",
-        lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine) and pipeline.has_groups_of_norms(b.zero),
+        lambda b: (
+            is_zero(b.zero) and pipeline.is_stage(b.engine) and pipeline.has_groups_of_norms(b.zero)
+        ),
         lambda b: pipeline.norm_over_stages(b.engine),
         ("zero.scaled_global_norm",),
         "anywhere: nothing else is put around it",
@@ -318,7 +352,10 @@ ATTACHMENTS = (
     ),
     Attachment(
         "ZeRO-3 fetches weights for the patched modules that read them",
-        lambda b: b.stage3 and any(hasattr(type(m), "coat_flow_weights") for m in b.engine.module.modules()),
+        lambda b: (
+            b.stage3
+            and any(hasattr(type(m), "coat_flow_weights") for m in b.engine.module.modules())
+        ),
         lambda b: fp8_gather.fetch_for_readers(b.engine.module),
         (),
         "anywhere: replaces nothing",
@@ -333,7 +370,11 @@ ATTACHMENTS = (
     ),
     Attachment(
         "cached FP8 weights are dropped",
-        lambda b: b.coat is not None and b.coat.activation.enabled and b.coat.activation.weights == "cached",
+        lambda b: (
+            b.coat is not None
+            and b.coat.activation.enabled
+            and b.coat.activation.weights == "cached"
+        ),
         lambda b: drop_when_weights_change(b.engine),
         (
             *("engine.load_checkpoint", "engine.load_module_state_dict"),
@@ -344,9 +385,11 @@ ATTACHMENTS = (
 )
 
 
-def attach(engine: Any, coat: CoatConfig | None = None, ours: bool = True, evaluates: bool = False) -> tuple[str, ...]:
-    """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second time nothing is
-    changed.
+def attach(
+    engine: Any, coat: CoatConfig | None = None, ours: bool = True, evaluates: bool = False
+) -> tuple[str, ...]:
+    """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second
+    time nothing is changed.
 
     Args:
         engine: DeepSpeed's.

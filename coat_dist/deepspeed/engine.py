@@ -1,8 +1,10 @@
-"""``coat_dist.initialize``, and ``deepspeed.initialize`` after ``import coat_dist``: the ``"coat"`` block applied.
+"""``coat_dist.initialize``, and ``deepspeed.initialize`` after ``import coat_dist``: the ``"coat"``
+block applied.
 
-Three steps: ``validate`` (``config/validate.py``) checks the call on this rank, ``agree`` (``config/agreement.py``)
-raises on every rank what any has found, and :func:`build` makes DeepSpeed's public call with a copy of the
-configuration without the block. ``attach.py`` lists the methods that are then replaced on the engine.
+Three steps: ``validate`` (``config/validate.py``) checks the call on this rank, ``agree``
+(``config/agreement.py``) raises on every rank what any has found, and :func:`build` makes
+DeepSpeed's public call with a copy of the configuration without the block. ``attach.py`` lists the
+methods that are then replaced on the engine.
 """
 
 from __future__ import annotations
@@ -43,35 +45,43 @@ def initialize(
     config_params: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Build a DeepSpeed engine; same arguments and the same four return values as ``deepspeed.initialize``.
+    """Build a DeepSpeed engine; same arguments and the same four return values as
+    ``deepspeed.initialize``.
 
-    With ``"optimizer": {"type": "CoatAdamW"}`` and no ``optimizer`` argument, a :class:`CoatAdamW` is built with the
-    block's settings. Its parameter groups are those of ``model_parameters`` where that is a list of dicts
-    (:func:`coat_dist.optim.split_groups`); otherwise :func:`coat_dist.optim.param_groups` of the model, restricted to
-    ``model_parameters`` where given. A transformers model is patched where the block asks for the flow
-    (:func:`coat_dist.patch_model`); ``megatron_patches.initialize`` patches a Megatron model, does all else that such a
-    model needs, and then calls this.
+    With ``"optimizer": {"type": "CoatAdamW"}`` and no ``optimizer`` argument, a :class:`CoatAdamW`
+    is built with the block's settings. Its parameter groups are those of ``model_parameters`` where
+    that is a list of dicts (:func:`coat_dist.optim.split_groups`); otherwise
+    :func:`coat_dist.optim.param_groups` of the model, restricted to ``model_parameters`` where
+    given. A transformers model is patched where the block asks for the flow
+    (:func:`coat_dist.patch_model`); ``megatron_patches.initialize`` patches a Megatron model, does
+    all else that such a model needs, and then calls this.
 
     Raises:
-        CoatConfigError: anything in the configuration that cannot be honoured, named by its key; ranks that were
-            started with different configurations or models; a tensor-parallel model without ``mpu``, or one whose
-            replicated gradients nobody sums (``replicated_grads.py``).
+        CoatConfigError: anything in the configuration that cannot be honoured, named by its key;
+            ranks that were started with different configurations or models; a tensor-parallel model
+            without ``mpu``, or one whose replicated gradients nobody sums
+            (``replicated_grads.py``).
     """
     given = {name: value for name, value in locals().items() if name != "kwargs"}
     return _run({**given, **kwargs}, explicit=True)
 
 
-def called_as_deepspeed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+def called_as_deepspeed(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, Any, Any]:
     """What ``deepspeed.initialize`` does after ``import coat_dist`` (``hook.py``).
 
-    DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its engine is left as it
-    is but for one thing: it refuses to load CoatAdamW's states (``checkpoint/read/native_check.py``).
+    DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its
+    engine is left as it is but for one thing: it refuses to load CoatAdamW's states
+    (``checkpoint/read/native_check.py``).
     """
     return _run(inspect.signature(original()).bind(*args, **kwargs).arguments, explicit=False)
 
 
 def _run(given: Mapping[str, Any], explicit: bool) -> tuple[Any, Any, Any, Any]:
-    request = validate({name: value for name, value in given.items() if value is not None}, explicit)
+    request = validate(
+        {name: value for name, value in given.items() if value is not None}, explicit
+    )
     agree(request)
     return build(request)
 
@@ -101,12 +111,17 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     if facts.compressed:
         settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
         lightning = not sys.modules.keys().isdisjoint(("lightning", "pytorch_lightning"))
-        if lightning and isinstance(request.source, dict):  # its trainer.test looks the key up there
+        # Its trainer.test looks the key up there.
+        if lightning and isinstance(request.source, dict):
             request.source.setdefault("zero_allow_untested_optimizer", True)
     if facts.hosted:  # by CoatAdamW itself: DeepSpeed would step on the CPU
         zero = settings["zero_optimization"]
-        settings["zero_optimization"] = {**zero, "offload_optimizer": {**zero["offload_optimizer"], "device": "none"}}
-    if facts.only_evaluates:  # as a reference model: an engine of stage 0 with bf16 would step while it is built
+        settings["zero_optimization"] = {
+            **zero,
+            "offload_optimizer": {**zero["offload_optimizer"], "device": "none"},
+        }
+    # As a reference model: an engine of stage 0 with bf16 would step while it is built.
+    if facts.only_evaluates:
         for key in ("optimizer", "scheduler"):
             settings.pop(key, None)
         for key in ("model_parameters", "lr_scheduler"):
@@ -114,13 +129,15 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     elif request.make is not None:
         given["optimizer"], given["model_parameters"] = request.make, request.groups
     given.pop("config_params", None)
-    if hasattr(args := given.get("args"), "deepspeed_config"):  # DeepSpeed refuses a configuration that is given twice
+    # DeepSpeed refuses a configuration that is given twice.
+    if hasattr(args := given.get("args"), "deepspeed_config"):
         given["args"] = copy.copy(args)  # the caller's stays as it is
         given["args"].deepspeed_config = None
     with announced_experts(given["model"], given.get("mpu"), facts.ep):
         engine, *others = original()(**{**given, "config": settings})
     if facts.hosted:
-        settings["zero_optimization"] = request.settings["zero_optimization"]  # `engine.config`, which others read
+        # `engine.config`, which others read.
+        settings["zero_optimization"] = request.settings["zero_optimization"]
         for group in getattr(base_optimizer(engine.optimizer), "param_groups", ()):
             group["state_device"] = "cpu"
     if facts.ep > 1:  # else it would save and load experts by names of DeepSpeed's own layers
@@ -136,6 +153,8 @@ def _describe(engine: Any) -> str:
     optimizer = base_optimizer(engine.optimizer) or getattr(engine, "basic_optimizer", None)
     reports = reports_of(engine.module)
     flow = PatchReport.summary(reports) if reports else "no layers in the FP8 flow"
-    away = any(group.get("state_device") == "cpu" for group in getattr(optimizer, "param_groups", ()))
+    away = any(
+        group.get("state_device") == "cpu" for group in getattr(optimizer, "param_groups", ())
+    )
     name = "no optimizer, this engine evaluates" if optimizer is None else type(optimizer).__name__
     return f"{name}{', states in host memory' * away}; {flow}"

@@ -1,13 +1,16 @@
-"""Experts that ranks divide (Megatron's expert parallelism) under ZeRO-1 and 2, by DeepSpeed's own support for them.
+"""Experts that ranks divide (Megatron's expert parallelism) under ZeRO-1 and 2, by DeepSpeed's own
+support for them.
 
-DeepSpeed knows experts by ``param.allreduce = False`` and ``param.group_name``, finds the ranks that hold the same ones
-in dicts of ``deepspeed.utils.groups``, and turns its support on where the model holds a ``deepspeed.moe.layer.MoE``.
-While the engine is built a module of that class, without parameters, stands in the model. ZeRO then reduces and divides
-experts over the ranks that hold the same ones, and everything else over all data-parallel ranks. Gradients of both are
-divided by the number of all data-parallel ranks: an expert has met the tokens of all ranks that share it out.
+DeepSpeed knows experts by ``param.allreduce = False`` and ``param.group_name``, finds the ranks
+that hold the same ones in dicts of ``deepspeed.utils.groups``, and turns its support on where the
+model holds a ``deepspeed.moe.layer.MoE``. While the engine is built a module of that class, without
+parameters, stands in the model. ZeRO then reduces and divides experts over the ranks that hold the
+same ones, and everything else over all data-parallel ranks. Gradients of both are divided by the
+number of all data-parallel ranks: an expert has met the tokens of all ranks that share it out.
 
-Afterwards the engine is told that it has no such layers: it would save and load experts by names of DeepSpeed's own
-layers. With BF16_Optimizer the engine reduces gradients, and would leave out experts then: :func:`reduce_experts`.
+Afterwards the engine is told that it has no such layers: it would save and load experts by names of
+DeepSpeed's own layers. With BF16_Optimizer the engine reduces gradients, and would leave out
+experts then: :func:`reduce_experts`.
 """
 
 from __future__ import annotations
@@ -21,14 +24,21 @@ import torch
 from ..config import CoatConfigError, Problem
 from .build.pipeline import is_stage
 
-__all__ = ["announced_experts", "left_unreduced", "mark_experts", "reduce_experts", "refuse_single_files"]
+__all__ = [
+    "announced_experts",
+    "left_unreduced",
+    "mark_experts",
+    "reduce_experts",
+    "refuse_single_files",
+]
 
 _MARKER = "coat_experts"
 
 
 def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
-    """Name, on each parameter of an expert (``allreduce = False``, as Megatron sets it), the group of ``size`` ranks
-    that divide the experts, before the optimizer is made; these parameters."""
+    """Name, on each parameter of an expert (``allreduce = False``, as Megatron sets it), the group
+    of ``size`` ranks that divide the experts, before the optimizer is made; these parameters.
+    """
     from deepspeed.moe.utils import is_moe_param
 
     found = [p for p in model.parameters() if is_moe_param(p)]
@@ -38,14 +48,21 @@ def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
 
 
 def left_unreduced(engine: Any) -> bool:
-    """Whether the engine reduces gradients (BF16_Optimizer), and would leave out those of experts."""
+    """Whether the engine reduces gradients (BF16_Optimizer), and would leave out those of
+    experts.
+    """
     experts = getattr(engine.optimizer, "expert_gradients", None)
-    return bool(experts) and hasattr(engine.optimizer, "get_grads_for_reduction") and not engine.has_moe_layers
+    return (
+        bool(experts)
+        and hasattr(engine.optimizer, "get_grads_for_reduction")
+        and not engine.has_moe_layers
+    )
 
 
 def reduce_experts(engine: Any) -> None:
-    """Let the engine's reduction take experts, too: sums over the ranks that hold them, divided by the number of all
-    data-parallel ranks."""
+    """Let the engine's reduction take experts, too: sums over the ranks that hold them, divided by
+    the number of all data-parallel ranks.
+    """
     others = engine.buffered_allreduce_fallback
 
     def reduce(grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
@@ -56,11 +73,20 @@ def reduce_experts(engine: Any) -> None:
 
 
 def refuse_single_files(engine: Any) -> None:
-    """Let methods of the engine that write one rank's weights as those of the model raise a ``ValueError``."""
-    divided = "layers are divided over pipeline stages" if is_stage(engine) else "experts are divided over ranks"
+    """Let methods of the engine that write one rank's weights as those of the model raise a
+    ``ValueError``.
+    """
+    divided = (
+        "layers are divided over pipeline stages"
+        if is_stage(engine)
+        else "experts are divided over ranks"
+    )
 
     def refuse(*_: Any, **__: Any) -> None:
-        accepted = "save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
+        accepted = (
+            "save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal "
+            "for its folder"
+        )
         raise ValueError(f"save_16bit_model: got a model whose {divided}, accepted: {accepted}")
 
     engine.save_16bit_model = engine.save_fp16_model = refuse
@@ -68,17 +94,22 @@ def refuse_single_files(engine: Any) -> None:
 
 @contextmanager
 def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[None]:
-    """Let ``deepspeed.initialize``, called inside, know the experts of a model that ``size`` ranks divide.
+    """Let ``deepspeed.initialize``, called inside, know the experts of a model that ``size`` ranks
+    divide.
 
     Raises:
-        CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the optimizer's files none.
+        CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the
+            optimizer's files none.
     """
     if size == 1 or not mark_experts(model, size):
         yield
         return
     for name, p in model.named_parameters():
         if not p.requires_grad and not getattr(p, "allreduce", True):
-            accepted = "True with expert parallelism (no checkpoint would hold the frozen experts of all ranks)"
+            accepted = (
+                "True with expert parallelism (no checkpoint would hold the frozen experts "
+                "of all ranks)"
+            )
             raise CoatConfigError(Problem(name, "got requires_grad False", accepted))
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups

@@ -1,13 +1,16 @@
-"""Heartbeats between ranks: a rank that hangs or has ended is named, and does not keep the others waiting.
+"""Heartbeats between ranks: a rank that hangs or has ended is named, and does not keep the others
+waiting.
 
-torch.distributed reports which collective timed out, not which rank was absent; ``monitored_barrier`` exists under gloo
-only. Here a thread of each rank sends the others a UDP datagram every few seconds. A rank that is silent for
-:data:`SHARE` of the collectives' timeout is named on every rank, and the processes exit with status :data:`STATUS`.
-:func:`who` asks at once, where a collective has failed first.
+torch.distributed reports which collective timed out, not which rank was absent;
+``monitored_barrier`` exists under gloo only. Here a thread of each rank sends the others a UDP
+datagram every few seconds. A rank that is silent for :data:`SHARE` of the collectives' timeout is
+named on every rank, and the processes exit with status :data:`STATUS`. :func:`who` asks at once,
+where a collective has failed first.
 
-Not torch.distributed's store: the process that holds it may be the one that hangs. A rank counts from its first
-datagram on, so a network without UDP ends nothing. The thread sends while Python runs or waits, as in long evaluations.
-Silence is counted in the thread's own ticks, so ranks that were suspended together continue together.
+Not torch.distributed's store: the process that holds it may be the one that hangs. A rank counts
+from its first datagram on, so a network without UDP ends nothing. The thread sends while Python
+runs or waits, as in long evaluations. Silence is counted in the thread's own ticks, so ranks that
+were suspended together continue together.
 """
 
 from __future__ import annotations
@@ -40,7 +43,11 @@ SHORTEST = 5.0  # seconds of silence that end nothing, however short the timeout
 PATIENCE = 1.0  # seconds in which a rank that is alive answers `who`
 NEIGHBOURS = 64  # maximum number of ranks that a rank sends heartbeats to
 # Folders whose frames are not the program's: Python's library, site-packages and coat_dist.
-_FOLDERS = Path(threading.__file__).parent, Path(dist.__file__).parents[2], Path(__file__).parents[1]
+_FOLDERS = (
+    Path(threading.__file__).parent,
+    Path(dist.__file__).parents[2],
+    Path(__file__).parents[1],
+)
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 _COLLECTIVES = f"{Path(dist.__file__).parent}{os.sep}"
 
@@ -49,10 +56,12 @@ _hook: Callable[..., Any] | None = None
 
 
 def start(engine: Any = None) -> None:
-    """Start this rank's thread, if there are other ranks, and report the steps of ``engine``. A collective.
+    """Start this rank's thread, if there are other ranks, and report the steps of ``engine``. A
+    collective.
 
-    Collectives of all groups then wait as long as those of the default group, and a program that ends with an error of
-    a collective names the rank below its traceback. ``COAT_HEARTBEAT=0`` on all ranks turns the thread off.
+    Collectives of all groups then wait as long as those of the default group, and a program that
+    ends with an error of a collective names the rank below its traceback. ``COAT_HEARTBEAT=0`` on
+    all ranks turns the thread off.
     """
     global _running, _hook
     _follow_default_group()
@@ -71,7 +80,8 @@ def start(engine: Any = None) -> None:
 
 
 def who() -> tuple[str, bool] | None:
-    """The ranks because of which a collective failed, and whether this is the lowest rank that is alive.
+    """The ranks because of which a collective failed, and whether this is the lowest rank that is
+    alive.
 
     None where no rank can be named: no thread runs, or every other rank is in a collective.
     """
@@ -80,8 +90,12 @@ def who() -> tuple[str, bool] | None:
         return None
     silent, others = beats.ask(PATIENCE)
     first = all(rank > beats.rank for rank in others.keys() - silent)
-    found = [f"rank {rank} ({beats.hosts[rank]}) has ended or does not answer" for rank in silent] or [
-        f"{beats.describe(rank, state)} did not come" for rank, state in others.items() if not state["waits"]
+    found = [
+        f"rank {rank} ({beats.hosts[rank]}) has ended or does not answer" for rank in silent
+    ] or [
+        f"{beats.describe(rank, state)} did not come"
+        for rank, state in others.items()
+        if not state["waits"]
     ]
     return (", ".join(found), first) if found else None
 
@@ -132,7 +146,9 @@ class Heartbeat(threading.Thread):
             self._send(self._others)
 
     def ask(self, seconds: float) -> tuple[list[int], dict[int, dict[str, Any]]]:
-        """Ask the others where they are: the ranks that do not answer within ``seconds``, and the state of all."""
+        """Ask the others where they are: the ranks that do not answer within ``seconds``, and
+        the state of all.
+        """
         self._asked, end = True, time.monotonic() + seconds
         self._answered.clear()
         while (silent := sorted(self._heard.keys() - self._answered)) and time.monotonic() < end:
@@ -187,12 +203,19 @@ class Heartbeat(threading.Thread):
         self._step, self._standing = states[self.rank]["step"], before + passed
         places = {(state["step"], state["place"]) for state in states.values()}
         if before <= self.limit < self._standing and len(places) > 1 and self.rank == min(states):
-            where = ", ".join(self.describe(rank, state) for rank, state in sorted(states.items())[:16])
-            _write(f"note: all ranks answer, but there was no step for {self._standing:.0f} s: {where}")
+            where = ", ".join(
+                self.describe(rank, state) for rank, state in sorted(states.items())[:16]
+            )
+            _write(
+                f"note: all ranks answer, but there was no step for {self._standing:.0f} s: {where}"
+            )
 
     def _finish(self, names: str) -> None:
         mine = self._state()
-        line = f"error: {names} has not answered for {self.limit:.0f} s of the {self.timeout:.0f} s that collectives "
+        line = (
+            f"error: {names} has not answered for {self.limit:.0f} s of the {self.timeout:.0f} "
+            "s that collectives "
+        )
         line += f"wait; rank {self.rank} ends after step {mine['step']} at {mine['place']}"
         _write(line)
         tell_torchrun(line)
@@ -212,13 +235,21 @@ def _meet() -> tuple[socket.socket, list[str], list[tuple[str, int]], bytes]:
     everyone = gather((nodes.host(), towards, mine.getsockname()[1], secrets.token_hex(16)))
     hosts = [host for host, *_ in everyone]
     one, token = len(set(hosts)) == 1, everyone[0][3].encode()
-    # On the host of rank 0 the way to MASTER_ADDR may be the loopback; the others reach that host at MASTER_ADDR.
+    # On the host of rank 0 the way to MASTER_ADDR may be the loopback; the others reach that host
+    # at MASTER_ADDR.
     local = "127.0.0.1" if one else master
-    return mine, hosts, [(local if one or at.startswith("127.") else at, port) for _, at, port, _ in everyone], token
+    return (
+        mine,
+        hosts,
+        [(local if one or at.startswith("127.") else at, port) for _, at, port, _ in everyone],
+        token,
+    )
 
 
 def _place() -> tuple[str, bool]:
-    """File, line and function of the program, not of libraries, where the main thread is; whether in a collective."""
+    """File, line and function of the program, not of libraries, where the main thread is;
+    whether in a collective.
+    """
     frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     waits = False
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -245,13 +276,16 @@ def group_timeout(group: Any = None) -> float:
 
 
 def _follow_default_group() -> None:
-    """Give groups of DeepSpeed and Megatron that have a default timeout that of the default group: a rank that does not
-    come would keep the others that long. Any other timeout was chosen, and stays."""
+    """Give groups of DeepSpeed and Megatron that have a default timeout that of the default group:
+    a rank that does not come would keep the others that long. Any other timeout was chosen, and
+    stays.
+    """
     c10d: Any = dist.distributed_c10d
     if not dist.is_initialized():
         return
     wanted = group_timeout()
-    defaults = {c10d.default_pg_timeout.total_seconds(), 600.0, 1800.0}  # torch's, of NCCL, and Megatron's
+    # torch's, of NCCL, and Megatron's.
+    defaults = {c10d.default_pg_timeout.total_seconds(), 600.0, 1800.0}
     for group in list(c10d._world.pg_map):
         if group is not dist.group.WORLD and group_timeout(group) in defaults - {wanted}:
             with suppress(RuntimeError, ValueError):  # a backend without timeouts

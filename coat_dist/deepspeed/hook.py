@@ -1,8 +1,9 @@
-"""After ``import coat_dist``, ``deepspeed.initialize`` honours the ``"coat"`` block, whoever calls it.
+"""After ``import coat_dist``, ``deepspeed.initialize`` honours the ``"coat"`` block, whoever calls
+it.
 
-DeepSpeed's function object is kept and given other code, so that names bound to it earlier go the same way. A copy with
-DeepSpeed's code is its ``__wrapped__``; signature and docstring stay DeepSpeed's. The function is changed when
-DeepSpeed is imported, or at once where it has been.
+DeepSpeed's function object is kept and given other code, so that names bound to it earlier go the
+same way. A copy with DeepSpeed's code is its ``__wrapped__``; signature and docstring stay
+DeepSpeed's. The function is changed when DeepSpeed is imported, or at once where it has been.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from .without_launcher import leave_out_compiled_operation
 __all__ = ["KEPT", "honour", "install"]
 
 KEPT = "initialize_without_coat"
-"""The attribute of the module ``deepspeed`` that is its own function: other libraries may replace ``initialize``."""
+"""The attribute of the module ``deepspeed`` that is its own function: other libraries may
+replace ``initialize``.
+"""
 
 
 def install() -> None:
-    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time nothing is changed."""
+    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time
+    nothing is changed.
+    """
     torch.optim.CoatAdamW = CoatAdamW  # type: ignore[attr-defined]  # where DeepSpeed looks a type up
     if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())  # also where it is loaded: it may be reloaded
@@ -36,22 +41,32 @@ def install() -> None:
 
 
 def honour(deepspeed: types.ModuleType) -> None:
-    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is changed."""
+    """Lead calls of ``deepspeed.initialize`` through :func:`_called`; a second time nothing is
+    changed.
+    """
     given: Any = getattr(deepspeed, "initialize", None)
-    if not callable(given) or hasattr(deepspeed, KEPT):  # a folder of that name that is no DeepSpeed; a second time
+    # A folder of that name that is no DeepSpeed; a second time.
+    if not callable(given) or hasattr(deepspeed, KEPT):
         return
-    if hasattr(deepspeed, "ops"):  # now: programs such as Accelerate call init_distributed before initialize
+    # Now: programs such as Accelerate call init_distributed before initialize.
+    if hasattr(deepspeed, "ops"):
         leave_out_compiled_operation()
-    # Programs that name CoatAdamW in their JSON, or make it themselves, need no "zero_allow_untested_optimizer".
-    tested = getattr(sys.modules.get("deepspeed.runtime.zero.utils"), "ZERO_SUPPORTED_OPTIMIZERS", None)
+    # Programs that name CoatAdamW in their JSON, or make it themselves, need no
+    # "zero_allow_untested_optimizer".
+    tested = getattr(
+        sys.modules.get("deepspeed.runtime.zero.utils"), "ZERO_SUPPORTED_OPTIMIZERS", None
+    )
     if isinstance(tested, list) and CoatAdamW not in tested:
         tested.append(CoatAdamW)
     function = inspect.unwrap(given)
-    if not isinstance(function, types.FunctionType) or function.__closure__:  # put there by another library
+    # Put there by another library.
+    if not isinstance(function, types.FunctionType) or function.__closure__:
         wrapper = functools.wraps(given)(lambda *args, **kwargs: _called(*args, **kwargs))
         vars(deepspeed).update({"initialize": wrapper, KEPT: given})
         return
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(copy, function)
     del copy.__wrapped__  # type: ignore[attr-defined]
@@ -62,21 +77,28 @@ def honour(deepspeed: types.ModuleType) -> None:
 
 
 def _called(*args: Any, **kwargs: Any) -> Any:
-    # The code of `deepspeed.initialize`, which runs among the names of that module: it has to import its own.
+    # The code of `deepspeed.initialize`, which runs among the names of that module: it has to
+    # import its own.
     from coat_dist.deepspeed.engine import called_as_deepspeed
 
     return called_as_deepspeed(args, kwargs)
 
 
 class _AfterImport:
-    """A finder that finds DeepSpeed where others do, and calls :func:`honour` once it is imported."""
+    """A finder that finds DeepSpeed where others do, and calls :func:`honour` once it is
+    imported.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         if name != "deepspeed":
             return None
-        found = (f.find_spec(name, path, target) for f in sys.meta_path if not isinstance(f, _AfterImport))
+        found = (
+            f.find_spec(name, path, target)
+            for f in sys.meta_path
+            if not isinstance(f, _AfterImport)
+        )
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -1,4 +1,6 @@
-"""The CoatAdamW that a DeepSpeed configuration asks for by ``"optimizer": {"type": "CoatAdamW"}``."""
+"""The CoatAdamW that a DeepSpeed configuration asks for by ``"optimizer": {"type":
+"CoatAdamW"}``.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,26 @@ __all__ = ["build_coat_adamw", "experts_apart", "list_parameters", "parameter_of
 
 
 def wrong_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[Problem]:
-    """What is wrong with the values in ``optimizer.params``: options in two places, or else the first wrong value."""
-    own = coat.optimizer.model_dump() if coat is not None and "optimizer" in coat.model_fields_set else {}
+    """What is wrong with the values in ``optimizer.params``: options in two places, or else the
+    first wrong value.
+    """
+    own = (
+        coat.optimizer.model_dump()
+        if coat is not None and "optimizer" in coat.model_fields_set
+        else {}
+    )
     params = {name: value for name, value in params.items() if name not in OF_ADAM}
     key, accepted = "optimizer.params.", "one of the two"
-    if twice := [Problem(f"{key}{name}", "given beside coat.optimizer", accepted) for name in params if name in own]:
+    if twice := [
+        Problem(f"{key}{name}", "given beside coat.optimizer", accepted)
+        for name in params
+        if name in own
+    ]:
         return twice
     try:
-        check_group({**defaults_of_coat_adamw(), **own, **params, "moments": "fp8", "params": []}, key)
+        check_group(
+            {**defaults_of_coat_adamw(), **own, **params, "moments": "fp8", "params": []}, key
+        )
     except ValueError as error:
         problem: Problem = error.args[0]
         return [problem._replace(got=got(params.get(problem.key.removeprefix(key))))]
@@ -32,18 +46,26 @@ def wrong_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[Pro
 
 
 def build_coat_adamw(
-    settings: Mapping[str, Any], coat: CoatConfig, model: torch.nn.Module, parameters: Iterable | None
+    settings: Mapping[str, Any],
+    coat: CoatConfig,
+    model: torch.nn.Module,
+    parameters: Iterable | None,
 ) -> tuple[Callable[[list[dict[str, Any]]], CoatAdamW], list[dict[str, Any]]]:
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with.
 
-    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for these ``parameters`` of it, with or
-    without names; of a list of groups those of :func:`coat_dist.optim.split_groups`.
+    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for these
+    ``parameters`` of it, with or without names; of a list of groups those of
+    :func:`coat_dist.optim.split_groups`.
 
     Raises:
-        CoatConfigError: some of ``parameters`` are not the model's, and would silently not be trained.
+        CoatConfigError: some of ``parameters`` are not the model's, and would silently not be
+            trained.
     """
     params = settings["optimizer"].get("params") or {}
-    options = {**coat.optimizer.model_dump(), **{name: v for name, v in params.items() if name not in OF_ADAM}}
+    options = {
+        **coat.optimizer.model_dump(),
+        **{name: v for name, v in params.items() if name not in OF_ADAM},
+    }
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
 
@@ -53,10 +75,14 @@ def build_coat_adamw(
     listed = None if parameters is None else list_parameters(parameters)
     if listed and isinstance(listed[0], Mapping):
         return make, _with_work(split_groups(listed), listed)
-    chosen = None if listed is None else {id(parameter_of(p)) for p in listed}  # a tied weight may be listed twice
+    # A tied weight may be listed twice.
+    chosen = None if listed is None else {id(parameter_of(p)) for p in listed}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if strange := len((chosen or set()) - {id(p) for _, p in named}):
-        given, accepted = f"got {strange} that are not parameters of the model", "its parameters, or groups of them"
+        given, accepted = (
+            f"got {strange} that are not parameters of the model",
+            "its parameters, or groups of them",
+        )
         raise CoatConfigError(Problem("model_parameters", given, accepted))
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
@@ -70,14 +96,20 @@ def parameter_of(p: Any) -> Any:
 
 
 def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, Any]]:
-    """Groups without the halves that have nothing to train where the whole had: ZeRO-1 and 2 cannot hold a group
-    without a trained parameter, as that of a model's norms where only its matrices are trained."""
+    """Groups without the halves that have nothing to train where the whole had: ZeRO-1 and 2 cannot
+    hold a group without a trained parameter, as that of a model's norms where only its matrices are
+    trained.
+    """
 
     def works(group: Mapping[str, Any]) -> bool:
         return any(parameter_of(p).requires_grad for p in group["params"])
 
     halved = {id(parameter_of(p)) for group in given if works(group) for p in group["params"]}
-    return [group for group in split if works(group) or not any(id(parameter_of(p)) in halved for p in group["params"])]
+    return [
+        group
+        for group in split
+        if works(group) or not any(id(parameter_of(p)) in halved for p in group["params"])
+    ]
 
 
 def list_parameters(parameters: Iterable[Any]) -> list[Any]:
@@ -86,12 +118,16 @@ def list_parameters(parameters: Iterable[Any]) -> list[Any]:
     def listed(params: Any) -> list[Any]:
         return [params] if isinstance(params, torch.Tensor) else list(params)
 
-    return [{**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p for p in parameters]
+    return [
+        {**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p for p in parameters
+    ]
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put parameters of experts that ranks divide in groups of their own: they are sharded over other ranks. DeepSpeed
-    does so for the optimizers that it builds from JSON, and not for callables like ours."""
+    """Put parameters of experts that ranks divide in groups of their own: they are sharded over
+    other ranks. DeepSpeed does so for the optimizers that it builds from JSON, and not for
+    callables like ours.
+    """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
     groups = list_parameters(groups)

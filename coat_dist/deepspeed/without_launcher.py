@@ -1,8 +1,9 @@
-"""Starting ranks: as tasks of ``srun``, without any launcher, without a GPU, and again after a restart by torchrun.
+"""Starting ranks: as tasks of ``srun``, without any launcher, without a GPU, and again after a
+restart by torchrun.
 
-``srun python program.py`` starts one task a rank and sets none of the variables that launchers set. A launcher below
-``srun`` (``srun torchrun ...``) sets them, and counts. Meanings of SLURM's variables:
-https://slurm.schedmd.com/srun.html (Output environment variables).
+``srun python program.py`` starts one task a rank and sets none of the variables that launchers set.
+A launcher below ``srun`` (``srun torchrun ...``) sets them, and counts. Meanings of SLURM's
+variables: https://slurm.schedmd.com/srun.html (Output environment variables).
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ __all__ = ["in_a_step", "leave_out_compiled_operation", "prepare", "store_of_res
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Ports below those that systems give to outgoing connections (32768 and above on Linux)."""
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
+_OF_OTHERS = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_NTASKS",
+    "AZUREML_EXPERIMENT_ID",
+    "SM_TRAINING_ENV",
+)
 """Variables from which DeepSpeed, or what it asks, learns of several ranks."""
 
 
 def prepare(slurm: bool = True, alone: bool = True) -> None:
     """Let ``deepspeed.init_distributed`` work here; before torch.distributed is initialized.
 
-    Tasks of ``srun`` become ranks. Without any launcher, DeepSpeed asks mpi4py which rank this is, and fails where that
-    is not installed: this process is then made the only rank.
+    Tasks of ``srun`` become ranks. Without any launcher, DeepSpeed asks mpi4py which rank this is,
+    and fails where that is not installed: this process is then made the only rank.
 
     Args:
-        slurm: whether to look at SLURM's variables. A batch script has them, too, and is one process.
+        slurm: whether to look at SLURM's variables. A batch script has them, too, and is one
+            process.
         alone: whether a process without any launcher becomes the only rank.
     """
     leave_out_compiled_operation()
@@ -43,69 +51,104 @@ def prepare(slurm: bool = True, alone: bool = True) -> None:
         from deepspeed.accelerator import get_accelerator
         from deepspeed.comm.constants import default_pg_timeout
 
-        dist.init_process_group(get_accelerator().communication_backend_name(), timeout=default_pg_timeout, **store)
+        dist.init_process_group(
+            get_accelerator().communication_backend_name(), timeout=default_pg_timeout, **store
+        )
         return
     if not (slurm and take_ranks()) and alone:
         _become_only_rank()
 
 
 def _become_only_rank() -> None:
-    if any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS)) or find_spec("mpi4py") is not None:
+    if (
+        any(name in os.environ for name in (*_OF_LAUNCHERS, *_OF_OTHERS))
+        or find_spec("mpi4py") is not None
+    ):
         return
     values = "0", "1", "0", "127.0.0.1", str(free_port())
     os.environ.update(dict(zip(_OF_LAUNCHERS, values, strict=True)))
-    note = "note: started without a launcher, so this process is the only rank; `deepspeed PROGRAM` starts several"
+    note = (
+        "note: started without a launcher, so this process is the only rank; `deepspeed "
+        "PROGRAM` starts several"
+    )
     print(note, file=sys.stderr, flush=True)
 
 
 def store_of_restart() -> dict[str, Any]:
-    """Arguments of ``torch.distributed.init_process_group`` for a rank that torchrun has started again; else none.
+    """Arguments of ``torch.distributed.init_process_group`` for a rank that torchrun has started
+    again; else none.
 
-    Without ``--standalone`` and ``--rdzv-backend``, torchrun's ranks meet in one store for all restarts, in which the
-    addresses of ended ranks stay (torch 2.13). On one node the number of the restart gives ranks names of their own.
+    Without ``--standalone`` and ``--rdzv-backend``, torchrun's ranks meet in one store for all
+    restarts, in which the addresses of ended ranks stay (torch 2.13). On one node the number of the
+    restart gives ranks names of their own.
     """
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    shared = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    )
     if not shared or number == "0":
         return {}
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, False)
-    return {"store": dist.PrefixStore(f"restart_{number}", store), "rank": rank, "world_size": world}
+    return {
+        "store": dist.PrefixStore(f"restart_{number}", store),
+        "rank": rank,
+        "world_size": world,
+    }
 
 
 def leave_out_compiled_operation() -> None:
-    """Leave out, without a GPU, the operation that DeepSpeed's backend would compile for half a minute, and hang if an
-    earlier compilation was killed; gloo sums instead."""
+    """Leave out, without a GPU, the operation that DeepSpeed's backend would compile for half a
+    minute, and hang if an earlier compilation was killed; gloo sums instead.
+    """
     import deepspeed
 
-    if deepspeed.accelerator.get_accelerator().device_name() == "cpu" and not torch.cuda.is_available():
+    if (
+        deepspeed.accelerator.get_accelerator().device_name() == "cpu"
+        and not torch.cuda.is_available()
+    ):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def in_a_step() -> bool:
-    """Whether ``srun`` has started this process. A batch script has numbers of tasks, too, and is only one process."""
+    """Whether ``srun`` has started this process. A batch script has numbers of tasks, too, and
+    is only one process.
+    """
     return not {"SLURM_STEP_ID", "SLURM_STEPID"}.isdisjoint(os.environ)
 
 
 def take_ranks() -> bool:
-    """Set the variables that launchers set from those that ``srun`` sets; whether the ranks are SLURM's.
+    """Set the variables that launchers set from those that ``srun`` sets; whether the ranks are
+    SLURM's.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` that are set stay. Else they are the first host of the job step, and a port that
-    follows from the numbers of job and step.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` that are set stay. Else they are the first host of the job
+    step, and a port that follows from the numbers of job and step.
 
     Raises:
-        CoatConfigError: a variable is missing; or this is a batch script's own process, which would wait for others.
+        CoatConfigError: a variable is missing; or this is a batch script's own process, which would
+            wait for others.
     """
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
+    if (
+        "RANK" in os.environ
+        or "SLURM_PROCID" not in os.environ
+        or "OMPI_COMM_WORLD_SIZE" in os.environ
+    ):
         return False
-    world = _number("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS")
+    world = _number(
+        "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
+    )
     rank, local = (_number(name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
     if world > 1 and not in_a_step():
         accepted = f"a program that `srun` has started (srun python), for {world} tasks"
         raise CoatConfigError(Problem("SLURM_STEP_ID", "not set", accepted))
     ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local}
     counts = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2),3
-    here = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    here = [
+        int(n)
+        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+        for _ in range(int(times or 1))
+    ]
     if sum(here) == world and "SLURM_NODEID" in os.environ:
         ranks["LOCAL_WORLD_SIZE"] = ranks["LOCAL_SIZE"] = here[_number("SLURM_NODEID")]
     if "MASTER_ADDR" not in os.environ:  # else SLURM's list of hosts may be missing, or of any form
@@ -121,7 +164,9 @@ def _number(name: str) -> int:
     text = os.environ.get(name)
     if text is None or not text.isdigit():
         accepted = "the number that `srun` sets (srun python)"
-        raise CoatConfigError(Problem(name, "not set" if text is None else f"got {text!r}", accepted))
+        raise CoatConfigError(
+            Problem(name, "not set" if text is None else f"got {text!r}", accepted)
+        )
     return int(text)
 
 
@@ -132,5 +177,7 @@ def _first_host() -> str:
     first = re.match(r"((?:[^,\[\]\s]|\[[0-9,-]+\])+)(?:,|$)", text)
     if first is None:
         given = f"not set, and the list of hosts is {text!r}"
-        raise CoatConfigError(Problem("MASTER_ADDR", given, "the host of rank 0 (export MASTER_ADDR=...)"))
+        raise CoatConfigError(
+            Problem("MASTER_ADDR", given, "the host of rank 0 (export MASTER_ADDR=...)")
+        )
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[1])

@@ -1,8 +1,10 @@
-"""Build a model in shards: with ZeRO-3 no rank ever holds more than one module's own parameters whole.
+"""Build a model in shards: with ZeRO-3 no rank ever holds more than one module's own parameters
+whole.
 
-``deepspeed.zero.Init`` would change a model's numbers in two ways, which :func:`zero_init` leaves out: it creates every
-floating-point tensor in the model's dtype, also tables of rotary embeddings, and it divides parameters in the dtype in
-which a module made them, which a later ``model.to(dtype)`` does not reach.
+``deepspeed.zero.Init`` would change a model's numbers in two ways, which :func:`zero_init` leaves
+out: it creates every floating-point tensor in the model's dtype, also tables of rotary embeddings,
+and it divides parameters in the dtype in which a module made them, which a later
+``model.to(dtype)`` does not reach.
 """
 
 from __future__ import annotations
@@ -21,16 +23,21 @@ __all__ = ["copy_into", "zero_init"]
 
 
 @contextlib.contextmanager
-def zero_init(config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bfloat16) -> Iterator[bool]:
-    """Divide the parameters of modules that are built inside over data-parallel ranks, at ZeRO stage 3; yields whether.
+def zero_init(
+    config: Any, mpu: Any = None, dtype: torch.dtype | None = torch.bfloat16
+) -> Iterator[bool]:
+    """Divide the parameters of modules that are built inside over data-parallel ranks, at ZeRO
+    stage 3; yields whether.
 
-    Random numbers are drawn as without it, so weights are those that any other stage starts with, to the bit. Call it
-    on every rank, after the process groups exist, and hand the same configuration to ``initialize``.
+    Random numbers are drawn as without it, so weights are those that any other stage starts with,
+    to the bit. Call it on every rank, after the process groups exist, and hand the same
+    configuration to ``initialize``.
 
     Args:
         config: what ``initialize`` takes: a dict, the path of a JSON file, or base64 of JSON.
         mpu: whose data-parallel group divides the parameters; None = all ranks do.
-        dtype: of floating-point parameters, as ``model.to(dtype)`` would leave them; None = as they are built.
+        dtype: of floating-point parameters, as ``model.to(dtype)`` would leave them; None = as they
+            are built.
 
     Raises:
         CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.

@@ -1,7 +1,8 @@
-"""The FP8 precision flow as autograd functions: what is saved for backward is FP8, and matrix products run in FP8.
+"""The FP8 precision flow as autograd functions: what is saved for backward is FP8, and matrix
+products run in FP8.
 
-They need nothing but torch: call them from any model, with ``TensorParallel()`` where there is one rank.
-``docs/flow.md`` says what is saved, what is recomputed and why that is safe.
+They need nothing but torch: call them from any model, with ``TensorParallel()`` where there is one
+rank. ``docs/flow.md`` says what is saved, what is recomputed and why that is safe.
 """
 
 from ..ops import Heads, RopeTable, rope_table

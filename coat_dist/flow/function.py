@@ -1,5 +1,6 @@
-"""What all functions of the flow do alike: look at their settings, switch autocast off, return tensors that are no
-views, leave graphs."""
+"""What all functions of the flow do alike: look at their settings, switch autocast off, return
+tensors that are no views, leave graphs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import torch
 
 from ..config import ActivationConfig
 
-__all__ = ["check_settings", "once_differentiable", "outside_of_graphs", "shaped", "without_autocast"]
+__all__ = [
+    "check_settings",
+    "once_differentiable",
+    "outside_of_graphs",
+    "shaped",
+    "without_autocast",
+]
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
@@ -20,15 +27,17 @@ def check_settings(settings: Any) -> None:
     """Raises TypeError for a whole block, or a dict, where its ``activation`` belongs."""
     if not isinstance(settings, ActivationConfig):
         raise TypeError(
-            f"settings: got {type(settings).__name__}, accepted: ActivationConfig, as CoatConfig.parse({{}}).activation"
+            f"settings: got {type(settings).__name__}, accepted: ActivationConfig, as "
+            f"CoatConfig.parse({{}}).activation"
         )
 
 
 def without_autocast(step: _Step) -> _Step:
     """``forward`` or ``backward`` of an autograd function, with autocast switched off inside.
 
-    The flow says itself in which type each operation computes, and backward expects what forward saved in these types:
-    autocast, which is on in forward and normally off in backward, would change one of them alone.
+    The flow says itself in which type each operation computes, and backward expects what forward
+    saved in these types: autocast, which is on in forward and normally off in backward, would
+    change one of them alone.
     """
 
     @functools.wraps(step)
@@ -55,7 +64,8 @@ def once_differentiable(backward: _Step) -> _Step:
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # autograd runs backward so exactly under create_graph
             raise RuntimeError(
-                "create_graph: got True, accepted: False through functions of the FP8 flow, which are "
+                "create_graph: got True, accepted: False through functions of the FP8 flow, which "
+                "are "
                 "once_differentiable; for gradients of gradients, "
                 '"coat": {"activation": {"enabled": false}}'
             )
@@ -65,9 +75,11 @@ def once_differentiable(backward: _Step) -> _Step:
 
 
 def outside_of_graphs(function: _Step) -> _Step:
-    """``function``, which torch.compile does not trace but calls. Where nothing is traced it costs nothing, whereas
-    ``torch.compiler.disable`` takes some microseconds each time."""
-    disabled = torch._disable_dynamo(function)  # what torch itself uses: `torch.compiler.disable` imports the compiler
+    """``function``, which torch.compile does not trace but calls. Where nothing is traced it costs
+    nothing, whereas ``torch.compiler.disable`` takes some microseconds each time.
+    """
+    # What torch itself uses: `torch.compiler.disable` imports the compiler.
+    disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -77,13 +89,15 @@ def outside_of_graphs(function: _Step) -> _Step:
 
 
 def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A contiguous result that nobody else holds, with other dimensions for as many elements; nothing is copied.
+    """A contiguous result that nobody else holds, with other dimensions for as many elements;
+    nothing is copied.
 
-    Autograd refuses to change a view in place that an autograd function returned, as code around Megatron's layers
-    does with outputs and losses. ``_unsafe_view``, of which torch's own ``matmul`` makes its result, gives a tensor
-    that autograd does not know as a view. It is unsafe only where ``out`` is used afterwards. ``torch.compile`` traces
-    it, as it does not ``resize_``. It also keeps the gradients of a function whose forward ends in a conversion to the
-    dtype that is there already: compiled, torch 2.11 makes them zero without a word.
+    Autograd refuses to change a view in place that an autograd function returned, as code around
+    Megatron's layers does with outputs and losses. ``_unsafe_view``, of which torch's own
+    ``matmul`` makes its result, gives a tensor that autograd does not know as a view. It is unsafe
+    only where ``out`` is used afterwards. ``torch.compile`` traces it, as it does not ``resize_``.
+    It also keeps the gradients of a function whose forward ends in a conversion to the dtype that
+    is there already: compiled, torch 2.11 makes them zero without a word.
     """
     assert out.is_contiguous()
     return torch.ops.aten._unsafe_view(out, shape)

@@ -1,4 +1,6 @@
-"""Values computed once from tensors that every layer of a pass is given, such as tables of cosines."""
+"""Values computed once from tensors that every layer of a pass is given, such as tables of
+cosines.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class _Made(NamedTuple):
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """A tensor's count of changes in place; None for a tensor of inference mode, which has no count."""
+    """A tensor's count of changes in place; None for a tensor of inference mode, which has no
+    count.
+    """
     return None if tensor.is_inference() else tensor._version
 
 

@@ -12,9 +12,11 @@ __all__ = ["saved_for_backward"]
 
 @contextmanager
 def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the storages that autograd keeps for backward while this context is open, without ``model``'s own.
+    """Collect the storages that autograd keeps for backward while this context is open, without
+    ``model``'s own.
 
-    A view counts with its whole storage, which it keeps alive; a storage counts once. Fake tensors count like others.
+    A view counts with its whole storage, which it keeps alive; a storage counts once. Fake tensors
+    count like others.
 
     Yields:
         Bytes by storage, filled as the forward pass runs.

@@ -1,24 +1,27 @@
 """Scales: how the operands of FP8 products are quantized, and on which scales several ranks agree.
 
-**Scales of forward** are per tensor or per row (``forward_scales``). Backward's are per tensor: wgrad sums over rows,
-dgrad over rows of the weight, and a scale that changes along a sum cannot be applied to it. So every :class:`Operand`
-carries one scale for backward. It is the same in both modes: a scale is a monotone function of an amax, and therefore
-the largest scale of the rows is the scale of the tensor.
+**Scales of forward** are per tensor or per row (``forward_scales``). Backward's are per tensor:
+wgrad sums over rows, dgrad over rows of the weight, and a scale that changes along a sum cannot be
+applied to it. So every :class:`Operand` carries one scale for backward. It is the same in both
+modes: a scale is a monotone function of an amax, and therefore the largest scale of the rows is the
+scale of the tensor.
 
-**Scales of forward's operands are powers of two.** Codes with such scales stand for the same values, whichever power it
-is, unless they are subnormal. So dgrad, with one scale, multiplies the values of a weight that forward multiplied with
-scales of rows; with others it would round them at other places, the same for every batch, and an error that does not
-change from batch to batch is what averages over steps keep. Gradients, which nothing rounds twice, have any scale.
+**Scales of forward's operands are powers of two.** Codes with such scales stand for the same
+values, whichever power it is, unless they are subnormal. So dgrad, with one scale, multiplies the
+values of a weight that forward multiplied with scales of rows; with others it would round them at
+other places, the same for every batch, and an error that does not change from batch to batch is
+what averages over steps keep. Gradients, which nothing rounds twice, have any scale.
 
 Per-tensor scales under tensor parallelism (``tp``):
 
-* An FP8 tensor that is gathered has one scale on all ranks: its amax is MAX-reduced before it is quantized.
-* Everything else may differ between ranks, since each rank's GEMM applies its own scales. ``tp_invariant`` reduces
-  these too and adds partial products up exactly, which makes results the same, to the bit, for every tensor-parallel
-  size.
+* An FP8 tensor that is gathered has one scale on all ranks: its amax is MAX-reduced before it is
+  quantized.
+* Everything else may differ between ranks, since each rank's GEMM applies its own scales.
+  ``tp_invariant`` reduces these too and adds partial products up exactly, which makes results the
+  same, to the bit, for every tensor-parallel size.
 
-Row scales are gathered with the codes and never reduced, except that ``tp_invariant`` reduces those of rows of which
-each rank holds a part.
+Row scales are gathered with the codes and never reduced, except that ``tp_invariant`` reduces those
+of rows of which each rank holds a part.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ class Operand(NamedTuple):
 
 
 def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
-    """The operand with these row scales; its ``scale`` is that of all ranks' rows with ``tp_invariant``."""
+    """The operand with these row scales; its ``scale`` is that of all ranks' rows with
+    ``tp_invariant``.
+    """
     rows, scale = q8.scales, q8.top
     if scale is None:
         scale = rows.amax() if rows.numel() else rows.new_full((), SMALLEST_SCALE)
@@ -77,14 +82,18 @@ def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationCon
 
 
 def share_rows(
-    q8: QuantizedTensor, values: Callable[[], torch.Tensor], tp: TensorParallel, settings: ActivationConfig
+    q8: QuantizedTensor,
+    values: Callable[[], torch.Tensor],
+    tp: TensorParallel,
+    settings: ActivationConfig,
 ) -> QuantizedTensor:
-    """Row-wise FP8 ``[rows, k / tp]`` of which each rank holds a part of every row, its scales shared if they must be.
+    """Row-wise FP8 ``[rows, k / tp]`` of which each rank holds a part of every row, its scales
+    shared if they must be.
 
     Args:
-        values: gives what ``q8`` was quantized from. With ``tp_invariant`` it is quantized again, with shared scales;
-            on one rank too, for a kernel that makes values and codes in one pass may round a value's last bit
-            otherwise. Without, ``q8`` stays as it is.
+        values: gives what ``q8`` was quantized from. With ``tp_invariant`` it is quantized again,
+            with shared scales; on one rank too, for a kernel that makes values and codes in one
+            pass may round a value's last bit otherwise. Without, ``q8`` stays as it is.
     """
     if not settings.tp_invariant:
         return q8
@@ -92,7 +101,9 @@ def share_rows(
 
 
 def _largest(scales: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """Elementwise maximum over ranks. NaN, which a MAX may lose, travels as infinity, which no scale is."""
+    """Elementwise maximum over ranks. NaN, which a MAX may lose, travels as infinity, which no
+    scale is.
+    """
     if tp.size == 1:
         return scales
     top = tp.max_(scales.nan_to_num(nan=torch.inf))
@@ -102,8 +113,9 @@ def _largest(scales: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 def saved_format(settings: ActivationConfig, pre_activation: bool = False) -> FP8Format:
     """The format in which a tensor is saved by groups.
 
-    Inputs of norms have a few channels that are large in all tokens. They take their neighbours' bits in INT8, whose
-    steps have one size. What enters an activation function is not known to have such channels.
+    Inputs of norms have a few channels that are large in all tokens. They take their neighbours'
+    bits in INT8, whose steps have one size. What enters an activation function is not known to have
+    such channels.
     """
     name = settings.saved_format
     return fp8_format(("int8" if pre_activation else "e3m4") if name == "mixed" else name)
@@ -112,16 +124,20 @@ def saved_format(settings: ActivationConfig, pre_activation: bool = False) -> FP
 def shared_scale(
     amax: torch.Tensor, fmt: FP8Format, tp: TensorParallel, shared: bool, aligned: bool = True
 ) -> torch.Tensor:
-    """The per-tensor scale for ``amax`` (fp32 scalar, overwritten); one scale for all ranks if ``shared``; a power of
-    two if ``aligned``."""
+    """The per-tensor scale for ``amax`` (fp32 scalar, overwritten); one scale for all ranks if
+    ``shared``; a power of two if ``aligned``.
+    """
     return tensor_scale(tp.max_(amax) if shared else amax, fmt, aligned)
 
 
-def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool) -> Operand:
+def quantize_input(
+    x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, split: bool
+) -> Operand:
     """The input ``[rows, k / tp]`` of a row-parallel GEMM in FP8; also a weight shard.
 
     Args:
-        split: each rank holds a part of every row (row-parallel GEMM), and not some whole rows (column-parallel).
+        split: each rank holds a part of every row (row-parallel GEMM), and not some whole rows
+            (column-parallel).
     """
     fmt = fp8_format(settings.format)
     if settings.forward_scales == "row":
@@ -131,9 +147,16 @@ def quantize_input(x: torch.Tensor, tp: TensorParallel, settings: ActivationConf
     return Operand(quantize_tensor(x, fmt, scale), scale)
 
 
-def gather_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> QuantizedTensor | Rows:
-    """All ranks' rows of an operand, or what will be them: rows that come while products run, where they can."""
-    if not settings.tp_invariant and (peers := tp.peers(q8.codes.numel(), 1, q8.codes.device)) is not None:
+def gather_operand(
+    q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig
+) -> QuantizedTensor | Rows:
+    """All ranks' rows of an operand, or what will be them: rows that come while products run,
+    where they can.
+    """
+    if (
+        not settings.tp_invariant
+        and (peers := tp.peers(q8.codes.numel(), 1, q8.codes.device)) is not None
+    ):
         return Rows(peers, q8)
     if q8.layout == "row":
         return tp.start_gather_quantized(q8).wait()
@@ -143,17 +166,25 @@ def gather_operand(q8: QuantizedTensor, tp: TensorParallel, settings: Activation
 def reserve_codes(
     x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig
 ) -> torch.Tensor | None:
-    """Where codes of the shape of x are to be written that ranks gather next, if they read them there."""
+    """Where codes of the shape of x are to be written that ranks gather next, if they read them
+    there.
+    """
     room = reserve_rows(x, fmt, tp, settings, scales=False)
     return None if room is None else room.codes
 
 
 def reserve_rows(
-    x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig, scales: bool = True
+    x: torch.Tensor,
+    fmt: FP8Format,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    scales: bool = True,
 ) -> QuantizedTensor | None:
     """As :func:`reserve_codes`, with scales of rows."""
     peers = (
-        tp.peers(x.numel(), 1, x.device) if tp.sharded and settings.fp8_gather and not settings.tp_invariant else None
+        tp.peers(x.numel(), 1, x.device)
+        if tp.sharded and settings.fp8_gather and not settings.tp_invariant
+        else None
     )
     if peers is None:
         return None
@@ -168,7 +199,11 @@ def whole(q8: QuantizedTensor | Rows) -> QuantizedTensor:
 
 
 def gradient_amax(
-    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: torch.Tensor | None = None
+    dy: torch.Tensor,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    gather: bool,
+    top: torch.Tensor | None = None,
 ) -> Pending[torch.Tensor]:
     """The amax for :func:`quantize_gradient`, on which ranks are agreeing where they have to.
 
@@ -176,23 +211,35 @@ def gradient_amax(
         top: dy's own amax where the pass that made dy took it (overwritten).
     """
     top = amax(dy) if top is None else top
-    return tp.start_max(top) if gather and tp.sharded or settings.tp_invariant else Pending(lambda: top)
+    return (
+        tp.start_max(top)
+        if gather and tp.sharded or settings.tp_invariant
+        else Pending(lambda: top)
+    )
 
 
 def quantize_gradient(
-    dy: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, gather: bool, top: Pending[torch.Tensor]
+    dy: torch.Tensor,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    gather: bool,
+    top: Pending[torch.Tensor],
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]`` for wgrad.
+    """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]``
+    for wgrad.
 
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
-        gather: the output was scattered over ranks (row-parallel GEMM), so its gradient is gathered.
+        gather: the output was scattered over ranks (row-parallel GEMM), so its gradient is
+            gathered.
         top: of :func:`gradient_amax` for the same arguments.
     """
     fmt = fp8_format(settings.grad_format)
     gather = gather and tp.sharded
     scale = tensor_scale(top.wait(), fmt)
     if gather and settings.fp8_gather:
-        rows = QuantizedTensor(tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor")
+        rows = QuantizedTensor(
+            tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor"
+        )
         return rows, transpose(rows)
     return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)

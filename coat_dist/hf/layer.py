@@ -1,8 +1,10 @@
-"""Decoder layers in one piece: norm, queries, keys and values, rotation, attention, projection, norm, MLP, residuals.
+"""Decoder layers in one piece: norm, queries, keys and values, rotation, attention, projection,
+norm, MLP, residuals.
 
-The layer passes its norms to the attention and the MLP, which run them with their first product and return an alias of
-their input for the residual connection. Both are still called as modules, so hooks of transformers and of DeepSpeed run
-as before. Attention itself stays behind transformers' interface, with its masks, windows, dropout and caches.
+The layer passes its norms to the attention and the MLP, which run them with their first product and
+return an alias of their input for the residual connection. Both are still called as modules, so
+hooks of transformers and of DeepSpeed run as before. Attention itself stays behind transformers'
+interface, with its masks, windows, dropout and caches.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
 
 
 class DecoderLayer(Block):
-    """A layer; a fused one is x + attention(norm(x)), then x + mlp(norm(x)), with norms and residuals in the blocks.
+    """A layer; a fused one is x + attention(norm(x)), then x + mlp(norm(x)), with norms and
+    residuals in the blocks.
 
-    Other layers run their own code around blocks in the flow. All layers of one class get one patched class, so that
-    FSDP policies which wrap by class find each of them.
+    Other layers run their own code around blocks in the flow. All layers of one class get one
+    patched class, so that FSDP policies which wrap by class find each of them.
     """
 
     def coat_forward(
@@ -45,7 +48,8 @@ class DecoderLayer(Block):
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
-        # By position: ZeRO-3 lets an attention's weights go in backward where its first argument has a gradient.
+        # By position: ZeRO-3 lets an attention's weights go in backward where its first argument
+        # has a gradient.
         y, _, x = self.self_attn(hidden_states, coat_norm=self.input_layernorm, **kwargs)
         y, x = self.mlp(x + y, norm=self.post_attention_layernorm)
         return x + y
@@ -71,11 +75,13 @@ class DecoderLayer(Block):
 
 
 _NO_TRAINING = (
-    "gradients reach layers in eval mode, which run the model's own code in BF16: call model.train() before training, "
+    "gradients reach layers in eval mode, which run the model's own code in BF16: call "
+    "model.train() before training, "
     'or set "coat": {"activation": {"evaluation": "flow"}}'
 )
 _WITH_CACHE = (
-    "gradients reach a call with a cache of keys and values: in such calls layers run the model's own code in BF16"
+    "gradients reach a call with a cache of keys and values: in such calls layers run "
+    "the model's own code in BF16"
 )
 
 
@@ -84,7 +90,9 @@ def _warn(report: Any, text: str, _: torch.Tensor) -> None:
 
 
 class FusedAttention(Block):
-    """Attention; with ``coat_norm`` the norm before it as well, and the alias of its input for the residual."""
+    """Attention; with ``coat_norm`` the norm before it as well, and the alias of its input for
+    the residual.
+    """
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """As :meth:`Projection.coat_flow_weights`."""
@@ -102,7 +110,8 @@ class FusedAttention(Block):
         **kwargs: Any,
     ) -> Any:
         x = hidden_states
-        if coat_norm is None and not (fits(x) and self.coat_ready()):  # with a norm, the layer has looked
+        # With a norm, the layer has looked.
+        if coat_norm is None and not (fits(x) and self.coat_ready()):
             return plain(self, x, *args, **kwargs)
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
@@ -150,10 +159,14 @@ class FusedAttention(Block):
         weights, o8 = None, None
         if documents is not None:
             q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))
-            out, o8 = flow.attention(q, k, v, self.coat.settings, scale=self.scaling, documents=documents[0])
+            out, o8 = flow.attention(
+                q, k, v, self.coat.settings, scale=self.scaling, documents=documents[0]
+            )
         else:
             dropout = self.attention_dropout if self.training else 0.0
-            out, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+            out, weights = attend(
+                self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
             out = out.reshape(*x.shape[:-1], -1)
         y = flow.linear(out, self.o_proj.weight, ONE, self.coat.settings, o8)
         return bias_of(y if o8 is None else y.transpose(0, 1), self.o_proj), weights, *alias
@@ -162,9 +175,11 @@ class FusedAttention(Block):
 def _compressed(
     module: Any, q: torch.Tensor, k: torch.Tensor, mask: Any, given: dict[str, Any]
 ) -> tuple[flow.Documents | None] | None:
-    """Whether attention may keep its tensors in FP8, and the documents of the sequence, if there are several.
+    """Whether attention may keep its tensors in FP8, and the documents of the sequence, if there
+    are several.
 
-    Not with masks, windows, dropout, earlier keys or attention weights on request: those are transformers'.
+    Not with masks, windows, dropout, earlier keys or attention weights on request: those are
+    transformers'.
     """
     window = given.get("sliding_window")
     if (
@@ -178,8 +193,15 @@ def _compressed(
         or module.config._attn_implementation == "eager"
     ):
         return None
-    starts, longest, positions = (given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "position_ids"))
-    if starts is None and positions is not None and q.shape[0] == 1 and "flash" in module.config._attn_implementation:
+    starts, longest, positions = (
+        given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "position_ids")
+    )
+    if (
+        starts is None
+        and positions is not None
+        and q.shape[0] == 1
+        and "flash" in module.config._attn_implementation
+    ):
         return (_documents_in(positions),)
     if starts is None:
         return (None,)
@@ -188,10 +210,11 @@ def _compressed(
 
 @once_per_tensor
 def _documents_in(positions: torch.Tensor) -> flow.Documents | None:
-    """Documents that ``[1, s]`` positions begin, as transformers' flash attention reads them; None where there is one.
+    """Documents that ``[1, s]`` positions begin, as transformers' flash attention reads them; None
+    where there is one.
 
-    A document begins where the position is the smallest of the row: skipped positions are no border. Found once a
-    pass, since it waits for the GPU.
+    A document begins where the position is the smallest of the row: skipped positions are no
+    border. Found once a pass, since it waits for the GPU.
     """
     row = positions[0]
     begins = (row == row.min()).index_fill(0, row.new_zeros(1), True)
@@ -200,7 +223,9 @@ def _documents_in(positions: torch.Tensor) -> flow.Documents | None:
 
 
 def _replaced(attend: Any) -> bool:
-    """Whether another library computes attention under this name: over ranks, as DeepSpeed's Ulysses, or its own."""
+    """Whether another library computes attention under this name: over ranks, as DeepSpeed's
+    Ulysses, or its own.
+    """
     module = getattr(attend, "func", attend).__module__  # kernels of the hub are partial functions
     return module.partition(".")[0] not in ("transformers", "coat_dist")
 

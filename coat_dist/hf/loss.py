@@ -1,8 +1,9 @@
-"""The loss of a causal language model without its logits: output layer and cross entropy in chunks of the vocabulary.
+"""The loss of a causal language model without its logits: output layer and cross entropy in chunks
+of the vocabulary.
 
-With labels, in training, the output layer returns losses per token from inside its own call, where ZeRO-3 has gathered
-its weight, and the model's loss function reduces them as transformers does. ``logits`` of the result are made when
-something reads them.
+With labels, in training, the output layer returns losses per token from inside its own call, where
+ZeRO-3 has gathered its weight, and the model's loss function reduces them as transformers does.
+``logits`` of the result are made when something reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ IGNORED = -100
 
 
 class _Given(threading.local):
-    def __init__(self) -> None:  # torch.compile cannot guard defaults of the class that each thread then covers
+    # torch.compile cannot guard defaults of the class that each thread then covers.
+    def __init__(self) -> None:
         self.head: Any = None
         """The output layer that is to return losses per token."""
         self.labels: torch.Tensor | None = None
@@ -49,7 +51,10 @@ def why_plain(model: Any) -> str | None:
         return f"a {type(model.lm_head.weight).__name__} as weight of lm_head"
     if (why := own_code(model.lm_head)) is not None:
         return f"{why} on lm_head"
-    if getattr(model, "loss_type", "ForCausalLM") not in (None, "ForCausalLM") or "_loss_function" in vars(model):
+    if getattr(model, "loss_type", "ForCausalLM") not in (
+        None,
+        "ForCausalLM",
+    ) or "_loss_function" in vars(model):
         return "a loss function of its own"
     return None
 
@@ -67,10 +72,17 @@ class ChunkedLM(Patched):
         self.coat_original.loss_function.fset(self, value)
 
     def coat_check_z_loss(self: Any) -> None:
-        """Raises CoatConfigError where a loss that was computed by the model's own code lacks the z-loss."""
+        """Raises CoatConfigError where a loss that was computed by the model's own code lacks
+        the z-loss.
+        """
         if self.training and (z_loss := self.coat.settings.z_loss):
-            why = "0 where logits_to_keep is given, or lm_head or the loss function was replaced after the patch"
-            raise CoatConfigError(Problem("coat.activation.z_loss", f"got {z_loss} and a loss that stays plain", why))
+            why = (
+                "0 where logits_to_keep is given, or lm_head or the loss function was replaced "
+                "after the patch"
+            )
+            raise CoatConfigError(
+                Problem("coat.activation.z_loss", f"got {z_loss} and a loss that stays plain", why)
+            )
 
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(plain).bind_partial(self, *args, **kwargs).arguments
@@ -78,7 +90,11 @@ class ChunkedLM(Patched):
         labels, shifted = given.get("labels"), given.get("shift_labels")
         keep = given.get("logits_to_keep", 0)
         # Since it was patched.
-        changed = not isinstance(self.lm_head, LossHead) or own_code(self.lm_head) or "_loss_function" in vars(self)
+        changed = (
+            not isinstance(self.lm_head, LossHead)
+            or own_code(self.lm_head)
+            or "_loss_function" in vars(self)
+        )
         if labels is None or changed or not (isinstance(keep, int) and keep == 0):
             if labels is not None:
                 self.coat_check_z_loss()
@@ -112,8 +128,13 @@ class LossHead(Patched):
             return plain(self, x)
         _given.logits = _MakeLate.apply(x, self.weight, self.bias, self)
         weight, bias = _parameters(self, x.dtype)
-        keep, z_loss = self.coat.settings.loss == "kept", self.coat.settings.z_loss if self.training else 0.0
-        return flow.linear_cross_entropy(x, weight, labels.to(x.device), ONE, bias=bias, keep=keep, z_loss=z_loss)
+        keep, z_loss = (
+            self.coat.settings.loss == "kept",
+            self.coat.settings.z_loss if self.training else 0.0,
+        )
+        return flow.linear_cross_entropy(
+            x, weight, labels.to(x.device), ONE, bias=bias, keep=keep, z_loss=z_loss
+        )
 
 
 def _parameters(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -121,7 +142,11 @@ def _parameters(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
 
 
 def _reduce(
-    plain: Callable[..., Any], logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any
+    plain: Callable[..., Any],
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """``ForCausalLMLoss`` of losses per token, which stand where logits are expected."""
     if _given.logits is None:
@@ -144,39 +169,48 @@ def _with_logits(out: Any, logits: LogitsOnRead) -> Any:
 
 
 class LogitsOnRead(torch.Tensor):
-    """Logits whose values are made when something reads or changes them: any operation on them but copies.
+    """Logits whose values are made when something reads or changes them: any operation on them but
+    copies.
 
-    To autograd they are the output layer's output as any other. A tensor is not made before, and never kept by a
-    program that looks at the loss alone.
+    To autograd they are the output layer's output as any other. A tensor is not made before, and
+    never kept by a program that looks at the loss alone.
     """
 
     late: _Late
 
     @staticmethod
     def __new__(cls, late: _Late) -> LogitsOnRead:
-        self = torch.Tensor._make_wrapper_subclass(cls, late.shape, dtype=late.dtype, device=late.hidden.device)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, late.shape, dtype=late.dtype, device=late.hidden.device
+        )
         self.late = late
         return self
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in _OF_MEMORY:
             args, kwargs = _values((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             out = function(*args, **kwargs or {})
             if out is None and function == _T.grad.__get__ and args[0].retains_grad:
                 raise RuntimeError(
-                    "logits.grad: got none, since the loss was computed without the logits, accepted: a loss that is "
+                    "logits.grad: got none, since the loss was computed without the logits, "
+                    "accepted: a loss that is "
                     'computed from them, or "coat": {"activation": {"loss": "plain"}}'
                 )
             return out
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         aten, kwargs, late = torch.ops.aten, kwargs or {}, getattr(args[0], "late", None)
         if late is not None and function is aten.detach.default:
             return cls(late)
-        converts = function is aten._to_copy.default and set(kwargs) == {"dtype"}  # Accelerate does, every output
+        # Accelerate does, every output.
+        converts = function is aten._to_copy.default and set(kwargs) == {"dtype"}
         if late is not None and late.made is None and (converts or function is aten.clone.default):
             return cls(_Late(late.hidden, late.head, kwargs.get("dtype", late.dtype), late.seen))
         out = function(*_values(args), **_values(kwargs))
@@ -186,7 +220,9 @@ class LogitsOnRead(torch.Tensor):
 class _Late:
     """What logits are made of, and they once they are made."""
 
-    def __init__(self, hidden: torch.Tensor, head: Any, dtype: torch.dtype, seen: Any = None) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, head: Any, dtype: torch.dtype, seen: Any = None
+    ) -> None:
         self.hidden, self.head, self.dtype = hidden.detach(), head, dtype
         self.shape = (*hidden.shape[:-1], head.out_features)
         self.made: torch.Tensor | None = None
@@ -197,16 +233,20 @@ class _Late:
         return weight_changes(), version_of(self.hidden), [(id(p), p._version) for p in parameters]
 
     def check(self) -> None:
-        """Raises RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have changed since forward."""
+        """Raises RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have
+        changed since forward.
+        """
         if self.seen != self._state():
             raise RuntimeError(
-                "logits: read after an optimizer's step, or another change of weights, accepted: before it, "
+                "logits: read after an optimizer's step, or another change of weights, accepted: "
+                "before it, "
                 'or "coat": {"activation": {"loss": "plain"}}'
             )
         weight: Any = self.head.weight
         if hasattr(weight, "ds_shape") and weight.shape != weight.ds_shape:
             raise RuntimeError(
-                "logits: read after forward under ZeRO-3, accepted: inside deepspeed.zero.GatheredParameters of "
+                "logits: read after forward under ZeRO-3, accepted: inside "
+                "deepspeed.zero.GatheredParameters of "
                 'lm_head, or "coat": {"activation": {"loss": "plain"}}'
             )
 
@@ -214,8 +254,14 @@ class _Late:
         """The logits, without gradients."""
         if self.made is None:
             self.check()
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-                self.made = F.linear(self.hidden, *_parameters(self.head, self.hidden.dtype)).to(self.dtype)
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.autocast(self.hidden.device.type, enabled=False),
+            ):
+                self.made = F.linear(self.hidden, *_parameters(self.head, self.hidden.dtype)).to(
+                    self.dtype
+                )
         return self.made
 
 
@@ -224,7 +270,8 @@ class _MakeLate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any) -> Any:
-        ctx.hidden, ctx.late = hidden, _Late(hidden, head, hidden.dtype)  # with its graph: for second derivatives
+        # With its graph: for second derivatives.
+        ctx.hidden, ctx.late = hidden, _Late(hidden, head, hidden.dtype)
         return LogitsOnRead(ctx.late)
 
     @staticmethod
@@ -232,13 +279,17 @@ class _MakeLate(torch.autograd.Function):
         ctx.late.check()
         head, rows, needed = ctx.late.head, grads[0].flatten(0, -2), ctx.needs_input_grad
         for_hidden = rows.mm(head.weight.to(rows.dtype)).view_as(ctx.hidden) if needed[0] else None
-        for_weight = rows.t().mm(ctx.hidden.flatten(0, -2)).to(head.weight.dtype) if needed[1] else None
+        for_weight = (
+            rows.t().mm(ctx.hidden.flatten(0, -2)).to(head.weight.dtype) if needed[1] else None
+        )
         return for_hidden, for_weight, rows.sum(0).to(head.bias.dtype) if needed[2] else None, None
 
 
 def _values(given: Any) -> Any:
     """``given`` with values in place of logits."""
-    return torch.utils._pytree.tree_map_only(LogitsOnRead, lambda logits: logits.late.tensor(), given)
+    return torch.utils._pytree.tree_map_only(
+        LogitsOnRead, lambda logits: logits.late.tensor(), given
+    )
 
 
 _T: Any = torch.Tensor

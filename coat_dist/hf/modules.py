@@ -1,14 +1,17 @@
-"""Modules of transformers models that run the FP8 flow in training mode, and their own code otherwise.
+"""Modules of transformers models that run the FP8 flow in training mode, and their own code
+otherwise.
 
 :func:`swapped` makes a class that looks like the original: name, signature of ``forward``, pickles.
 
-**One rule of mode** (:func:`runs_flow`). A module in training mode runs the flow, with gradients or without, so old
-and new log-probabilities of a policy, and both forwards of reentrant checkpointing, are of one function. A module in
-eval mode runs the model's own code, and so does every module while a model is called with a cache of keys and values.
+**One rule of mode** (:func:`runs_flow`). A module in training mode runs the flow, with gradients or
+without, so old and new log-probabilities of a policy, and both forwards of reentrant checkpointing,
+are of one function. A module in eval mode runs the model's own code, and so does every module while
+a model is called with a cache of keys and values.
 
-**What a program put there is honoured** (:func:`own_code`). A fused block computes what its linears, norms and
-activation would, without calling them. Each call first looks whether one of them has got hooks, a ``forward`` of its
-own or another type of weight, before the patch or since; then the block runs its own code, and the report says why.
+**What a program put there is honoured** (:func:`own_code`). A fused block computes what its
+linears, norms and activation would, without calling them. Each call first looks whether one of them
+has got hooks, a ``forward`` of its own or another type of weight, before the patch or since; then
+the block runs its own code, and the report says why.
 """
 
 from __future__ import annotations
@@ -68,22 +71,29 @@ class Gate(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The attribute ``coat`` of a patched module: all that its forward needs to know, found when it was patched."""
+    """The attribute ``coat`` of a patched module: all that its forward needs to know, found when
+    it was patched.
+    """
 
     settings: ActivationConfig
     name: str = ""
     """Of a block or layer, in the report."""
     report: PatchReport | None = None
     kind: Any = None
-    """Of a fused attention ``Attention``, of an MLP ``Gate``, of a norm its ``norm_kind``, of a fused layer True."""
+    """Of a fused attention ``Attention``, of an MLP ``Gate``, of a norm its ``norm_kind``, of a
+    fused layer True.
+    """
     linears: tuple[tuple[str, nn.Module], ...] = ()
     """Linears whose weights the flow reads without calling them, by their names in the module."""
     others: tuple[tuple[str, nn.Module], ...] = ()
-    """Other modules that a flow computes without calling them, or calls with arguments of its own."""
+    """Other modules that a flow computes without calling them, or calls with arguments of its
+    own.
+    """
 
 
 class _Calls(threading.local):
-    def __init__(self) -> None:  # torch.compile cannot guard defaults of the class that each thread then covers
+    # torch.compile cannot guard defaults of the class that each thread then covers.
+    def __init__(self) -> None:
         self.cached = False
         """Whether the model under way was given a cache of keys and values."""
         self.outer: list[bool] = []
@@ -105,7 +115,8 @@ def runs_flow(module: Any) -> bool:
 def watch_caches(module: nn.Module) -> None:
     """Let :func:`runs_flow` know when ``module``, which calls patched layers, is given a cache.
 
-    A cache that the model makes for itself, because its configuration has ``use_cache``, is none that was given.
+    A cache that the model makes for itself, because its configuration has ``use_cache``, is none
+    that was given.
     """
     module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
     module.register_forward_hook(_leave, always_call=True)
@@ -136,18 +147,31 @@ def _is_cached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     gradients = torch.is_grad_enabled()
     if gradients and module.training and getattr(module, "gradient_checkpointing", False):
         return False  # transformers drops the cache then
-    if any(kwargs.get(name) is not None for name in CACHES) or any(hasattr(a, "get_seq_length") for a in args):
+    if any(kwargs.get(name) is not None for name in CACHES) or any(
+        hasattr(a, "get_seq_length") for a in args
+    ):
         return True
-    return kwargs.get("use_cache") is True and not gradients  # the first call of a generation by hand
+    # The first call of a generation by hand.
+    return kwargs.get("use_cache") is True and not gradients
 
 
-_WRAPPERS = "deepspeed", "torch.distributed.fsdp", "torch.distributed._composable", "transformers.utils", "coat_dist"
-"""Modules whose hooks gather parameters or record outputs: they act on patched modules as on others."""
+_WRAPPERS = (
+    "deepspeed",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "transformers.utils",
+    "coat_dist",
+)
+"""Modules whose hooks gather parameters or record outputs: they act on patched modules as on
+others.
+"""
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def module_of(function: Any) -> str:
-    """Where a function or callable object was written, also one that bears another's name by ``functools.wraps``."""
+    """Where a function or callable object was written, also one that bears another's name by
+    ``functools.wraps``.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__func__", function)
@@ -161,11 +185,15 @@ def _is_of_a_program(function: Any) -> bool:
 
 
 def own_code(module: Any) -> str | None:
-    """What a program put on a module that acts only where the module is called; None where nothing."""
+    """What a program put on a module that acts only where the module is called; None where
+    nothing.
+    """
     given = vars(module)
     forward = given.get("forward")
     # transformers before 5.2 leaves the class's own one there.
-    replaced = forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    replaced = (
+        forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    )
     if replaced and _is_of_a_program(forward):
         return "a forward of its own"
     if any(_is_of_a_program(hook) for kind in _HOOKS for hook in (given[kind] or {}).values()):
@@ -174,13 +202,17 @@ def own_code(module: Any) -> str | None:
 
 
 def has_plain_weight(module: nn.Module) -> bool:
-    """Whether ``weight`` is a parameter as torch makes it: no DTensor, no quantized tensor, nothing computed."""
+    """Whether ``weight`` is a parameter as torch makes it: no DTensor, no quantized tensor,
+    nothing computed.
+    """
     weight = module._parameters.get("weight")
     return weight.__class__ is nn.Parameter or isinstance(weight, FakeTensor)  # on paper
 
 
 def why_own_code(module: Any) -> str | None:
-    """Why a patched module must call its parts as they are; None where the flow may compute them."""
+    """Why a patched module must call its parts as they are; None where the flow may compute
+    them.
+    """
     part = module.coat
     for name, known in part.linears + part.others:
         found = module._modules.get(name)
@@ -224,7 +256,9 @@ class Block(Patched):
     """A module that computes its parts without calling them, as long as nothing was put on them."""
 
     def coat_ready(self: Any) -> bool:
-        """Whether the parts are as they were patched. In every call: two microseconds where nothing was put there."""
+        """Whether the parts are as they were patched. In every call: two microseconds where
+        nothing was put there.
+        """
         part, modules = self.coat, self._modules
         for name, module in part.linears:
             given = module.__dict__
@@ -238,7 +272,9 @@ class Block(Patched):
         for name, module in part.others:
             if modules.get(name) is not module or _may_be_touched(module.__dict__):
                 return self.coat_settled()
-        was_touched = part.report is not None and (part.name in part.report.left or part.name in part.report.unfused)
+        was_touched = part.report is not None and (
+            part.name in part.report.left or part.name in part.report.unfused
+        )
         return not was_touched or self.coat_settled()
 
     def coat_settled(self: Any) -> bool:
@@ -284,7 +320,12 @@ def _swapped(original: Any, mixin: Any) -> type:
         _, _, *rest = original.__reduce_ex__(self, protocol)
         return _new, (original, mixin), *rest
 
-    content = {"coat_original": original, "forward": forward, "__reduce_ex__": reduce, "__doc__": original.__doc__}
+    content = {
+        "coat_original": original,
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__doc__": original.__doc__,
+    }
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__")}
     return type(original.__name__, (mixin, original), content | names)
 
@@ -296,11 +337,15 @@ def _new(original: type, mixin: type) -> Any:
 
 def fits(x: Any) -> bool:
     """Whether the flow takes x."""
-    return isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float32) and x.dim() > 1
+    return (
+        isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float32) and x.dim() > 1
+    )
 
 
 def norm_of(module: Any) -> flow.Norm:
-    """A patched norm and its parameters; the weight of a centered one is 1 + w, through which gradients reach w."""
+    """A patched norm and its parameters; the weight of a centered one is 1 + w, through which
+    gradients reach w.
+    """
     kind = module.coat.kind
     eps = getattr(module, "variance_epsilon", None)
     weight = 1.0 + module.weight.float() if kind == "centered" else module.weight
@@ -331,7 +376,9 @@ class UnfusedNorm(Patched):
             return plain(self, x)
         y = flow.norm(x, norm_of(self), ONE)
         # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider
-        return y if self.coat.kind != "rms" else y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return (
+            y if self.coat.kind != "rms" else y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        )
 
 
 class Projection(Block):
@@ -359,7 +406,9 @@ class OutProjection(Projection):
 
 
 class FirstProjection(Projection):
-    """The first of several linears of one input: computes all of them, and keeps the others' results for them."""
+    """The first of several linears of one input: computes all of them, and keeps the others'
+    results for them.
+    """
 
     def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
         linears = [m for _, m in self.coat.linears]
@@ -367,7 +416,9 @@ class FirstProjection(Projection):
             return Projection.coat_product(self, x)
         biases = None if self.bias is None else [m.bias for m in linears]
         sizes = [m.weight.shape[0] for m in linears]
-        out = flow.norm_linear(x, None, [m.weight for m in linears], biases, ONE, self.coat.settings)
+        out = flow.norm_linear(
+            x, None, [m.weight for m in linears], biases, ONE, self.coat.settings
+        )
         first, *rest = out.split(sizes, -1)
         for module, result in zip(linears[1:], rest, strict=True):
             vars(module)["coat_given"] = x, result
@@ -392,12 +443,17 @@ class LaterProjection(Projection):
 class JoinedAttention(Patched):
     """An attention that runs its own code around joined projections.
 
-    ZeRO-3 gives each module another tensor object, gathers weights for each call, and releases them when the gradient
-    of its input is there. So the later projections are not called there: the first uses their weights.
+    ZeRO-3 gives each module another tensor object, gathers weights for each call, and releases them
+    when the gradient of its input is there. So the later projections are not called there: the
+    first uses their weights.
     """
 
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        later = {name: m for name, m in self._modules.items() if isinstance(m, LaterProjection) and hasattr(m, "ds_id")}
+        later = {
+            name: m
+            for name, m in self._modules.items()
+            if isinstance(m, LaterProjection) and hasattr(m, "ds_id")
+        }
         try:
             vars(self).update((name, module.coat_take) for name, module in later.items())
             return plain(self, *args, **kwargs)
@@ -407,7 +463,9 @@ class JoinedAttention(Patched):
 
 
 class MLP(Block):
-    """A gated MLP; with ``norm`` the norm before it as well, and the alias of x for the residual connection."""
+    """A gated MLP; with ``norm`` the norm before it as well, and the alias of x for the residual
+    connection.
+    """
 
     def coat_flow_weights(self: Any) -> list[Any]:
         if not self.coat_ready():
@@ -415,8 +473,11 @@ class MLP(Block):
         *first, last = (m.weight for _, m in self.coat.linears)
         return [tuple(first), last]
 
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None) -> Any:
-        if norm is None and not (fits(x) and self.coat_ready()):  # with a norm, the layer has looked
+    def coat_forward(
+        self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None
+    ) -> Any:
+        # With a norm, the layer has looked.
+        if norm is None and not (fits(x) and self.coat_ready()):
             return plain(self, x)
         linears = [getattr(self, name) for name in self.coat.kind.names]
         weights = [m.weight for m in linears]

@@ -1,9 +1,10 @@
-"""Patch a built transformers model in place: its layers keep parameters and names, and run the FP8 flow.
+"""Patch a built transformers model in place: its layers keep parameters and names, and run the FP8
+flow.
 
-Two tiers. A decoder layer that reads as Llama's is *fused*: norm, queries, keys and values, rotation, output
-projection, MLP and residuals, with the bytes saved that a Megatron layer saves. In other layers the model's own code
-runs, with its norms, projections and gated MLPs in the flow. What is not recognized stays in BF16, with the reason in
-the report.
+Two tiers. A decoder layer that reads as Llama's is *fused*: norm, queries, keys and values,
+rotation, output projection, MLP and residuals, with the bytes saved that a Megatron layer saves. In
+other layers the model's own code runs, with its norms, projections and gated MLPs in the flow. What
+is not recognized stays in BF16, with the reason in the report.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from torch import nn
 from ..config import ActivationConfig, CoatConfigError
 from ..patching.changes import Changes, all_or_none, restored
 from ..patching.report import PatchReport, is_patched
-from ..patching.settings import REFUSED, Config, Rows, bf16_layers, check_bf16_layers, check_honoured, coat_block
+from ..patching.settings import (
+    REFUSED,
+    Config,
+    Rows,
+    bf16_layers,
+    check_bf16_layers,
+    check_honoured,
+    coat_block,
+)
 from .layer import DecoderLayer, FusedAttention
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
@@ -49,7 +58,9 @@ NORMS = "input_layernorm", "post_attention_layernorm"
 
 
 def is_transformers_model(model: Any) -> bool:
-    """Whether there is a model of transformers in ``model``, be it in PEFT's or torch's wrappers."""
+    """Whether there is a model of transformers in ``model``, be it in PEFT's or torch's
+    wrappers.
+    """
     return isinstance(model, nn.Module) and any(
         base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
         for module in model.modules()
@@ -58,27 +69,31 @@ def is_transformers_model(model: Any) -> bool:
 
 
 def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchReport:
-    """Let the layers of a built transformers model run the FP8 flow while it trains; all or nothing changes.
+    """Let the layers of a built transformers model run the FP8 flow while it trains; all or nothing
+    changes.
 
-    Call it before DDP or ``fully_shard``; ``deepspeed.initialize`` does it by itself where the block asks for it.
-    Evaluation and generation run the model's own forward.
+    Call it before DDP or ``fully_shard``; ``deepspeed.initialize`` does it by itself where the
+    block asks for it. Evaluation and generation run the model's own forward.
 
     Args:
         model: a causal language model of transformers, also inside PEFT's wrappers.
-        config: what ``deepspeed.initialize`` takes, with a ``"coat"`` block; or that block as ``CoatConfig``, or its
-            ``"activation"`` as ``ActivationConfig``.
+        config: what ``deepspeed.initialize`` takes, with a ``"coat"`` block; or that block as
+            ``CoatConfig``, or its ``"activation"`` as ``ActivationConfig``.
 
     Returns:
         What was patched, which is also ``model.coat_patch_report``.
 
     Raises:
-        CoatConfigError: ``config`` has no block; an option that needs Megatron; nothing could be patched (lists why);
-            ``bf16_layers`` out of range; a model that is patched already.
+        CoatConfigError: ``config`` has no block; an option that needs Megatron; nothing could be
+            patched (lists why); ``bf16_layers`` out of range; a model that is patched already.
     """
     if not isinstance(config, ActivationConfig):
         config = coat_block(config).activation
     if is_patched(model):
-        raise CoatConfigError("model: got one that is patched already, accepted: one that is not (unpatch_model first)")
+        raise CoatConfigError(
+            "model: got one that is patched already, accepted: one that is not (unpatch_model "
+            "first)"
+        )
     check_honoured(REFUSED["transformers"], config)
     report = PatchReport(config)
     _drop_own_forwards(model)
@@ -89,12 +104,16 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
             kept = bf16_layers(config, len(layers))
             for i, (name, layer) in enumerate(layers):
                 inside |= {id(m) for m in layer.modules()}
-                _patch_layer(name, layer, config, changes, report, "bf16_layers" if i in kept else None)
+                _patch_layer(
+                    name, layer, config, changes, report, "bf16_layers" if i in kept else None
+                )
         if not report.patched:
             raise CoatConfigError(
                 f"model: got a {type(model).__name__} with nothing to patch "
-                f"({PatchReport.summary([report]) if stacks else 'no layers of transformers'}), accepted: models of "
-                'docs/hugging-face.md, or "coat": {"activation": {"enabled": false}}, which keeps 8-bit moments'
+                f"({PatchReport.summary([report]) if stacks else 'no layers of transformers'}), "
+                "accepted: models of "
+                'docs/hugging-face.md, or "coat": {"activation": {"enabled": false}}, which keeps '
+                "8-bit moments"
             )
         for module in model.modules():
             if id(module) not in inside:
@@ -114,7 +133,9 @@ def unpatch_model(model: nn.Module) -> None:
         CoatConfigError: the model is not patched.
     """
     if "coat_patch_report" not in vars(model):
-        raise CoatConfigError("model: got one that is not patched, accepted: what patch_model has patched")
+        raise CoatConfigError(
+            "model: got one that is not patched, accepted: what patch_model has patched"
+        )
     _drop_own_forwards(model)
     for module in model.modules():
         cls: Any = type(module)
@@ -144,7 +165,10 @@ def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     outer = None
     for name, module in model.named_modules():
-        known = isinstance(module, GradientCheckpointingLayer) or {"self_attn", "mlp"} <= module._modules.keys()
+        known = (
+            isinstance(module, GradientCheckpointingLayer)
+            or {"self_attn", "mlp"} <= module._modules.keys()
+        )
         if known and not (outer is not None and name.startswith(outer)):
             outer = f"{name}."
             found.setdefault(name.rpartition(".")[0], []).append((name, module))
@@ -161,11 +185,18 @@ def _blocks(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _patch_layer(
-    name: str, layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport, whole: str | None
+    name: str,
+    layer: Any,
+    settings: ActivationConfig,
+    changes: Changes,
+    report: PatchReport,
+    whole: str | None,
 ) -> None:
     """Patch a layer, or with a reason in ``whole`` leave all of its blocks in BF16."""
     blocks = dict(_blocks(layer, name))
-    why = {block_name: whole or _why_bf16(block_name, block) for block_name, block in blocks.items()}
+    why = {
+        block_name: whole or _why_bf16(block_name, block) for block_name, block in blocks.items()
+    }
     parts = tuple((n, layer._modules.get(n)) for n in ("self_attn", "mlp", *NORMS))
     fused = (
         is_decoder_layer(layer)
@@ -179,11 +210,15 @@ def _patch_layer(
         if reason is None and gate(block) is not None:
             _patch_mlp(block_name, block, settings, changes, report)
         elif reason is None and fused:
-            part = Part(settings, block_name, report, attention_kind(block), _named(block, *QKV, "o_proj"))
+            part = Part(
+                settings, block_name, report, attention_kind(block), _named(block, *QKV, "o_proj")
+            )
             changes.swap(block, swapped(type(block), FusedAttention), part)
         elif reason is None:
             _patch_projections(block, settings, changes)
-            report.unfused[block_name] = f"own code around its projections: {_why_unfused(layer, block)}"
+            report.unfused[block_name] = (
+                f"own code around its projections: {_why_unfused(layer, block)}"
+            )
         if reason is None and isinstance(block, Block):
             reason = why_own_code(block)
         if reason is None:
@@ -191,7 +226,9 @@ def _patch_layer(
         else:
             report.left[block_name] = reason
     patched = any(block_name in report.patched for block_name in blocks)
-    part = Part(settings, name, report if patched else None, fused or None, others=parts if fused else ())
+    part = Part(
+        settings, name, report if patched else None, fused or None, others=parts if fused else ()
+    )
     changes.swap(layer, swapped(type(layer), DecoderLayer), part)
     if fused and (reason := why_own_code(layer)) is not None:
         report.unfused[name] = reason
@@ -206,7 +243,10 @@ def _why_unfused(layer: nn.Module, attention: nn.Module) -> str:
             return f"{why} on {name}"
     for name, module in attention.named_children():
         if any(type(inner) is nn.Linear for inner in module.children()):
-            return f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__} in place of {name}"
+            return (
+                f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__} in "
+                f"place of {name}"
+            )
     return "no layer that is known as a whole"
 
 
@@ -214,7 +254,9 @@ def _named(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module], ...]:
     return tuple((name, getattr(module, name)) for name in names)
 
 
-def _patch_norm(module: nn.Module, settings: ActivationConfig, changes: Changes, called: bool = True) -> None:
+def _patch_norm(
+    module: nn.Module, settings: ActivationConfig, changes: Changes, called: bool = True
+) -> None:
     """Patch an RMSNorm that is called, or let a fused layer know one that it computes itself."""
     kind = norm_kind(module)
     if kind in ("rms", "centered"):
@@ -223,11 +265,15 @@ def _patch_norm(module: nn.Module, settings: ActivationConfig, changes: Changes,
         changes.set(module, "coat", Part(settings, kind=kind))
 
 
-def _patch_mlp(name: str, mlp: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+def _patch_mlp(
+    name: str, mlp: Any, settings: ActivationConfig, changes: Changes, report: PatchReport
+) -> None:
     names, activation = gate(mlp), activation_of(mlp)
     assert names is not None and activation is not None
     others = tuple((n, mlp._modules[n]) for n in ("act_fn", "activation_fn") if n in mlp._modules)
-    part = Part(settings, name, report, Gate(names, activation), _named(mlp, *names, "down_proj"), others)
+    part = Part(
+        settings, name, report, Gate(names, activation), _named(mlp, *names, "down_proj"), others
+    )
     changes.swap(mlp, swapped(type(mlp), MLP), part)
 
 
@@ -239,7 +285,9 @@ def _patch_projections(attention: Any, settings: ActivationConfig, changes: Chan
         for module in linears:
             kind = FirstProjection if module is linears[0] else LaterProjection
             changes.swap(
-                module, swapped(nn.Linear, kind), Part(settings, linears=tuple(zip(QKV, linears, strict=True)))
+                module,
+                swapped(nn.Linear, kind),
+                Part(settings, linears=tuple(zip(QKV, linears, strict=True))),
             )
     for module_name, module in list(attention.named_modules()):
         if type(module) is nn.Linear and "lora_" not in module_name:
@@ -247,14 +295,18 @@ def _patch_projections(attention: Any, settings: ActivationConfig, changes: Chan
             changes.swap(module, swapped(nn.Linear, mixin), part)
 
 
-def _patch_loss(model: nn.Module, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+def _patch_loss(
+    model: nn.Module, settings: ActivationConfig, changes: Changes, report: PatchReport
+) -> None:
     for name, module in model.named_modules():
         head = module._modules.get("lm_head")  # not by what PEFT passes on
         if not isinstance(head, nn.Module):
             continue
         label = f"{name}.lm_head".lstrip(".")
         why = "loss: plain" if settings.loss == "plain" else None
-        why = why or (None if is_causal_lm(module) else _unknown_forward(module)) or why_plain(module)
+        why = (
+            why or (None if is_causal_lm(module) else _unknown_forward(module)) or why_plain(module)
+        )
         report.loss[label] = settings.loss if why is None else f"plain: {why}"
         if why is None:
             changes.swap(head, swapped(type(head), LossHead), Part(settings))
@@ -287,10 +339,16 @@ def _not_in_this(model: nn.Module, report: PatchReport) -> Rows:
     rows: dict[str, tuple[tuple, str]] = {}
     plain = [f"{name}: {how}" for name, how in report.loss.items() if how.startswith("plain")]
     if plain or not report.loss:
-        rows["z_loss"] = (0,), f"where the loss stays the model's own: {'; '.join(plain) or 'no lm_head'}"
+        rows["z_loss"] = (
+            (0,),
+            f"where the loss stays the model's own: {'; '.join(plain) or 'no lm_head'}",
+        )
     fused: list[Any] = [m for m in model.modules() if isinstance(m, FusedAttention)]
     if all(m.config._attn_implementation == "eager" or m.attention_dropout for m in fused):
-        rows["attention"] = ("bf16",), "FP8 needs fused attention, without dropout and other than eager"
+        rows["attention"] = (
+            ("bf16",),
+            "FP8 needs fused attention, without dropout and other than eager",
+        )
     return rows
 
 
@@ -299,7 +357,10 @@ def _why_not_mlp(mlp: Any) -> str | None:
         return "an activation that the flow does not have"
     linears = [getattr(mlp, n) for n in (*(gate(mlp) or ()), "down_proj")]
     if strange := [type(m) for m in linears if type(m) is not nn.Linear]:
-        return f"{strange[0].__module__.partition('.')[0]}'s {strange[0].__name__} in place of a linear"
+        return (
+            f"{strange[0].__module__.partition('.')[0]}'s {strange[0].__name__} in place of a "
+            "linear"
+        )
     return _why_not_linears(mlp)
 
 

@@ -1,8 +1,9 @@
 """What a transformers module computes, recognized by the code of its ``forward``.
 
-Names do not say it: a Granite layer reads like Llama's by its attributes and multiplies the residual. So the code of
-each forward, without annotations, docstrings and renamed arguments, is compared by digest with code that was read.
-A module whose forward is unknown stays as it is, and the report says so.
+Names do not say it: a Granite layer reads like Llama's by its attributes and multiplies the
+residual. So the code of each forward, without annotations, docstrings and renamed arguments, is
+compared by digest with code that was read. A module whose forward is unknown stays as it is, and
+the report says so.
 """
 
 from __future__ import annotations
@@ -43,12 +44,23 @@ class Attention(NamedTuple):
 
 
 ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3
-    **dict.fromkeys(("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"), Attention()),
-    **dict.fromkeys(("2ff6cd2af2f1", "af459b206859", "f033a28d9122", "5d43b6b3567e"), Attention("config")),
-    **dict.fromkeys(("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"), Attention("self")),
-    **dict.fromkeys(("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"), Attention("self", True)),
+    **dict.fromkeys(
+        ("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"),
+        Attention(),
+    ),
+    **dict.fromkeys(
+        ("2ff6cd2af2f1", "af459b206859", "f033a28d9122", "5d43b6b3567e"), Attention("config")
+    ),
+    **dict.fromkeys(
+        ("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"), Attention("self")
+    ),
+    **dict.fromkeys(
+        ("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"), Attention("self", True)
+    ),
 }
-"""Attentions that run in one piece with the norm before them: since transformers 5.24, 5.4, 5.1, 5.0 and 4.56."""
+"""Attentions that run in one piece with the norm before them: since transformers 5.24, 5.4, 5.1,
+5.0 and 4.56.
+"""
 SELF_ATTENTIONS = {
     *ATTENTIONS,
     *("a1505232e26d", "ee9ce464a9ce", "f736cceac29e", "09682fb48d52"),  # OLMo-2
@@ -60,7 +72,9 @@ SELF_ATTENTIONS = {
     *("a983391ce478", "b0a70ef33d93", "944603227592", "334ae36d5ec8"),  # Cohere
     *("b153fd4a2f88", "033d23aea77f", "5afefc22ed04", "aac95540bf5c"),  # OLMo
 }
-"""Attentions whose projections of queries, keys and values read one input, and whose ``o_proj`` reads the rest."""
+"""Attentions whose projections of queries, keys and values read one input, and whose ``o_proj``
+reads the rest.
+"""
 DECODER_LAYERS = {"dc2a7e8a52a4", "1515b3d2da53"}
 """x + attention(norm(x)), then x + mlp(norm(x)): Llama and 66 others of transformers 5.24."""
 GATED_MLPS = {"d9e9fc411102"}
@@ -68,9 +82,13 @@ GATED_MLPS = {"d9e9fc411102"}
 JOINED_MLPS = {"cc9ee1739c1f"}
 """The same with gate and up in one weight, ``gate_up_proj``: Phi-3, GLM-4."""
 NORMS = {"075c8d198279": "rms", "2c29d28177de": "rms", "072c442d528d": "centered"}
-"""RMSNorms. "rms" multiplies by its weight (Llama, and OLMo-2, which rounds last); "centered" by one more (Gemma)."""
+"""RMSNorms. "rms" multiplies by its weight (Llama, and OLMo-2, which rounds last); "centered" by
+one more (Gemma).
+"""
 CAUSAL_LMS = {"49dd0a217873", "8ec97ae3ffa9", "06595b600982", "fe735c0f1494"}
-"""A model, its last hidden states through ``lm_head``, and the loss of these logits and ``labels``."""
+"""A model, its last hidden states through ``lm_head``, and the loss of these logits and
+``labels``.
+"""
 ROTATIONS = {"6e071d28b2d6", "05566310caba"}
 """``apply_rotary_pos_emb`` of pairs (i, i + d / 2) over whole heads, in the dtype of the heads."""
 ACTIVATIONS = {
@@ -86,7 +104,8 @@ ACTIVATIONS = {
 
 @functools.cache
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Digest of what a function computes: its arguments and its body, without annotations and docstring.
+    """Digest of what a function computes: its arguments and its body, without annotations and
+    docstring.
 
     "" where its source cannot be read.
     """
@@ -111,7 +130,11 @@ class _Plain(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:  # noqa: N802
         self.generic_visit(node)
-        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
+        return (
+            node
+            if node.value is None
+            else ast.copy_location(ast.Assign([node.target], node.value), node)
+        )
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         return ast.copy_location(ast.arg(_RENAMED.get(node.arg, node.arg), None), node)
@@ -121,13 +144,19 @@ class _Plain(ast.NodeTransformer):
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
         self.generic_visit(node)
-        return ast.copy_location(ast.keyword(_RENAMED.get(node.arg or "", node.arg), node.value), node)
+        return ast.copy_location(
+            ast.keyword(_RENAMED.get(node.arg or "", node.arg), node.value), node
+        )
 
 
 def _forward(module: nn.Module) -> str:
-    """Of the class that ``module`` had before it was patched; "" where its forward was replaced on the instance."""
+    """Of the class that ``module`` had before it was patched; "" where its forward was replaced
+    on the instance.
+    """
     cls = type(module)
-    return "" if "forward" in vars(module) else fingerprint(getattr(cls, "coat_original", cls).forward)
+    return (
+        "" if "forward" in vars(module) else fingerprint(getattr(cls, "coat_original", cls).forward)
+    )
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
@@ -151,13 +180,23 @@ def shares_input(module: nn.Module) -> bool:
 
 
 def gate(module: nn.Module) -> tuple[str, ...] | None:
-    """Names of the weights of a gated MLP's first product, ("gate_proj", "up_proj") or ("gate_up_proj",); else None."""
+    """Names of the weights of a gated MLP's first product, ("gate_proj", "up_proj") or
+    ("gate_up_proj",); else None.
+    """
     found = _forward(module)
-    return ("gate_proj", "up_proj") if found in GATED_MLPS else ("gate_up_proj",) if found in JOINED_MLPS else None
+    return (
+        ("gate_proj", "up_proj")
+        if found in GATED_MLPS
+        else ("gate_up_proj",)
+        if found in JOINED_MLPS
+        else None
+    )
 
 
 def norm_kind(module: nn.Module) -> str | None:
-    """ "rms" or "centered" of an RMSNorm, "layer" of torch's LayerNorm over one dimension; else None."""
+    """ "rms" or "centered" of an RMSNorm, "layer" of torch's LayerNorm over one dimension; else
+    None.
+    """
     if type(module) is nn.LayerNorm:
         return "layer" if len(module.normalized_shape) == 1 and module.elementwise_affine else None
     return NORMS.get(_forward(module))

@@ -1,8 +1,10 @@
-"""A transformers model on paper: its parameters, and what it saves for backward, by its own code without its memory.
+"""A transformers model on paper: its parameters, and what it saves for backward, by its own code
+without its memory.
 
-Two small depths of the model run on fake tensors, and their difference is one layer. So the bytes hold for every
-family, tier and version of transformers, patched or not. Attention counts as a kernel that saves queries, keys, values,
-output and a number a row, unless transformers chooses its eager one for the family.
+Two small depths of the model run on fake tensors, and their difference is one layer. So the bytes
+hold for every family, tier and version of transformers, patched or not. Attention counts as a
+kernel that saves queries, keys, values, output and a number a row, unless transformers chooses its
+eager one for the family.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class OnPaper:
 
     @functools.cache  # noqa: B019  a program has one or two models
     def saved(self, settings: ActivationConfig | None, tokens: int) -> Saved:
-        """What one sequence of ``tokens`` saves, with the flow or, where ``settings`` are None, as the model is.
+        """What one sequence of ``tokens`` saves, with the flow or, where ``settings`` are None, as
+        the model is.
 
         Raises:
             CoatConfigError: nothing of the model can be patched.
@@ -72,7 +75,9 @@ class OnPaper:
         layer = two[0] - one[0]
         return Saved(layer, one[0] - layer, *one[1:])
 
-    def _run(self, settings: ActivationConfig | None, tokens: int, layers: int) -> tuple[int, int, bool]:
+    def _run(
+        self, settings: ActivationConfig | None, tokens: int, layers: int
+    ) -> tuple[int, int, bool]:
         """Bytes that a model of so many layers saves, and its loss; whether that is chunked."""
         from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -90,7 +95,11 @@ class OnPaper:
             chunked = any(not how.startswith("plain") for how in report.loss.values())
         ids = torch.zeros(1, tokens, dtype=torch.long)
         body = _bytes(model, lambda: model.base_model(input_ids=ids))
-        return body, 0 if chunked else _bytes(model, lambda: model(input_ids=ids, labels=ids)) - body, chunked
+        return (
+            body,
+            0 if chunked else _bytes(model, lambda: model(input_ids=ids, labels=ids)) - body,
+            chunked,
+        )
 
 
 def _bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
@@ -99,7 +108,9 @@ def _bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
     return sum(found.values())
 
 
-def _attention(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _attention(
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> Any:
     return _Attention.apply(q, k, v), None
 
 

@@ -1,8 +1,9 @@
 """Activation kernels: the functions of ``reference/activation.py``.
 
-The pre-activation is one tensor, [rows, parts, f]: with a gate (GATED) gate and up, of which a program takes the same
-tile, otherwise one part. fc1's bias (BIAS) costs no pass of its own: it is added as pre is read. Kernels that compress
-the pre-activation are in ``activation_compress.py``, those of backward in ``activation_backward.py``.
+The pre-activation is one tensor, [rows, parts, f]: with a gate (GATED) gate and up, of which a
+program takes the same tile, otherwise one part. fc1's bias (BIAS) costs no pass of its own: it is
+added as pre is read. Kernels that compress the pre-activation are in ``activation_compress.py``,
+those of backward in ``activation_backward.py``.
 """
 
 from __future__ import annotations
@@ -37,10 +38,25 @@ TURNED_TILE = (64, 64, 4)
 @fast_launch
 @triton.jit
 def _quantize_kernel(
-    x, scales, bias, scale, out, rows, columns, groups, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x,
+    scales,
+    bias,
+    scale,
+    out,
+    rows,
+    columns,
+    groups,
+    C: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    PACK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
     BG: tl.constexpr,
-):  # fmt: skip
+):
     """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
     PARTS: tl.constexpr = 2 if GATED else 1
     STEP: tl.constexpr = max(PACK, 1)
@@ -55,20 +71,54 @@ def _quantize_kernel(
         inside = (row < rows) & (column < columns)
         in_group = (row < rows) & (group < groups)
         g = load_part(
-            x, scales, bias, 0, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, S
-        )  # fmt: skip
+            x,
+            scales,
+            bias,
+            0,
+            row,
+            column,
+            group,
+            inside,
+            in_group,
+            columns,
+            groups,
+            PARTS,
+            BIAS,
+            BM,
+            BN,
+            G,
+            S,
+        )
         value, _ = activate(g, ACT, C.fast)
         if GATED:
             value *= load_part(
-                x, scales, bias, 1, row, column, group, inside, in_group, columns, groups, PARTS, BIAS, BM, BN, G, S
-            )  # fmt: skip
+                x,
+                scales,
+                bias,
+                1,
+                row,
+                column,
+                group,
+                inside,
+                in_group,
+                columns,
+                groups,
+                PARTS,
+                BIAS,
+                BM,
+                BN,
+                G,
+                S,
+            )
         last, y = y, value * factor
         if PACK == 0:
             tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
         else:
             packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
-        store_turned(out, packed, packet, column, rows // PACK, (packet < rows // PACK) & (column < columns))
+        store_turned(
+            out, packed, packet, column, rows // PACK, (packet < rows // PACK) & (column < columns)
+        )
 
 
 def activation_quantize(
@@ -82,18 +132,40 @@ def activation_quantize(
     """See :func:`coat_dist.reference.activation.activation_quantize`."""
     act = ACTIVATIONS[activation]
     source, scales, size, form = unpack(pre)
-    shape = (*source.shape[:-2], source.shape[-1]) if size else (*source.shape[:-1], source.shape[-1] // act.parts)
+    shape = (
+        (*source.shape[:-2], source.shape[-1])
+        if size
+        else (*source.shape[:-1], source.shape[-1] // act.parts)
+    )
     columns = shape[-1]
     flat = source.reshape(-1, act.parts * columns).contiguous()
     rows = flat.shape[0]
-    out = torch.empty((columns, rows) if transpose else shape, dtype=fmt.dtype, device=source.device)
+    out = torch.empty(
+        (columns, rows) if transpose else shape, dtype=fmt.dtype, device=source.device
+    )
     bm, bn, warps = TURNED_TILE if transpose else ROWS_TILE
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
     _quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        flat, scales, dense(bias), scale, out.view(word), rows, columns, cdiv(columns, size) if size else 0,
-        C=constants(fmt, source), ACT=act.function, GATED=act.gated, BIAS=bias is not None, G=size, S=form,
-        PACK=pack, BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
-    )  # fmt: skip
+        flat,
+        scales,
+        dense(bias),
+        scale,
+        out.view(word),
+        rows,
+        columns,
+        cdiv(columns, size) if size else 0,
+        C=constants(fmt, source),
+        ACT=act.function,
+        GATED=act.gated,
+        BIAS=bias is not None,
+        G=size,
+        S=form,
+        PACK=pack,
+        BM=bm,
+        BN=bn,
+        BG=bn // size if size else 1,
+        num_warps=warps,
+    )
     return QuantizedTensor(out, scale, "tensor")

@@ -1,8 +1,9 @@
-"""Activation kernels of backward, which the functions of the same names in ``reference/activation.py`` define.
+"""Activation kernels of backward, which the functions of the same names in
+``reference/activation.py`` define.
 
-The second pass reads da and all parts once and writes their gradients, the same transposed, and the activation
-transposed: no intermediate of size f is ever written in BF16. The gradient of fc1's bias (BIAS) costs no pass of its
-own: it is summed by columns of each tile.
+The second pass reads da and all parts once and writes their gradients, the same transposed, and the
+activation transposed: no intermediate of size f is ever written in BF16. The gradient of fc1's bias
+(BIAS) costs no pass of its own: it is summed by columns of each tile.
 
 Tiles that are written transposed are taken by packets of four rows, as in ``kernels/quantize.py``.
 """
@@ -17,7 +18,16 @@ from ..formats import E4M3, FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
 from .activation_functions import activate, load_part
-from .fp8 import amax_buffer, atomic_amax, constants, inverse, magnitude_bits, pack_rows, store_turned, to_fp8
+from .fp8 import (
+    amax_buffer,
+    atomic_amax,
+    constants,
+    inverse,
+    magnitude_bits,
+    pack_rows,
+    store_turned,
+    to_fp8,
+)
 from .groups import unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
@@ -32,12 +42,35 @@ BACKWARD_TILE = (32, 128, 4)
 @fast_launch
 @triton.jit
 def _backward_kernel(
-    da, x, scales, grad_scale, scale, blocks, amax, d8, d8_t, a8_t, dbias, rows, columns, groups,
-    D: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """PACK rows of codes make an element of a transposed result; 0: nothing is written but the amax.
-    ``blocks``: the expert of each BLOCK rows, whose scales and amax they have."""
+    da,
+    x,
+    scales,
+    grad_scale,
+    scale,
+    blocks,
+    amax,
+    d8,
+    d8_t,
+    a8_t,
+    dbias,
+    rows,
+    columns,
+    groups,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    PACK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """PACK rows of codes make an element of a transposed result; 0: nothing is written but the
+    amax. ``blocks``: the expert of each BLOCK rows, whose scales and amax they have.
+    """
     PARTS: tl.constexpr = 2 if GATED else 1
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
@@ -63,14 +96,46 @@ def _backward_kernel(
         in_group = (row < rows) & (group < groups)
         grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
         g = load_part(
-            x, scales, None, 0, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, S
-        )  # fmt: skip
+            x,
+            scales,
+            None,
+            0,
+            row,
+            column,
+            group,
+            inside,
+            in_group,
+            columns,
+            groups,
+            PARTS,
+            False,
+            BM,
+            BN,
+            G,
+            S,
+        )
         value, slope = activate(g, ACT, C.fast)
         du = grad * value
         if GATED:
             u = load_part(
-                x, scales, None, 1, row, column, group, inside, in_group, columns, groups, PARTS, False, BM, BN, G, S
-            )  # fmt: skip
+                x,
+                scales,
+                None,
+                1,
+                row,
+                column,
+                group,
+                inside,
+                in_group,
+                columns,
+                groups,
+                PARTS,
+                False,
+                BM,
+                BN,
+                G,
+                S,
+            )
             grad *= u
             value *= u
         dg = grad * slope
@@ -108,18 +173,39 @@ def _backward_kernel(
                 tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
 
 
-def _backward(da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile, experts) -> None:
+def _backward(
+    da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile, experts
+) -> None:
     act, columns = ACTIVATIONS[activation], da.shape[-1]
     flat = da.reshape(-1, columns).contiguous()
     rows = flat.shape[0]
     codes, scales, size, form = unpack(pre8)
     bm, bn, warps = tile
     _backward_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
-        flat, codes, scales, grad_scale, scale, None if experts is None else experts.blocks, amax, *outputs, rows,
-        columns, cdiv(columns, size), D=constants(grad_fmt, da), C=constants(fmt, da), ACT=act.function,
-        GATED=act.gated, BIAS=outputs[-1] is not None, G=size, S=form,
-        PACK=pack, BM=bm // max(pack, 1), BN=max(bn, size), BLOCK=BLOCK, num_warps=warps,
-    )  # fmt: skip
+        flat,
+        codes,
+        scales,
+        grad_scale,
+        scale,
+        None if experts is None else experts.blocks,
+        amax,
+        *outputs,
+        rows,
+        columns,
+        cdiv(columns, size),
+        D=constants(grad_fmt, da),
+        C=constants(fmt, da),
+        ACT=act.function,
+        GATED=act.gated,
+        BIAS=outputs[-1] is not None,
+        G=size,
+        S=form,
+        PACK=pack,
+        BM=bm // max(pack, 1),
+        BN=max(bn, size),
+        BLOCK=BLOCK,
+        num_warps=warps,
+    )
 
 
 def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
@@ -131,8 +217,14 @@ def launch_grad_amax(
     da: torch.Tensor, pre8: QuantizedTensor, activation: str, experts: ExpertRows | None
 ) -> torch.Tensor:
     """One amax, or one for each of ``experts``."""
-    amax = amax_buffer(da.device) if experts is None else da.new_zeros(experts.experts, dtype=torch.float32)
-    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, experts)
+    amax = (
+        amax_buffer(da.device)
+        if experts is None
+        else da.new_zeros(experts.experts, dtype=torch.float32)
+    )
+    _backward(
+        da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, experts
+    )
     return amax
 
 
@@ -163,17 +255,37 @@ def launch_backward(
 ) -> ActivationGradients:
     """:func:`activation_backward`, where there are ``experts`` with their scales.
 
-    The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same order every time.
+    The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same
+    order every time.
     """
-    (rows, columns), width, device = da.shape, da.shape[1] * ACTIVATIONS[activation].parts, da.device
+    (rows, columns), width, device = (
+        da.shape,
+        da.shape[1] * ACTIVATIONS[activation].parts,
+        da.device,
+    )
     tiles = cdiv(rows, BACKWARD_TILE[0])
     d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
     d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
     a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)
-    sums = None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
+    sums = (
+        None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
+    )
     pack, word = packet(rows)
     outputs = d8, d8_t.view(word), a8_t.view(word), sums
-    _backward(da, pre8, activation, grad_scale, scale, None, outputs, grad_fmt, fmt, pack, BACKWARD_TILE, experts)
+    _backward(
+        da,
+        pre8,
+        activation,
+        grad_scale,
+        scale,
+        None,
+        outputs,
+        grad_fmt,
+        fmt,
+        pack,
+        BACKWARD_TILE,
+        experts,
+    )
     layout = "tensor" if experts is None else "expert"
     return ActivationGradients(
         QuantizedTensor(d8, grad_scale, layout),

@@ -1,5 +1,5 @@
-"""Device functions that the activation kernels of forward and backward share: the activations with their derivatives,
-and the parts of a pre-activation.
+"""Device functions that the activation kernels of forward and backward share: the activations with
+their derivatives, and the parts of a pre-activation.
 """
 
 from __future__ import annotations
@@ -51,10 +51,27 @@ def add_bias(value, bias, part, column, inside, columns, BIAS: tl.constexpr):
 
 @triton.jit
 def load_part(
-    x, scales, bias, part, row, column, group, inside, in_group, columns, groups,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """A tile of the gate (part 0) or of up (part 1), fp32, from plain values (G = 0) or from per-group codes."""
+    x,
+    scales,
+    bias,
+    part,
+    row,
+    column,
+    group,
+    inside,
+    in_group,
+    columns,
+    groups,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+):
+    """A tile of the gate (part 0) or of up (part 1), fp32, from plain values (G = 0) or from
+    per-group codes.
+    """
     at = row * PARTS + part
     out = load_tile(x, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, S)
     return add_bias(out, bias, part, column, inside, columns, BIAS)

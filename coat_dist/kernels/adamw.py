@@ -1,25 +1,28 @@
 """One AdamW step with FP8 moments in one pass over memory: the kernel of ``reference/adamw.py``.
 
-A program takes a tile of [ROWS, group_size] elements: decode, update, reduce each row, encode. Per parameter it moves
-the fp32 parameter twice, the gradient once and 2.05 bytes of moments twice, so it is bound by memory as long as its
-arithmetic stays short. With exact ``log2``, ``exp2``, division and square root it does not; with the hardware's
-approximations, which err by some 2**-22 against the 2**-4 of a code, it does (86 % of the bandwidth of a copy:
-docs/optimizer.md). That also takes counting instructions: magnitudes scale in the exponent, and signs are bits.
+A program takes a tile of [ROWS, group_size] elements: decode, update, reduce each row, encode. Per
+parameter it moves the fp32 parameter twice, the gradient once and 2.05 bytes of moments twice, so
+it is bound by memory as long as its arithmetic stays short. With exact ``log2``, ``exp2``, division
+and square root it does not; with the hardware's approximations, which err by some 2**-22 against
+the 2**-4 of a code, it does (86 % of the bandwidth of a copy: docs/optimizer.md). That also takes
+counting instructions: magnitudes scale in the exponent, and signs are bits.
 
-The order of work follows what is shared: the inverse root of v serves the update and the ratio of m, and the square
-root in which v is decoded serves m. Noise costs two integer operations an element (``dither``), and rounding with it an
-addition before the conversion to FP8, which rounds to nearest.
+The order of work follows what is shared: the inverse root of v serves the update and the ratio of
+m, and the square root in which v is decoded serves m. Noise costs two integer operations an element
+(``dither``), and rounding with it an addition before the conversion to FP8, which rounds to
+nearest.
 
-Against the definition: ``a`` and ``k`` differ by one step where what they round is within arithmetic error of a step;
-where both are equal, codes are equal except for values within about 2**-13 of the middle between two codes, which may
-take the neighbour. Parameters agree within 2**-22 of themselves and 4e-5 of the update's terms, if eps is at least
-1e-15: below, where v is not a normal number, its root here is smaller than it should be. Where a square
-overflows (gradients above 1.8e19) and ``over_root`` is set, a parameter is NaN at once; by the definition in the next
-step, with all of its group.
+Against the definition: ``a`` and ``k`` differ by one step where what they round is within
+arithmetic error of a step; where both are equal, codes are equal except for values within about
+2**-13 of the middle between two codes, which may take the neighbour. Parameters agree within 2**-22
+of themselves and 4e-5 of the update's terms, if eps is at least 1e-15: below, where v is not a
+normal number, its root here is smaller than it should be. Where a square overflows (gradients above
+1.8e19) and ``over_root`` is set, a parameter is NaN at once; by the definition in the next step,
+with all of its group.
 
-With a remainder the parameter is a bfloat16 and its 16 low bits (``kernels/master.py``): 4 bytes read and written as of
-an fp32 one, and the same fp32 master weight, bit for bit. With a copy 2 bytes more are written, instead of a pass that
-would read 4 and write 2.
+With a remainder the parameter is a bfloat16 and its 16 low bits (``kernels/master.py``): 4 bytes
+read and written as of an fp32 one, and the same fp32 master weight, bit for bit. With a copy 2
+bytes more are written, instead of a pass that would read 4 and write 2.
 
 Small tensors share a launch: ``kernels/table.py``.
 """
@@ -48,21 +51,58 @@ from .table import launches, sort
 
 __all__ = ["adamw_fp32_steps", "adamw_steps"]
 
-# H200, 2**29 parameters, ms by tile/warps: 1024/4 2.07, 1024/2 2.09, 1024/1 2.34, 512/1 2.07, 512/2 2.10, 512/4 2.41
+# H200, 2**29 parameters, ms by tile/warps: 1024/4 2.07, 1024/2 2.09, 1024/1 2.34, 512/1 2.07, 512/2
+# 2.10, 512/4 2.41
 TILE_ELEMENTS = 1024
 NUM_WARPS = 4
 
 
 @triton.jit
 def _update_tile(
-    first_row, base_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, phase, low, copy,
-    grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
-    M: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to ``first_row + ROWS``; for
-    their noise ``base_row`` is the number of the first."""
+    first_row,
+    base_row,
+    param,
+    grad,
+    m_q,
+    m_a,
+    m_k,
+    v_q,
+    v_a,
+    v_k,
+    n,
+    groups,
+    seed,
+    phase,
+    low,
+    copy,
+    grad_factor,
+    lr,
+    rate,
+    decay,
+    weight_decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    inverse_bias1,
+    inverse_sqrt_bias2,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LR_IS_TENSOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr,
+    STOCHASTIC_V: tl.constexpr,
+    LOW: tl.constexpr,
+    COPY: tl.constexpr,
+    FAST: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to
+    ``first_row + ROWS``; for their noise ``base_row`` is the number of the first.
+    """
     first = first_row * GROUP
     row = tl.arange(0, ROWS)
     offset = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -112,7 +152,8 @@ def _update_tile(
 
     noise_m = 0.0
     noise_v = 0.0
-    if STOCHASTIC_M or STOCHASTIC_V:  # a tile never straddles a multiple of 2**32 rows: it has a power of two
+    # A tile never straddles a multiple of 2**32 rows: it has a power of two.
+    if STOCHASTIC_M or STOCHASTIC_V:
         number = first_row + base_row
         key = mix((number >> 32).to(tl.uint32) ^ seed.to(tl.uint32))
         start = mix((number.to(tl.uint32) + row.to(tl.uint32)) ^ key)
@@ -135,33 +176,131 @@ def _update_tile(
 @fast_launch
 @triton.jit(do_not_specialize=["seed", "step", "base_row"])
 def _adamw_kernel(
-    param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups, seed, step, base_row, low, copy, of_count,
-    grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
-    M: tl.constexpr, V: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
+    param,
+    grad,
+    m_q,
+    m_a,
+    m_k,
+    v_q,
+    v_a,
+    v_k,
+    n,
+    groups,
+    seed,
+    step,
+    base_row,
+    low,
+    copy,
+    of_count,
+    grad_factor,
+    lr,
+    rate,
+    decay,
+    weight_decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    inverse_bias1,
+    inverse_sqrt_bias2,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LR_IS_TENSOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr,
+    STOCHASTIC_V: tl.constexpr,
+    LOW: tl.constexpr,
+    COPY: tl.constexpr,
+    FAST: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
     if COUNTED:
         rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_count)
     _update_tile(
-        tl.program_id(0).to(tl.int64) * ROWS, base_row, param, grad, m_q, m_a, m_k, v_q, v_a, v_k, n, groups,
-        seed + (step >> 3), step & 7, low, copy,
-        grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST,
-        M, V,
-    )  # fmt: skip
+        tl.program_id(0).to(tl.int64) * ROWS,
+        base_row,
+        param,
+        grad,
+        m_q,
+        m_a,
+        m_k,
+        v_q,
+        v_a,
+        v_k,
+        n,
+        groups,
+        seed + (step >> 3),
+        step & 7,
+        low,
+        copy,
+        grad_factor,
+        lr,
+        rate,
+        decay,
+        weight_decay,
+        beta1,
+        rest1,
+        beta2,
+        rest2,
+        eps,
+        inverse_bias1,
+        inverse_sqrt_bias2,
+        GROUP,
+        ROWS,
+        LR_IS_TENSOR,
+        SCALED,
+        MAXIMIZE,
+        STOCHASTIC_M,
+        STOCHASTIC_V,
+        LOW,
+        COPY,
+        FAST,
+        M,
+        V,
+    )
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["step"])
 def _adamw_table_kernel(
-    table, grads, tensor_of_tile, step, of_counts, grad_factor, lr, rate, decay, weight_decay,
-    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LR_IS_TENSOR: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    STOCHASTIC_M: tl.constexpr, STOCHASTIC_V: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr,
-    M: tl.constexpr, V: tl.constexpr, COUNTED: tl.constexpr,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
+    table,
+    grads,
+    tensor_of_tile,
+    step,
+    of_counts,
+    grad_factor,
+    lr,
+    rate,
+    decay,
+    weight_decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    inverse_bias1,
+    inverse_sqrt_bias2,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LR_IS_TENSOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    STOCHASTIC_M: tl.constexpr,
+    STOCHASTIC_V: tl.constexpr,
+    LOW: tl.constexpr,
+    COPY: tl.constexpr,
+    FAST: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    COUNTED: tl.constexpr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    COPIED: tl.constexpr,
+):
     """The same for many tensors; ``table.sort`` says what their table holds."""
     tile = tl.program_id(0)
     tensor = tl.load(tensor_of_tile + tile)
@@ -170,7 +309,8 @@ def _adamw_table_kernel(
         rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_counts + tensor * 4)
     n = tl.multiple_of(tl.load(row + 8), 16)
     _update_tile(
-        (tile - tl.load(row)) * ROWS, 0,
+        (tile - tl.load(row)) * ROWS,
+        0,
         tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(PARAM)), 16),
         tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(GRAD)), 16),
         tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.uint8)), 16),
@@ -179,12 +319,37 @@ def _adamw_table_kernel(
         tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.uint8)), 16),
         tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 7).to(tl.pointer_type(tl.uint8)), 16),
-        n, tl.load(row + 9), tl.load(row + 10) + (step >> 3), step & 7,
+        n,
+        tl.load(row + 9),
+        tl.load(row + 10) + (step >> 3),
+        step & 7,
         tl.multiple_of(tl.load(row + 11).to(tl.pointer_type(tl.int16)), 16),
         tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(COPIED)), 16),
-        grad_factor, lr, rate, decay, weight_decay, beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-        GROUP, ROWS, LR_IS_TENSOR, SCALED, MAXIMIZE, STOCHASTIC_M, STOCHASTIC_V, LOW, COPY, FAST, M, V,
-    )  # fmt: skip
+        grad_factor,
+        lr,
+        rate,
+        decay,
+        weight_decay,
+        beta1,
+        rest1,
+        beta2,
+        rest2,
+        eps,
+        inverse_bias1,
+        inverse_sqrt_bias2,
+        GROUP,
+        ROWS,
+        LR_IS_TENSOR,
+        SCALED,
+        MAXIMIZE,
+        STOCHASTIC_M,
+        STOCHASTIC_V,
+        LOW,
+        COPY,
+        FAST,
+        M,
+        V,
+    )
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -196,7 +361,11 @@ def adamw_steps(
     """See :func:`coat_dist.reference.adamw.adamw_steps`."""
     first = tensors[0]
     lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
-    rate, decay = (0.0, 0.0) if lr_is_tensor else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
+    rate, decay = (
+        (0.0, 0.0)
+        if lr_is_tensor
+        else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
+    )
     rows = TILE_ELEMENTS // codec_m.group_size
     scalars = (
         first.grad if numbers.grad_factor is None else numbers.grad_factor,
@@ -227,26 +396,53 @@ def adamw_steps(
     counted = first.step_count is not None
     of_counts = scalars[0]
     if counted:
-        of_counts = numbers_of_counts([tensors[i].step_count for i in (*found.order, *found.single)], numbers)
+        of_counts = numbers_of_counts(
+            [tensors[i].step_count for i in (*found.order, *found.single)], numbers
+        )
     if found.table is not None:
         grads = found.grads(tensors)
         for kind, tensor_of_tile in zip(found.kinds, found.table.tensor_of_tile, strict=True):
             _adamw_table_kernel[(len(tensor_of_tile),)](
-                found.table.table, grads, tensor_of_tile, _int32(numbers.step), of_counts, *scalars,
-                **_stochastic(numbers, kind.stochastic), LOW=kind.low, COPY=kind.copy is not None, COUNTED=counted,
-                PARAM=_TYPES[kind.param], GRAD=_TYPES[kind.grad], COPIED=_TYPES[kind.copy or kind.param], **options,
-            )  # fmt: skip
+                found.table.table,
+                grads,
+                tensor_of_tile,
+                _int32(numbers.step),
+                of_counts,
+                *scalars,
+                **_stochastic(numbers, kind.stochastic),
+                LOW=kind.low,
+                COPY=kind.copy is not None,
+                COUNTED=counted,
+                PARAM=_TYPES[kind.param],
+                GRAD=_TYPES[kind.grad],
+                COPIED=_TYPES[kind.copy or kind.param],
+                **options,
+            )
     for k, i in enumerate(found.single, len(found.order)):
         param, grad, m, v, seed, low, copy, _, base_row = tensors[i]
         groups = len(m.a)
         _adamw_kernel[(-(-groups // rows),)](
-            param, grad, *m, *v, param.numel(), groups, _int32(seed or 0), _int32(numbers.step), base_row,
-            param if low is None else low, param if copy is None else copy,
-            of_counts[k] if counted else of_counts, *scalars,
-            **_stochastic(numbers, seed is not None), LOW=low is not None, COPY=copy is not None, COUNTED=counted,
+            param,
+            grad,
+            *m,
+            *v,
+            param.numel(),
+            groups,
+            _int32(seed or 0),
+            _int32(numbers.step),
+            base_row,
+            param if low is None else low,
+            param if copy is None else copy,
+            of_counts[k] if counted else of_counts,
+            *scalars,
+            **_stochastic(numbers, seed is not None),
+            LOW=low is not None,
+            COPY=copy is not None,
+            COUNTED=counted,
             **options,
-        )  # fmt: skip
-    # Kernels write by address, which torch does not see: autograd would take what it saved for unchanged.
+        )
+    # Kernels write by address, which torch does not see: autograd would take what it saved for
+    # unchanged.
     increment_version(written(tensors))
 
 

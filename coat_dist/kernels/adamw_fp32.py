@@ -1,8 +1,8 @@
 """One AdamW step with fp32 moments on many tensors: one launch on a GPU, few calls on a CPU.
 
-On a GPU the work is done by ``adamw_fp32_kernel.py``. On a CPU, where kernels are interpreted, torch's ``_foreach``
-operations take lists of tensors; the operations and their order are those of ``adamw_fp32_steps`` in
-``reference/adamw.py``, so results are equal to the bit.
+On a GPU the work is done by ``adamw_fp32_kernel.py``. On a CPU, where kernels are interpreted,
+torch's ``_foreach`` operations take lists of tensors; the operations and their order are those of
+``adamw_fp32_steps`` in ``reference/adamw.py``, so results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None
 
 def _by_way_of_contiguous(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     """With contiguous copies of what is not."""
-    copies = [one._replace(**{k: getattr(one, k).contiguous() for k in FP32Tensors._fields[:4]}) for one in tensors]
+    copies = [
+        one._replace(**{k: getattr(one, k).contiguous() for k in FP32Tensors._fields[:4]})
+        for one in tensors
+    ]
     step_contiguous(copies, numbers)
     for one, dense in zip(tensors, copies, strict=True):
         for target, source in zip((one.param, *one[2:4]), (dense.param, *dense[2:4]), strict=True):
@@ -57,7 +60,9 @@ def _step_in_batches(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None
         master = _as_fp32(params) if low[0] is None else _join(params, low)
         _step(master, grads, m, v, counted(numbers, counts[0]))
         if copies[0] is not None:
-            torch._foreach_copy_([copy.view(p.shape) for copy, p in zip(copies, params, strict=True)], master)
+            torch._foreach_copy_(
+                [copy.view(p.shape) for copy, p in zip(copies, params, strict=True)], master
+            )
         if low[0] is not None:
             upper, rest = split(torch.cat([x.reshape(-1) for x in master]))
             torch._foreach_copy_(low, list(rest.split([x.numel() for x in low])))
@@ -70,13 +75,17 @@ def _step_in_batches(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None
 
 
 def _batches(tensors: Sequence[FP32Tensors]) -> Iterator[list[FP32Tensors]]:
-    """Tensors of equal types, as lists of mixed ones fall back to one call each, and of equal counts; no empty ones."""
+    """Tensors of equal types, as lists of mixed ones fall back to one call each, and of equal
+    counts; no empty ones.
+    """
     kinds: dict[tuple, list[FP32Tensors]] = {}
     for one in tensors:
         if one.param.numel():
             copied = None if one.copy is None else one.copy.dtype
             count = None if one.step_count is None else int(one.step_count)
-            kinds.setdefault((one.param.dtype, one.grad.dtype, one.low is None, copied, count), []).append(one)
+            kinds.setdefault(
+                (one.param.dtype, one.grad.dtype, one.low is None, copied, count), []
+            ).append(one)
     for batch in kinds.values():
         first = elements = 0
         for i, one in enumerate(batch):
@@ -102,7 +111,9 @@ def _join(params: list[torch.Tensor], low: list[torch.Tensor]) -> list[torch.Ten
 
 
 def _unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [x.view(p.shape) for x, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]
+    return [
+        x.view(p.shape) for x, p in zip(flat.split([p.numel() for p in like]), like, strict=True)
+    ]
 
 
 def _step(

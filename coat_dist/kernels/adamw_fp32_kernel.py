@@ -1,8 +1,8 @@
 """One AdamW step with fp32 moments in one launch for tensors of any size and alignment.
 
-A model has hundreds of norms and biases of a few thousand elements, and a step is to cost less than torch's fused one,
-which takes a launch for some hundred of them. The operations and their order are those of ``adamw_fp32_step`` in
-``reference/adamw.py``, with exact division and square root.
+A model has hundreds of norms and biases of a few thousand elements, and a step is to cost less than
+torch's fused one, which takes a launch for some hundred of them. The operations and their order are
+those of ``adamw_fp32_step`` in ``reference/adamw.py``, with exact division and square root.
 """
 
 from __future__ import annotations
@@ -30,12 +30,33 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 @fast_launch
 @triton.jit
 def _adamw_fp32_kernel(
-    table, grads, tensor_of_tile, of_counts, grad_factor, lr, decay, weight_decay,
-    beta1, rest1, beta2, rest2, eps, inverse_bias1, inverse_sqrt_bias2,
-    TILE: tl.constexpr, ALIGNED: tl.constexpr, COUNTED: tl.constexpr, LR_IS_TENSOR: tl.constexpr,
-    SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, LOW: tl.constexpr, COPY: tl.constexpr,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
+    table,
+    grads,
+    tensor_of_tile,
+    of_counts,
+    grad_factor,
+    lr,
+    decay,
+    weight_decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    inverse_bias1,
+    inverse_sqrt_bias2,
+    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    LR_IS_TENSOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    LOW: tl.constexpr,
+    COPY: tl.constexpr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    COPIED: tl.constexpr,
+):
     tile = tl.program_id(0)
     tensor = tl.load(tensor_of_tile + tile)
     row = table + tensor * 7
@@ -94,7 +115,9 @@ class Kind(NamedTuple):
 
 
 def _sort(tensors: Sequence[FP32Tensors]) -> tuple[dict[Kind, list[Member]], list[int]]:
-    """All but empty ones, by kind. A row of the table, after its first tile: param, m, v, n, low, copy."""
+    """All but empty ones, by kind. A row of the table, after its first tile: param, m, v, n,
+    low, copy.
+    """
     kinds: dict[Kind, list[Member]] = {}
     for i, (param, grad, m, v, low, copy, _) in enumerate(tensors):
         if n := param.numel():
@@ -103,7 +126,9 @@ def _sort(tensors: Sequence[FP32Tensors]) -> tuple[dict[Kind, list[Member]], lis
             aligned = not any(x % ALIGNMENT for x in (*addresses, *ends, n, grad.data_ptr()))
             copied = None if copy is None else copy.dtype
             kind = Kind(param.dtype, grad.dtype, low is not None, copied, aligned)
-            kinds.setdefault(kind, []).append(Member(i, cdiv(n, TILE_ELEMENTS), [*addresses, n, *ends]))
+            kinds.setdefault(kind, []).append(
+                Member(i, cdiv(n, TILE_ELEMENTS), [*addresses, n, *ends])
+            )
     return kinds, []
 
 
@@ -113,18 +138,42 @@ def step_contiguous(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
     if found.table is None:
         return
     grads, counted = found.grads(tensors), tensors[0].step_count is not None
-    of_counts = numbers_of_counts([tensors[i].step_count for i in found.order], numbers) if counted else grads
+    of_counts = (
+        numbers_of_counts([tensors[i].step_count for i in found.order], numbers)
+        if counted
+        else grads
+    )
     lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
     for kind, tensor_of_tile in zip(found.kinds, found.table.tensor_of_tile, strict=True):
         _adamw_fp32_kernel[(len(tensor_of_tile),)](
-            found.table.table, grads, tensor_of_tile, of_counts,
+            found.table.table,
+            grads,
+            tensor_of_tile,
+            of_counts,
             grads if numbers.grad_factor is None else numbers.grad_factor,
-            lr, 0.0 if lr_is_tensor else 1.0 - lr * numbers.weight_decay, numbers.weight_decay,
-            numbers.beta1, 1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
-            numbers.inverse_bias1, numbers.inverse_sqrt_bias2,
-            TILE=TILE_ELEMENTS, ALIGNED=kind.aligned, COUNTED=counted, LR_IS_TENSOR=lr_is_tensor,
-            SCALED=numbers.grad_factor is not None, MAXIMIZE=numbers.maximize, LOW=kind.low, COPY=kind.copy is not None,
-            PARAM=TYPES[kind.param], GRAD=TYPES[kind.grad], COPIED=TYPES[kind.copy or kind.param],
-            # The compiler would contract other additions in each variant, and remainders lose the bits of fp32 masters.
-            num_warps=NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+            lr,
+            0.0 if lr_is_tensor else 1.0 - lr * numbers.weight_decay,
+            numbers.weight_decay,
+            numbers.beta1,
+            1.0 - numbers.beta1,
+            numbers.beta2,
+            1.0 - numbers.beta2,
+            numbers.eps,
+            numbers.inverse_bias1,
+            numbers.inverse_sqrt_bias2,
+            TILE=TILE_ELEMENTS,
+            ALIGNED=kind.aligned,
+            COUNTED=counted,
+            LR_IS_TENSOR=lr_is_tensor,
+            SCALED=numbers.grad_factor is not None,
+            MAXIMIZE=numbers.maximize,
+            LOW=kind.low,
+            COPY=kind.copy is not None,
+            PARAM=TYPES[kind.param],
+            GRAD=TYPES[kind.grad],
+            COPIED=TYPES[kind.copy or kind.param],
+            # The compiler would contract other additions in each variant, and remainders lose the
+            # bits of fp32 masters.
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )

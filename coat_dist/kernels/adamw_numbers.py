@@ -1,4 +1,6 @@
-"""What a step's number says, computed on the device: for steps inside a CUDA graph, which counts them there."""
+"""What a step's number says, computed on the device: for steps inside a CUDA graph, which counts
+them there.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,16 @@ def _power(base, exponent):
 @fast_launch
 @triton.jit(do_not_specialize=["lr", "beta1", "beta2"])
 def _numbers_kernel(counts, out, lr, beta1, beta2):
-    """fp64 throughout, as on the host, and rounded once; ``lr`` and the betas are the bits of fp64 numbers."""
+    """fp64 throughout, as on the host, and rounded once; ``lr`` and the betas are the bits of
+    fp64 numbers.
+    """
     count = tl.load(counts + tl.program_id(0))
     t = count.to(tl.int32)
     out += tl.program_id(0) * 4
     inverse_bias1 = 1.0 / (1.0 - _power(beta1.to(tl.int64).to(tl.float64, bitcast=True), t))
-    inverse_sqrt_bias2 = 1.0 / tl.sqrt(1.0 - _power(beta2.to(tl.int64).to(tl.float64, bitcast=True), t))
+    inverse_sqrt_bias2 = 1.0 / tl.sqrt(
+        1.0 - _power(beta2.to(tl.int64).to(tl.float64, bitcast=True), t)
+    )
     tl.store(out, (lr.to(tl.int64).to(tl.float64, bitcast=True) * inverse_bias1).to(tl.float32))
     tl.store(out + 1, inverse_bias1.to(tl.float32))
     tl.store(out + 2, inverse_sqrt_bias2.to(tl.float32))
@@ -51,15 +57,18 @@ def _numbers_kernel(counts, out, lr, beta1, beta2):
 
 
 def numbers_of_counts(counts: Sequence[Any], numbers: AdamWStep) -> torch.Tensor:
-    """fp32 [counts, 4] on the device of ``counts``, which are fp32 scalars; see :func:`load_numbers`.
+    """fp32 [counts, 4] on the device of ``counts``, which are fp32 scalars; see
+    :func:`load_numbers`.
 
-    The bits are those of the same numbers computed on the host (:class:`AdamWStep`). With a learning rate that is a
-    tensor the first is nothing.
+    The bits are those of the same numbers computed on the host (:class:`AdamWStep`). With a
+    learning rate that is a tensor the first is nothing.
     """
     together = torch.stack(list(counts))
     out = together.new_empty(len(together), 4)
     lr = 0.0 if isinstance(numbers.lr, torch.Tensor) else numbers.lr
-    _numbers_kernel[(len(together),)](together, out, *map(_bits, (lr, numbers.beta1, numbers.beta2)), num_warps=1)
+    _numbers_kernel[(len(together),)](
+        together, out, *map(_bits, (lr, numbers.beta1, numbers.beta2)), num_warps=1
+    )
     return out
 
 

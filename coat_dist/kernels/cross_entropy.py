@@ -1,8 +1,10 @@
-"""Cross entropy kernels: the functions of ``reference/cross_entropy.py`` that read logits, once each.
+"""Cross entropy kernels: the functions of ``reference/cross_entropy.py`` that read logits, once
+each.
 
-fp32 but for the sums. The exponential's argument is reduced without fp64: log2(e) is split in two, of which the first
-part has 15 bits. Its product with a BF16 logit is exact, and so is the difference to the exponent. The hardware's
-2**f of the remaining fraction has an error of about 2**-22, and is the one thing that differs from the definition.
+fp32 but for the sums. The exponential's argument is reduced without fp64: log2(e) is split in two,
+of which the first part has 15 bits. Its product with a BF16 logit is exact, and so is the
+difference to the exponent. The hardware's 2**f of the remaining fraction has an error of about
+2**-22, and is the one thing that differs from the definition.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_HIGH = tl.constexpr(1.44268798828125)  # 23637 / 2**14
 LOG2E_LOW = tl.constexpr(1.4426950408889634 - 1.44268798828125)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-INTEGERS = tl.constexpr(2.0**23)  # from here on every fp32 is a whole number: added and subtracted, it rounds
-SHIFTED = tl.constexpr(1.5 * 2.0**23)  # added to a small whole number: that number stands in the lowest bits
+# From here on every fp32 is a whole number: added and subtracted, it rounds.
+INTEGERS = tl.constexpr(2.0**23)
+# Added to a small whole number: that number stands in the lowest bits.
+SHIFTED = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
 def split_exp(x):
-    """exp(x) = mantissa * 2**n: n and mantissa. What is not finite has the lowest n and any mantissa."""
+    """exp(x) = mantissa * 2**n: n and mantissa. What is not finite has the lowest n and any
+    mantissa.
+    """
     t = x * LOG2E
     size = tl.abs(t)
     n = tl.where(size < INTEGERS, (size + INTEGERS) - INTEGERS, tl.minimum(size, -LOWEST))
@@ -55,7 +61,9 @@ def term(x, n, mantissa, exponent):
 
 @fast_launch
 @triton.jit
-def _stats_kernel(logits, labels, exponents, totals, found, columns, stride, offset, BLOCK: tl.constexpr):
+def _stats_kernel(
+    logits, labels, exponents, totals, found, columns, stride, offset, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
     exponent = tl.full((1,), LOWEST, tl.float32)
@@ -66,7 +74,9 @@ def _stats_kernel(logits, labels, exponents, totals, found, columns, stride, off
         n, mantissa = split_exp(x)
         largest = tl.maximum(exponent, tl.max(n, 0))
         terms = term(x, n, mantissa, largest)
-        total = total * pow2_fp32(exponent - largest).to(tl.float64) + tl.sum(terms.to(tl.float64), 0)
+        total = total * pow2_fp32(exponent - largest).to(tl.float64) + tl.sum(
+            terms.to(tl.float64), 0
+        )
         exponent = largest
     here = row + tl.arange(0, 1)
     tl.store(exponents + here, exponent)
@@ -85,18 +95,37 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> Logi
     label = torch.empty_like(exponent)
     if rows:
         _stats_kernel[(rows,)](
-            logits, labels.contiguous(), exponent, total, label, columns, logits.stride(0), offset,
-            BLOCK=_block(columns), num_warps=8,
-        )  # fmt: skip
+            logits,
+            labels.contiguous(),
+            exponent,
+            total,
+            label,
+            columns,
+            logits.stride(0),
+            offset,
+            BLOCK=_block(columns),
+            num_warps=8,
+        )
     return LogitStats(exponent, total, label)
 
 
 @fast_launch
 @triton.jit
 def _grad_kernel(
-    logits, labels, exponents, inverses, boosts, dlosses, out, columns, stride, out_stride, offset,
-    BOOST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    labels,
+    exponents,
+    inverses,
+    boosts,
+    dlosses,
+    out,
+    columns,
+    stride,
+    out_stride,
+    offset,
+    BOOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -105,7 +134,9 @@ def _grad_kernel(
     value = term(x, n, mantissa, tl.load(exponents + row)) * tl.load(inverses + row)
     if BOOST:
         value = value * tl.load(boosts + row)
-    value = tl.where(column == tl.load(labels + row) - offset, value - 1.0, value) * tl.load(dlosses + row)
+    value = tl.where(column == tl.load(labels + row) - offset, value - 1.0, value) * tl.load(
+        dlosses + row
+    )
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -120,16 +151,34 @@ def logit_grad(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :func:`coat_dist.reference.cross_entropy.logit_grad`."""
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
+    out = (
+        torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
+    )
     logits = _columns_adjacent(logits)
     rows, columns = logits.shape
-    target = out if out.stride(-1) == 1 else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    target = (
+        out
+        if out.stride(-1) == 1
+        else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    )
     if logits.numel():
         block = _block(columns)
         _grad_kernel[(rows, cdiv(columns, block))](
-            logits, labels.contiguous(), exponent, inverse, boost, dloss.contiguous(), target, columns,
-            logits.stride(0), target.stride(0), offset, BOOST=boost is not None, BLOCK=block, num_warps=8,
-        )  # fmt: skip
+            logits,
+            labels.contiguous(),
+            exponent,
+            inverse,
+            boost,
+            dloss.contiguous(),
+            target,
+            columns,
+            logits.stride(0),
+            target.stride(0),
+            offset,
+            BOOST=boost is not None,
+            BLOCK=block,
+            num_warps=8,
+        )
     return out if target is out else out.copy_(target)
 
 

@@ -1,6 +1,7 @@
 """Device functions that the kernels of the flow share: scales, codes, and the amax of a tensor.
 
-They follow ``reference/quantize.py`` to the bit. Magnitudes are compared as integers: no reduction loses a NaN.
+They follow ``reference/quantize.py`` to the bit. Magnitudes are compared as integers: no reduction
+loses a NaN.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ __all__ = [
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
-TINY = tl.constexpr(2.0**-126)  # smallest normal fp32, to the bit; a smaller literal would turn a kernel to fp64
+# Smallest normal fp32, to the bit; a smaller literal would turn a kernel to fp64.
+TINY = tl.constexpr(2.0**-126)
 
 
 class Format(NamedTuple):
-    """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its smallest normal number;
-    ``carry`` and ``power`` are of :func:`~coat_dist.reference.quantize.carry_and_power`.
-    ``native``: numbers become codes by instructions, otherwise by :func:`code_bits`, as in the interpreter, whose own
-    conversion does not round to nearest. ``fast``: the GPU's approximations may be used; not in the interpreter.
-    ``fp8`` is what codes are made of: bytes for E4M3 where a GPU has no FP8 instructions, as Triton has no E4M3 there,
-    and for what Triton does not know. ``e8m0``: of tensors saved by groups, whether scales are powers of two.
+    """An FP8 format as compile-time constants. ``lowest`` is the biased fp32 exponent of its
+    smallest normal number; ``carry`` and ``power`` are of
+    :func:`~coat_dist.reference.quantize.carry_and_power`. ``native``: numbers become codes by
+    instructions, otherwise by :func:`code_bits`, as in the interpreter, whose own conversion does
+    not round to nearest. ``fast``: the GPU's approximations may be used; not in the interpreter.
+    ``fp8`` is what codes are made of: bytes for E4M3 where a GPU has no FP8 instructions, as Triton
+    has no E4M3 there, and for what Triton does not know. ``e8m0``: of tensors saved by groups,
+    whether scales are powers of two.
     """
 
     fp8: tl.dtype
@@ -68,12 +72,18 @@ class Format(NamedTuple):
 def _constants(fmt: FP8Format, fp8: tl.dtype, fast: bool, native: bool) -> Format:
     carry, power = carry_and_power(fmt)
     lowest = 126 + math.frexp(fmt.smallest)[1] + fmt.mantissa_bits
-    return Format(fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, carry, fast, native)
+    return Format(
+        fp8, fmt.max, 1.0 / fmt.max, fmt.mantissa_bits, lowest, power, carry, fast, native
+    )
 
 
 _CONSTANTS = {
     (fmt.name, fast, native): _constants(fmt, fp8, fast, native and fmt in (E4M3, E5M2))
-    for fast, native, e4m3 in ((False, False, tl.float8e4nv), (True, False, tl.uint8), (True, True, tl.float8e4nv))
+    for fast, native, e4m3 in (
+        (False, False, tl.float8e4nv),
+        (True, False, tl.uint8),
+        (True, True, tl.float8e4nv),
+    )
     for fmt, fp8 in ((E4M3, e4m3), (E5M2, tl.float8e5), (E3M4, tl.uint8), (INT8, tl.int8))
 }
 _BY_GROUPS = {key: value._replace(e8m0=True) for key, value in _CONSTANTS.items()}
@@ -95,8 +105,9 @@ def with_sign(x, of):
 def code_bits(y, C: tl.constexpr):
     """:func:`to_fp8` without instructions for it: codes of an fp32 tile as int32.
 
-    The number's exponent, or that of the smallest normal code if it is above, says how far apart codes are around it.
-    Adding 2**23 such steps has the adder round the number to steps and leaves their count in the sum's low bits.
+    The number's exponent, or that of the smallest normal code if it is above, says how far apart
+    codes are around it. Adding 2**23 such steps has the adder round the number to steps and leaves
+    their count in the sum's low bits.
     """
     bits = y.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -118,11 +129,14 @@ def to_fp8(y, C: tl.constexpr):
 @triton.jit
 def from_fp8(codes):
     """fp32 values of a tile of codes, which are made of what :class:`Format` says."""
-    if codes.dtype == tl.uint8:  # the bits of fp32, but for the exponent's bias, which differs by 120
+    # The bits of fp32, but for the exponent's bias, which differs by 120.
+    if codes.dtype == tl.uint8:
         bits = codes.to(tl.int32)
         value = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
-        value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+        value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(
+            tl.float32, bitcast=True
+        )
     else:
         value = codes.to(tl.float32)
     return value
@@ -136,22 +150,32 @@ def _pair(low, high, C: tl.constexpr):
     elif C.mantissa_bits == 3:
         out = tl.inline_asm_elementwise(
             "{.reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t;}",
-            "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,f,f",
+            [low, high],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         out = tl.inline_asm_elementwise(
             "{.reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, $2, $1; cvt.u32.u16 $0, t;}",
-            "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,f,f",
+            [low, high],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     return out
 
 
 @triton.jit
 def pack_rows(packed, last, y, i: tl.constexpr, PACK: tl.constexpr, C: tl.constexpr):
-    """Add the codes of y, row i of each packet of PACK rows, to ``packed`` (int32); ``last`` is row i - 1.
+    """Add the codes of y, row i of each packet of PACK rows, to ``packed`` (int32); ``last`` is row
+    i - 1.
 
-    Rows are converted straight into words. On an H200 with Triton 3.6 a tile of converted bytes that is both stored and
-    widened to words came out wrong, in a quarter of its elements; so bytes are never widened here.
+    Rows are converted straight into words. On an H200 with Triton 3.6 a tile of converted bytes
+    that is both stored and widened to words came out wrong, in a quarter of its elements; so bytes
+    are never widened here.
     """
     if PACK == 1:
         packed = _pair(y, y, C) & 0xFF
@@ -168,11 +192,11 @@ def magnitude_bits(x):
 
 @triton.jit
 def atomic_amax(out, bits):
-    """Raise the fp32 amax that ``out`` points to, as an integer, to the largest of a tile's :func:`magnitude_bits`;
-    infinity for NaN.
+    """Raise the fp32 amax that ``out`` points to, as an integer, to the largest of a tile's
+    :func:`magnitude_bits`; infinity for NaN.
 
-    All tiles raise one word, and the memory system serves its atomics one by one, so a tile looks first: what it reads
-    may be old, and is then too small, which costs an atomic and no more.
+    All tiles raise one word, and the memory system serves its atomics one by one, so a tile looks
+    first: what it reads may be old, and is then too small, which costs an atomic and no more.
     """
     out = out.to(tl.pointer_type(tl.int32), bitcast=True)
     top = tl.minimum(tl.max(bits.reshape(bits.numel), 0), INF_BITS)
@@ -181,24 +205,32 @@ def atomic_amax(out, bits):
 
 @triton.jit
 def atomic_top(out, scale, seen):
-    """Raise the largest fp32 scale, which ``out`` points to, to ``scale``, a tile of one; NaN, as :func:`scale_of`
-    writes it, is above all. ``seen`` is what ``out`` held: looked up before the row is reduced, it costs no waiting."""
+    """Raise the largest fp32 scale, which ``out`` points to, to ``scale``, a tile of one; NaN, as
+    :func:`scale_of` writes it, is above all. ``seen`` is what ``out`` held: looked up before the
+    row is reduced, it costs no waiting.
+    """
     bits = tl.max(scale.to(tl.int32, bitcast=True), 0)
     raises = bits > seen.to(tl.int32, bitcast=True)
-    # Nobody reads it before the kernel has ended, so no other memory traffic has to be ordered around it.
+    # Nobody reads it before the kernel has ended, so no other memory traffic has to be ordered
+    # around it.
     tl.atomic_max(out.to(tl.pointer_type(tl.int32), bitcast=True), bits, mask=raises, sem="relaxed")
 
 
 @triton.jit
 def inverse(scale):
-    """The reciprocal, correctly rounded, of the fp32 number that ``scale`` points to, as a [1, 1] tile."""
-    return tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.load(scale) + tl.zeros((1, 1), tl.float32))
+    """The reciprocal, correctly rounded, of the fp32 number that ``scale`` points to, as a [1,
+    1] tile.
+    """
+    return tl.div_rn(
+        tl.full((1, 1), 1.0, tl.float32), tl.load(scale) + tl.zeros((1, 1), tl.float32)
+    )
 
 
 @triton.jit
 def scale_of(top, DROP: tl.constexpr, C: tl.constexpr):
-    """fp32 scale of the largest magnitude (bits), and its reciprocal, correctly rounded; NaN where that magnitude is
-    not finite. The last DROP bits are rounded up to zero: 16 leaves bfloat16, 23 a power of two.
+    """fp32 scale of the largest magnitude (bits), and its reciprocal, correctly rounded; NaN where
+    that magnitude is not finite. The last DROP bits are rounded up to zero: 16 leaves bfloat16, 23
+    a power of two.
     """
     finite = top < INF_BITS
     amax = tl.where(finite, top, 0).to(tl.float32, bitcast=True)
@@ -215,9 +247,12 @@ def store_turned(out, codes, row, column, rows, inside):
     tl.store(out + at, tl.trans(codes).to(out.dtype.element_ty), mask=tl.trans(inside))
 
 
-def row_tiles(columns: int, elements: int, most: int, group_size: int = 1) -> tuple[int, int, bool, int]:
-    """How a program takes one row: columns of a tile, tiles that stay in its registers, whether the row is longer than
-    these, and warps. A thread has ``elements`` of a tile; longer rows get more warps, then tiles up to ``most``.
+def row_tiles(
+    columns: int, elements: int, most: int, group_size: int = 1
+) -> tuple[int, int, bool, int]:
+    """How a program takes one row: columns of a tile, tiles that stay in its registers, whether the
+    row is longer than these, and warps. A thread has ``elements`` of a tile; longer rows get more
+    warps, then tiles up to ``most``.
     """
     warps = 4
     while warps < 16 and 32 * warps * elements * most < columns:
@@ -232,14 +267,20 @@ _zeros: dict[tuple[int, int], list[torch.Tensor]] = {}
 
 
 def amax_buffer(device: torch.device) -> torch.Tensor:
-    """Where kernels collect an amax or the largest scale: an fp32 scalar, zero, never handed out before.
+    """Where kernels collect an amax or the largest scale: an fp32 scalar, zero, never handed out
+    before.
 
-    On a GPU it is cut from a buffer that was zeroed on the same stream, as a launch to zero one word takes as long as
-    that of a kernel. In a CUDA graph each replay has to zero it anew, so there it is a tensor of its own. Streams are
-    told apart by their handles: torch's own are never destroyed, so no handle comes back for another one. Each scalar
-    has a version counter of its own: one that autograd saves does not notice writes to others.
+    On a GPU it is cut from a buffer that was zeroed on the same stream, as a launch to zero one
+    word takes as long as that of a kernel. In a CUDA graph each replay has to zero it anew, so
+    there it is a tensor of its own. Streams are told apart by their handles: torch's own are never
+    destroyed, so no handle comes back for another one. Each scalar has a version counter of its
+    own: one that autograd saves does not notice writes to others.
     """
-    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if (
+        device.type != "cuda"
+        or torch.compiler.is_compiling()
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return torch.zeros((), dtype=torch.float32, device=device)
     zeros = _zeros.setdefault((device.index, torch._C._cuda_getCurrentRawStream(device.index)), [])
     try:
@@ -248,7 +289,8 @@ def amax_buffer(device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
             # 16 bytes apart: kernels are compiled for that alignment
             fresh = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)[:, 0]
-            if type(fresh) is torch.Tensor:  # not the fake one of a tracer, which must not outlive it
+            # Not the fake one of a tracer, which must not outlive it.
+            if type(fresh) is torch.Tensor:
                 zeros.extend(word.data for word in fresh[1:].unbind())
             return fresh[0].data
 

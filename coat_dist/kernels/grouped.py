@@ -1,6 +1,8 @@
-"""Kernels of ``reference/grouped.py``. Rows of experts come by blocks: a tile of rows has one expert, and its scale.
+"""Kernels of ``reference/grouped.py``. Rows of experts come by blocks: a tile of rows has one
+expert, and its scale.
 
-Quantizing and backward of the activation are the kernels of a single tensor, told where the block's scale lies.
+Quantizing and backward of the activation are the kernels of a single tensor, told where the block's
+scale lies.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ __all__ = [
     "take_rows",
 ]
 
-# Columns and warps of a tile of BLOCK rows; columns, packets of rows, warps of a tile of a weight; elements of a row.
+# Columns and warps of a tile of BLOCK rows; columns, packets of rows, warps of a tile of a weight;
+# elements of a row.
 AMAX_TILE = (512, 8)
 COLUMNS_TILE = (64, 32, 8)
 TAKE_TILE = 4096
@@ -50,18 +53,24 @@ def _take_kernel(x, index, factor, out, columns, TILE: tl.constexpr):
         at = tl.load(index + row).to(tl.int64)
     value = tl.load(x + at * columns + column, mask=(column < columns) & (at >= 0), other=0.0)
     if factor is not None:
-        value = (value.to(tl.float32) * tl.load(factor + row).to(tl.float32)).to(out.dtype.element_ty)
+        value = (value.to(tl.float32) * tl.load(factor + row).to(tl.float32)).to(
+            out.dtype.element_ty
+        )
     tl.store(out + row * columns + column, value, mask=column < columns)
 
 
-def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> torch.Tensor:
+def take_rows(
+    x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None
+) -> torch.Tensor:
     """See :func:`coat_dist.reference.grouped.take_rows`."""
     x = x.contiguous()
     count, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
     if out.numel():
         tile = min(TAKE_TILE, next_power_of_2(columns))
-        _take_kernel[(count, cdiv(columns, tile))](x, index, dense(factor), out, columns, TILE=tile, num_warps=4)
+        _take_kernel[(count, cdiv(columns, tile))](
+            x, index, dense(factor), out, columns, TILE=tile, num_warps=4
+        )
     return out
 
 
@@ -85,16 +94,33 @@ def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
     if out.numel():
         tile = min(SUM_TILE, next_power_of_2(columns))
-        _sum_kernel[(count, cdiv(columns, tile))](x, index, out, columns, K=terms, TILE=tile, num_warps=4)
+        _sum_kernel[(count, cdiv(columns, tile))](
+            x, index, out, columns, K=terms, TILE=tile, num_warps=4
+        )
     return out
 
 
 @fast_launch
 @triton.jit
 def _spread_kernel(
-    dout, source, factor, codes, scales, blocks, d, amax, dfactor, columns, groups, total, G: tl.constexpr,
-    S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dout,
+    source,
+    factor,
+    codes,
+    scales,
+    blocks,
+    d,
+    amax,
+    dfactor,
+    columns,
+    groups,
+    total,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BM rows of ``d`` whole; those of one expert."""
     slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     there = slot < total
@@ -113,11 +139,27 @@ def _spread_kernel(
         if dfactor is not None:
             group = (first // G + tl.arange(0, BN // G))[None, :]
             in_group = given[:, None] & (group < groups)
-            y = load_tile(codes, scales, slot[:, None], column, group, inside, in_group, columns, groups, BM, BN, G, S)
+            y = load_tile(
+                codes,
+                scales,
+                slot[:, None],
+                column,
+                group,
+                inside,
+                in_group,
+                columns,
+                groups,
+                BM,
+                BN,
+                G,
+                S,
+            )
             sums += grad.to(tl.float32) * y
         if factor is not None:
             grad = (grad.to(tl.float32) * times).to(d.dtype.element_ty)
-        tl.store(d + slot[:, None] * columns + column, grad, mask=there[:, None] & (column < columns))
+        tl.store(
+            d + slot[:, None] * columns + column, grad, mask=there[:, None] & (column < columns)
+        )
         if amax is not None:
             top = tl.maximum(top, magnitude_bits(grad.to(tl.float32)))
     if amax is not None:
@@ -127,7 +169,10 @@ def _spread_kernel(
 
 
 def spread_gradient(
-    dout: torch.Tensor, rows: ExpertRows | None, factor: torch.Tensor | None = None, y8: QuantizedTensor | None = None
+    dout: torch.Tensor,
+    rows: ExpertRows | None,
+    factor: torch.Tensor | None = None,
+    y8: QuantizedTensor | None = None,
 ) -> SpreadGradient:
     """See :func:`coat_dist.reference.grouped.spread_gradient`: one pass."""
     dout, columns, device = dout.contiguous(), dout.shape[1], dout.device
@@ -144,10 +189,25 @@ def spread_gradient(
     height, width, warps = SPREAD_TILE
     if d.numel():
         _spread_kernel[(cdiv(total, height),)](
-            dout, source, dense(factor), codes, scales, blocks, d, amax, dfactor, columns, cdiv(columns, size), total,
-            G=size, S=form, BM=height, BN=max(min(width, next_power_of_2(columns)), size), BLOCK=BLOCK,
+            dout,
+            source,
+            dense(factor),
+            codes,
+            scales,
+            blocks,
+            d,
+            amax,
+            dfactor,
+            columns,
+            cdiv(columns, size),
+            total,
+            G=size,
+            S=form,
+            BM=height,
+            BN=max(min(width, next_power_of_2(columns)), size),
+            BLOCK=BLOCK,
             num_warps=warps,
-        )  # fmt: skip
+        )
     return SpreadGradient(d, amax, dfactor)
 
 
@@ -171,7 +231,9 @@ def amax_experts(x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
     return out
 
 
-def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None) -> QuantizedTensor:
+def quantize_experts(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None
+) -> QuantizedTensor:
     """See :func:`coat_dist.reference.grouped.quantize_experts`."""
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     x = x.contiguous()
@@ -179,7 +241,14 @@ def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows
         launch_quantize(x, scales, codes, None, constants(fmt, x), rows.blocks)
     elif x.shape[1] % BLOCK == 0:
         blocks = _blocks_of_matrices(x.shape[0], x.shape[1], x.device)
-        launch_quantize(x.view(-1, x.shape[2]), scales, codes.view(-1, x.shape[2]), None, constants(fmt, x), blocks)
+        launch_quantize(
+            x.view(-1, x.shape[2]),
+            scales,
+            codes.view(-1, x.shape[2]),
+            None,
+            constants(fmt, x),
+            blocks,
+        )
     else:
         for matrix, scale, out in zip(x, scales, codes, strict=True):
             launch_quantize(matrix, scale, out, None, constants(fmt, x))
@@ -190,7 +259,9 @@ def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows
 def _blocks_of_matrices(experts: int, rows: int, device: torch.device) -> torch.Tensor:
     """:attr:`ExpertRows.blocks` of matrices one below the other."""
     with torch.inference_mode(False):
-        return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(rows // BLOCK)
+        return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(
+            rows // BLOCK
+        )
 
 
 def quantize_experts_both(
@@ -207,9 +278,20 @@ def quantize_experts_both(
 @fast_launch
 @triton.jit
 def _columns_kernel(
-    x, out, scales, k, n, C: tl.constexpr, DROP: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    """Two reads of BN columns: one for their scales, one for the codes. PACK rows make an element of ``out``."""
+    x,
+    out,
+    scales,
+    k,
+    n,
+    C: tl.constexpr,
+    DROP: tl.constexpr,
+    PACK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Two reads of BN columns: one for their scales, one for the codes. PACK rows make an
+    element of ``out``.
+    """
     expert = tl.program_id(1).to(tl.int64)
     column = (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
     height = k // PACK
@@ -230,7 +312,11 @@ def _columns_kernel(
         inside = (first + row < height) & (column < n)
         for i in tl.static_range(PACK):
             at = (first + row).to(tl.int64) * PACK + i
-            last, y = y, tl.load(x + at * n + column, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+            last, y = (
+                y,
+                tl.load(x + at * n + column, mask=inside, other=0.0).to(tl.float32)
+                * factor[None, :],
+            )
             packed = pack_rows(packed, last, y, i, PACK, C)
         store_turned(out, packed, first + row, column, height, inside)
 
@@ -245,8 +331,18 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
     bn, bm, warps = COLUMNS_TILE
     if x.numel():
         _columns_kernel[(cdiv(n, bn), experts)](
-            x, codes.view(word), scales, k, n, C=constants(fmt, x), DROP=23, PACK=pack, BM=bm, BN=bn, num_warps=warps
-        )  # fmt: skip
+            x,
+            codes.view(word),
+            scales,
+            k,
+            n,
+            C=constants(fmt, x),
+            DROP=23,
+            PACK=pack,
+            BM=bm,
+            BN=bn,
+            num_warps=warps,
+        )
     return QuantizedTensor(codes, scales, "row")
 
 

@@ -1,9 +1,11 @@
-"""Device functions for tensors that are saved by groups: codes of four formats, with a scale every G columns.
+"""Device functions for tensors that are saved by groups: codes of four formats, with a scale every
+G columns.
 
-S is a :class:`~coat_dist.kernels.fp8.Format` with ``e8m0``, from :func:`saved_as` or :func:`unpack`; its mantissa bits
-tell formats apart. They follow ``reference/quantize.py`` to the bit, but for codes of groups whose scale is NaN, which
-mean nothing. What Triton has no conversion for is converted by instructions that take four numbers at a time: Triton
-would make several times as many of the plain arithmetic beside them, which the interpreter runs.
+S is a :class:`~coat_dist.kernels.fp8.Format` with ``e8m0``, from :func:`saved_as` or
+:func:`unpack`; its mantissa bits tell formats apart. They follow ``reference/quantize.py`` to the
+bit, but for codes of groups whose scale is NaN, which mean nothing. What Triton has no conversion
+for is converted by instructions that take four numbers at a time: Triton would make several times
+as many of the plain arithmetic beside them, which the interpreter runs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ import triton.language as tl
 from ..formats import FP8Format, QuantizedTensor, format_of
 from .fp8 import INF_BITS, NAN_BITS, Format, constants, from_fp8, magnitude_bits, scale_of, to_fp8
 
-__all__ = ["decode_raw", "group_decode", "group_encode", "load_raw", "load_tile", "room", "saved_as", "unpack"]
+__all__ = [
+    "decode_raw",
+    "group_decode",
+    "group_encode",
+    "load_raw",
+    "load_tile",
+    "room",
+    "saved_as",
+    "unpack",
+]
 
 E3M4_BITS = tl.constexpr(4)  # of mantissa
 INT8_BITS = tl.constexpr(7)
@@ -26,18 +37,27 @@ def saved_as(fmt: FP8Format, scale: str, tensor: torch.Tensor) -> Format:
     return constants(fmt, tensor, scale == "e8m0")
 
 
-def unpack(x: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None, int, Format | None]:
-    """What kernels take of a tensor that may be quantized by groups: values or codes, stored scales, G and S; of plain
-    values, which have no scales, 0 and None."""
+def unpack(
+    x: torch.Tensor | QuantizedTensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, int, Format | None]:
+    """What kernels take of a tensor that may be quantized by groups: values or codes, stored
+    scales, G and S; of plain values, which have no scales, 0 and None.
+    """
     if not isinstance(x, QuantizedTensor):
         return x, None, 0, None
-    return x.codes, x.scales, x.group_size, constants(format_of(x.codes.dtype), x.codes, x.scales.dtype == torch.uint8)
+    return (
+        x.codes,
+        x.scales,
+        x.group_size,
+        constants(format_of(x.codes.dtype), x.codes, x.scales.dtype == torch.uint8),
+    )
 
 
 @triton.jit
 def _e3m4(y, FAST: tl.constexpr):
-    """Codes of E3M4 of numbers that are 2**-12 times what they stand for: in fp16, which then has its normal and its
-    subnormal numbers, the upper bits rounded to nearest even."""
+    """Codes of E3M4 of numbers that are 2**-12 times what they stand for: in fp16, which then has
+    its normal and its subnormal numbers, the upper bits rounded to nearest even.
+    """
     if FAST:
         out = tl.inline_asm_elementwise(
             """{
@@ -60,8 +80,12 @@ def _e3m4(y, FAST: tl.constexpr):
             lop3.b32 b, b, t, 0x7F007F, 0xD8;
             prmt.b32 $0, a, b, 0x6420;
             }""",
-            "=r,r,r,r,r", [y], tl.uint8, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,r,r,r,r",
+            [y],
+            tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
     else:
         bits = y.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         bits += 0x1F + ((bits >> 6) & 1)
@@ -71,8 +95,11 @@ def _e3m4(y, FAST: tl.constexpr):
 
 @triton.jit
 def _int8(y, FAST: tl.constexpr):
-    """Nearest integers, ties to even: 1.5 * 2**23 on top leaves them in a number's low bits, in two's complement."""
-    if FAST:  # add.rn, as an addition without a rounding mode may be fused with the product before it
+    """Nearest integers, ties to even: 1.5 * 2**23 on top leaves them in a number's low bits, in
+    two's complement.
+    """
+    # add.rn, as an addition without a rounding mode may be fused with the product before it.
+    if FAST:
         out = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d;
@@ -84,8 +111,12 @@ def _int8(y, FAST: tl.constexpr):
             prmt.b32 c, c, d, 0x40;
             prmt.b32 $0, a, c, 0x5410;
             }""",
-            "=r,r,r,r,r", [y], tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,r,r,r,r",
+            [y],
+            tl.int8,
+            is_pure=True,
+            pack=4,
+        )
     else:
         out = ((y + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)
     return out
@@ -93,7 +124,9 @@ def _int8(y, FAST: tl.constexpr):
 
 @triton.jit
 def _from_int8(codes, FAST: tl.constexpr):
-    """fp32 of int8: as the low byte of 2**23 it needs no conversion, of which a GPU does few at a time."""
+    """fp32 of int8: as the low byte of 2**23 it needs no conversion, of which a GPU does few at
+    a time.
+    """
     if FAST:
         out = tl.inline_asm_elementwise(
             """{
@@ -108,8 +141,12 @@ def _from_int8(codes, FAST: tl.constexpr):
             sub.rn.f32 $2, $2, 0f4B000080;
             sub.rn.f32 $3, $3, 0f4B000080;
             }""",
-            "=r,=r,=r,=r,r", [codes], tl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,=r,=r,r",
+            [codes],
+            tl.float32,
+            is_pure=True,
+            pack=4,
+        )
     else:
         out = codes.to(tl.float32)
     return out
@@ -117,7 +154,9 @@ def _from_int8(codes, FAST: tl.constexpr):
 
 @triton.jit
 def group_encode(x, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
-    """Quantize a tile [BM, BN] with one scale per G columns: codes [BM, BN] and stored scales [BM, BN / G]."""
+    """Quantize a tile [BM, BN] with one scale per G columns: codes [BM, BN] and stored scales
+    [BM, BN / G].
+    """
     groups = tl.reshape(x, (BM, BN // G, G))
     top = tl.max(magnitude_bits(groups), 2)
     if S.e8m0:
@@ -138,14 +177,19 @@ def group_encode(x, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, S: tl.c
 
 
 @triton.jit
-def group_decode(codes, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
+def group_decode(
+    codes, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, S: tl.constexpr
+):
     """Values of a tile of codes [BM, BN] with stored scales [BM, BN / G]."""
     if S.e8m0:
         bits = stored.to(tl.int32)
-        scale = tl.where(bits == 255, NAN_BITS, tl.where(bits == 0, 0x400000, bits << 23)).to(tl.float32, bitcast=True)
+        scale = tl.where(bits == 255, NAN_BITS, tl.where(bits == 0, 0x400000, bits << 23)).to(
+            tl.float32, bitcast=True
+        )
     else:
         scale = stored.to(tl.float32)
-    if S.mantissa_bits == E3M4_BITS:  # the bits of fp32, but for the exponent's bias, which is 124 less
+    # The bits of fp32, but for the exponent's bias, which is 124 less.
+    if S.mantissa_bits == E3M4_BITS:
         bits = (codes.to(tl.int8, bitcast=True).to(tl.int32) << 19) & -0x7C080000
         values = bits.to(tl.float32, bitcast=True) * 2.0**124
     elif S.mantissa_bits == INT8_BITS:
@@ -157,10 +201,23 @@ def group_decode(codes, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.conste
 
 @triton.jit
 def load_tile(
-    x, scales, row, column, group, inside, in_group, columns, groups,
-    BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """A tile of a tensor [rows, columns] as fp32, from plain values (G = 0) or from codes of G columns a scale."""
+    x,
+    scales,
+    row,
+    column,
+    group,
+    inside,
+    in_group,
+    columns,
+    groups,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+):
+    """A tile of a tensor [rows, columns] as fp32, from plain values (G = 0) or from codes of G
+    columns a scale.
+    """
     value, stored = load_raw(x, scales, row, column, group, inside, in_group, columns, groups, G)
     return decode_raw(value, stored, BM, BN, G, S)
 
@@ -179,9 +236,13 @@ def decode_raw(value, stored, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexp
     return out
 
 
-def room(shape: tuple[int, ...], fmt: FP8Format, group_size: int, scale: str, device: torch.device) -> QuantizedTensor:
+def room(
+    shape: tuple[int, ...], fmt: FP8Format, group_size: int, scale: str, device: torch.device
+) -> QuantizedTensor:
     """Uninitialized codes and scales of a tensor ``[..., n]``."""
     groups = -(-shape[-1] // group_size)
     codes = torch.empty(shape, dtype=fmt.dtype, device=device)
     stored = torch.uint8 if scale == "e8m0" else torch.bfloat16
-    return QuantizedTensor(codes, torch.empty(*shape[:-1], groups, dtype=stored, device=device), "group", group_size)
+    return QuantizedTensor(
+        codes, torch.empty(*shape[:-1], groups, dtype=stored, device=device), "group", group_size
+    )

@@ -1,4 +1,6 @@
-"""Master weights of bfloat16 parameters and their remainders, inside a kernel: ``reference/master.py``, on tiles."""
+"""Master weights of bfloat16 parameters and their remainders, inside a kernel:
+``reference/master.py``, on tiles.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ def split(x):
 
 @triton.jit
 def load_master(param, low, inside, LOW: tl.constexpr):
-    """An fp32 tile of master weights; with LOW from bfloat16 parameters and their remainders. Tiles of pointers."""
+    """An fp32 tile of master weights; with LOW from bfloat16 parameters and their remainders.
+    Tiles of pointers.
+    """
     p = tl.load(param, mask=inside, other=0.0)
     return join(p, tl.load(low, mask=inside, other=0)) if LOW else p.to(tl.float32)
 
 
 @triton.jit
 def store_master(p, param, low, copy, inside, LOW: tl.constexpr, COPY: tl.constexpr):
-    """Write an fp32 tile as :func:`load_master` reads it; with COPY also to ``copy``, in that one's type."""
+    """Write an fp32 tile as :func:`load_master` reads it; with COPY also to ``copy``, in that
+    one's type.
+    """
     if COPY:
         tl.store(copy, p.to(copy.dtype.element_ty), mask=inside)
     if LOW:

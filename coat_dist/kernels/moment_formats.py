@@ -1,8 +1,9 @@
-"""Formats of moments inside a kernel: the classes of ``reference/moment_formats.py``, part for part.
+"""Formats of moments inside a kernel: the classes of ``reference/moment_formats.py``, part for
+part.
 
-The four functions at the end, called as the methods are, choose by ``C.format`` at compile time: ``exponents``,
-``spaced``, ``codes`` and ``read``. A new format gets its functions here, a branch where it differs, and a case in
-:func:`constants`.
+The four functions at the end, called as the methods are, choose by ``C.format`` at compile time:
+``exponents``, ``spaced``, ``codes`` and ``read``. A new format gets its functions here, a branch
+where it differs, and a case in :func:`constants`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .fp8 import Format, from_fp8, to_fp8, with_sign
 __all__ = ["TINY_BITS", "Constants", "codes", "constants", "exponents", "read", "spaced"]
 
 TINY_BITS = tl.constexpr(0x00800000)
-_ROUND = tl.constexpr(1.5 * 2.0**23)  # added: rounds to an integer, ties to even, and leaves it in the low bits
+# Added: rounds to an integer, ties to even, and leaves it in the low bits.
+_ROUND = tl.constexpr(1.5 * 2.0**23)
 _LOG8_UNIT = tl.constexpr(LOG8_UNIT)
 _LOG8_PER_OCTAVE = tl.constexpr(LOG8_UNIT / LOG8_SPAN)
 
@@ -59,7 +61,9 @@ class Constants(NamedTuple):
 def constants(codec: MomentCodec, tensor: torch.Tensor) -> Constants:
     """Those of kernels on the device of ``tensor``."""
     kind = codec.kind
-    return _constants(codec, fp8.constants(kind.fp8, tensor) if isinstance(kind, FP8Moments) else None)
+    return _constants(
+        codec, fp8.constants(kind.fp8, tensor) if isinstance(kind, FP8Moments) else None
+    )
 
 
 @functools.cache
@@ -90,24 +94,30 @@ def _constants(codec: MomentCodec, fmt: Format | None) -> Constants:
 @triton.jit
 def _power_read(code, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
     size, power = tl.abs(code), (0.5 * C.unit) / k.to(tl.float32)
-    octaves = log2(size, FAST) - log2(tl.full((), C.max, tl.float32), FAST)  # 0 of the largest, to the bit
+    # 0 of the largest, to the bit.
+    octaves = log2(size, FAST) - log2(tl.full((), C.max, tl.float32), FAST)
     return size, exp2(octaves * power[:, None] + half_log_a[:, None], FAST)
 
 
 @triton.jit
 def _power_spaced(magnitude, log_a, k, C: tl.constexpr, FAST: tl.constexpr):
     power = k * (1.0 / C.unit)
-    return exp2(log2(magnitude, FAST) * power[:, None] + (C.log2_max - log_a * power)[:, None], FAST)
+    return exp2(
+        log2(magnitude, FAST) * power[:, None] + (C.log2_max - log_a * power)[:, None], FAST
+    )
 
 
 @triton.jit
 def _fp8_codes(y, x, bits, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
     F: tl.constexpr = C.fp8
-    if C.keep_nonzero and not C.expand:  # with expansion no y is below 2 / F, which is more than the smallest code
-        y = tl.where(bits < TINY_BITS, y, tl.maximum(y, C.smallest, propagate_nan=tl.PropagateNan.ALL))
+    # With expansion no y is below 2 / F, which is more than the smallest code.
+    if C.keep_nonzero and not C.expand:
+        y = tl.where(
+            bits < TINY_BITS, y, tl.maximum(y, C.smallest, propagate_nan=tl.PropagateNan.ALL)
+        )
     if STOCHASTIC:
-        # Noise of one step of the grid makes the rounding to nearest below take either neighbour. Not across the power
-        # of two at or below y, where steps are half as large.
+        # Noise of one step of the grid makes the rounding to nearest below take either neighbour.
+        # Not across the power of two at or below y, where steps are half as large.
         power = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         y = tl.maximum(y + noise * tl.maximum(power, C.lowest), power)
     if SIGNED:
@@ -126,7 +136,8 @@ def _int8_codes(y, x, noise, C: tl.constexpr, STOCHASTIC: tl.constexpr):
 def _log8_read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
     code, step = q.to(tl.float32), k.to(tl.float32) * (0.5 / _LOG8_UNIT)
     root = exp2((code - C.max) * step[:, None] + half_log_a[:, None], FAST)
-    return code, root * tl.minimum(code, 1.0)  # not a choice by q: NaN of a must stay, also where codes are zero
+    # Not a choice by q: NaN of a must stay, also where codes are zero.
+    return code, root * tl.minimum(code, 1.0)
 
 
 @triton.jit
@@ -141,8 +152,11 @@ def _log8_codes(y, noise, k, C: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl
     if STOCHASTIC:  # the probability of the upper code is linear between decoded values
         lower = tl.floor(y)
         step = k * (1.0 / _LOG8_UNIT)
-        upper = (exp2((y - lower) * step[:, None], FAST) - 1.0) * (1.0 / (exp2(step, FAST) - 1.0))[:, None]
-        y = tl.minimum(lower + tl.minimum(upper, 1.0) + noise, C.max)  # the sum's own rounding may reach 255.5
+        upper = (exp2((y - lower) * step[:, None], FAST) - 1.0) * (1.0 / (exp2(step, FAST) - 1.0))[
+            :, None
+        ]
+        # The sum's own rounding may reach 255.5.
+        y = tl.minimum(lower + tl.minimum(upper, 1.0) + noise, C.max)
     return _low_byte(y)
 
 
@@ -174,8 +188,16 @@ def spaced(magnitude, log_a, k, C: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def codes(
-    y, x, bits, k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr
-):  # fmt: skip
+    y,
+    x,
+    bits,
+    k,
+    noise,
+    C: tl.constexpr,
+    SIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """The bytes that are stored; ``bits`` are those of x's magnitudes."""
     if C.format == "log8":
         q = _log8_codes(y, noise, k, C, STOCHASTIC, FAST)
@@ -188,13 +210,14 @@ def codes(
 
 @triton.jit
 def read(q, half_log_a, k, C: tl.constexpr, FAST: tl.constexpr):
-    """Codes as signed numbers, their size (0 where they mean zero), and the square root of their magnitude.
+    """Codes as signed numbers, their size (0 where they mean zero), and the square root of their
+    magnitude.
 
-    The largest code must give back a, or the amax would rise from step to step: so it is told from others by a
-    difference that is exactly zero, whatever k multiplies it with. That is an addition more than one fused
-    multiply-add, which AdamW on 10**9 parameters feels: 4.58 and 4.74 ms against 4.17 and 4.38 in turns on one H200,
-    whose clock falls under this load. A sum that is rounded down instead (FP8 only) gave back a third of that, and
-    other codes.
+    The largest code must give back a, or the amax would rise from step to step: so it is told from
+    others by a difference that is exactly zero, whatever k multiplies it with. That is an addition
+    more than one fused multiply-add, which AdamW on 10**9 parameters feels: 4.58 and 4.74 ms
+    against 4.17 and 4.38 in turns on one H200, whose clock falls under this load. A sum that is
+    rounded down instead (FP8 only) gave back a third of that, and other codes.
     """
     if C.format == "log8":
         code, root = _log8_read(q, half_log_a, k, C, FAST)

@@ -1,8 +1,10 @@
-"""Decoding and encoding of moments inside a kernel: ``reference/moments.py``, on tiles of [rows, group_size].
+"""Decoding and encoding of moments inside a kernel: ``reference/moments.py``, on tiles of [rows,
+group_size].
 
-With ``FAST`` the hardware's approximations, on a GPU; without, exact functions, for the interpreter. Two things come
-for free: lg2(0) = -inf and ex2(-inf) = 0, so zeros need no branch; and magnitudes are compared as integers, where
-NaN > infinity > any number, so reductions cannot lose a NaN.
+With ``FAST`` the hardware's approximations, on a GPU; without, exact functions, for the
+interpreter. Two things come for free: lg2(0) = -inf and ex2(-inf) = 0, so zeros need no branch; and
+magnitudes are compared as integers, where NaN > infinity > any number, so reductions cannot lose a
+NaN.
 """
 
 from __future__ import annotations
@@ -36,16 +38,21 @@ def mix(x):
 
 @triton.jit
 def dither(start, phase, C: tl.constexpr, GROUP: tl.constexpr):
-    """The noise of rows of GROUP elements, from the random ``start`` of each, less a half and times C.noise."""
+    """The noise of rows of GROUP elements, from the random ``start`` of each, less a half and
+    times C.noise.
+    """
     visited = start + (phase.to(tl.uint32) * (start & 6 | 1) << 20)
     bits = visited[:, None] + tl.arange(0, GROUP).to(tl.uint32)[None, :] * _GOLDEN
-    # as the fraction of a number in C.noise * [1, 2); the bit below them makes an odd multiple of half a step
+    # as the fraction of a number in C.noise * [1, 2); the bit below them makes an odd multiple of
+    # half a step
     return ((bits & 0x7FFF80) | C.noise_bits).to(tl.float32, bitcast=True) - 1.5 * C.noise
 
 
 @triton.jit
 def decode(q, a, k, C: tl.constexpr, SIGNED: tl.constexpr, FAST: tl.constexpr):
-    """Elements, fp32, and of those that are not SIGNED their roots, 2**-63 at least. SIGNED: they may be negative."""
+    """Elements, fp32, and of those that are not SIGNED their roots, 2**-63 at least. SIGNED:
+    they may be negative.
+    """
     code, size, root = read(q, 0.5 * log2(a.to(tl.float32), FAST), k, C, FAST)
     if SIGNED:
         return with_sign(root * root, code)
@@ -56,9 +63,19 @@ def decode(q, a, k, C: tl.constexpr, SIGNED: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def encode(x, old_a, old_k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
-    """Codes, amax and exponents, as they are stored. ``noise`` is that of :func:`dither`, and read if STOCHASTIC; what
-    the amax and exponents were is read if C.keep_grid."""
+def encode(
+    x,
+    old_a,
+    old_k,
+    noise,
+    C: tl.constexpr,
+    SIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Codes, amax and exponents, as they are stored. ``noise`` is that of :func:`dither`, and read
+    if STOCHASTIC; what the amax and exponents were is read if C.keep_grid.
+    """
     magnitude = tl.abs(x) if SIGNED else x
     if not FAST:  # lg2 takes subnormals for zero by itself
         magnitude = tl.where(magnitude < TINY, 0.0, magnitude)
@@ -75,7 +92,10 @@ def encode(x, old_a, old_k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHA
     log_a = tl.where(top == 0, 0.0, log2(a, FAST))
     if C.expand:
         # unsigned: zeros and subnormals wrap around to the far end
-        bottom = tl.min((bits - TINY_BITS).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True) + TINY_BITS
+        bottom = (
+            tl.min((bits - TINY_BITS).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True)
+            + TINY_BITS
+        )
         spread = tl.where(top == 0, -1.0, log_a - log2(bottom.to(tl.float32, bitcast=True), FAST))
         if C.over_root:
             spread = tl.minimum(spread, C.span)
@@ -87,4 +107,8 @@ def encode(x, old_a, old_k, noise, C: tl.constexpr, SIGNED: tl.constexpr, STOCHA
     else:
         k = tl.full(a.shape, C.unit, tl.float32)
     y = spaced(magnitude, log_a, k, C, FAST)
-    return codes(y, x, bits, k, noise, C, SIGNED, STOCHASTIC, FAST), a.to(tl.bfloat16), k.to(tl.uint8)
+    return (
+        codes(y, x, bits, k, noise, C, SIGNED, STOCHASTIC, FAST),
+        a.to(tl.bfloat16),
+        k.to(tl.uint8),
+    )

@@ -1,9 +1,9 @@
 """Norm kernels: the functions of ``reference/norm.py``.
 
-Row statistics are fp32 sums here and fp64 sums in the definition, so ``rstd`` may differ in its last bits, and a code
-where a value sits that close to the middle between two. Passes that need whole rows take a row a program, in registers;
-:func:`norm_quantize`, which has the statistics, works on tiles and can write its result transposed. Backward is in
-``norm_backward.py``.
+Row statistics are fp32 sums here and fp64 sums in the definition, so ``rstd`` may differ in its
+last bits, and a code where a value sits that close to the middle between two. Passes that need
+whole rows take a row a program, in registers; :func:`norm_quantize`, which has the statistics,
+works on tiles and can write its result transposed. Backward is in ``norm_backward.py``.
 """
 
 from __future__ import annotations
@@ -74,12 +74,32 @@ def _normalize(value, center, rstd, mean, row, columns, eps, CENTER: tl.constexp
 @fast_launch
 @triton.jit
 def _compress_kernel(
-    x, weight, bias, codes, scales, rstd, mean, top, y8, y_scales, columns, groups, eps,
-    C: tl.constexpr, S: tl.constexpr, G: tl.constexpr, EXACT: tl.constexpr, CENTER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Of x, codes of S are written. Of y, ROWS writes codes of C with a scale per row, the largest into ``top``;
-    otherwise its amax, into ``top``, is all there is."""
+    x,
+    weight,
+    bias,
+    codes,
+    scales,
+    rstd,
+    mean,
+    top,
+    y8,
+    y_scales,
+    columns,
+    groups,
+    eps,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    G: tl.constexpr,
+    EXACT: tl.constexpr,
+    CENTER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Of x, codes of S are written. Of y, ROWS writes codes of C with a scale per row, the largest
+    into ``top``; otherwise its amax, into ``top``, is all there is.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
@@ -116,7 +136,9 @@ def norm_compress(
     saved: FP8Format | None = None,
 ) -> NormForward:
     """See :func:`coat_dist.reference.norm.norm_compress`."""
-    return NormForward(*_compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, None))
+    return NormForward(
+        *_compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, None)
+    )
 
 
 def norm_compress_rows(
@@ -138,7 +160,9 @@ def norm_compress_rows(
         codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
         scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         y8 = QuantizedTensor(codes, scales, "row")
-    x8, stats, top = _compress(x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, y8)
+    x8, stats, top = _compress(
+        x, kind, eps, weight, bias, fmt, saved or fmt, group_size, scale, exact, y8
+    )
     y8.top = top if x8.codes.numel() else None
     return NormRows(x8, stats, y8)
 
@@ -146,7 +170,9 @@ def norm_compress_rows(
 def _compress(
     x, kind, eps, weight, bias, fmt, saved, size, scale, exact, y8: QuantizedTensor | None
 ) -> tuple[QuantizedTensor, NormStats, torch.Tensor]:
-    """x8, the statistics, and the amax of y; or, if ``y8`` is to be written, the largest of its scales."""
+    """x8, the statistics, and the amax of y; or, if ``y8`` is to be written, the largest of its
+    scales.
+    """
     flat = launch_rows(x)
     rows, columns = flat.shape
     x8, center = room(x.shape, saved, size, scale, x.device), kind == "layernorm"
@@ -155,21 +181,49 @@ def _compress(
     top = amax_buffer(x.device)
     y_codes, y_scales = (None, None) if y8 is None else (y8.codes, y8.scales)
     _compress_kernel[(rows,)](
-        flat, dense(weight), dense(bias), x8.codes, x8.scales, rstd, mean, top, y_codes, y_scales, columns,
-        x8.scales.shape[-1], eps, C=constants(fmt, x), S=saved_as(saved, scale, x), G=size, EXACT=exact, CENTER=center,
-        WEIGHT=weight is not None, BIAS=bias is not None, ROWS=y8 is not None,
+        flat,
+        dense(weight),
+        dense(bias),
+        x8.codes,
+        x8.scales,
+        rstd,
+        mean,
+        top,
+        y_codes,
+        y_scales,
+        columns,
+        x8.scales.shape[-1],
+        eps,
+        C=constants(fmt, x),
+        S=saved_as(saved, scale, x),
+        G=size,
+        EXACT=exact,
+        CENTER=center,
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        ROWS=y8 is not None,
         BN=max(next_power_of_2(columns), size),
         num_warps=COMPRESS_WARPS,
-    )  # fmt: skip
+    )
     return x8, NormStats(rstd, mean), top
 
 
 @fast_launch
 @triton.jit
 def _forward_kernel(
-    x, weight, bias, y, rstd, mean, columns, eps,
-    CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    y,
+    rstd,
+    mean,
+    columns,
+    eps,
+    CENTER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    BN: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     inside = column < columns
@@ -189,20 +243,48 @@ def norm_forward(
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if kind == "layernorm" else None
     _forward_kernel[(rows,)](
-        flat, dense(weight), dense(bias), y, rstd, mean, columns, eps, CENTER=mean is not None,
-        WEIGHT=weight is not None, BIAS=bias is not None, BN=next_power_of_2(columns),
+        flat,
+        dense(weight),
+        dense(bias),
+        y,
+        rstd,
+        mean,
+        columns,
+        eps,
+        CENTER=mean is not None,
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        BN=next_power_of_2(columns),
         num_warps=4 if columns <= 2048 else 8,
-    )  # fmt: skip
+    )
     return y, NormStats(rstd, mean)
 
 
 @fast_launch
 @triton.jit
 def _norm_quantize_kernel(
-    x, scales, rstd, mean, weight, bias, scale, out, rows, columns, groups,
-    C: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
-):  # fmt: skip
+    x,
+    scales,
+    rstd,
+    mean,
+    weight,
+    bias,
+    scale,
+    out,
+    rows,
+    columns,
+    groups,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    CENTER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    PACK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BG: tl.constexpr,
+):
     """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
@@ -215,7 +297,21 @@ def _norm_quantize_kernel(
         row = packet.to(tl.int64) * STEP + i
         here = row < rows
         inside = here & (column < columns)
-        value = load_tile(x, scales, row, column, group, inside, here & (group < groups), columns, groups, BM, BN, G, S)
+        value = load_tile(
+            x,
+            scales,
+            row,
+            column,
+            group,
+            inside,
+            here & (group < groups),
+            columns,
+            groups,
+            BM,
+            BN,
+            G,
+            S,
+        )
         if CENTER:
             value = value - tl.load(mean + row, mask=here, other=0.0)
         value = value * tl.load(rstd + row, mask=here, other=0.0)
@@ -226,7 +322,9 @@ def _norm_quantize_kernel(
         else:
             packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
-        store_turned(out, packed, packet, column, rows // PACK, (packet < rows // PACK) & (column < columns))
+        store_turned(
+            out, packed, packet, column, rows // PACK, (packet < rows // PACK) & (column < columns)
+        )
 
 
 def norm_quantize(
@@ -245,16 +343,35 @@ def norm_quantize(
     flat = launch_rows(source)
     rows, columns = flat.shape
     if out is None:
-        out = torch.empty((columns, rows) if transpose else source.shape, dtype=fmt.dtype, device=source.device)
+        out = torch.empty(
+            (columns, rows) if transpose else source.shape, dtype=fmt.dtype, device=source.device
+        )
     bm, bn, warps = TURNED_TILE if transpose else ROWS_TILE
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
     bm //= max(pack, 1)
     _norm_quantize_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        flat, scales, stats.rstd, mean, dense(weight), dense(bias), scale, out.view(word), rows, columns,
+        flat,
+        scales,
+        stats.rstd,
+        mean,
+        dense(weight),
+        dense(bias),
+        scale,
+        out.view(word),
+        rows,
+        columns,
         cdiv(columns, size) if size else 0,
-        C=constants(fmt, source), G=size, S=form,
-        CENTER=mean is not None, WEIGHT=weight is not None, BIAS=bias is not None, PACK=pack,
-        BM=bm, BN=bn, BG=bn // size if size else 1, num_warps=warps,
-    )  # fmt: skip
+        C=constants(fmt, source),
+        G=size,
+        S=form,
+        CENTER=mean is not None,
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        PACK=pack,
+        BM=bm,
+        BN=bn,
+        BG=bn // size if size else 1,
+        num_warps=warps,
+    )
     return QuantizedTensor(out, scale, "tensor")

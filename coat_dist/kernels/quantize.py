@@ -1,8 +1,10 @@
-"""Quantization kernels: the functions of ``reference/quantize.py`` that touch whole tensors, with the same codes.
+"""Quantization kernels: the functions of ``reference/quantize.py`` that touch whole tensors, with
+the same codes.
 
-One read of the input and one write of each result; what of a row exceeds a program's registers is read twice where
-the row has a scale. Codes are transposed as packets: four rows of a column are one int32, put together in registers, so
-that the exchange between threads and the stores move words instead of bytes.
+One read of the input and one write of each result; what of a row exceeds a program's registers is
+read twice where the row has a scale. Codes are transposed as packets: four rows of a column are one
+int32, put together in registers, so that the exchange between threads and the stores move words
+instead of bytes.
 """
 
 from __future__ import annotations
@@ -87,20 +89,40 @@ def tensor_scale(amax: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> t
     scale, n = torch.empty_like(amax), amax.numel()
     if n:
         _scale_kernel[(cdiv(n, 1024),)](
-            amax, scale, n, C=constants(fmt, amax), DROP=23 if aligned else 0, TILE=1024, num_warps=4
-        )  # fmt: skip
+            amax,
+            scale,
+            n,
+            C=constants(fmt, amax),
+            DROP=23 if aligned else 0,
+            TILE=1024,
+            num_warps=4,
+        )
     return scale
 
 
 @fast_launch
 @triton.jit
 def _tensor_kernel(
-    x, scale, blocks, out, turned, rows, columns, stride, C: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
-    PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0: nothing is
-    transposed. ROWS: ``out`` is written.
-    ``blocks``: which scale is that of each BLOCK rows."""
+    x,
+    scale,
+    blocks,
+    out,
+    turned,
+    rows,
+    columns,
+    stride,
+    C: tl.constexpr,
+    COPY: tl.constexpr,
+    ROWS: tl.constexpr,
+    PACK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0:
+    nothing is transposed. ROWS: ``out`` is written. ``blocks``: which scale is that of each BLOCK
+    rows.
+    """
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
@@ -140,19 +162,27 @@ def packet(rows: int) -> tuple[int, torch.dtype]:
 
 
 def quantize_tensor(
-    x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    fmt: FP8Format,
+    scale: torch.Tensor,
+    transpose: bool = False,
+    out: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.quantize_tensor`."""
     flat = launch_rows(x)
     codes = out
     if codes is None:
-        codes = torch.empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device)
+        codes = torch.empty(
+            flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device
+        )
     rows, turned = (None, codes) if transpose else (codes, None)
     launch_quantize(flat, scale, rows, turned, constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor")
 
 
-def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+def quantize_both(
+    x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor
+) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`coat_dist.reference.quantize.quantize_both`."""
     flat = launch_rows(x)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
@@ -177,9 +207,11 @@ def launch_quantize(
     c: Format | None,
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed, into ``turned``.
+    """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed,
+    into ``turned``.
 
-    ``blocks``: of several scales, which is that of each :data:`~coat_dist.reference.grouped.BLOCK` rows.
+    ``blocks``: of several scales, which is that of each :data:`~coat_dist.reference.grouped.BLOCK`
+    rows.
     """
     rows, columns = x.shape
     if not x.numel():
@@ -193,16 +225,39 @@ def launch_quantize(
         turned, stride = turned.view(word), turned.stride(0)
     bm //= max(pack, 1)
     _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
-        x, scale, blocks, out, turned, rows, columns, stride, C=c, COPY=c is None, ROWS=out is not None, PACK=pack,
-        BM=bm, BN=bn, BLOCK=BLOCK, num_warps=warps,
-    )  # fmt: skip
+        x,
+        scale,
+        blocks,
+        out,
+        turned,
+        rows,
+        columns,
+        stride,
+        C=c,
+        COPY=c is None,
+        ROWS=out is not None,
+        PACK=pack,
+        BM=bm,
+        BN=bn,
+        BLOCK=BLOCK,
+        num_warps=warps,
+    )
 
 
 @fast_launch
 @triton.jit
 def _groups_kernel(
-    x, codes, scales, rows, columns, groups, G: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+    x,
+    codes,
+    scales,
+    rows,
+    columns,
+    groups,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
@@ -213,7 +268,9 @@ def _groups_kernel(
     tl.store(scales + row * groups + group, stored, mask=(row < rows) & (group < groups))
 
 
-def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
+def quantize_groups(
+    x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
+) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.quantize_groups`."""
     flat = launch_rows(x)
     rows, columns = flat.shape
@@ -221,18 +278,35 @@ def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
     bm, bn, warps = GROUPS_TILE
     if x.numel():
         _groups_kernel[(cdiv(rows, bm), cdiv(columns, bn))](
-            flat, q.codes, q.scales, rows, columns, q.scales.shape[-1], G=group_size, S=saved_as(fmt, scale, x),
-            BM=bm, BN=max(bn, group_size), num_warps=warps,
-        )  # fmt: skip
+            flat,
+            q.codes,
+            q.scales,
+            rows,
+            columns,
+            q.scales.shape[-1],
+            G=group_size,
+            S=saved_as(fmt, scale, x),
+            BM=bm,
+            BN=max(bn, group_size),
+            num_warps=warps,
+        )
     return q
 
 
 @fast_launch
 @triton.jit
 def _rows_kernel(
-    x, out, scales, top_scale, columns, C: tl.constexpr, DROP: tl.constexpr, HELD: tl.constexpr, LONG: tl.constexpr,
+    x,
+    out,
+    scales,
+    top_scale,
+    columns,
+    C: tl.constexpr,
+    DROP: tl.constexpr,
+    HELD: tl.constexpr,
+    LONG: tl.constexpr,
     BN: tl.constexpr,
-):  # fmt: skip
+):
     """HELD tiles of a row stay in registers; LONG: there are more, and those are read twice."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
@@ -246,7 +320,9 @@ def _rows_kernel(
         top = tl.maximum(top, magnitude_bits(held[i].to(tl.float32)))
     if LONG:
         for first in range(HELD * BN, columns, BN):
-            more = tl.load(x + first + column, mask=column < columns - first, other=0.0).to(tl.float32)
+            more = tl.load(x + first + column, mask=column < columns - first, other=0.0).to(
+                tl.float32
+            )
             top = tl.maximum(top, magnitude_bits(more))
     seen = tl.load(top_scale)
     scale, factor = scale_of(tl.max(top, 1), DROP, C)
@@ -277,23 +353,43 @@ def quantize_rows(
         codes, scales, top = out.codes, out.scales, out.top
     if rows:
         _rows_kernel[(rows,)](
-            flat, codes, scales, top, columns, C=constants(fmt, x), DROP=23 if aligned else 0, HELD=held,
-            LONG=long, BN=width, num_warps=warps,
-        )  # fmt: skip
+            flat,
+            codes,
+            scales,
+            top,
+            columns,
+            C=constants(fmt, x),
+            DROP=23 if aligned else 0,
+            HELD=held,
+            LONG=long,
+            BN=width,
+            num_warps=warps,
+        )
     return QuantizedTensor(codes, scales, "row", top=top)
 
 
 @fast_launch
 @triton.jit
 def _dequantize_groups_kernel(
-    codes, scales, out, rows, columns, groups, G: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    codes,
+    scales,
+    out,
+    rows,
+    columns,
+    groups,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
 ):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
     inside = (row < rows) & (column < columns)
     in_group = (row < rows) & (group < groups)
-    value = load_tile(codes, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, S)
+    value = load_tile(
+        codes, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, S
+    )
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -318,10 +414,21 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     bm, bn, warps = GROUPS_TILE
     grid = cdiv(rows, bm), cdiv(columns, bn)
     if codes.numel() and q.layout == "row":
-        _dequantize_rows_kernel[grid](codes, scales, out, rows, columns, BM=bm, BN=bn, num_warps=warps)
+        _dequantize_rows_kernel[grid](
+            codes, scales, out, rows, columns, BM=bm, BN=bn, num_warps=warps
+        )
     elif codes.numel():
         _dequantize_groups_kernel[grid](
-            codes, scales, out, rows, columns, scales.shape[1], G=q.group_size, S=unpack(q)[3],
-            BM=bm, BN=max(bn, q.group_size), num_warps=warps,
-        )  # fmt: skip
+            codes,
+            scales,
+            out,
+            rows,
+            columns,
+            scales.shape[1],
+            G=q.group_size,
+            S=unpack(q)[3],
+            BM=bm,
+            BN=max(bn, q.group_size),
+            num_warps=warps,
+        )
     return out

@@ -1,9 +1,10 @@
 """Split into heads with rotary embedding: the functions of ``reference/rope.py``, to the bit.
 
-One kernel does both directions, one read and one write of every element. A program takes one token: its cosines and
-sines are loaded once, into registers, and serve all of its heads. They are fp32, two a rotated element, and would
-otherwise be read more often than the heads themselves. Both elements of a pair are loaded as tiles of their own, so
-nothing is exchanged between threads; interleaved pairs are neighbours in memory and reach it with stride 2.
+One kernel does both directions, one read and one write of every element. A program takes one token:
+its cosines and sines are loaded once, into registers, and serve all of its heads. They are fp32,
+two a rotated element, and would otherwise be read more often than the heads themselves. Both
+elements of a pair are loaded as tiles of their own, so nothing is exchanged between threads;
+interleaved pairs are neighbours in memory and reach it with stride 2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["split_rope", "split_rope_backward"]
 
 @triton.jit
 def _load(mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, INVERSE: tl.constexpr):
-    """A tile of heads: from the mixed layout, or (INVERSE) from queries, keys and values. Its dtype stays."""
+    """A tile of heads: from the mixed layout, or (INVERSE) from queries, keys and values. Its
+    dtype stays.
+    """
     if INVERSE:
         value = tl.where(
             is_q,
@@ -38,7 +41,9 @@ def _load(mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, INVE
 
 
 @triton.jit
-def _store(mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, value, INVERSE: tl.constexpr):
+def _store(
+    mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, value, INVERSE: tl.constexpr
+):
     if INVERSE:
         tl.store(mixed + at + column, value, mask=inside)
     else:
@@ -50,12 +55,38 @@ def _store(mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, val
 @fast_launch
 @triton.jit
 def _split_rope_kernel(
-    mixed, q, k, v, cos, sin, amax, inner,
-    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, table_s, table_b,
-    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
-    GAP: tl.constexpr, INVERSE: tl.constexpr, BLOCKS: tl.constexpr, BATCH_FIRST: tl.constexpr, BS: tl.constexpr,
-    BH: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+    mixed,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    amax,
+    inner,
+    q_s,
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    k_h,
+    v_s,
+    v_b,
+    v_h,
+    table_s,
+    table_b,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    STEP: tl.constexpr,
+    GAP: tl.constexpr,
+    INVERSE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
+    BS: tl.constexpr,
+    BH: tl.constexpr,
+    BT: tl.constexpr,
+):
     """``inner``: the size of the second dimension."""
     token = tl.program_id(0).to(tl.int64)
     s, b = token // inner, token % inner
@@ -75,7 +106,10 @@ def _split_rope_kernel(
     for start in range(0, SLOTS, BS):
         slot = start + tl.arange(0, BS)[:, None]
         if BLOCKS:
-            is_q, is_k = slot < GROUPS * PER_GROUP, (slot >= GROUPS * PER_GROUP) & (slot < GROUPS * (PER_GROUP + 1))
+            is_q, is_k = (
+                slot < GROUPS * PER_GROUP,
+                (slot >= GROUPS * PER_GROUP) & (slot < GROUPS * (PER_GROUP + 1)),
+            )
             query, group = slot, (slot - GROUPS * PER_GROUP) % GROUPS
         else:
             group, member = slot // (PER_GROUP + 2), slot % (PER_GROUP + 2)
@@ -99,14 +133,18 @@ def _split_rope_kernel(
             _store(mixed, q, k, v, at, at_q, at_k, at_v, first, is_q, is_k, inside, x, INVERSE)
             _store(mixed, q, k, v, at, at_q, at_k, at_v, second, is_q, is_k, inside, y, INVERSE)
             if INVERSE:
-                bits = tl.maximum(magnitude_bits(x.to(tl.float32)), magnitude_bits(y.to(tl.float32)))
+                bits = tl.maximum(
+                    magnitude_bits(x.to(tl.float32)), magnitude_bits(y.to(tl.float32))
+                )
                 top = tl.maximum(top, tl.max(tl.where(inside, bits, 0), 1))
         if 2 * HALF < SIZE:
             inside = (slot < SLOTS) & (rest < SIZE)
             x = _load(mixed, q, k, v, at, at_q, at_k, at_v, rest, is_q, is_k, inside, INVERSE)
             _store(mixed, q, k, v, at, at_q, at_k, at_v, rest, is_q, is_k, inside, x, INVERSE)
             if INVERSE:
-                top = tl.maximum(top, tl.max(tl.where(inside, magnitude_bits(x.to(tl.float32)), 0), 1))
+                top = tl.maximum(
+                    top, tl.max(tl.where(inside, magnitude_bits(x.to(tl.float32)), 0), 1)
+                )
     if INVERSE:
         atomic_amax(amax, top)
 
@@ -117,7 +155,10 @@ def split_rope(
     """See :func:`coat_dist.reference.rope.split_rope`."""
     heads.check(mixed.shape, table)
     leading = mixed.shape[:2]
-    q, k, v = (torch.empty(*leading, n, heads.size, dtype=mixed.dtype, device=mixed.device) for n in heads.counts)
+    q, k, v = (
+        torch.empty(*leading, n, heads.size, dtype=mixed.dtype, device=mixed.device)
+        for n in heads.counts
+    )
     _launch(mixed.contiguous(), q, k, v, None, heads, table)
     return q, k, v
 
@@ -150,15 +191,39 @@ def _launch(
     interleaved = table is not None and table.interleaved
     slots = heads.groups * (heads.per_group + 2)
     # by position, batch and head
-    strides = [t.stride()[:3] if not heads.batch_first else (t.stride(1), t.stride(0), t.stride(2)) for t in (q, k, v)]
+    strides = [
+        t.stride()[:3] if not heads.batch_first else (t.stride(1), t.stride(0), t.stride(2))
+        for t in (q, k, v)
+    ]
     _split_rope_kernel[(outer * inner,)](
-        mixed, q, k, v, cos, sin, amax, inner, *strides[0], *strides[1], *strides[2],
-        0 if cos is None else cos.stride(0), 0 if cos is None or cos.shape[1] == 1 else cos.stride(1),
-        GROUPS=heads.groups, PER_GROUP=heads.per_group, SIZE=heads.size,
-        HALF=half, STEP=2 if interleaved else 1, GAP=1 if interleaved else half, INVERSE=amax is not None,
-        BLOCKS=heads.blocks, BATCH_FIRST=heads.batch_first,
-        # A first choice, not measured yet: 16 heads of 128 elements are one 16-byte access a thread and half head.
-        BS=min(16, next_power_of_2(slots)), BH=next_power_of_2(max(half, 1)),
+        mixed,
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        amax,
+        inner,
+        *strides[0],
+        *strides[1],
+        *strides[2],
+        0 if cos is None else cos.stride(0),
+        0 if cos is None or cos.shape[1] == 1 else cos.stride(1),
+        GROUPS=heads.groups,
+        PER_GROUP=heads.per_group,
+        SIZE=heads.size,
+        HALF=half,
+        STEP=2 if interleaved else 1,
+        GAP=1 if interleaved else half,
+        INVERSE=amax is not None,
+        BLOCKS=heads.blocks,
+        BATCH_FIRST=heads.batch_first,
+        # A first choice, not measured yet: 16 heads of 128 elements are one 16-byte access a thread
+        # and half head.
+        BS=min(16, next_power_of_2(slots)),
+        BH=next_power_of_2(max(half, 1)),
         BT=next_power_of_2(max(heads.size - 2 * half, 1)),
-        num_warps=4, enable_fp_fusion=False,  # no fused multiply-add: the definition rounds products
-    )  # fmt: skip
+        # No fused multiply-add: the definition rounds products.
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

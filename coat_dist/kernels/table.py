@@ -1,22 +1,25 @@
-"""Many tensors in one launch: the table of addresses by which the kernel finds them, and what is kept of it.
+"""Many tensors in one launch: the table of addresses by which the kernel finds them, and what is
+kept of it.
 
-A launch costs up to 45 us of host time (H200, Triton 3.6), which is what a matrix of 10**7 elements takes on the
-device. A model of small matrices would wait for the host most of the time. The kernel takes one program a tile as ever;
-a tile looks up its tensor, and the tensor its addresses::
+A launch costs up to 45 us of host time (H200, Triton 3.6), which is what a matrix of 10**7 elements
+takes on the device. A model of small matrices would wait for the host most of the time. The kernel
+takes one program a tile as ever; a tile looks up its tensor, and the tensor its addresses::
 
-    table           int64 [tensors, columns]: the tensor's first tile, then what its kernel wants to know
+    table           int64 [tensors, columns]: the tensor's first tile, then what its kernel needs
     grads           int64 [tensors]: addresses of the gradients
     tensor_of_tile  int32 [tiles], one for each kind of tensors: a kind is a launch
 
-Tensors get the same bytes from it as from launches of their own (tested in the interpreter and on an H200).
+Tensors get the same bytes from it as from launches of their own (tested in the interpreter and on
+an H200).
 
-Seeds are parameters' own; the step, which changes, is an argument of the kernel. So a table stays on the device as long
-as parameters and states stay where they are. Addresses of gradients, which may change in each step, are apart: where
-they do change, 8 bytes a tensor travel from pinned memory, without waiting for the device.
+Seeds are parameters' own; the step, which changes, is an argument of the kernel. So a table stays
+on the device as long as parameters and states stay where they are. Addresses of gradients, which
+may change in each step, are apart: where they do change, 8 bytes a tensor travel from pinned
+memory, without waiting for the device.
 
-**CUDA graphs.** A graph keeps addresses, those of these tensors among them: what a capture uses is never freed. Pinned
-memory cannot be had during a capture of every torch, so tensors that count their steps on the device, which are those
-that are captured, have a spare buffer from the start.
+**CUDA graphs.** A graph keeps addresses, those of these tensors among them: what a capture uses is
+never freed. Pinned memory cannot be had during a capture of every torch, so tensors that count
+their steps on the device, which are those that are captured, have a spare buffer from the start.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ __all__ = ["LIMIT", "Kind", "Launches", "Member", "launches", "sort"]
 ALIGNMENT = 16
 """Bytes (of an address) and elements that 16-byte accesses take at a time."""
 LIMIT = 1 << 24
-"""Elements up to which tensors share a launch; larger ones take longer on the device than their launch on the host."""
+"""Elements up to which tensors share a launch; larger ones take longer on the device than their
+launch on the host.
+"""
 _KEPT = 8
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -69,11 +74,13 @@ class Kind(NamedTuple):
 _ADDRESS = torch.Tensor.data_ptr
 
 
-def sort(tensors: Sequence[AdamWTensors], rows: int = 8) -> tuple[dict[Kind, list[Member]], list[int]]:
+def sort(
+    tensors: Sequence[AdamWTensors], rows: int = 8
+) -> tuple[dict[Kind, list[Member]], list[int]]:
     """Those that share a launch, by kind; and the positions of the others. No empty ones.
 
-    ``rows`` is the number of groups a tile has. A row of the table, after its first tile: param, m.q, m.a, m.k, v.q,
-    v.a, v.k, n, groups, seed, low, copy; 0 for what there is not.
+    ``rows`` is the number of groups a tile has. A row of the table, after its first tile: param,
+    m.q, m.a, m.k, v.q, v.a, v.k, n, groups, seed, low, copy; 0 for what there is not.
     """
     kinds: dict[Kind, list[Member]] = {}
     single = []
@@ -86,7 +93,11 @@ def sort(tensors: Sequence[AdamWTensors], rows: int = 8) -> tuple[dict[Kind, lis
             addresses = [*map(_ADDRESS, (param, *m, *v))]
             if not any(address % ALIGNMENT for address in (*addresses, *ends, grad.data_ptr())):
                 kind = Kind(
-                    param.dtype, grad.dtype, seed is not None, low is not None, None if copy is None else copy.dtype
+                    param.dtype,
+                    grad.dtype,
+                    seed is not None,
+                    low is not None,
+                    None if copy is None else copy.dtype,
                 )
                 kinds.setdefault(kind, []).append(
                     Member(i, cdiv(groups, rows), [*addresses, n, groups, seed or 0, *ends])
@@ -101,7 +112,9 @@ def sort(tensors: Sequence[AdamWTensors], rows: int = 8) -> tuple[dict[Kind, lis
 class Table:
     """The table of some kinds of tensors, on their device."""
 
-    def __init__(self, kinds: Mapping[Any, list[Member]], device: torch.device, stream: int, counted: bool) -> None:
+    def __init__(
+        self, kinds: Mapping[Any, list[Member]], device: torch.device, stream: int, counted: bool
+    ) -> None:
         self.device, self.stream = device, stream
         rows, owners = [], []
         for many in kinds.values():
@@ -132,7 +145,9 @@ class Table:
         return known
 
     def _captured(self, addresses: tuple[int, ...]) -> torch.Tensor:
-        """Addresses as every replay copies them: the tensor has them in replays only, and for them only."""
+        """Addresses as every replay copies them: the tensor has them in replays only, and for
+        them only.
+        """
         if self._spare is None:  # a second capture, without a step between
             self._provide()
         assert self._spare is not None
@@ -146,10 +161,17 @@ class Table:
     def _provide(self) -> None:
         if self._counted and self._spare is None:
             n = len(self.table)
-            self._spare = torch.empty(n, dtype=torch.int64, pin_memory=True), self.table.new_empty(n)
+            self._spare = (
+                torch.empty(n, dtype=torch.int64, pin_memory=True),
+                self.table.new_empty(n),
+            )
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
+        return (
+            values.pin_memory().to(self.device, non_blocking=True)
+            if self.device.type == "cuda"
+            else values
+        )
 
 
 _tables: OrderedDict[Hashable, Table] = OrderedDict()
@@ -173,12 +195,17 @@ class Launches(NamedTuple):
     def grads(self, tensors: Sequence[Any]) -> torch.Tensor:
         """Addresses of the gradients of those that share launches, on the device."""
         assert self.table is not None
-        addresses = tensors.addresses if isinstance(tensors, Batch) else [one.grad.data_ptr() for one in tensors]
+        addresses = (
+            tensors.addresses
+            if isinstance(tensors, Batch)
+            else [one.grad.data_ptr() for one in tensors]
+        )
         return self.table.point(self.pick(addresses), _capturing(self.table.device))
 
 
 def launches(
-    tensors: Sequence[Any], sort: Callable[[Sequence[Any]], tuple[Mapping[Any, list[Member]], list[int]]]
+    tensors: Sequence[Any],
+    sort: Callable[[Sequence[Any]], tuple[Mapping[Any, list[Member]], list[int]]],
 ) -> Launches:
     """The launches of a step, as kept from the last one where tensors are where they were.
 
@@ -203,7 +230,11 @@ def launches(
 
 
 def _build(
-    kinds: Mapping[Any, list[Member]], single: list[int], device: torch.device, stream: int, tensors: Sequence[Any]
+    kinds: Mapping[Any, list[Member]],
+    single: list[int],
+    device: torch.device,
+    stream: int,
+    tensors: Sequence[Any],
 ) -> Launches:
     order = [member.position for many in kinds.values() for member in many]
     if not order:
@@ -226,7 +257,9 @@ def _build(
 
 
 def _usable(table: Table | None, stream: int, device: torch.device) -> bool:
-    """Whether work of this stream comes after the table's way to the device; that of a graph's replay always does."""
+    """Whether work of this stream comes after the table's way to the device; that of a graph's
+    replay always does.
+    """
     return table is not None and (table.stream == stream or _capturing(device))
 
 

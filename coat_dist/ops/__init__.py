@@ -1,9 +1,11 @@
-"""All operations on one page. The rest of the project calls these, and neither ``kernels`` nor ``reference``.
+"""All operations on one page. The rest of the project calls these, and neither ``kernels`` nor
+``reference``.
 
-An operation is a function of plain tensors, without autograd. ``operation(definition)`` runs the definition, or on a
-GPU the kernel: ``reference/norm.py`` defines ``norm_forward``, and ``kernels/norm.py`` has its kernel under the same
-name with the same arguments, which are documented and typed at the definition. What has no kernel is imported as it is.
-``dispatch.py`` decides which of the two runs; ``COAT_REFERENCE=1`` in the environment takes definitions everywhere.
+An operation is a function of plain tensors, without autograd. ``operation(definition)`` runs the
+definition, or on a GPU the kernel: ``reference/norm.py`` defines ``norm_forward``, and
+``kernels/norm.py`` has its kernel under the same name with the same arguments, which are documented
+and typed at the definition. What has no kernel is imported as it is. ``dispatch.py`` decides which
+of the two runs; ``COAT_REFERENCE=1`` in the environment takes definitions everywhere.
 """
 
 from ..reference import activation, adamw, cross_entropy, grouped, norm, quantize, rope
@@ -22,7 +24,14 @@ from ..reference.cross_entropy import LogitStats, merge, pow2
 from ..reference.gemm import code_products, exact_mm, scale_and_round
 from ..reference.grouped import BLOCK, ExpertRows, expert_rows, largest_rows
 from ..reference.master import join, split
-from ..reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec, decode, encode
+from ..reference.moments import (
+    FIRST_MOMENT_FORMATS,
+    SECOND_MOMENT_FORMATS,
+    Moment,
+    MomentCodec,
+    decode,
+    encode,
+)
 from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
 from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
@@ -110,10 +119,12 @@ __all__ = [
     "transpose",
 ]
 
-# Quantization ---------------------------------------------------------------------------------------------------------
+# Quantization
+# ----------------------------------------
 amax = operation(quantize.amax)  # largest magnitude of a tensor
 tensor_scale = operation(quantize.tensor_scale)  # amax -> per-tensor scale
-quantize_tensor = operation(quantize.quantize_tensor)  # FP8 codes with a given per-tensor scale, also transposed
+# FP8 codes with a given per-tensor scale, also transposed.
+quantize_tensor = operation(quantize.quantize_tensor)
 quantize_both = operation(quantize.quantize_both)  # the same, row-major and transposed in one pass
 quantize_rows = operation(quantize.quantize_rows)  # FP8 codes with a scale per row
 quantize_groups = operation(quantize.quantize_groups)  # FP8 codes with a scale per group
@@ -121,49 +132,69 @@ dequantize = operation(quantize.dequantize)  # codes -> values
 transpose = operation(quantize.transpose)  # per-tensor codes, transposed
 # without a kernel: power_of_two and requantize_rows, for scales that ranks share
 
-# Matrix products ------------------------------------------------------------------------------------------------------
-# scaled_mm (gemm.py): FP8 product, by cuBLASLt on a GPU
-# without a kernel: exact_mm in fp64; code_products and scale_and_round, whose sums over ranks are exact
+# Matrix products
+# ----------------------------------------
+# scaled_mm (gemm.py): FP8 product, by cuBLASLt on a GPU without a kernel: exact_mm in fp64;
+# code_products and scale_and_round, whose sums over ranks are exact
 
-# Norms: RMSNorm and LayerNorm -----------------------------------------------------------------------------------------
+# Norms: RMSNorm and LayerNorm
+# ----------------------------------------
 norm_forward = operation(norm.norm_forward)  # y and the row statistics, no FP8
 norm_compress = operation(norm.norm_compress)  # x in 8 bits by groups, statistics, amax of y
-norm_compress_rows = operation(norm.norm_compress_rows)  # x in 8 bits by groups, statistics, y in FP8 by rows
-norm_quantize = operation(norm.norm_quantize)  # y in per-tensor FP8, from x or from its FP8, also transposed
+# X in 8 bits by groups, statistics, y in FP8 by rows.
+norm_compress_rows = operation(norm.norm_compress_rows)
+# Y in per-tensor FP8, from x or from its FP8, also transposed.
+norm_quantize = operation(norm.norm_quantize)
 norm_backward = operation(norm.norm_backward)  # gradients of x, weight and bias
 # without a kernel: norm_apply, y from x and the statistics
 
-# Activations: SwiGLU and its kin, of a pre-activation [rows, parts, f] ------------------------------------------------
-activation_compress = operation(activation.activation_compress)  # pre in 8 bits by groups, amax of the activation
-activation_compress_rows = operation(activation.activation_compress_rows)  # the same, activation in FP8 by rows
-activation_quantize = operation(activation.activation_quantize)  # activation in per-tensor FP8, also transposed
-activation_grad_amax = operation(activation.activation_grad_amax)  # backward, pass 1: amax of pre's gradient
-activation_backward = operation(activation.activation_backward)  # pass 2: pre's gradient and the activation, in FP8
+# Activations: SwiGLU and its kin, of a pre-activation [rows, parts, f]
+# ------------------------------------------------ Pre in 8 bits by groups, amax of the activation.
+activation_compress = operation(activation.activation_compress)
+# The same, activation in FP8 by rows.
+activation_compress_rows = operation(activation.activation_compress_rows)
+# Activation in per-tensor FP8, also transposed.
+activation_quantize = operation(activation.activation_quantize)
+# Backward, pass 1: amax of pre's gradient.
+activation_grad_amax = operation(activation.activation_grad_amax)
+# Pass 2: pre's gradient and the activation, in FP8.
+activation_backward = operation(activation.activation_backward)
 # without a kernel: activation_apply, the activation itself
 
-# Experts side by side (reference/grouped.py), with a scale an expert -------------------------------------------------
+# Experts side by side (reference/grouped.py), with a scale an expert
+# ----------------------------------------
 take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, times a factor a row
 sum_rows = operation(grouped.sum_rows)  # sums of rows
 spread_gradient = operation(grouped.spread_gradient)  # its backward, and the amax of each expert
 amax_experts = operation(grouped.amax_experts)  # largest magnitude of each expert's rows
-quantize_experts = operation(grouped.quantize_experts)  # FP8 codes with a scale an expert, of rows or of weights
-quantize_experts_both = operation(grouped.quantize_experts_both)  # the same, row-major and transposed in one pass
-quantize_columns = operation(grouped.quantize_columns)  # weights transposed, FP8 codes with a scale per row
+# FP8 codes with a scale an expert, of rows or of weights.
+quantize_experts = operation(grouped.quantize_experts)
+# The same, row-major and transposed in one pass.
+quantize_experts_both = operation(grouped.quantize_experts_both)
+# Weights transposed, FP8 codes with a scale per row.
+quantize_columns = operation(grouped.quantize_columns)
 activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
 activation_backward_experts = operation(grouped.activation_backward_experts)
-# grouped_mm, grouped_wgrad (grouped_gemm.py): FP8 products of all experts; without a kernel: expert_rows, largest_rows
+# grouped_mm, grouped_wgrad (grouped_gemm.py): FP8 products of all experts; without a kernel:
+# expert_rows, largest_rows
 
-# Attention: heads and rotary position embedding -----------------------------------------------------------------------
+# Attention: heads and rotary position embedding
+# ----------------------------------------
 split_rope = operation(rope.split_rope)  # qkv -> contiguous q, k, v, rotated
 split_rope_backward = operation(rope.split_rope_backward)  # gradient of qkv, and its amax
 # without a kernel: rope_table, cosines and sines
 
-# Cross entropy of a block of logits -----------------------------------------------------------------------------------
-logit_stats = operation(cross_entropy.logit_stats)  # per row: exponent, sum of exponentials, the label's logit
+# Cross entropy of a block of logits
+# ----------------------------------------------------------------------------------- Per row:
+# exponent, sum of exponentials, the label's logit.
+logit_stats = operation(cross_entropy.logit_stats)
 logit_grad = operation(cross_entropy.logit_grad)  # gradient of logits, in place if asked for
 # without a kernel: merge (statistics of blocks), pow2
 
-# AdamW ----------------------------------------------------------------------------------------------------------------
-adamw_steps = operation(adamw.adamw_steps)  # a step on tensors with FP8 moments: decode, update, encode
+# AdamW
+# ----------------------------------------
+# A step on tensors with FP8 moments: decode, update, encode.
+adamw_steps = operation(adamw.adamw_steps)
 adamw_fp32_steps = operation(adamw.adamw_fp32_steps)  # a step on tensors with fp32 moments
-# without a kernel, for checkpoints: encode and decode (moments), split and join (master weights); a step has its own
+# without a kernel, for checkpoints: encode and decode (moments), split and join (master weights); a
+# step has its own

@@ -19,11 +19,13 @@ _R = TypeVar("_R")
 
 
 def use_kernels(tensor: torch.Tensor) -> bool:
-    """Whether an operation on ``tensor`` runs its Triton kernel; otherwise it runs the definition in ``reference``.
+    """Whether an operation on ``tensor`` runs its Triton kernel; otherwise it runs the definition
+    in ``reference``.
 
-    Kernels need a CUDA device of compute capability 8.0 and Triton (``coat_dist/devices.py``). The environment decides
-    otherwise: ``COAT_REFERENCE=1`` takes the definitions everywhere, ``COAT_KERNELS=1`` the kernels everywhere (on CPU
-    they then need Triton's interpreter, ``TRITON_INTERPRET=1``).
+    Kernels need a CUDA device of compute capability 8.0 and Triton (``coat_dist/devices.py``). The
+    environment decides otherwise: ``COAT_REFERENCE=1`` takes the definitions everywhere,
+    ``COAT_KERNELS=1`` the kernels everywhere (on CPU they then need Triton's interpreter,
+    ``TRITON_INTERPRET=1``).
     """
     if switched_on("COAT_REFERENCE"):
         return False
@@ -31,10 +33,12 @@ def use_kernels(tensor: torch.Tensor) -> bool:
 
 
 def operation(definition: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The operation that ``definition`` defines: its kernel where the first argument's device calls for one.
+    """The operation that ``definition`` defines: its kernel where the first argument's device calls
+    for one.
 
-    The first argument is a tensor, a quantized one, or a list, not empty, of tuples with a ``param`` on one device. The
-    kernel is the function of the same name, with the same arguments, in the module of the same name under ``kernels``.
+    The first argument is a tensor, a quantized one, or a list, not empty, of tuples with a
+    ``param`` on one device. The kernel is the function of the same name, with the same arguments,
+    in the module of the same name under ``kernels``.
     """
     kernel = _kernel_of(definition)
 
@@ -49,6 +53,8 @@ def operation(definition: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _kernel_of(definition: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """Finds the kernel when it is first needed: its module needs triton, which a machine without a GPU may lack."""
+    """Finds the kernel when it is first needed: its module needs triton, which a machine without
+    a GPU may lack.
+    """
     module = f"coat_dist.kernels.{definition.__module__.rpartition('.')[2]}"
     return functools.cache(lambda: getattr(importlib.import_module(module), definition.__name__))

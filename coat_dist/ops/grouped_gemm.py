@@ -1,10 +1,12 @@
-"""FP8 products of all experts: one grouped product of torch, or one product an expert, whichever is there and faster.
+"""FP8 products of all experts: one grouped product of torch, or one product an expert, whichever is
+there and faster.
 
-Torch's grouped scaled products (2.11 to 2.13) run on compute capability 9.0. They take two E4M3 operands with row
-scales and give BF16. What they do not take (E5M2, fp32 results, other GPUs) goes through ``torch._scaled_mm`` or
-:func:`~coat_dist.ops.gemm.scaled_mm`, expert by expert, for which the host has to know the rows of each
-(:attr:`~coat_dist.reference.grouped.ExpertRows.known`). Where it does, and experts have many rows, so does the rest:
-cuBLASLt's product of one expert is then the faster one.
+Torch's grouped scaled products (2.11 to 2.13) run on compute capability 9.0. They take two E4M3
+operands with row scales and give BF16. What they do not take (E5M2, fp32 results, other GPUs) goes
+through ``torch._scaled_mm`` or :func:`~coat_dist.ops.gemm.scaled_mm`, expert by expert, for which
+the host has to know the rows of each (:attr:`~coat_dist.reference.grouped.ExpertRows.known`). Where
+it does, and experts have many rows, so does the rest: cuBLASLt's product of one expert is then the
+faster one.
 """
 
 from __future__ import annotations
@@ -25,23 +27,33 @@ __all__ = ["apart", "grouped_mm", "grouped_wgrad", "one_by_one"]
 _ALIGNMENT = 16
 """Of all sizes, in bytes."""
 MUCH_WORK = 2**35
-"""Multiplications of one expert's product from which on experts are multiplied one by one where the host knows their
-rows. TFLOP/s of forward, dgrad, wgrad on an H200, one by one and grouped: 8 experts of 4096 x 28672 with 4096 rows each
-1344, 1303, 1080 and 1179, 1000, 875; with 1024 rows each 1345, 1291, 868 and 915, 997, 600. 128 experts of 2048 x 1536
-with 1024 rows each are bound by the host one by one: 245, 296, 273 and 1060, 989, 737."""
+"""Multiplications of one expert's product from which on experts are multiplied one by one where the
+host knows their rows. TFLOP/s of forward, dgrad, wgrad on an H200, one by one and grouped: 8
+experts of 4096 x 28672 with 4096 rows each 1344, 1303, 1080 and 1179, 1000, 875; with 1024 rows
+each 1345, 1291, 868 and 915, 997, 600. 128 experts of 2048 x 1536 with 1024 rows each are bound by
+the host one by one: 245, 296, 273 and 1060, 989, 737.
+"""
 FEW_TERMS = 2048
-"""Sums of at most so many products stay in the tensor cores' shorter accumulators in a grouped product, in backward
-too: torch's kernel for the longer ones takes three times as long with those 128 experts. wgrad's sums have as many
-terms as an expert has tokens, which the host need not know: half as many on the average, so that an expert may have
-twice its share, and where the host knows, twice as many at most. Relative errors against exact sums, 2048 terms, with
-BF16's own 1.7e-3: of terms of either sign 1.9e-3 in place of 1.7e-3 (16 384 terms: 3.5e-3); where all have one sign
-the sum comes out 3 % too small, as it does in forward (1024 terms: 1.3 %; 4096: 6.5 %; 16 384: 23 %)."""
+"""Sums of at most so many products stay in the tensor cores' shorter accumulators in a grouped
+product, in backward too: torch's kernel for the longer ones takes three times as long with those
+128 experts. wgrad's sums have as many terms as an expert has tokens, which the host need not know:
+half as many on the average, so that an expert may have twice its share, and where the host knows,
+twice as many at most. Relative errors against exact sums, 2048 terms, with BF16's own 1.7e-3: of
+terms of either sign 1.9e-3 in place of 1.7e-3 (16 384 terms: 3.5e-3); where all have one sign the
+sum comes out 3 % too small, as it does in forward (1024 terms: 1.3 %; 4096: 6.5 %; 16 384: 23 %).
+"""
 
 
 def grouped_mm(
-    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype, fast_accum: bool = False
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    rows: ExpertRows,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
-    """As :func:`coat_dist.reference.grouped.grouped_mm`; sums as :func:`coat_dist.ops.scaled_mm` says."""
+    """As :func:`coat_dist.reference.grouped.grouped_mm`; sums as :func:`coat_dist.ops.scaled_mm`
+    says.
+    """
     if not (a.codes.is_cuda and use_kernels(a.codes)):
         return reference.grouped_mm(a, b, rows, out_dtype, fast_accum)
     total, (experts, n, k) = a.codes.shape[0], b.codes.shape
@@ -53,20 +65,29 @@ def grouped_mm(
             a_scales = a.scales[rows.blocks].repeat_interleave(BLOCK)
             b_scales = b.scales[:, None].expand(experts, n).contiguous()
         return torch._scaled_grouped_mm(
-            a.codes, b.codes.transpose(1, 2), a_scales, b_scales, offs=rows.ends, out_dtype=out_dtype,
+            a.codes,
+            b.codes.transpose(1, 2),
+            a_scales,
+            b_scales,
+            offs=rows.ends,
+            out_dtype=out_dtype,
             use_fast_accum=fast_accum or k <= FEW_TERMS,
-        )  # fmt: skip
+        )
     out = torch.empty(total, n, dtype=out_dtype, device=a.codes.device)
     direct, by_row = aligned and _direct(a, b, out_dtype), a.layout == "row"
     a_scales, b_scales = (q.scales if by_row else apart(q.scales) for q in (a, b))
     for expert, at in rows.pieces():
-        left = QuantizedTensor(a.codes[at], a_scales[at if by_row else expert], "row" if by_row else "tensor")
+        left = QuantizedTensor(
+            a.codes[at], a_scales[at if by_row else expert], "row" if by_row else "tensor"
+        )
         right = QuantizedTensor(b.codes[expert], b_scales[expert], left.layout)
         _product(left, right, out[at], direct, fast_accum)
     return out
 
 
-def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_wgrad(
+    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype
+) -> torch.Tensor:
     """As :func:`coat_dist.reference.grouped.grouped_wgrad`."""
     if not (a.codes.is_cuda and use_kernels(a.codes)):
         return reference.grouped_wgrad(a, b, rows, out_dtype)
@@ -76,7 +97,13 @@ def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_
         a_scales, b_scales = (q.scales.repeat_interleave(q.codes.shape[0]) for q in (a, b))
         few = _few_tokens(rows, a.codes.shape[1])
         return torch._scaled_grouped_mm(
-            a.codes, b.codes.t(), a_scales, b_scales, offs=rows.ends, out_dtype=out_dtype, use_fast_accum=few
+            a.codes,
+            b.codes.t(),
+            a_scales,
+            b_scales,
+            offs=rows.ends,
+            out_dtype=out_dtype,
+            use_fast_accum=few,
         )
     out = torch.empty(rows.experts, m, n, dtype=out_dtype, device=a.codes.device)
     direct, missing = aligned and _direct(a, b, out_dtype), set(range(rows.experts))
@@ -84,7 +111,8 @@ def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_
     for expert, at in rows.pieces():
         missing.remove(expert)
         left, right = (
-            QuantizedTensor(q.codes[:, at], s[expert], "tensor") for q, s in zip((a, b), scales, strict=True)
+            QuantizedTensor(q.codes[:, at], s[expert], "tensor")
+            for q, s in zip((a, b), scales, strict=True)
         )
         _product(left, right, out[expert], direct, False)
     for expert in missing:
@@ -92,26 +120,41 @@ def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_
     return out
 
 
-def _product(left: QuantizedTensor, right: QuantizedTensor, out: torch.Tensor, direct: bool, fast_accum: bool) -> None:
-    """``left @ right.T`` into ``out``, written there by the product itself where that is possible."""
+def _product(
+    left: QuantizedTensor, right: QuantizedTensor, out: torch.Tensor, direct: bool, fast_accum: bool
+) -> None:
+    """``left @ right.T`` into ``out``, written there by the product itself where that is
+    possible.
+    """
     if not direct:
-        left, right = (QuantizedTensor(q.codes.contiguous(), q.scales, q.layout) for q in (left, right))
+        left, right = (
+            QuantizedTensor(q.codes.contiguous(), q.scales, q.layout) for q in (left, right)
+        )
         out.copy_(scaled_mm(left, right, out.dtype, fast_accum))
         return
     scales = right.scales.t() if right.layout == "row" else right.scales
     torch._scaled_mm(
-        left.codes, right.codes.t(), left.scales, scales, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out
+        left.codes,
+        right.codes.t(),
+        left.scales,
+        scales,
+        out_dtype=out.dtype,
+        use_fast_accum=fast_accum,
+        out=out,
     )
 
 
 def apart(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of experts, fp32 ``[experts]``, 16 bytes apart: cuBLASLt takes no other addresses of scales."""
+    """Scales of experts, fp32 ``[experts]``, 16 bytes apart: cuBLASLt takes no other addresses
+    of scales.
+    """
     return scales[:, None].expand(-1, 4).contiguous()[:, 0]
 
 
 def one_by_one(rows: int, experts: int, weight: int) -> bool:
-    """Whether products of so many rows with matrices of ``weight`` elements are faster expert by expert, for which the
-    host has to know whose rows they are."""
+    """Whether products of so many rows with matrices of ``weight`` elements are faster expert by
+    expert, for which the host has to know whose rows they are.
+    """
     return rows * weight >= MUCH_WORK * experts
 
 
@@ -121,14 +164,18 @@ def _by_expert(rows: ExpertRows, weight: int) -> bool:
 
 
 def _few_tokens(rows: ExpertRows, total: int) -> bool:
-    """Whether sums over an expert's rows are short: see :data:`FEW_TERMS`. Rows that fill up blocks do not count."""
+    """Whether sums over an expert's rows are short: see :data:`FEW_TERMS`. Rows that fill up
+    blocks do not count.
+    """
     if total > (FEW_TERMS // 2 + BLOCK) * rows.experts:
         return False
     return rows.known is None or max(at.stop - at.start for _, at in rows.pieces()) <= 2 * FEW_TERMS
 
 
 def _direct(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> bool:
-    """Whether ``torch._scaled_mm`` takes operands as they are (see :func:`~coat_dist.ops.gemm.scaled_mm`)."""
+    """Whether ``torch._scaled_mm`` takes operands as they are (see
+    :func:`~coat_dist.ops.gemm.scaled_mm`).
+    """
     e4m3 = a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn
     two_e5m2 = a.codes.dtype == b.codes.dtype == torch.float8_e5m2
     kernel = (e4m3 and out_dtype == torch.bfloat16) if a.layout == "row" else not two_e5m2
@@ -147,4 +194,6 @@ def _grouped(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> 
 
 @functools.cache
 def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0) and hasattr(torch, "_scaled_grouped_mm")
+    return torch.cuda.get_device_capability(device) == (9, 0) and hasattr(
+        torch, "_scaled_grouped_mm"
+    )

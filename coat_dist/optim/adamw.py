@@ -25,23 +25,25 @@ __all__ = ["CoatAdamW"]
 
 
 class CoatAdamW(torch.optim.Optimizer):
-    """AdamW (decoupled weight decay, bias correction) with FP8 moments; see ``reference/moments.py`` for the encoding.
+    """AdamW (decoupled weight decay, bias correction) with FP8 moments; see
+    ``reference/moments.py`` for the encoding.
 
-    Takes float32, bfloat16 and float16 parameters and dense gradients of these types; computes in fp32. It knows
-    nothing of DeepSpeed's sharding: what ZeRO hands it, a flat fp32 slice, is a parameter like any other. Of a DTensor
-    (FSDP2) each rank updates its shard.
+    Takes float32, bfloat16 and float16 parameters and dense gradients of these types; computes in
+    fp32. It knows nothing of DeepSpeed's sharding: what ZeRO hands it, a flat fp32 slice, is a
+    parameter like any other. Of a DTensor (FSDP2) each rank updates its shard.
 
-    **Master weights.** By default the parameter is the master weight: fp32 under ZeRO, and what a 16-bit parameter
-    cannot hold of an update is lost. With ``master_weights="bf16_remainder"`` a bfloat16 parameter is the upper half of
-    an fp32 master weight whose lower half is part of the state: training goes as with an fp32 parameter, bit for bit
-    (given the same gradients), in 4 bytes for master weight and bfloat16 weight together. The parameter is the master
-    weight rounded to nearest, half-way cases away from zero (``reference/master.py``). A parameter that is written
-    between steps stays what was written: its old remainder moves the master weight by at most half a bfloat16 step.
-    :func:`coat_dist.optim.set_master` writes both halves.
+    **Master weights.** By default the parameter is the master weight: fp32 under ZeRO, and what a
+    16-bit parameter cannot hold of an update is lost. With ``master_weights="bf16_remainder"`` a
+    bfloat16 parameter is the upper half of an fp32 master weight whose lower half is part of the
+    state: training goes as with an fp32 parameter, bit for bit (given the same gradients), in 4
+    bytes for master weight and bfloat16 weight together. The parameter is the master weight rounded
+    to nearest, half-way cases away from zero (``reference/master.py``). A parameter that is written
+    between steps stays what was written: its old remainder moves the master weight by at most half
+    a bfloat16 step. :func:`coat_dist.optim.set_master` writes both halves.
 
-    Every argument but ``checkpoint`` is also a key of parameter groups, where it overrides the default given here. A
-    group has one key more: ``"moments": "fp8"`` (default) or ``"fp32"``, for small tensors;
-    :func:`coat_dist.optim.param_groups` sets it.
+    Every argument but ``checkpoint`` is also a key of parameter groups, where it overrides the
+    default given here. A group has one key more: ``"moments": "fp8"`` (default) or ``"fp32"``, for
+    small tensors; :func:`coat_dist.optim.param_groups` sets it.
 
     Args:
         params: parameters, (name, parameter) pairs or parameter groups.
@@ -52,25 +54,31 @@ class CoatAdamW(torch.optim.Optimizer):
         maximize: ascend instead of descend.
         first_moment, second_moment: "e4m3" or "e5m2"; the first also "int8", the second "log8".
         expand: dynamic range expansion. False is refused with "log8".
-        normalize: store the first moment divided by the root of the second. False stores it by itself, as COAT does.
+        normalize: store the first moment divided by the root of the second. False stores it by
+            itself, as COAT does.
         group_size: elements that share one amax and exponent: 64, 128 or 256.
-        stochastic_rounding: round codes stochastically instead of to nearest: those of both moments (True), of none
-            (False), or those that would drift otherwise ("auto"): the second moment, and the first in int8. Rounding to
-            nearest drops changes smaller than half a code step (docs/numerics.md). The noise is a function of the
-            parameter's name, the step and the element: a parameter draws the same alone and among others, whenever it
-            is added, and in one step no two draw the same. Names are those of (name, parameter) pairs or of
-            :func:`coat_dist.optim.param_groups`. Without names noise goes by the order in which parameters took their
-            first steps, as nothing else distinguishes identically shaped parameters after a restart
-            (``optim/seeds.py``). Runs are reproducible and resume exactly with and without names.
+        stochastic_rounding: round codes stochastically instead of to nearest: those of both moments
+            (True), of none (False), or those that would drift otherwise ("auto"): the second
+            moment, and the first in int8. Rounding to nearest drops changes smaller than half a
+            code step (docs/numerics.md). The noise is a function of the parameter's name, the step
+            and the element: a parameter draws the same alone and among others, whenever it is
+            added, and in one step no two draw the same. Names are those of (name, parameter) pairs
+            or of :func:`coat_dist.optim.param_groups`. Without names noise goes by the order in
+            which parameters took their first steps, as nothing else distinguishes identically
+            shaped parameters after a restart (``optim/seeds.py``). Runs are reproducible and resume
+            exactly with and without names.
         master_weights: "parameter" or "bf16_remainder".
-        state_device: "parameter", or "cpu": codes and remainders of parameters on a GPU stay in pinned host memory,
-            from where each step moves them past the GPU (docs/memory.md). Equal bits; fp32 moments stay on the GPU.
-        capturable: count steps on the device, so that :meth:`step` can be captured in a CUDA graph and replayed: the
-            same bits as without. Needs parameters on a CUDA GPU. In a graph a learning rate that is a number stays what
-            it was; a tensor on the GPU is read in every replay.
-        checkpoint: what :meth:`state_dict` gives and :meth:`load_state_dict` takes: "codes", the state to the byte, or
-            "fp32", moments and master weights in fp32, which ``state`` shows, too. Torch's AdamW loads these, and they
-            load with other formats and on any sharding. It is an attribute that may be changed.
+        state_device: "parameter", or "cpu": codes and remainders of parameters on a GPU stay in
+            pinned host memory, from where each step moves them past the GPU (docs/memory.md). Equal
+            bits; fp32 moments stay on the GPU.
+        capturable: count steps on the device, so that :meth:`step` can be captured in a CUDA graph
+            and replayed: the same bits as without. Needs parameters on a CUDA GPU. In a graph a
+            learning rate that is a number stays what it was; a tensor on the GPU is read in every
+            replay.
+        checkpoint: what :meth:`state_dict` gives and :meth:`load_state_dict` takes: "codes", the
+            state to the byte, or "fp32", moments and master weights in fp32, which ``state`` shows,
+            too. Torch's AdamW loads these, and they load with other formats and on any sharding. It
+            is an attribute that may be changed.
 
     Raises:
         ValueError, TypeError: names the option, what was given and what is accepted.
@@ -97,7 +105,9 @@ class CoatAdamW(torch.optim.Optimizer):
         checkpoint: str = "codes",
     ) -> None:
         if checkpoint not in ("codes", "fp32"):
-            raise ValueError(f"CoatAdamW checkpoint: got {checkpoint!r}, accepted: 'codes' or 'fp32'")
+            raise ValueError(
+                f"CoatAdamW checkpoint: got {checkpoint!r}, accepted: 'codes' or 'fp32'"
+            )
         self.checkpoint, self._first_ordinal = checkpoint, first_ordinal()
         super().__init__(
             params,
@@ -121,30 +131,41 @@ class CoatAdamW(torch.optim.Optimizer):
         )
 
     grad_factor: torch.Tensor | None = None
-    """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the same pass; None = 1.
-    For code that unscales and clips: a gradient norm gives the factor, and no gradient is written back."""
+    """fp32 scalar on the gradients' device that every gradient is multiplied by before use, in the
+    same pass; None = 1. For code that unscales and clips: a gradient norm gives the factor, and no
+    gradient is written back.
+    """
 
     copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
-    """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of its parameter,
-    rounded to nearest even, in the same pass (if it is contiguous; else by way of one that is). Not for DTensors."""
+    """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of
+    its parameter, rounded to nearest even, in the same pass (if it is contiguous; else by way of
+    one that is). Not for DTensors.
+    """
 
     warned = False
     """The warning about states whose checkpoints depend on the number of ranks has been given."""
 
     _shared = False
-    """Somebody may hold a state dict whose tensors are states in host memory, and read it without waiting."""
+    """Somebody may hold a state dict whose tensors are states in host memory, and read it
+    without waiting.
+    """
 
     @property
     def coded_state(self) -> dict[Any, Any]:
-        """States by parameter as they are kept; those in host memory are complete when this returns."""
-        if "state" not in self.__dict__:  # of a wrapper with this class, as Fabric's, which then asks what it wraps
+        """States by parameter as they are kept; those in host memory are complete when this
+        returns.
+        """
+        # Of a wrapper with this class, as Fabric's, which then asks what it wraps.
+        if "state" not in self.__dict__:
             raise AttributeError("state")
         wait()
         return self.__dict__["state"]
 
     @property
     def state(self) -> Any:
-        """States by parameter; with ``checkpoint="fp32"`` as state dicts hold them, in new tensors."""
+        """States by parameter; with ``checkpoint="fp32"`` as state dicts hold them, in new
+        tensors.
+        """
         return FP32States(self) if self.checkpoint == "fp32" else self.coded_state
 
     @state.setter
@@ -154,29 +175,39 @@ class CoatAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it does not give take their defaults."""
         if isinstance(param_group, dict) and "params" in param_group:
-            if not isinstance(param_group["params"], torch.Tensor | set):  # torch refuses a set: its order is not fixed
+            # Torch refuses a set: its order is not fixed.
+            if not isinstance(param_group["params"], torch.Tensor | set):
                 param_group = {**param_group, "params": list(param_group["params"])}
             check_keys(param_group, self.defaults)
             if (given := param_group.get("checkpoint", self.checkpoint)) != self.checkpoint:
                 accepted = f"{self.checkpoint!r}, as of all groups"
-                raise ValueError(f"CoatAdamW checkpoint: got {given!r} in a parameter group, accepted: {accepted}")
+                raise ValueError(
+                    f"CoatAdamW checkpoint: got {given!r} in a parameter group, accepted: "
+                    f"{accepted}"
+                )
             check_group({**self.defaults, **param_group})
             check_capturable({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient. Returns what ``closure`` (run first, with gradients) returns.
+        """Update all parameters that have a gradient. Returns what ``closure`` (run first, with
+        gradients) returns.
 
         Raises:
-            TypeError: a gradient is sparse, complex or float64; a parameter with a remainder is not bfloat16.
-            ValueError: sizes, devices or layouts of a parameter, its gradient, state or copy do not fit one another,
-                as after a parameter was enlarged through ``.data``. Each names the parameter's group and index; no
-                parameter and no state has been changed then.
+            TypeError: a gradient is sparse, complex or float64; a parameter with a remainder is not
+                bfloat16.
+            ValueError: sizes, devices or layouts of a parameter, its gradient, state or copy do not
+                fit one another, as after a parameter was enlarged through ``.data``. Each names the
+                parameter's group and index; no parameter and no state has been changed then.
             RuntimeError: a CUDA graph is being captured, and a group is not ``capturable``.
         """
         # Under torch.compile a step is what it is without, to the bit: outside graphs.
-        return self._step_outside_graphs(closure) if torch.compiler.is_compiling() else self._step(closure)
+        return (
+            self._step_outside_graphs(closure)
+            if torch.compiler.is_compiling()
+            else self._step(closure)
+        )
 
     @torch._disable_dynamo
     def _step_outside_graphs(self, closure: Callable[[], Any] | None) -> Any:
@@ -192,9 +223,12 @@ class CoatAdamW(torch.optim.Optimizer):
         states = self.__dict__["state"]  # without waiting
         plans: Plans = self.__dict__.setdefault("_plans", Plans())
         found = [
-            plans.find(i, group, states, self.copies, self.grad_factor) for i, group in enumerate(self.param_groups)
+            plans.find(i, group, states, self.copies, self.grad_factor)
+            for i, group in enumerate(self.param_groups)
         ]
-        unknown = [[] if one.plan else list(zip(one.params, one.grads, strict=True)) for one in found]
+        unknown = [
+            [] if one.plan else list(zip(one.params, one.grads, strict=True)) for one in found
+        ]
         for group, pairs in zip(self.param_groups, unknown, strict=True):
             for p, _ in pairs:
                 to_home(states.get(p) or {}, p, group)
@@ -220,7 +254,8 @@ class CoatAdamW(torch.optim.Optimizer):
     def _step_group(self, group: Mapping[str, Any], pairs: Pairs) -> None:
         fp8 = group["moments"] == "fp8"
         noisy = any(stochastic(group))
-        # From the first step on, even while "auto" rounds to nearest: keys of a state must not depend on the betas.
+        # From the first step on, even while "auto" rounds to nearest: keys of a state must not
+        # depend on the betas.
         seeded = fp8 and group["stochastic_rounding"] is not False
         taken: set[int] | None = None
         capturable = bool(group.get("capturable"))
@@ -255,9 +290,12 @@ class CoatAdamW(torch.optim.Optimizer):
                     copied.append((target, copy))
                 continue
             seed = noise_seed(state["coat_seed"]) if noisy else None
-            # In the order of the shape's elements, whatever their order in memory: so are codes in every checkpoint.
+            # In the order of the shape's elements, whatever their order in memory: so are codes in
+            # every checkpoint.
             dense, g = p.contiguous(), grad.contiguous()
-            one = AdamWTensors(dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy, count)
+            one = AdamWTensors(
+                dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy, count
+            )
             if dense is p and g is grad and copy is target and not streamed:
                 compressed.setdefault(key, []).append(one)
                 continue
@@ -274,13 +312,15 @@ class CoatAdamW(torch.optim.Optimizer):
             adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
         for target, copy in copied:
             target.copy_(copy)
-        increment_version(shards)  # autograd saves the DTensor, whose counter is not that of the tensor in it
+        # Autograd saves the DTensor, whose counter is not that of the tensor in it.
+        increment_version(shards)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to the byte; of DTensor parameters as DTensors, which ``torch.distributed.checkpoint`` can save.
+        """The state to the byte; of DTensor parameters as DTensors, which
+        ``torch.distributed.checkpoint`` can save.
 
-        With ``checkpoint="fp32"`` it holds fp32 moments instead. It shares memory with states, as torch's do: a step
-        changes tensors of a state dict that is held over it.
+        With ``checkpoint="fp32"`` it holds fp32 moments instead. It shares memory with states, as
+        torch's do: a step changes tensors of a state dict that is held over it.
         """
         handle = self.register_state_dict_post_hook(gather, prepend=True)
         try:
@@ -289,15 +329,18 @@ class CoatAdamW(torch.optim.Optimizer):
             handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state to the byte, on the device of each parameter or where ``state_device`` says.
+        """Restore a state to the byte, on the device of each parameter or where ``state_device``
+        says.
 
-        As with every torch optimizer, the options saved in parameter groups replace the present ones; those that are
-        lacking stay, and so does ``state_device``. Those that say how moments are stored have to agree,
-        except with ``checkpoint="fp32"``, and what codes mean (formats, ``expand``) must be there.
+        As with every torch optimizer, the options saved in parameter groups replace the present
+        ones; those that are lacking stay, and so does ``state_device``. Those that say how moments
+        are stored have to agree, except with ``checkpoint="fp32"``, and what codes mean (formats,
+        ``expand``) must be there.
 
         Raises:
-            ValueError: saved by another optimizer, with other storage options, with options that are not accepted, or
-                from parameters of another shape or sharding. Nothing has been changed then.
+            ValueError: saved by another optimizer, with other storage options, with options that
+                are not accepted, or from parameters of another shape or sharding. Nothing has been
+                changed then.
         """
         handle = self.register_load_state_dict_pre_hook(check_and_box)  # the last to run
         try:
@@ -306,7 +349,11 @@ class CoatAdamW(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"state": self.coded_state, "checkpoint": self.checkpoint, "_first_ordinal": self._first_ordinal}
+        mine = {
+            "state": self.coded_state,
+            "checkpoint": self.checkpoint,
+            "_first_ordinal": self._first_ordinal,
+        }
         return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -316,7 +363,9 @@ class CoatAdamW(torch.optim.Optimizer):
         self.__dict__.pop("_plans", None)
 
 
-def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_factor: torch.Tensor | None) -> AdamWStep:
+def _numbers(
+    group: Mapping[str, Any], step: int, device: torch.device, grad_factor: torch.Tensor | None
+) -> AdamWStep:
     """The numbers of a step; a learning rate that lives on the parameters' GPU stays there."""
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
@@ -324,7 +373,8 @@ def _numbers(group: Mapping[str, Any], step: int, device: torch.device, grad_fac
     else:
         lr = float(lr)  # a kernel takes Python's floats, and a schedule may have made it numpy's
     if grad_factor is not None:
-        grad_factor = grad_factor.reshape(())  # of one element: its shape must not become the update's
+        # Of one element: its shape must not become the update's.
+        grad_factor = grad_factor.reshape(())
     beta1, beta2 = group["betas"]
     return AdamWStep(
         lr,

@@ -1,8 +1,9 @@
-"""Checks that a step makes before it changes anything: sizes, types, devices and layouts of its tensors.
+"""Checks that a step makes before it changes anything: sizes, types, devices and layouts of its
+tensors.
 
-A kernel gets addresses: with a tensor that is smaller than it should be, of another type or on another device, it would
-read and write memory of others. A parameter that fits, as nearly all do, takes a few microseconds of host
-time: integers and types are compared, no tensor is read.
+A kernel gets addresses: with a tensor that is smaller than it should be, of another type or on
+another device, it would read and write memory of others. A parameter that fits, as nearly all do,
+takes a few microseconds of host time: integers and types are compared, no tensor is read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _COPIED = (torch.bfloat16, torch.float16)
 
 
 _NO_KERNELS = (
-    "for a parameter on {}, accepted: True for parameters on a CUDA GPU, whose step runs in kernels; False elsewhere"
+    "for a parameter on {}, accepted: True for parameters on a CUDA GPU, whose step runs "
+    "in kernels; False elsewhere"
 )
 
 
@@ -36,17 +38,26 @@ def check_capturable(group: Mapping[str, Any]) -> None:
     params = group["params"]
     for p in [params] if isinstance(params, torch.Tensor) else params:
         p = p[1] if isinstance(p, tuple) else p
-        if group["capturable"] and isinstance(p, torch.Tensor) and p.device.type == "cpu" and not use_kernels(p):
+        if (
+            group["capturable"]
+            and isinstance(p, torch.Tensor)
+            and p.device.type == "cpu"
+            and not use_kernels(p)
+        ):
             raise ValueError(f"CoatAdamW capturable: got True {_NO_KERNELS.format(p.device)}")
 
 
 def check_capture(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RuntimeError, as torch's optimizers do, where a CUDA graph would keep the numbers of one step forever."""
+    """Raise RuntimeError, as torch's optimizers do, where a CUDA graph would keep the numbers of
+    one step forever.
+    """
     fixed = not all(group.get("capturable") for group in groups)
     if fixed and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "CoatAdamW.step: capturable: got False in a parameter group while a CUDA graph is captured, accepted: True "
-            "in all groups; the graph would repeat the step's number, and with it bias correction and noise"
+            "CoatAdamW.step: capturable: got False in a parameter group while a CUDA graph is "
+            "captured, accepted: True "
+            "in all groups; the graph would repeat the step's number, and with it bias correction "
+            "and noise"
         )
 
 
@@ -64,7 +75,9 @@ def check_step(
         ValueError: sizes, devices or layouts do not fit. Both name the group and the parameter.
     """
     if factor is not None and (factor.dtype != torch.float32 or factor.numel() != 1):
-        raise ValueError(f"CoatAdamW grad_factor: got {_given(factor)}, accepted: one torch.float32 element")
+        raise ValueError(
+            f"CoatAdamW grad_factor: got {_given(factor)}, accepted: one torch.float32 element"
+        )
     for i, (group, pairs) in enumerate(zip(groups, todo, strict=True)):
         for p, grad in pairs:
             shape, device, state = p.shape, p.device, states.get(p)
@@ -78,14 +91,24 @@ def check_step(
                 and p.is_contiguous()
                 and _state_fits(state, group, p.numel(), shape)
                 and (factor is None or factor.device == device)
-                and not (copies and p in copies or is_dtensor(p) or is_dtensor(grad) or "coat_p_low" in state)
+                and not (
+                    copies
+                    and p in copies
+                    or is_dtensor(p)
+                    or is_dtensor(grad)
+                    or "coat_p_low" in state
+                )
                 and not group.get("capturable")
             ):
                 _look_closely(p, grad, state or {}, group, copies.get(p), factor, i)
 
 
-def _state_fits(state: Mapping[str, Any], group: Mapping[str, Any], n: int, shape: torch.Size) -> bool:
-    """Whether a state has what its group says of n elements. ``to_home`` has brought it where it is kept."""
+def _state_fits(
+    state: Mapping[str, Any], group: Mapping[str, Any], n: int, shape: torch.Size
+) -> bool:
+    """Whether a state has what its group says of n elements. ``to_home`` has brought it where it
+    is kept.
+    """
     if not is_count(state.get("step")):
         return False
     if has_remainder(group) != ("coat_p_low" in state):
@@ -113,7 +136,10 @@ def _look_closely(
     def what() -> str:
         j = next(j for j, other in enumerate(group["params"]) if other is p)
         name = name_of(group, j)
-        return f"CoatAdamW.step: group {i}, parameter {j}{f' ({name})' if name else ''}, of shape {tuple(p.shape)}"
+        return (
+            f"CoatAdamW.step: group {i}, parameter {j}{f' ({name})' if name else ''}, of shape "
+            f"{tuple(p.shape)}"
+        )
 
     mine = local(p)
     accepted = "accepted: dense float32, bfloat16 or float16"
@@ -122,27 +148,35 @@ def _look_closely(
     if grad.layout is not torch.strided or grad.dtype not in DTYPES:
         raise TypeError(f"{what()}: got a {grad.layout} {grad.dtype} gradient, {accepted}")
     if is_dtensor(grad) and not is_dtensor(p):
-        raise TypeError(f"{what()}: got a DTensor as gradient of a plain parameter, accepted: a plain tensor")
+        raise TypeError(
+            f"{what()}: got a DTensor as gradient of a plain parameter, accepted: a plain tensor"
+        )
     shape = p.shape if is_dtensor(grad) else mine.shape
     if grad.shape != shape or grad.device != p.device:
         raise ValueError(
-            f"{what()}: got a gradient {_given(grad)} on {grad.device}, accepted: {list(shape)} on {p.device}, as the "
+            f"{what()}: got a gradient {_given(grad)} on {grad.device}, accepted: {list(shape)} on "
+            f"{p.device}, as the "
             "parameter is now"
         )
     if _overlaps(mine):
         raise ValueError(
-            f"{what()}: got a parameter of strides {mine.stride()}, accepted: elements that do not overlap in memory"
+            f"{what()}: got a parameter of strides {mine.stride()}, accepted: elements that do not "
+            "overlap in memory"
         )
     check_master(p, group)
     if group.get("capturable") and not use_kernels(mine):
         raise ValueError(f"{what()}: capturable: got True {_NO_KERNELS.format(p.device)}")
     if factor is not None and factor.device != p.device:
-        raise ValueError(f"CoatAdamW grad_factor: got one on {factor.device}, accepted: {p.device}, as the gradients")
+        raise ValueError(
+            f"CoatAdamW grad_factor: got one on {factor.device}, accepted: {p.device}, as the "
+            "gradients"
+        )
     if copy is not None:
         fits = copy.numel() == p.numel() and copy.device == p.device and copy.dtype in _COPIED
         if not fits or _overlaps(copy) or is_dtensor(p):
             raise ValueError(
-                f"{what()}: got a copy {_given(copy)} on {copy.device}, accepted: bfloat16 or float16, {p.numel()} "
+                f"{what()}: got a copy {_given(copy)} on {copy.device}, accepted: bfloat16 or "
+                f"float16, {p.numel()} "
                 f"elements that do not overlap in memory, on {p.device}; none of a DTensor"
             )
     if "step" not in state:  # DeepSpeed may have put an empty dict there
@@ -152,9 +186,13 @@ def _look_closely(
     if _state_fits(state, group, mine.numel(), p.shape):
         return
     check_state(state, p, group, f"{what()}: state")
-    for key in (key for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"):
+    for key in (
+        key for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"
+    ):
         value = local(state[key])
-        if value.is_meta or not (value.is_contiguous() if key.startswith("coat_") else not _overlaps(value)):
+        if value.is_meta or not (
+            value.is_contiguous() if key.startswith("coat_") else not _overlaps(value)
+        ):
             given = f"got strides {value.stride()} on {value.device}"
             raise ValueError(f"{what()}: state, {key}: {given}, accepted: contiguous, with data")
 

@@ -1,4 +1,6 @@
-"""How many steps a parameter has taken, as its state holds it: an int, or a tensor for steps inside CUDA graphs."""
+"""How many steps a parameter has taken, as its state holds it: an int, or a tensor for steps
+inside CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ import torch
 __all__ = ["as_count", "is_count"]
 
 
-def as_count(steps: int | torch.Tensor, param: torch.Tensor, group: Mapping[str, Any]) -> int | torch.Tensor:
-    """A number of steps as the group says: an int, or with ``capturable`` an fp32 scalar on the parameter's device.
+def as_count(
+    steps: int | torch.Tensor, param: torch.Tensor, group: Mapping[str, Any]
+) -> int | torch.Tensor:
+    """A number of steps as the group says: an int, or with ``capturable`` an fp32 scalar on the
+    parameter's device.
 
     Waits for the device only where a tensor becomes an int.
     """

@@ -11,14 +11,18 @@ __all__ = ["check_keys"]
 _ONE_WAY = ("fused", "foreach")
 """Options of torch's AdamW that choose an implementation."""
 _NEAR = 0.85
-"""How much of a key must be an option's, besides one letter more or less at most: "wieght_decay" has 0.92 of it. Names
-of the program's own are often longer, "no_weight_decay" (0.89) or "weight_decay_mult" (0.83)."""
+"""How much of a key must be an option's, besides one letter more or less at most: "wieght_decay"
+has 0.92 of it. Names of the program's own are often longer, "no_weight_decay" (0.89) or
+"weight_decay_mult" (0.83).
+"""
 
 
 def check_keys(group: Mapping[str, Any], options: Collection[str], what: str = "CoatAdamW") -> None:
-    """Raise ValueError for keys of a new group that are nearly options, and for options of torch's that are none here.
+    """Raise ValueError for keys of a new group that are nearly options, and for options of torch's
+    that are none here.
 
-    Keys of the program's own ("name", "lr_scale", "layer_id") stay, and so do loaded ones, whatever they are.
+    Keys of the program's own ("name", "lr_scale", "layer_id") stay, and so do loaded ones, whatever
+    they are.
 
     Args:
         group: as it was given.
@@ -31,7 +35,12 @@ def check_keys(group: Mapping[str, Any], options: Collection[str], what: str = "
         as_long = [one for one in options if abs(len(one) - len(written)) <= 1]
         near = difflib.get_close_matches(written, as_long, 1, _NEAR)
         if key not in known and near:
-            raise ValueError(f"{what} {key}: unknown key of a parameter group, accepted: {near[0]!r}, or another name")
+            raise ValueError(
+                f"{what} {key}: unknown key of a parameter group, accepted: {near[0]!r}, or "
+                "another name"
+            )
     for key in _ONE_WAY:
         if group.get(key):
-            raise ValueError(f"{what} {key}: got {group[key]!r}, accepted: False, there is one implementation")
+            raise ValueError(
+                f"{what} {key}: got {group[key]!r}, accepted: False, there is one implementation"
+            )

@@ -14,10 +14,11 @@ _ORDER = ("decay/fp8/tied", "decay/fp8", "decay/fp32", "no_decay/fp32")
 
 
 def name_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Give an optimizer's parameters their names in a model, as if it had been built from (name, parameter) pairs.
+    """Give an optimizer's parameters their names in a model, as if it had been built from (name,
+    parameter) pairs.
 
-    For programs that build optimizers from bare parameters. To be called before the first step, which takes the noise
-    of stochastic rounding from names.
+    For programs that build optimizers from bare parameters. To be called before the first step,
+    which takes the noise of stochastic rounding from names.
 
     Raises:
         ValueError: a parameter is not the model's. Nothing has been named then.
@@ -27,7 +28,8 @@ def name_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
         for j, p in enumerate(group["params"]):
             if id(p) not in names:
                 raise ValueError(
-                    f"name_parameters model: got one without parameter {j} of group {i}, of shape {list(p.shape)}, "
+                    f"name_parameters model: got one without parameter {j} of group {i}, of shape "
+                    f"{list(p.shape)}, "
                     "accepted: the model that the optimizer trains, as it is wrapped now"
                 )
     for group in optimizer.param_groups:
@@ -41,47 +43,65 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Sort trainable parameters into groups for :class:`CoatAdamW`.
 
-    * Vectors and scalars (biases, normalization weights) do not decay and keep fp32 moments: few and sensitive.
-    * Matrices that every tensor-parallel rank holds whole (position embeddings, routers) decay and keep fp32 moments.
+    * Vectors and scalars (biases, normalization weights) do not decay and keep fp32 moments: few
+      and sensitive.
+    * Matrices that every tensor-parallel rank holds whole (position embeddings, routers) decay and
+      keep fp32 moments.
     * All others, embeddings among them, decay and have FP8 moments.
 
-    ZeRO flattens a group into one tensor, and a 128-element group of that tensor that straddled a replicated parameter
-    and a sharded one would be scaled by different neighbours on each tensor-parallel rank: the copies would drift
-    apart. That is why replicated parameters have groups of their own. The rules look at nothing that depends on the
-    tensor-parallel size, so the groups are the same at every size.
+    ZeRO flattens a group into one tensor, and a 128-element group of that tensor that straddled a
+    replicated parameter and a sharded one would be scaled by different neighbours on each
+    tensor-parallel rank: the copies would drift apart. That is why replicated parameters have
+    groups of their own. The rules look at nothing that depends on the tensor-parallel size, so the
+    groups are the same at every size.
 
-    For the same reason a weight that two pipeline stages hold (Megatron's ``shared_embedding``) is a group of its own,
-    and the first one: its copies then have the same 128-element groups, shards and noise.
+    For the same reason a weight that two pipeline stages hold (Megatron's ``shared_embedding``) is
+    a group of its own, and the first one: its copies then have the same 128-element groups, shards
+    and noise.
 
     Args:
-        model_or_named_params: a module, or (name, parameter) pairs. ZeRO-3 parameters are judged by ``ds_shape``, the
-            shape before partitioning. Where any parameter has the attribute ``tensor_model_parallel`` (Megatron), a
-            parameter without a true one counts as replicated.
+        model_or_named_params: a module, or (name, parameter) pairs. ZeRO-3 parameters are judged by
+            ``ds_shape``, the shape before partitioning. Where any parameter has the attribute
+            ``tensor_model_parallel`` (Megatron), a parameter without a true one counts as
+            replicated.
         weight_decay: of the groups that decay; the others have 0.
         **defaults: further keys for every group.
 
     Returns:
         Groups in a fixed order, without empty ones; each has ``params``, ``names`` (of the
-        parameters, from which :class:`CoatAdamW` derives their noise), ``name``, ``weight_decay`` and ``moments``.
+        parameters, from which :class:`CoatAdamW` derives their noise), ``name``, ``weight_decay``
+        and ``moments``.
 
     Raises:
-        ValueError: parameters without names, one that is listed twice, nothing to train, a ``weight_decay`` that is no
-            number from 0, or a key in ``defaults`` that this function sets.
+        ValueError: parameters without names, one that is listed twice, nothing to train, a
+            ``weight_decay`` that is no number from 0, or a key in ``defaults`` that this function
+            sets.
     """
     number = isinstance(weight_decay, Real) and not isinstance(weight_decay, bool)
     if not (number and 0 <= float(weight_decay) < float("inf")):
-        raise ValueError(f"param_groups: got weight_decay {weight_decay!r}, accepted: a number >= 0")
+        raise ValueError(
+            f"param_groups: got weight_decay {weight_decay!r}, accepted: a number >= 0"
+        )
     if reserved := {"params", "names", "name", "moments"} & set(defaults):
-        raise ValueError(f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set itself")
+        raise ValueError(
+            f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set "
+            "itself"
+        )
     given: Any = model_or_named_params
     named = list(given.named_parameters() if isinstance(given, torch.nn.Module) else given)
     for one in named:
         if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)):
-            raise ValueError(f"param_groups: got a {type(one).__name__}, accepted: a module, or its named_parameters()")
+            raise ValueError(
+                f"param_groups: got a {type(one).__name__}, accepted: a module, or its "
+                "named_parameters()"
+            )
     first_name: dict[int, str] = {}
     for name, p in named:
         if id(p) in first_name:
-            raise ValueError(f"param_groups: got {name!r}, which is {first_name[id(p)]!r} again, accepted: each once")
+            raise ValueError(
+                f"param_groups: got {name!r}, which is {first_name[id(p)]!r} again, accepted: each "
+                "once"
+            )
         first_name[id(p)] = name
     tensor_parallel = _tensor_parallel(p for _, p in named)
     members: dict[str, list[tuple[str, torch.nn.Parameter]]] = {key: [] for key in _ORDER}
@@ -93,7 +113,8 @@ def param_groups(
             members[f"{key}/tied" if tied else key].append((name, p))
     if not any(members.values()):
         raise ValueError(
-            f"param_groups: got {len(named)} parameters and none to train, accepted: at least one that "
+            f"param_groups: got {len(named)} parameters and none to train, accepted: at least one "
+            "that "
             "requires a gradient"
         )
     return [
@@ -111,13 +132,15 @@ def param_groups(
 
 
 def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that say how the moments of their parameters are kept, by the rules of :func:`param_groups`.
+    """Groups that say how the moments of their parameters are kept, by the rules of
+    :func:`param_groups`.
 
     Args:
-        groups: parameter groups. One with ``"moments"`` is taken as it is. Of the others, one whose parameters are all
-            alike gets ``"moments"``; one that holds both kinds becomes two, at its place: first the parameters with
-            FP8 moments, then those with fp32 moments. Both halves have all options of the group; its ``"name"``, if it
-            has one, is followed by "/fp8" and "/fp32" (not of DeepSpeed's groups of experts, whose name means ranks).
+        groups: parameter groups. One with ``"moments"`` is taken as it is. Of the others, one whose
+            parameters are all alike gets ``"moments"``; one that holds both kinds becomes two, at
+            its place: first the parameters with FP8 moments, then those with fp32 moments. Both
+            halves have all options of the group; its ``"name"``, if it has one, is followed by
+            "/fp8" and "/fp32" (not of DeepSpeed's groups of experts, whose name means ranks).
 
     Returns:
         New groups; the given ones stay as they are.
@@ -125,7 +148,9 @@ def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     listed = []
     for group in groups:
         params = group["params"]
-        listed.append({**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)})
+        listed.append(
+            {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
+        )
     tensor_parallel = _tensor_parallel(_tensor(p) for group in listed for p in group["params"])
     result: list[dict[str, Any]] = []
     for group in listed:
@@ -157,6 +182,8 @@ def _tensor_parallel(params: Iterable[torch.Tensor]) -> bool:
 
 
 def _moments(p: torch.Tensor, tensor_parallel: bool) -> str:
-    """How the moments of a parameter are kept; ``tensor_parallel``: some parameter is Megatron's."""
+    """How the moments of a parameter are kept; ``tensor_parallel``: some parameter is
+    Megatron's.
+    """
     replicated = tensor_parallel and not getattr(p, "tensor_model_parallel", False)
     return "fp32" if _is_vector(p) or replicated else "fp8"

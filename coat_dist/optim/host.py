@@ -1,17 +1,19 @@
 """States in host memory: each step moves them past the kernel in chunks, and back.
 
-With ``state_device="cpu"`` the codes and remainders of a parameter on a GPU lie in pinned host memory, in one block.
-A chunk is copied into one of three buffers on one stream, updated by the step's kernel on the current stream, and
-copied back on another, so both directions of the bus and the kernel work at once:
+With ``state_device="cpu"`` the codes and remainders of a parameter on a GPU lie in pinned host
+memory, in one block. A chunk is copied into one of three buffers on one stream, updated by the
+step's kernel on the current stream, and copied back on another, so both directions of the bus and
+the kernel work at once:
 
-* a load waits until its buffer has been stored (``freed``), and until an earlier step has stored the parameter;
+* a load waits until its buffer has been stored (``freed``), and until an earlier step has stored
+  the parameter;
 * the kernel waits for the load (``loaded``), a store for the kernel (``updated``);
-* the last stores run into the next forward. Only :func:`wait` waits for them: code that reads states on the host calls
-  it first, as ``CoatAdamW.state`` does. A state dict shares memory with states, so once one was made each step waits
-  for its stores.
+* the last stores run into the next forward. Only :func:`wait` waits for them: code that reads
+  states on the host calls it first, as ``CoatAdamW.state`` does. A state dict shares memory with
+  states, so once one was made each step waits for its stores.
 
-Chunks begin at multiples of 16 groups, where all addresses are aligned, and know the number of their first group
-(``base_row``), so every bit is that of a state on the GPU.
+Chunks begin at multiples of 16 groups, where all addresses are aligned, and know the number of
+their first group (``base_row``), so every bit is that of a state on the GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from .sharded import local
 __all__ = ["on_host", "release", "stream_steps", "to_home", "to_host", "wait"]
 
 CHUNK = 1 << 25
-"""Elements that travel at a time: 136 MB with remainders. On an H100 half of it needs 18 % of the step on the host."""
+"""Elements that travel at a time: 136 MB with remainders. On an H100 half of it needs 18 % of
+the step on the host.
+"""
 BUFFERS = 3
 DEVICES = ("cuda",)
 """Types of devices whose parameters can have states elsewhere; tests add the CPU."""
@@ -40,7 +44,11 @@ _PORTABLE = 1
 
 def on_host(param: torch.Tensor, group: Mapping[str, Any]) -> bool:
     """Whether codes and remainders of a parameter are kept in host memory."""
-    wanted = group.get("state_device") == "cpu" and group["moments"] == "fp8" and not group.get("capturable")
+    wanted = (
+        group.get("state_device") == "cpu"
+        and group["moments"] == "fp8"
+        and not group.get("capturable")
+    )
     return wanted and param.device.type in DEVICES and local(param).numel() > 0
 
 
@@ -58,8 +66,10 @@ class _Block(mmap.mmap):
         code = int(runtime.cudaHostRegister(address, len(self), _PORTABLE))
         if code:
             raise RuntimeError(
-                f"CoatAdamW state_device: got 'cpu', and {len(self) / 2**30:.2f} GiB of host memory for a parameter's "
-                f"state cannot be pinned (CUDA error {code}), accepted: 'parameter', or more free host memory and a "
+                f"CoatAdamW state_device: got 'cpu', and {len(self) / 2**30:.2f} GiB of host "
+                "memory for a parameter's "
+                f"state cannot be pinned (CUDA error {code}), accepted: 'parameter', or more free "
+                "host memory and a "
                 "higher `ulimit -l`"
             )
         self.pinned = address
@@ -77,29 +87,42 @@ class _Block(mmap.mmap):
 
 
 def to_host(tensors: Mapping[str, torch.Tensor], pin: bool) -> dict[str, torch.Tensor]:
-    """Copies in one block of host memory; of tensors on "meta" zeros. Each has a storage of its own."""
+    """Copies in one block of host memory; of tensors on "meta" zeros. Each has a storage of its
+    own.
+    """
     sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors.values()]
     block = _Block(-1, sum(sizes))
     if pin:
         block.pin(torch.frombuffer(block, dtype=torch.uint8).data_ptr())
     result = {}
-    for (key, t), start in zip(tensors.items(), itertools.accumulate(sizes, initial=0), strict=False):
-        result[key] = torch.frombuffer(block, dtype=t.dtype, count=t.numel(), offset=start).view(t.shape)
+    for (key, t), start in zip(
+        tensors.items(), itertools.accumulate(sizes, initial=0), strict=False
+    ):
+        result[key] = torch.frombuffer(block, dtype=t.dtype, count=t.numel(), offset=start).view(
+            t.shape
+        )
         if not t.is_meta:
             result[key].copy_(t)
     return result
 
 
 def to_home(state: dict[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Move tensors of a state that lie elsewhere, as after somebody's ``.to(...)``, to where the group keeps them."""
+    """Move tensors of a state that lie elsewhere, as after somebody's ``.to(...)``, to where the
+    group keeps them.
+    """
     tensors = {key: t for key, t in state.items() if isinstance(t, torch.Tensor) and not t.is_meta}
     if on_host(param, group):
-        if not all(t.device.type == "cpu" and (t.is_pinned() or not param.is_cuda) for t in tensors.values()):
+        if not all(
+            t.device.type == "cpu" and (t.is_pinned() or not param.is_cuda)
+            for t in tensors.values()
+        ):
             wait()
             state.update(to_host(tensors, param.is_cuda))
     else:
         wait()  # the group's place may have changed since the last step
-        state.update({key: t.to(param.device) for key, t in tensors.items() if t.device != param.device})
+        state.update(
+            {key: t.to(param.device) for key, t in tensors.items() if t.device != param.device}
+        )
 
 
 class _Buffer:
@@ -130,17 +153,23 @@ class _Lanes:
         self.last: Any = None
 
     def _provide(self, nbytes: int) -> None:
-        """Have buffers of this size. Their memory may come from work of the current stream that is not done yet."""
+        """Have buffers of this size. Their memory may come from work of the current stream that
+        is not done yet.
+        """
         if self.buffers and len(self.buffers[0].memory) >= nbytes:
             return
-        memories = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
+        memories = [
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)
+        ]
         self.load.wait_stream(self.api.current_stream(self.device))
         for memory in memories if self.device.type == "cuda" else ():
             memory.record_stream(self.load)
             memory.record_stream(self.store)
         self.buffers = [_Buffer(memory, self.api.Event) for memory in memories]
 
-    def step(self, one: AdamWTensors, codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep) -> None:
+    def step(
+        self, one: AdamWTensors, codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
+    ) -> None:
         size, groups = codec_m.group_size, len(one.first_moment.a)
         rows, n = CHUNK // size, one.param.numel()
         param, grad = one.param.view(-1), one.grad.view(-1)
@@ -153,7 +182,9 @@ class _Lanes:
         self.load.wait_event(done)
         for first in range(0, groups, rows):
             inside = slice(first * size, min((first + rows) * size, n))
-            far = [t[first : first + rows] for t in host] + ([] if one.low is None else [one.low[inside]])
+            far = [t[first : first + rows] for t in host] + (
+                [] if one.low is None else [one.low[inside]]
+            )
             buffer = self.buffers[self.turn]
             self.turn = (self.turn + 1) % BUFFERS
             near = buffer.like(far)

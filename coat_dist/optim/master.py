@@ -15,7 +15,8 @@ __all__ = ["export_master", "read_master", "set_master", "write_master"]
 
 
 def export_master(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
-    """The master weight of one parameter: a new fp32 tensor of its shape; of a DTensor, one distributed as it is.
+    """The master weight of one parameter: a new fp32 tensor of its shape; of a DTensor, one
+    distributed as it is.
 
     Args:
         param: the parameter.
@@ -27,23 +28,30 @@ def export_master(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor
 
 @torch.no_grad()
 def set_master(optimizer: Any, param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace a parameter and, with ``master_weights="bf16_remainder"``, what it lacks to be ``value`` exactly.
+    """Replace a parameter and, with ``master_weights="bf16_remainder"``, what it lacks to be
+    ``value`` exactly.
 
     Args:
         optimizer: a :class:`CoatAdamW`.
         param: one of its parameters; under ZeRO use DeepSpeed's ``safe_set_full_fp32_param``.
-        value: floating point, of the parameter's number of elements; of a DTensor, a DTensor distributed as it is.
+        value: floating point, of the parameter's number of elements; of a DTensor, a DTensor
+            distributed as it is.
 
     Raises:
-        ValueError: the parameter is not the optimizer's, or the sizes differ. Nothing has been changed then.
+        ValueError: the parameter is not the optimizer's, or the sizes differ. Nothing has been
+            changed then.
     """
     group = next((g for g in optimizer.param_groups if any(p is param for p in g["params"])), None)
     if group is None:
-        raise ValueError(f"param: got a tensor of shape {list(param.shape)}, accepted: a parameter of the optimizer")
+        raise ValueError(
+            f"param: got a tensor of shape {list(param.shape)}, accepted: a parameter of the "
+            "optimizer"
+        )
     mine, new = local(param), local(value).detach()
     if mine.numel() != new.numel() or not new.is_floating_point():
         raise ValueError(
-            f"value: got {new.dtype} of {new.numel()} elements, accepted: floating point, {mine.numel()} elements"
+            f"value: got {new.dtype} of {new.numel()} elements, accepted: floating point, "
+            f"{mine.numel()} elements"
         )
     states = optimizer.coded_state
     state = ensure_state(states, param, group) if has_remainder(group) else states[param]
@@ -53,16 +61,29 @@ def set_master(optimizer: Any, param: torch.Tensor, value: torch.Tensor) -> None
         mine.copy_(flat.view(mine.shape))
 
 
-def read_master(flat: torch.Tensor, state: Mapping[str, Any], start: int, numel: int) -> torch.Tensor:
+def read_master(
+    flat: torch.Tensor, state: Mapping[str, Any], start: int, numel: int
+) -> torch.Tensor:
     """Master weights ``start`` to ``start + numel`` of a flat parameter: a new fp32 tensor."""
     part = flat.detach()[start : start + numel]
     low = remainder(state, start + numel)
-    return part.to(torch.float32, copy=True) if low is None else join(part, low[start:].to(part.device))
+    return (
+        part.to(torch.float32, copy=True)
+        if low is None
+        else join(part, low[start:].to(part.device))
+    )
 
 
-def write_master(flat: torch.Tensor, state: Mapping[str, Any], start: int, values: torch.Tensor) -> None:
-    """Replace the master weights of a flat parameter from ``start`` on by ``values``, flat, on any device."""
-    part, low = flat.detach()[start : start + values.numel()], remainder(state, start + values.numel())
+def write_master(
+    flat: torch.Tensor, state: Mapping[str, Any], start: int, values: torch.Tensor
+) -> None:
+    """Replace the master weights of a flat parameter from ``start`` on by ``values``, flat, on
+    any device.
+    """
+    part, low = (
+        flat.detach()[start : start + values.numel()],
+        remainder(state, start + values.numel()),
+    )
     if low is None:
         part.copy_(values)
         return

@@ -36,10 +36,13 @@ __all__ = [
 ]
 
 _written: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""First moments that :func:`write_moment` was given since the last step, fp32 on the CPU: {codes: {start: values}}.
+"""First moments that :func:`write_moment` was given since the last step, fp32 on the CPU: {codes:
+{start: values}}.
 
-A normalized first moment is stored as its ratio to the root of the second one. Over a second moment that is about to be
-replaced this ratio may span more than codes do, so the codes alone would not give back what was written."""
+A normalized first moment is stored as its ratio to the root of the second one. Over a second moment
+that is about to be replaced this ratio may span more than codes do, so the codes alone would not
+give back what was written.
+"""
 
 
 def forget_written() -> None:
@@ -59,8 +62,8 @@ def export_moments(
         group: its group, or any mapping with the group's storage options.
 
     Returns:
-        ``exp_avg`` and ``exp_avg_sq``, on the state's device, decoded on the parameter's; of a DTensor, DTensors
-        distributed as it is.
+        ``exp_avg`` and ``exp_avg_sq``, on the state's device, decoded on the parameter's; of a
+        DTensor, DTensors distributed as it is.
 
     Raises:
         ValueError: the state does not fit the parameter or the group.
@@ -88,30 +91,36 @@ def import_moments(
     step: int,
     master: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The state that stores the given moments as ``group`` says, rounded to nearest, where the group keeps states.
+    """The state that stores the given moments as ``group`` says, rounded to nearest, where the
+    group keeps states.
 
     To be assigned to ``optimizer.state[param]`` before the next step.
 
     Args:
         param, group: the parameter and its group.
-        exp_avg, exp_avg_sq: moments, of the parameter's number of elements; floating point. Of a DTensor, DTensors
-            distributed as it is.
+        exp_avg, exp_avg_sq: moments, of the parameter's number of elements; floating point. Of a
+            DTensor, DTensors distributed as it is.
         step: steps taken so far.
-        master: with ``master_weights="bf16_remainder"``, the fp32 master weight, whose lower half goes into the state;
-            the upper half is the parameter, which is not changed. None: the parameter itself.
+        master: with ``master_weights="bf16_remainder"``, the fp32 master weight, whose lower half
+            goes into the state; the upper half is the parameter, which is not changed. None: the
+            parameter itself.
 
     Raises:
-        ValueError: the sizes differ, ``exp_avg_sq`` has negative elements, or ``master`` is given without a place for
-            it.
+        ValueError: the sizes differ, ``exp_avg_sq`` has negative elements, or ``master`` is given
+            without a place for it.
     """
     if master is not None and not has_remainder(group):
-        raise ValueError("import_moments master: got a tensor, accepted: None, or master_weights='bf16_remainder'")
+        raise ValueError(
+            "import_moments master: got a tensor, accepted: None, or "
+            "master_weights='bf16_remainder'"
+        )
     for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
         if value is None:
             continue
         if value.numel() != param.numel() or not value.is_floating_point():
             raise ValueError(
-                f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating point, "
+                f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating "
+                "point, "
                 f"{param.numel()} elements"
             )
     if local(exp_avg_sq).numel() and local(exp_avg_sq).min() < 0:
@@ -122,7 +131,8 @@ def import_moments(
         remainder(low, lower.numel()).copy_(lower)  # type: ignore[union-attr]
     if group["moments"] == "fp32":
         first, second = (
-            x.detach().to(param.device, torch.float32, copy=True).reshape(param.shape) for x in (exp_avg, exp_avg_sq)
+            x.detach().to(param.device, torch.float32, copy=True).reshape(param.shape)
+            for x in (exp_avg, exp_avg_sq)
         )
         return {"step": step, "exp_avg": first, "exp_avg_sq": second, **low}
     first, second = (local(x.detach()).to(param.device) for x in (exp_avg, exp_avg_sq))
@@ -131,11 +141,13 @@ def import_moments(
     return state
 
 
-def encode_moments(group: Mapping[str, Any], exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[Moment, Moment]:
+def encode_moments(
+    group: Mapping[str, Any], exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+) -> tuple[Moment, Moment]:
     """Both moments of whole groups as codes, rounded to nearest.
 
-    A normalized first moment is divided by the root of what the second one's codes mean, so that its own error is all
-    that it has.
+    A normalized first moment is divided by the root of what the second one's codes mean, so that
+    its own error is all that it has.
     """
     second = encode(exp_avg_sq, codecs(group).second)
     return _encode_first(group, exp_avg, second), second
@@ -148,18 +160,23 @@ def _encode_first(group: Mapping[str, Any], exp_avg: torch.Tensor, second: Momen
     return encode(exp_avg, codec_m, second=over)
 
 
-def _decode_moments(group: Mapping[str, Any], first: Moment, second: Moment) -> tuple[torch.Tensor, torch.Tensor]:
+def _decode_moments(
+    group: Mapping[str, Any], first: Moment, second: Moment
+) -> tuple[torch.Tensor, torch.Tensor]:
     """All elements of groups, the filling of the last one included, flat, fp32."""
     codec_m, codec_v = codecs(group)
     v = decode(second, codec_v)
     return decode(first, codec_m, second=v if codec_m.over_root else None), v
 
 
-def regroup(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state whose groups are made of a shard's elements, from the code, amax and spacing of each element.
+def regroup(
+    state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state whose groups are made of a shard's elements, from the code, amax and spacing of
+    each element.
 
-    A group whose elements have one amax and one spacing keeps its bytes. In others, as after a change of the sharding,
-    both moments are decoded and encoded again, rounded to nearest.
+    A group whose elements have one amax and one spacing keeps its bytes. In others, as after a
+    change of the sharding, both moments are decoded and encoded again, rounded to nearest.
     """
     n, size = state[CODE_KEYS[0]].numel(), group["group_size"]
     filling = -n % size
@@ -170,9 +187,12 @@ def regroup(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, A
             parts[key] = torch.cat([flat, flat.new_zeros(filling)]).view(-1, size)
         else:
             parts[key] = torch.cat([flat, flat[-1:].expand(filling)]).view(-1, size)
-            bits = parts[key].view(torch.int16) if flat.is_floating_point() else parts[key]  # an amax may be NaN
+            # An amax may be NaN.
+            bits = parts[key].view(torch.int16) if flat.is_floating_point() else parts[key]
             same &= (bits == bits[:, :1]).all(1)
-    result = {key: part if key.endswith("_q") else part[:, 0].clone() for key, part in parts.items()}
+    result = {
+        key: part if key.endswith("_q") else part[:, 0].clone() for key, part in parts.items()
+    }
     if not same.all():
         device = param.device if param.is_cuda else same.device
         each = [parts[key][~same].reshape(-1).to(device) for key in CODE_KEYS]
@@ -184,9 +204,15 @@ def regroup(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, A
 
 
 def read_moment(
-    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, numel: int, device: Any = None
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    which: WhichMoment,
+    start: int,
+    numel: int,
+    device: Any = None,
 ) -> torch.Tensor:
-    """Elements ``start`` to ``start + numel`` of a moment: a new flat fp32 tensor, on the state's device or ``device``.
+    """Elements ``start`` to ``start + numel`` of a moment: a new flat fp32 tensor, on the state's
+    device or ``device``.
 
     Decodes no more than the groups that hold them.
     """
@@ -198,13 +224,19 @@ def read_moment(
 
 
 def write_moment(
-    state: Mapping[str, Any], group: Mapping[str, Any], which: WhichMoment, start: int, values: torch.Tensor
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    which: WhichMoment,
+    start: int,
+    values: torch.Tensor,
 ) -> None:
-    """Replace elements from ``start`` on by ``values``, flat, rounded to nearest, on the device of ``values``.
+    """Replace elements from ``start`` on by ``values``, flat, rounded to nearest, on the device of
+    ``values``.
 
-    Elements that share a group with them are decoded and encoded again; no others change. Where first moments are
-    normalized, those of the groups are encoded again with the second ones: from what was written since the last step,
-    if anything was, so that either moment may be written first.
+    Elements that share a group with them are decoded and encoded again; no others change. Where
+    first moments are normalized, those of the groups are encoded again with the second ones: from
+    what was written since the last step, if anything was, so that either moment may be written
+    first.
     """
     if group["moments"] == "fp32":
         state[FP32_KEYS[which]].view(-1)[start : start + values.numel()].copy_(values)
@@ -221,7 +253,9 @@ def write_moment(
         for at, x in written.items():
             low, high = max(at, first), min(at + x.numel(), first + decoded[0].numel())
             if low < high:
-                decoded[0][low - first : high - first] = x[low - at : high - at].to(decoded[0].device)
+                decoded[0][low - first : high - first] = x[low - at : high - at].to(
+                    decoded[0].device
+                )
     decoded[MOMENTS.index(which)][start - first : start - first + values.numel()] = values
     if which == "second":
         v = encode(decoded[1], codec_v)
@@ -233,7 +267,9 @@ def write_moment(
 def _rows(
     state: Mapping[str, Any], group: Mapping[str, Any], start: int, numel: int
 ) -> tuple[tuple[Moment, Moment], int]:
-    """Views of both moments of the groups that hold these elements, and the index of their first element."""
+    """Views of both moments of the groups that hold these elements, and the index of their first
+    element.
+    """
     size = group["group_size"]
     first, last = start // size, -(-(start + numel) // size)
     m, v = (Moment(*(tensor[first:last] for tensor in moment(state, which))) for which in MOMENTS)
@@ -241,6 +277,8 @@ def _rows(
 
 
 def _on(device: torch.device, moments: tuple[Moment, Moment]) -> tuple[Moment, Moment]:
-    """Both moments on a device where they are decoded as a step there would: a CPU's rounding differs from a GPU's."""
+    """Both moments on a device where they are decoded as a step there would: a CPU's rounding
+    differs from a GPU's.
+    """
     first, second = (Moment(*(t.to(device) for t in one)) for one in moments)
     return first, second

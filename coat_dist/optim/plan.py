@@ -1,12 +1,15 @@
-"""What a step takes over from the last one: that its tensors fit one another, and what kernels keep of them.
+"""What a step takes over from the last one: that its tensors fit one another, and what kernels keep
+of them.
 
-To check and gather the tensors of one parameter takes some 10 us of Python. A model of hundreds of small tensors would
-wait for that, as their kernel takes less. So what a step finds of a parameter group is compared, as lists of numbers
-and by functions written in C (``map``), with what was found in a step that checked everything: which tensors there are,
-where they lie and how large they are. Where only gradients lie elsewhere, the checks hold, and columns of tensors go to
-the kernel as they are; everything else takes the long way.
+To check and gather the tensors of one parameter takes some 10 us of Python. A model of hundreds of
+small tensors would wait for that, as their kernel takes less. So what a step finds of a parameter
+group is compared, as lists of numbers and by functions written in C (``map``), with what was found
+in a step that checked everything: which tensors there are, where they lie and how large they are.
+Where only gradients lie elsewhere, the checks hold, and columns of tensors go to the kernel as they
+are; everything else takes the long way.
 
-A plan holds numbers and no tensors, so that it keeps no state in memory that somebody moved or replaced.
+A plan holds numbers and no tensors, so that it keeps no state in memory that somebody moved or
+replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from .state import CODE_KEYS, FP32_KEYS, has_remainder, stochastic
 __all__ = ["Columns", "Found", "Plan", "Plans"]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""Exactly: of other subclasses, DTensor among them, addresses and sizes may not be what they seem."""
+"""Exactly: of other subclasses, DTensor among them, addresses and sizes may not be what they
+seem.
+"""
 _shape, _dtype, _bytes = map(attrgetter, ("shape", "dtype", "nbytes"))
 _address, _device = torch.Tensor.data_ptr, torch.Tensor.get_device
 _is_contiguous = torch.Tensor.is_contiguous
@@ -37,7 +42,8 @@ _options = itemgetter("moments", "group_size", "capturable", "state_device")
 
 
 class Columns:
-    """The tensors of a step over those parameters of a group that have a gradient, column by column.
+    """The tensors of a step over those parameters of a group that have a gradient, column by
+    column.
 
     Parameters and gradients are contiguous.
     """
@@ -51,7 +57,9 @@ class Columns:
         copies: Mapping[torch.Tensor, torch.Tensor],
         grad_factor: torch.Tensor | None,
     ) -> None:
-        """Raises TypeError, KeyError, AttributeError or RuntimeError where some of this is not there."""
+        """Raises TypeError, KeyError, AttributeError or RuntimeError where some of this is not
+        there.
+        """
         self.params, self.grads = params, grads
         self.states: list[Any] = list(map(states.get, params))
         self.moments = list(chain.from_iterable(map(_moments[group["moments"]], self.states)))
@@ -59,12 +67,17 @@ class Columns:
         self.copies = [copies[p] for p in params] if copies else None
         self.counts = list(map(_step, self.states))
         counted = self.counts if group["capturable"] else ()
-        self.seeds = list(map(_seed, self.states)) if group["moments"] == "fp8" and any(stochastic(group)) else None
+        self.seeds = (
+            list(map(_seed, self.states))
+            if group["moments"] == "fp8" and any(stochastic(group))
+            else None
+        )
         self.held = [*self.moments, *(self.lows or ()), *(self.copies or ()), *counted]
         placed = [*params, *self.held]
         self.addresses = list(map(_address, grads))
-        # With equal addresses and sizes in bytes, memory is what it was, on the device where it was: nothing is written
-        # beyond. Types and shapes of what steps read and write are apart, as memory may have been freed and used again.
+        # With equal addresses and sizes in bytes, memory is what it was, on the device where it
+        # was: nothing is written beyond. Types and shapes of what steps read and write are apart,
+        # as memory may have been freed and used again.
         seen = [*params, *(self.copies or ()), *grads]
         self.facts = (
             _options(group),
@@ -92,11 +105,15 @@ class Plan:
         together: dict[tuple[int, torch.device], list[int]] = {}
         for i, p in enumerate(columns.params):
             together.setdefault((0 if capturable else columns.counts[i], p.device), []).append(i)
-        self._together: list[tuple[list[int], torch.device, dict]] = [(x, key[1], {}) for key, x in together.items()]
+        self._together: list[tuple[list[int], torch.device, dict]] = [
+            (x, key[1], {}) for key, x in together.items()
+        ]
 
     @classmethod
     def of(cls, columns: Columns, capturable: bool) -> Plan | None:
-        """A plan for the steps after this one; None where they have to look at every tensor again."""
+        """A plan for the steps after this one; None where they have to look at every tensor
+        again.
+        """
         once = len(set(map(id, columns.params))) == len(columns.params)
         return cls(columns, capturable) if _plain(columns.held) and once else None
 
@@ -104,12 +121,16 @@ class Plan:
         """Whether what was checked holds of these tensors, too."""
         if self._facts != columns.facts:
             return False
-        return self._capturable or (self._ages == columns.counts and set(map(type, columns.counts)) == {int})
+        return self._capturable or (
+            self._ages == columns.counts and set(map(type, columns.counts)) == {int}
+        )
 
     def batches(self, columns: Columns) -> Iterator[tuple[int, torch.device, Batch]]:
-        """Count the step, and give what is stepped together: the step's number, the device and the tensors.
+        """Count the step, and give what is stepped together: the step's number, the device and the
+        tensors.
 
-        ``columns`` are those that fit. With ``capturable`` the number is 1 and the counts are on the device.
+        ``columns`` are those that fit. With ``capturable`` the number is 1 and the counts are on
+        the device.
         """
         if self._capturable:
             torch._foreach_add_(columns.counts, 1)
@@ -125,13 +146,22 @@ class Plan:
     def _batch(self, columns: Columns, positions: list[int], kept: dict) -> Batch:
         counts = columns.counts if self._capturable else None
         names = "params", "grads", "moments", "seeds", "lows", "copies", "counts", "addresses"
-        values: tuple = (columns.params, columns.grads, columns.moments, self._seeds, columns.lows, columns.copies)
+        values: tuple = (
+            columns.params,
+            columns.grads,
+            columns.moments,
+            self._seeds,
+            columns.lows,
+            columns.copies,
+        )
         values = (*values, counts, columns.addresses)
         if len(positions) < len(columns.params):
             wide = len(columns.moments) // len(columns.params)
             of_moments = [wide * i + j for i in positions for j in range(wide)]
             values = tuple(
-                None if x is None else [x[i] for i in (of_moments if x is columns.moments else positions)]
+                None
+                if x is None
+                else [x[i] for i in (of_moments if x is columns.moments else positions)]
                 for x in values
             )
         return Batch(**dict(zip(names, values, strict=True)), kept=kept)
@@ -139,7 +169,9 @@ class Plan:
 
 @dataclass
 class Found:
-    """What a step finds of a group: parameters with a gradient, their gradients, and a plan if one holds of them."""
+    """What a step finds of a group: parameters with a gradient, their gradients, and a plan if
+    one holds of them.
+    """
 
     key: tuple[int, int, int]
     params: list[torch.Tensor]
@@ -149,19 +181,24 @@ class Found:
 
 
 class Plans:
-    """The plans of an optimizer. A group may have several: ZeRO-3 steps its sub-groups one by one, each as the group's
-    only parameter."""
+    """The plans of an optimizer. A group may have several: ZeRO-3 steps its sub-groups one by one,
+    each as the group's only parameter.
+    """
 
     LIMIT = 1 << 16
-    """Parameters in all plans together, each of which takes up to a kilobyte. Where other parameters have a gradient in
-    each step there would be no end of plans; thousands of groups of one parameter should find theirs."""
+    """Parameters in all plans together, each of which takes up to a kilobyte. Where other
+    parameters have a gradient in each step there would be no end of plans; thousands of groups of
+    one parameter should find theirs.
+    """
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._held = 0
 
     def find(self, i: int, group: Mapping[str, Any], *rest: Any) -> Found:
-        """For group number ``i``; ``rest`` as :class:`Columns` takes it: states, copies, gradient factor."""
+        """For group number ``i``; ``rest`` as :class:`Columns` takes it: states, copies,
+        gradient factor.
+        """
         params: list[torch.Tensor] = group["params"]
         grads: list[Any] = [p.grad for p in params]
         if not all(map(is_not, grads, repeat(None))):
@@ -194,7 +231,8 @@ def _columns(found: Found, group: Mapping[str, Any], *rest: Any) -> Columns | No
     try:
         if _plain(found.params) and _plain(found.grads):
             return Columns(group, found.params, found.grads, *rest)
-    except (TypeError, KeyError, AttributeError, RuntimeError):  # a tensor or a number that is not there
+    # A tensor or a number that is not there.
+    except (TypeError, KeyError, AttributeError, RuntimeError):
         pass
     return None
 

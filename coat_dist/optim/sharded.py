@@ -1,21 +1,23 @@
 """Parameters that are DTensors: FSDP2 shards, tensor parallelism, and both together.
 
-A step works on the local tensor, and FP8 state is a plain tensor of the local shard: groups of 128 never cross ranks,
-so no step communicates. Only a state dict is global, because ``torch.distributed.checkpoint`` takes a plain tensor that
-several ranks hold under one name for copies of each other and writes one of them.
+A step works on the local tensor, and FP8 state is a plain tensor of the local shard: groups of 128
+never cross ranks, so no step communicates. Only a state dict is global, because
+``torch.distributed.checkpoint`` takes a plain tensor that several ranks hold under one name for
+copies of each other and writes one of them.
 
-The shapes of the global tensors depend on the parameter alone, and they are sharded as the parameter, so a checkpoint
-loads on any number of ranks and on any mesh:
+The shapes of the global tensors depend on the parameter alone, and they are sharded as the
+parameter, so a checkpoint loads on any number of ranks and on any mesh:
 
-* Where the last dimensions hold whole groups and no shard cuts one, as of most weights, a tensor ``[groups, ...]``
-  becomes ``[rows, groups of a row, ...]``, which shares the state's memory. It loads to the byte.
-* Elsewhere each element has its own code, amax and spacing: ``[*shape, 1]`` and ``[*shape]``, 8 bytes instead of 2. On
-  the same shards it loads to the byte. Other shards have other groups, whose moments are encoded anew
-  (``moments.regroup``).
+* Where the last dimensions hold whole groups and no shard cuts one, as of most weights, a tensor
+  ``[groups, ...]`` becomes ``[rows, groups of a row, ...]``, which shares the state's memory. It
+  loads to the byte.
+* Elsewhere each element has its own code, amax and spacing: ``[*shape, 1]`` and ``[*shape]``, 8
+  bytes instead of 2. On the same shards it loads to the byte. Other shards have other groups, whose
+  moments are encoded anew (``moments.regroup``).
 * Remainders belong to no group: ``coat_p_low`` becomes two bytes an element, ``[*shape, 2]``.
 
-Only where shards of another mesh cut whole groups, as of a row of 256 in four columns, the shapes differ, and loading
-is refused; :func:`coat_dist.optim.fp32_state_dict` reshards these, too.
+Only where shards of another mesh cut whole groups, as of a row of 256 in four columns, the shapes
+differ, and loading is refused; :func:`coat_dist.optim.fp32_state_dict` reshards these, too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["cuts_groups", "from_global", "is_dtensor", "like", "local", "local_grad", "refusal", "to_global"]
+__all__ = [
+    "cuts_groups",
+    "from_global",
+    "is_dtensor",
+    "like",
+    "local",
+    "local_grad",
+    "refusal",
+    "to_global",
+]
 
 LOW = "coat_p_low"
 """The key of remainders."""
@@ -35,7 +46,8 @@ LOW = "coat_p_low"
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is distributed over ranks by torch."""
-    module = sys.modules.get("torch.distributed.tensor")  # importing it takes 0.8 s; who has a DTensor has done so
+    # Importing it takes 0.8 s; who has a DTensor has done so.
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
@@ -45,7 +57,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``local(param)``. Communicates only where autograd left another placement (partial sums)."""
+    """The gradient of ``local(param)``. Communicates only where autograd left another placement
+    (partial sums).
+    """
     if is_dtensor(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
     return local(grad)
@@ -56,10 +70,13 @@ def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return _distribute(value, param, param.shape, param.stride()) if is_dtensor(param) else value
 
 
-def _distribute(value: torch.Tensor, param: torch.Tensor, shape: Any, stride: tuple[int, ...]) -> torch.Tensor:
+def _distribute(
+    value: torch.Tensor, param: torch.Tensor, shape: Any, stride: tuple[int, ...]
+) -> torch.Tensor:
     """A DTensor of these parts, sharded as a parameter, in the order of its shards.
 
-    ``DTensor.from_local`` would copy states in host memory to the GPU, and know the default order of shards only.
+    ``DTensor.from_local`` would copy states in host memory to the GPU, and know the default order
+    of shards only.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -70,19 +87,25 @@ def _distribute(value: torch.Tensor, param: torch.Tensor, shape: Any, stride: tu
 
 
 def refusal(param: torch.Tensor) -> str | None:
-    """What a parameter is that is distributed in a way not supported, and what is accepted; else None."""
+    """What a parameter is that is distributed in a way not supported, and what is accepted; else
+    None.
+    """
     if is_dtensor(param) and any(p.is_partial() for p in param.placements):  # type: ignore[attr-defined]
         return f"a DTensor with placements {tuple(param.placements)}, accepted: shards and replicas"  # type: ignore[attr-defined]
     if getattr(param, "_fsdp_flattened", False):  # also where it is one of use_orig_params
         return (
-            "a parameter of FullyShardedDataParallel (FSDP1), whose optim_state_dict knows tensors of the parameter's "
-            "shape only, accepted: FSDP2 (torch.distributed.fsdp.fully_shard) or DistributedDataParallel"
+            "a parameter of FullyShardedDataParallel (FSDP1), whose optim_state_dict knows tensors "
+            "of the parameter's "
+            "shape only, accepted: FSDP2 (torch.distributed.fsdp.fully_shard) or "
+            "DistributedDataParallel"
         )
     return None
 
 
 def _rows(param: torch.Tensor, size: int) -> int | None:
-    """How many leading dimensions make the rows that consist of whole groups; None where shards cut groups."""
+    """How many leading dimensions make the rows that consist of whole groups; None where shards
+    cut groups.
+    """
     shape, cuts = param.shape, [1] * param.dim()
     if is_dtensor(param):
         for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):  # type: ignore[attr-defined]
@@ -98,11 +121,17 @@ def _rows(param: torch.Tensor, size: int) -> int | None:
 
 def cuts_groups(param: torch.Tensor, group: Mapping[str, Any]) -> bool:
     """Whether a state dict has to hold an amax and a spacing for each element of a DTensor."""
-    return is_dtensor(param) and group["moments"] == "fp8" and _rows(param, group["group_size"]) is None
+    return (
+        is_dtensor(param)
+        and group["moments"] == "fp8"
+        and _rows(param, group["group_size"]) is None
+    )
 
 
 def _shape(key: str, shape: torch.Size, rows: int | None, size: int) -> list[int]:
-    """The shape that a ``coat_`` tensor has in a state dict, of a whole parameter or of a shard of this shape."""
+    """The shape that a ``coat_`` tensor has in a state dict, of a whole parameter or of a shard
+    of this shape.
+    """
     if key == LOW:
         return [*shape, 2]
     if rows is None:
@@ -110,7 +139,9 @@ def _shape(key: str, shape: torch.Size, rows: int | None, size: int) -> list[int
     return [*shape[:rows], shape[rows:].numel() // size, *([size] if key.endswith("_q") else [])]
 
 
-def to_global(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+def to_global(
+    state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]
+) -> dict[str, Any]:
     """The state of a DTensor parameter as a checkpoint holds it."""
     mine, size = local(param), group["group_size"]
     rows = _rows(param, size)
@@ -120,8 +151,11 @@ def to_global(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str,
             continue
         if key == LOW:
             value = value.reshape(-1)[: 2 * mine.numel()]
-        elif rows is None:  # copies: a load that is refused must not leave new codes beside old amaxes
-            each = value.clone().reshape(-1) if key.endswith("_q") else value.repeat_interleave(size)
+        # Copies: a load that is refused must not leave new codes beside old amaxes.
+        elif rows is None:
+            each = (
+                value.clone().reshape(-1) if key.endswith("_q") else value.repeat_interleave(size)
+            )
             value = each[: mine.numel()]
         shape = _shape(key, param.shape, rows, size)
         part = value.view(_shape(key, mine.shape, rows, size))
@@ -132,9 +166,11 @@ def to_global(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str,
 def from_global(
     saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str
 ) -> tuple[dict[str, Any], bool]:
-    """The inverse of :func:`to_global`, and whether the state has an amax and a spacing for each element.
+    """The inverse of :func:`to_global`, and whether the state has an amax and a spacing for each
+    element.
 
-    A parameter that is no DTensor takes its own state, and that of a DTensor from a full state dict.
+    A parameter that is no DTensor takes its own state, and that of a DTensor from a full state
+    dict.
 
     Raises:
         ValueError: names ``what``, the key, and how the state and the parameter are sharded.
@@ -148,16 +184,25 @@ def from_global(
         coded = key.startswith("coat_")
         shape = _shape(key, param.shape, rows, size) if coded else list(param.shape)
         held = _shape(key, mine.shape, rows, size) if coded else list(mine.shape)
-        if distributed is None and not is_dtensor(value) and (list(value.shape) != shape or not coded):
+        if (
+            distributed is None
+            and not is_dtensor(value)
+            and (list(value.shape) != shape or not coded)
+        ):
             continue  # a state of its own
         part = local(value)
-        if _sharding(value) != distributed or list(value.shape) != shape or list(part.shape) != held:
+        if (
+            _sharding(value) != distributed
+            or list(value.shape) != shape
+            or list(part.shape) != held
+        ):
             given, accepted = (
                 f"{list(s)} {'not distributed' if d is None else d[0]}"
                 for s, d in ((value.shape, _sharding(value)), (shape, distributed))
             )
             raise ValueError(
-                f"{what}, {key}: got {given}, accepted: {accepted}, as the parameter is sharded now; save and load "
+                f"{what}, {key}: got {given}, accepted: {accepted}, as the parameter is sharded "
+                "now; save and load "
                 "under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
             )
         if key == LOW:
@@ -165,7 +210,8 @@ def from_global(
             filled[: part.numel()] = part.reshape(-1)
             result[key] = filled.view(groups, 2 * size)
         elif coded and rows is None:
-            each |= key.endswith("_q")  # of one element, amax and spacing have the same shape in either form
+            # Of one element, amax and spacing have the same shape in either form.
+            each |= key.endswith("_q")
             result[key] = part
         elif coded:
             result[key] = part.reshape(groups, *([size] if key.endswith("_q") else []))

@@ -2,29 +2,31 @@
 
 With ``"moments": "fp8"`` (groups = ceil(n / group_size)):
 
-==========================  ===================================  ========================================
-key                         type                                 content
-==========================  ===================================  ========================================
-``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]           codes: of the first, the second moment
-``coat_m_a``, ``coat_v_a``  bfloat16 [groups]                    amax, rounded up
-``coat_m_k``, ``coat_v_k``  uint8 [groups]                       spacing of the codes
-``step``                    int                                  steps taken; with ``capturable`` a float32 scalar
-                                                                 on the parameter's device, as torch has it
-``coat_seed``               int                                  unless stochastic rounding is off
-==========================  ===================================  ========================================
+==========================  ===========================  ==========================================
+key                         type                         content
+==========================  ===========================  ==========================================
+``coat_m_q``, ``coat_v_q``  uint8 [groups, group_size]   codes of the first and second moment
+``coat_m_a``, ``coat_v_a``  bfloat16 [groups]            amax, rounded up
+``coat_m_k``, ``coat_v_k``  uint8 [groups]               spacing of the codes
+``step``                    int                          steps taken; with ``capturable`` a float32
+                                                         scalar on the parameter's device
+``coat_seed``               int                          unless stochastic rounding is off
+==========================  ===========================  ==========================================
 
 With ``"moments": "fp32"``: ``exp_avg``, ``exp_avg_sq`` fp32 of the parameter's shape, ``step``.
 
-With ``"master_weights": "bf16_remainder"`` in either case one tensor more, ``coat_p_low``: int16 [groups, group_size],
-held as uint8 [groups, 2 * group_size] because neither NCCL nor gloo sends int16. It is the 16 bits that a bfloat16
-parameter lacks to be its fp32 master weight (``reference/master.py``); zeros before the first step, when the parameter
-is its own master weight.
+With ``"master_weights": "bf16_remainder"`` in either case one tensor more, ``coat_p_low``: int16
+[groups, group_size], held as uint8 [groups, 2 * group_size] because neither NCCL nor gloo sends
+int16. It is the 16 bits that a bfloat16 parameter lacks to be its fp32 master weight
+(``reference/master.py``); zeros before the first step, when the parameter is its own master weight.
 
-Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and tensors named ``coat_`` are plain;
-``exp_avg`` and ``exp_avg_sq`` are DTensors like the parameter. State dicts hold DTensors only: ``optim/sharded.py``.
+Of a DTensor parameter (FSDP2), n counts the elements of this rank's shard and tensors named
+``coat_`` are plain; ``exp_avg`` and ``exp_avg_sq`` are DTensors like the parameter. State dicts
+hold DTensors only: ``optim/sharded.py``.
 
-Codes and remainders are two-dimensional and under private keys on purpose: DeepSpeed takes any state tensor of the
-parameter's shape for an fp32 moment and would hand out or convert raw codes without a word.
+Codes and remainders are two-dimensional and under private keys on purpose: DeepSpeed takes any
+state tensor of the parameter's shape for an fp32 moment and would hand out or convert raw codes
+without a word.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ __all__ = [
 ]
 
 WhichMoment = Literal["first", "second"]
-"""The one word for each moment: in names, in arguments, in error messages. Keys of a state are the tables below."""
+"""The one word for each moment: in names, in arguments, in error messages. Keys of a state are
+the tables below.
+"""
 MOMENTS: tuple[WhichMoment, WhichMoment] = ("first", "second")
 FP32_KEYS: dict[WhichMoment, str] = {"first": "exp_avg", "second": "exp_avg_sq"}
 """Where a state with fp32 moments has them: torch's keys."""
@@ -79,12 +83,22 @@ _CODE_KEYS: dict[WhichMoment, tuple[str, ...]] = {
 }
 CODE_KEYS = (*_CODE_KEYS["first"], *_CODE_KEYS["second"])
 """What a state with FP8 moments holds of them; of each moment in the order of :class:`Moment`."""
-LAYOUT_KEYS = ("moments", "first_moment", "second_moment", "expand", "normalize", "group_size", "master_weights")
+LAYOUT_KEYS = (
+    "moments",
+    "first_moment",
+    "second_moment",
+    "expand",
+    "normalize",
+    "group_size",
+    "master_weights",
+)
 """Keys of a parameter group that say how its state is stored."""
 GROUP_SIZES = (64, 128, 256)
 EQUALLY_SPACED = ("int8",)
-"""Formats of the first moment that ``"stochastic_rounding": "auto"`` rounds stochastically. Where codes are equally
-spaced, rounding to nearest leaves the first few as they are, and small ratios have these (docs/numerics.md)."""
+"""Formats of the first moment that ``"stochastic_rounding": "auto"`` rounds stochastically. Where
+codes are equally spaced, rounding to nearest leaves the first few as they are, and small ratios
+have these (docs/numerics.md).
+"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSUPPORTED = ("amsgrad", "differentiable")
 
@@ -100,7 +114,9 @@ class Codecs(NamedTuple):
 
 
 @functools.cache
-def _codecs(first: str, second: str, expand: bool, normalize: bool, size: int, keep_grid: bool) -> Codecs:
+def _codecs(
+    first: str, second: str, expand: bool, normalize: bool, size: int, keep_grid: bool
+) -> Codecs:
     return Codecs(
         MomentCodec(first, expand, size, over_root=normalize),
         MomentCodec(second, expand, size, keep_nonzero=True, keep_grid=keep_grid),
@@ -109,7 +125,8 @@ def _codecs(first: str, second: str, expand: bool, normalize: bool, size: int, k
 
 def codecs(group: Mapping[str, Any]) -> Codecs:
     """How a parameter group stores its first and second moment."""
-    # To nearest a grid that stays would keep second moments where they are; one that moves is noise that moves them.
+    # To nearest a grid that stays would keep second moments where they are; one that moves is noise
+    # that moves them.
     keep_grid = group.get("stochastic_rounding") is not False
     formats = group["first_moment"], group["second_moment"], group["expand"]
     return _codecs(*formats, group["normalize"], group["group_size"], keep_grid)
@@ -131,16 +148,24 @@ def has_remainder(group: Mapping[str, Any]) -> bool:
     return group.get("master_weights") == "bf16_remainder"
 
 
-def new_remainder(param: torch.Tensor, group: Mapping[str, Any], device: Any = None) -> dict[str, torch.Tensor]:
+def new_remainder(
+    param: torch.Tensor, group: Mapping[str, Any], device: Any = None
+) -> dict[str, torch.Tensor]:
     """What makes a parameter its own master weight; nothing where states have no remainder."""
     if not has_remainder(group):
         return {}
     n, size = local(param).numel(), group["group_size"]
-    return {"coat_p_low": torch.zeros(-(-n // size), 2 * size, dtype=torch.uint8, device=device or param.device)}
+    return {
+        "coat_p_low": torch.zeros(
+            -(-n // size), 2 * size, dtype=torch.uint8, device=device or param.device
+        )
+    }
 
 
 def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
-    """The lower halves of n master weights: int16 [n], sharing memory with the state; None where it has none."""
+    """The lower halves of n master weights: int16 [n], sharing memory with the state; None where
+    it has none.
+    """
     low = state.get("coat_p_low")
     return None if low is None else low.view(torch.int16).view(-1)[:n]
 
@@ -151,19 +176,26 @@ def pack(first: Moment, second: Moment, step: int | torch.Tensor) -> dict[str, A
 
 
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state before the first step, where it is kept: zero moments, and the parameter as master weight."""
+    """The state before the first step, where it is kept: zero moments, and the parameter as
+    master weight.
+    """
     if reason := refusal(param):  # wrapped by FSDP1 after the optimizer was built
         raise TypeError(f"CoatAdamW params: got {reason}")
     hosted, n = on_host(param, group), local(param).numel()
     device = "meta" if hosted else param.device
     low = new_remainder(param, group, device)
     if group["moments"] == "fp32":
-        zeros = {key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for key in FP32_KEYS.values()}
+        zeros = {
+            key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+            for key in FP32_KEYS.values()
+        }
         return {"step": as_count(0, param, group), **zeros, **low}
     first, second = (codec.zeros(n, device) for codec in codecs(group))
     state = {**pack(first, second, as_count(0, param, group)), **low}
     if hosted:
-        state |= to_host({key: t for key, t in state.items() if key.startswith("coat_")}, param.is_cuda)
+        state |= to_host(
+            {key: t for key, t in state.items() if key.startswith("coat_")}, param.is_cuda
+        )
         for which, codec in zip(MOMENTS, codecs(group), strict=True):
             moment(state, which).k.fill_(codec.k_of_zeros)
     return state
@@ -172,9 +204,13 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
 def state_layout(
     group: Mapping[str, Any], n: int, shape: torch.Size
 ) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    """Key, shape and dtype of every tensor in the state of a parameter of n elements and this shape."""
+    """Key, shape and dtype of every tensor in the state of a parameter of n elements and this
+    shape.
+    """
     fp8 = group["moments"] == "fp8"
-    return _state_layout(fp8, has_remainder(group), group["group_size"], n, () if fp8 else tuple(shape))
+    return _state_layout(
+        fp8, has_remainder(group), group["group_size"], n, () if fp8 else tuple(shape)
+    )
 
 
 @functools.lru_cache(1 << 14)
@@ -183,7 +219,11 @@ def _state_layout(fp8: bool, low: bool, size: int, n: int, shape: tuple[int, ...
     found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
     if fp8:
         for codes, amax, exponents in _CODE_KEYS.values():
-            found += [(codes, (groups, size), byte), (amax, (groups,), bf16), (exponents, (groups,), byte)]
+            found += [
+                (codes, (groups, size), byte),
+                (amax, (groups,), bf16),
+                (exponents, (groups,), byte),
+            ]
     else:
         found += [(key, shape, torch.float32) for key in FP32_KEYS.values()]
     return (*found, *([("coat_p_low", (groups, 2 * size), byte)] if low else []))
@@ -196,7 +236,8 @@ def ensure_state(
     state = states.setdefault(param, {})
     if "step" not in state:  # DeepSpeed may have put an empty dict there
         state.update(new_state(param, group))
-    elif isinstance(state["step"], torch.Tensor) != bool(group.get("capturable")):  # the option was changed
+    # The option was changed.
+    elif isinstance(state["step"], torch.Tensor) != bool(group.get("capturable")):
         state["step"] = as_count(state["step"], param, group)
     return state
 
@@ -217,7 +258,11 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
             raise ValueError(Problem(f"{what}{key}", f"got {group[key]!r}", accepted))
 
     def number(value: Any) -> bool:
-        return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < float("inf")
+        return (
+            isinstance(value, Real)
+            and not isinstance(value, bool)
+            and 0 <= float(value) < float("inf")
+        )
 
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
@@ -229,15 +274,24 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     require(
         "betas",
         "two numbers in [0, 1)",
-        isinstance(betas, tuple | list) and len(betas) == 2 and all(number(b) and b < 1 for b in betas),
+        isinstance(betas, tuple | list)
+        and len(betas) == 2
+        and all(number(b) and b < 1 for b in betas),
     )
     for key in ("eps", "weight_decay"):
         require(key, "a number >= 0", number(group[key]))
     for key in ("maximize", "expand", "normalize", "capturable"):
         require(key, "True or False", isinstance(group[key], bool))
     rounding = group["stochastic_rounding"]
-    require("stochastic_rounding", "True, False or 'auto'", isinstance(rounding, bool) or rounding == "auto")
-    for key, formats in (("first_moment", FIRST_MOMENT_FORMATS), ("second_moment", SECOND_MOMENT_FORMATS)):
+    require(
+        "stochastic_rounding",
+        "True, False or 'auto'",
+        isinstance(rounding, bool) or rounding == "auto",
+    )
+    for key, formats in (
+        ("first_moment", FIRST_MOMENT_FORMATS),
+        ("second_moment", SECOND_MOMENT_FORMATS),
+    ):
         require(key, ", ".join(map(repr, formats)), group[key] in formats)
     for key in ("first_moment", "second_moment"):
         accepted = f"True with {key}={group[key]!r}, whose codes always span a group's range"
@@ -247,9 +301,13 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in masters)
     place = group.get("state_device", "parameter")
     require("state_device", "'parameter' or 'cpu'", place in ("parameter", "cpu"))
-    require("capturable", "False with state_device='cpu'", not (group["capturable"] and place == "cpu"))
+    require(
+        "capturable", "False with state_device='cpu'", not (group["capturable"] and place == "cpu")
+    )
     size = group["group_size"]
-    require("group_size", ", ".join(map(str, GROUP_SIZES)), size in GROUP_SIZES and type(size) is int)
+    require(
+        "group_size", ", ".join(map(str, GROUP_SIZES)), size in GROUP_SIZES and type(size) is int
+    )
     for key in _UNSUPPORTED:
         if group.get(key):
             require(key, "False, this optimizer does not have it", False)
@@ -258,7 +316,8 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
         p = p[1] if isinstance(p, tuple) else p  # torch also takes (name, parameter)
         if isinstance(p, torch.Tensor) and (p.dtype not in DTYPES or p.layout is not torch.strided):
             raise TypeError(
-                f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape {tuple(p.shape)}, "
+                f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape "
+                f"{tuple(p.shape)}, "
                 "accepted: dense float32, bfloat16 or float16"
             )
         if isinstance(p, torch.Tensor) and (reason := refusal(p)):
@@ -268,16 +327,23 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
 
 
 def check_master(param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Raise TypeError where a parameter cannot be the upper half of its master weight, as its group says it is."""
+    """Raise TypeError where a parameter cannot be the upper half of its master weight, as its
+    group says it is.
+    """
     if has_remainder(group) and param.dtype != torch.bfloat16:
         raise TypeError(
-            f"CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter of shape "
-            f"{tuple(param.shape)}, accepted: bfloat16 parameters, or master_weights='parameter'; DeepSpeed hands over "
-            'bfloat16 with "bf16": {"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}'
+            f"CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter of "
+            "shape "
+            f"{tuple(param.shape)}, accepted: bfloat16 parameters, or master_weights='parameter'; "
+            "DeepSpeed hands over "
+            'bfloat16 with "bf16": {"bf16_master_weights_and_grads": true, '
+            '"bf16_optimizer_states": true}'
         )
 
 
-def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str) -> None:
+def check_state(
+    saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any], what: str
+) -> None:
     """Check that a saved state fits a parameter and its group's storage options.
 
     Raises:
@@ -285,25 +351,38 @@ def check_state(saved: Mapping[str, Any], param: torch.Tensor, group: Mapping[st
     """
     expected = new_state(torch.empty(local(param).shape, device="meta"), group)
     if group["moments"] == "fp32":  # of a DTensor's whole shape
-        expected |= new_state(torch.empty(param.shape, device="meta"), {**group, "master_weights": "parameter"})
+        expected |= new_state(
+            torch.empty(param.shape, device="meta"), {**group, "master_weights": "parameter"}
+        )
     found = set(saved) - {"coat_seed"}
     if found != set(expected):
         raise ValueError(
             f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}, "
-            f"master_weights={group.get('master_weights', 'parameter')!r}: {', '.join(sorted(expected))}. Moments of "
-            "another optimizer or setting are converted with coat_dist.optim.export_moments and import_moments; to "
+            f"master_weights={group.get('master_weights', 'parameter')!r}: "
+            f"{', '.join(sorted(expected))}. Moments of "
+            "another optimizer or setting are converted with coat_dist.optim.export_moments and "
+            "import_moments; to "
             "start with empty ones, do not load optimizer states"
         )
     seed = saved.get("coat_seed", 0)
     if type(seed) is not int or seed < 0:
-        raise ValueError(f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, checksum of a name or ordinal")
+        raise ValueError(
+            f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, checksum of a name or ordinal"
+        )
     for key, wanted in expected.items():
         value = saved[key]
         if key == "step":
             if not is_count(value):
                 raise ValueError(f"{what}, {key}: got {value!r}, accepted: a count of steps")
-        elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
-            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
+            wanted.shape,
+            wanted.dtype,
+        ):
+            given = (
+                f"{value.dtype} {list(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise ValueError(
                 f"{what}, {key}: got {given}, accepted: {wanted.dtype} {list(wanted.shape)} "
                 f"for {param.numel()} elements; saved from a parameter of another shape or sharding"

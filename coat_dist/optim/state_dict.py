@@ -1,7 +1,8 @@
-"""State dicts of CoatAdamW: to the byte as a rule, in fp32 where the sharding or the optimizer changes.
+"""State dicts of CoatAdamW: to the byte as a rule, in fp32 where the sharding or the optimizer
+changes.
 
-These are hooks that ``CoatAdamW.state_dict`` and ``load_state_dict`` run innermost, so hooks of the user see plain
-state dicts.
+These are hooks that ``CoatAdamW.state_dict`` and ``load_state_dict`` run innermost, so hooks of the
+user see plain state dicts.
 """
 
 from __future__ import annotations
@@ -26,23 +27,35 @@ __all__ = ["FP32States", "check_and_box", "fp32_state_dict", "gather", "unbox"]
 _MOMENTS = tuple(FP32_KEYS.values())
 _MEANING = ("first_moment", "second_moment", "expand", "normalize")
 """Options that say what codes mean, and that no tensor shows."""
-_TORCH_ONLY = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
-"""Options of torch's AdamW that say how it computes. All else in a saved group, a scheduler's keys too, is taken."""
+_TORCH_ONLY = (
+    "amsgrad",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+)
+"""Options of torch's AdamW that say how it computes. All else in a saved group, a scheduler's
+keys too, is taken.
+"""
 
 
 @contextmanager
 def fp32_state_dict(optimizer: Any) -> Iterator[None]:
-    """Inside, ``state_dict`` gives and ``load_state_dict`` takes ``step``, ``exp_avg`` and ``exp_avg_sq`` in fp32.
+    """Inside, ``state_dict`` gives and ``load_state_dict`` takes ``step``, ``exp_avg`` and
+    ``exp_avg_sq`` in fp32.
 
-    Where a trainer calls them itself, ``CoatAdamW(..., checkpoint="fp32")`` does so for good. For what codes cannot be
-    carried over: another group size or format, shards that cut groups of whole rows, and moments of torch's AdamW.
-    Loading encodes the moments anew, within the error bound of one encoding; options of the present parameter groups
-    that say how moments are stored stay, the others are taken from the saved groups. Exporting takes 8 bytes a
-    parameter while the state dict lives.
+    Where a trainer calls them itself, ``CoatAdamW(..., checkpoint="fp32")`` does so for good. For
+    what codes cannot be carried over: another group size or format, shards that cut groups of whole
+    rows, and moments of torch's AdamW. Loading encodes the moments anew, within the error bound of
+    one encoding; options of the present parameter groups that say how moments are stored stay, the
+    others are taken from the saved groups. Exporting takes 8 bytes a parameter while the state dict
+    lives.
 
-    With ``master_weights="bf16_remainder"`` there is ``master``, too: the fp32 master weight, 4 bytes more. Loading
-    takes its lower half from it, and the parameter is to be loaded with the model, as always; from a state without one,
-    as of torch's AdamW, the parameter becomes its own master weight.
+    With ``master_weights="bf16_remainder"`` there is ``master``, too: the fp32 master weight, 4
+    bytes more. Loading takes its lower half from it, and the parameter is to be loaded with the
+    model, as always; from a state without one, as of torch's AdamW, the parameter becomes its own
+    master weight.
 
     Args:
         optimizer: a :class:`CoatAdamW`.
@@ -51,8 +64,11 @@ def fp32_state_dict(optimizer: Any) -> Iterator[None]:
         TypeError: another optimizer.
     """
     if not hasattr(optimizer, "coded_state"):
-        raise TypeError(f"fp32_state_dict optimizer: got {type(optimizer).__name__}, accepted: CoatAdamW")
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Fabric's wrapper is a CoatAdamW by class
+        raise TypeError(
+            f"fp32_state_dict optimizer: got {type(optimizer).__name__}, accepted: CoatAdamW"
+        )
+    # Fabric's wrapper is a CoatAdamW by class.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     before, optimizer.checkpoint = optimizer.checkpoint, "fp32"
     try:
         yield
@@ -61,9 +77,11 @@ def fp32_state_dict(optimizer: Any) -> Iterator[None]:
 
 
 class FP32States(MutableMapping):
-    """``optimizer.state`` while state dicts are in fp32: torch looks up there what a state dict to be loaded has.
+    """``optimizer.state`` while state dicts are in fp32: torch looks up there what a state dict to
+    be loaded has.
 
-    Reading decodes a state into new tensors, assigning one encodes it, as ZeroRedundancyOptimizer does to load.
+    Reading decodes a state into new tensors, assigning one encodes it, as ZeroRedundancyOptimizer
+    does to load.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -103,7 +121,9 @@ class FP32States(MutableMapping):
 
 
 def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Post-hook of ``state_dict``: global tensors for DTensor parameters, in host memory if any state is."""
+    """Post-hook of ``state_dict``: global tensors for DTensor parameters, in host memory if any
+    state is.
+    """
     states, cut, groups = dict(state_dict["state"]), [], optimizer.param_groups
     hosted = any(on_host(p, group) for group in groups for p in group["params"])
     optimizer._shared |= hosted
@@ -115,20 +135,28 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 states[index] = to_global(states[index], p, group)
                 cut += [name_of(group, i) or f"parameter {index}"] * cuts_groups(p, group)
             if hosted:  # torch loads full state dicts where all tensors are on one device
-                states[index] = {k: x.cpu() if isinstance(x, torch.Tensor) else x for k, x in states[index].items()}
+                states[index] = {
+                    k: x.cpu() if isinstance(x, torch.Tensor) else x
+                    for k, x in states[index].items()
+                }
     if cut and not optimizer.warned:
         optimizer.warned = True
         warnings.warn(
-            f"CoatAdamW state_dict: {cut[0]}{f' and {len(cut) - 1} more' if cut[1:] else ''}: got rows, or shards of "
-            "rows, that are no multiple of group_size: their states take 8 bytes an element, and resume to the byte on "
-            "the same number of ranks only, as their moments are rounded once more where shards have other groups",
+            f"CoatAdamW state_dict: {cut[0]}{f' and {len(cut) - 1} more' if cut[1:] else ''}: got "
+            "rows, or shards of "
+            "rows, that are no multiple of group_size: their states take 8 bytes an element, and "
+            "resume to the byte on "
+            "the same number of ranks only, as their moments are rounded once more where shards "
+            "have other groups",
             stacklevel=3,
         )
     return {**state_dict, "state": states}
 
 
 class Boxed:
-    """Hides a tensor from ``Optimizer.load_state_dict``, which would cast codes to the parameter's dtype."""
+    """Hides a tensor from ``Optimizer.load_state_dict``, which would cast codes to the
+    parameter's dtype.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -146,8 +174,11 @@ def unbox(loaded: dict[str, Any]) -> None:
             values.update(to_host(boxed, p.is_cuda))
         for key, value in values.items():
             if isinstance(value, Boxed):
-                # codes are rows of bytes to a kernel; an fp32 moment may have the parameter's strides
-                layout = torch.contiguous_format if key.startswith("coat_") else torch.preserve_format
+                # codes are rows of bytes to a kernel; an fp32 moment may have the parameter's
+                # strides
+                layout = (
+                    torch.contiguous_format if key.startswith("coat_") else torch.preserve_format
+                )
                 values[key] = value.tensor.to(p.device, copy=True, memory_format=layout)
 
 
@@ -161,7 +192,8 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(
-            f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, accepted: "
+            f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, "
+            "accepted: "
             f"{sizes}, as this optimizer was built with; build it with the same parameter groups"
         )
     states, new_groups = _states(state_dict["state"], saved_groups), []
@@ -181,7 +213,9 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     state = regroup(state, p, group) if each else state
                 check_state(state, p, group, what)
                 state["step"] = as_count(state["step"], p, new)
-                states[index] = {k: Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                states[index] = {
+                    k: Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()
+                }
     return {**state_dict, "state": states, "param_groups": new_groups}
 
 
@@ -191,28 +225,40 @@ def _with_int(state: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> 
     if not isinstance(step, torch.Tensor):
         return state
     if not (saved.get("capturable") and is_count(step) and step >= 0):
-        raise ValueError(f"{what}, step: got {step!r}, accepted: a count of steps; a tensor with capturable=True only")
+        raise ValueError(
+            f"{what}, step: got {step!r}, accepted: a count of steps; a tensor with "
+            "capturable=True only"
+        )
     return {**state, "step": int(step)}
 
 
 def _states(given: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
     """Each parameter's state; one that no group names would be lost, and is refused."""
     named = {index for group in groups for index in group["params"]}
-    strange = [index for index, state in given.items() if index not in named and isinstance(state, Mapping) and state]
+    strange = [
+        index
+        for index, state in given.items()
+        if index not in named and isinstance(state, Mapping) and state
+    ]
     if strange:
         known = [*map(repr, named)]
         raise ValueError(
-            f"CoatAdamW.load_state_dict: state: got that of {', '.join(map(repr, strange[:4]))}, which no group has "
+            f"CoatAdamW.load_state_dict: state: got that of {', '.join(map(repr, strange[:4]))}, "
+            "which no group has "
             f"in its 'params', accepted: of {', '.join(known[:4])}{', ...' if known[4:] else ''}"
         )
     return dict(given)
 
 
-def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless: bool) -> dict[str, Any]:
-    """The saved group, with options that it lacks taken from the present one; ``stateless``: no states come with it.
+def _same_layout(
+    saved: dict[str, Any], group: dict[str, Any], i: int, stateless: bool
+) -> dict[str, Any]:
+    """The saved group, with options that it lacks taken from the present one; ``stateless``: no
+    states come with it.
 
-    What a state shows by its tensors (kind of moments, group size, remainders) may be lacking, as it is compared with
-    them next. What FP8 codes mean does not show: there, a guess would decode them to other numbers.
+    What a state shows by its tensors (kind of moments, group size, remainders) may be lacking, as
+    it is compared with them next. What FP8 codes mean does not show: there, a guess would decode
+    them to other numbers.
     """
     coded = group["moments"] == "fp8"
     known = any(key in saved for key in LAYOUT_KEYS)
@@ -220,10 +266,18 @@ def _same_layout(saved: dict[str, Any], group: dict[str, Any], i: int, stateless
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue
         if saved.get(key) != group[key]:
-            given = repr(saved[key]) if key in saved else "none" if known else "none (saved by another optimizer)"
+            given = (
+                repr(saved[key])
+                if key in saved
+                else "none"
+                if known
+                else "none (saved by another optimizer)"
+            )
             raise ValueError(
-                f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: {group[key]!r}, as this "
-                "optimizer was built with; build it with the saved setting, or convert the moments with "
+                f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: "
+                f"{group[key]!r}, as this "
+                "optimizer was built with; build it with the saved setting, or convert the moments "
+                "with "
                 "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
             )
     present = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -240,21 +294,29 @@ def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
 def _own_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[str, Any]:
     if saved.get("decoupled_weight_decay") is False and saved.get("weight_decay"):
         raise ValueError(
-            f"CoatAdamW.load_state_dict: group {i}, decoupled_weight_decay: got False with weight_decay "
-            f"{saved['weight_decay']!r}, as of torch's Adam; accepted: True, as of AdamW, or weight_decay 0"
+            f"CoatAdamW.load_state_dict: group {i}, decoupled_weight_decay: got False with "
+            "weight_decay "
+            f"{saved['weight_decay']!r}, as of torch's Adam; accepted: True, as of AdamW, or "
+            "weight_decay 0"
         )
     taken = {k: v for k, v in saved.items() if k in group or k not in _TORCH_ONLY}
     kept = {k: group[k] for k in (*LAYOUT_KEYS, "capturable", "state_device") if k in group}
     return {**group, **taken, **kept}  # params too are the saved ones: indices
 
 
-def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], what: str) -> dict[str, Any]:
-    """The state that ``group`` asks for, from fp32 moments of this optimizer or of torch's AdamW."""
+def _from_fp32(
+    saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], what: str
+) -> dict[str, Any]:
+    """The state that ``group`` asks for, from fp32 moments of this optimizer or of torch's
+    AdamW.
+    """
     found, accepted = set(saved) - {"coat_seed"}, {"step", *_MOMENTS}
     if "master" in found and not has_remainder(group):
         raise ValueError(
-            f"{what}, master: got fp32 master weights, accepted with master_weights='bf16_remainder' only; to go on "
-            "with the parameter as master weight, copy it into the parameter and take it out of the state"
+            f"{what}, master: got fp32 master weights, accepted with "
+            "master_weights='bf16_remainder' only; to go on "
+            "with the parameter as master weight, copy it into the parameter and take it out of "
+            "the state"
         )
     if found - {"master"} != accepted:
         raise ValueError(
@@ -263,9 +325,19 @@ def _from_fp32(saved: dict[str, Any], p: torch.Tensor, group: dict[str, Any], wh
         )
     tensors = {k: saved[k] for k in (*_MOMENTS, "master") if k in saved}
     for key, value in tensors.items():
-        if not isinstance(value, torch.Tensor) or value.shape != p.shape or not value.is_floating_point():
-            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"{what}, {key}: got {given}, accepted: floating point {list(p.shape)}")
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.shape != p.shape
+            or not value.is_floating_point()
+        ):
+            given = (
+                f"{value.dtype} {list(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
+            raise ValueError(
+                f"{what}, {key}: got {given}, accepted: floating point {list(p.shape)}"
+            )
     from_global(tensors, p, group, what)
     step = saved["step"]  # torch's is a tensor
     try:

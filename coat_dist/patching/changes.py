@@ -1,4 +1,6 @@
-"""Changes of built modules, all of them or none: classes and attributes, with what they were before."""
+"""Changes of built modules, all of them or none: classes and attributes, with what they were
+before.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ __all__ = ["Changes", "all_or_none", "restored"]
 
 
 class _Absent:
-    """Stands for an attribute that a module did not have. A class, since copies of a model copy its changes."""
+    """Stands for an attribute that a module did not have. A class, since copies of a model copy
+    its changes.
+    """
 
 
 class Changes:
@@ -56,7 +60,9 @@ def all_or_none() -> Iterator[Changes]:
 
 @functools.cache
 def restored(cls: type, patched: type, original: type) -> type:
-    """``original``, inside what torch has put around ``patched`` since then: ``fully_shard``, parametrizations."""
+    """``original``, inside what torch has put around ``patched`` since then: ``fully_shard``,
+    parametrizations.
+    """
     if cls is patched or not issubclass(cls, patched):
         return original
     bases = tuple(

@@ -17,7 +17,9 @@ __all__ = ["PatchReport", "check_settings", "is_patched", "reports_of"]
 
 @dataclass
 class PatchReport:
-    """What :func:`patch_model` did. ``str()`` is a table; names are those of ``model.named_modules()``."""
+    """What :func:`patch_model` did. ``str()`` is a table; names are those of
+    ``model.named_modules()``.
+    """
 
     settings: ActivationConfig
     """What the model was patched with."""
@@ -26,8 +28,10 @@ class PatchReport:
     left: dict[str, str] = field(default_factory=dict)
     """Blocks that stay BF16, and why."""
     unfused: dict[str, str] = field(default_factory=dict)
-    """Passes that stay Megatron's or autograd's in patched blocks, and why: rotary embedding (``self_attention``), the
-    sum of a norm's and the residual's gradient (``self_attn_bda``, ``mlp_bda``), norms after their blocks."""
+    """Passes that stay Megatron's or autograd's in patched blocks, and why: rotary embedding
+    (``self_attention``), the sum of a norm's and the residual's gradient (``self_attn_bda``,
+    ``mlp_bda``), norms after their blocks.
+    """
     loss: dict[str, str] = field(default_factory=dict)
     """Output layers of language models: "chunked", "kept", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
@@ -47,7 +51,9 @@ class PatchReport:
             warnings.warn(f"coat_dist: {text}", stacklevel=2)
 
     def settle(self, block: str, why: str | None) -> None:
-        """A patched block runs its own code from now on, for a reason, or with None the flow again."""
+        """A patched block runs its own code from now on, for a reason, or with None the flow
+        again.
+        """
         if self.left.get(block) == why:
             return
         if why is None:
@@ -58,21 +64,30 @@ class PatchReport:
             self.patched.remove(block)
         if not self._changed:
             self._changed = True
-            self.warn(f"{block} was patched, and runs its own code in BF16 now: {why} (the report lists all blocks)")
+            self.warn(
+                f"{block} was patched, and runs its own code in BF16 now: {why} (the report lists "
+                "all blocks)"
+            )
         self.left[block] = why
 
     @staticmethod
     def summary(reports: Iterable[PatchReport]) -> str:
-        """One line: how many blocks run the flow, and how many of a kind stay BF16 for which reasons."""
+        """One line: how many blocks run the flow, and how many of a kind stay BF16 for which
+        reasons.
+        """
         reports = list(reports)
-        left = Counter(f"{name.rpartition('.')[2]}, {why}" for r in reports for name, why in r.left.items())
+        left = Counter(
+            f"{name.rpartition('.')[2]}, {why}" for r in reports for name, why in r.left.items()
+        )
         patched = sum(len(r.patched) for r in reports)
         kinds = "; ".join(f"{count} x {kind}" for kind, count in left.items())
         said = f"FP8 flow in {patched} of {patched + left.total()} blocks"
         return f"{said} (left in BF16: {kinds})" if left else said
 
     def __str__(self) -> str:
-        lines = [f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"]
+        lines = [
+            f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"
+        ]
         lines += [f"  patched  {names}" for names in _condensed(self.patched)]
         for word, reasons in (("left   ", self.left), ("unfused", self.unfused)):
             by_reason: dict[str, list[str]] = {}
@@ -85,23 +100,36 @@ class PatchReport:
 
 
 def reports_of(model: nn.Module) -> list[PatchReport]:
-    """The reports of what is patched in ``model``: none where nothing is, several where parts were one by one."""
+    """The reports of what is patched in ``model``: none where nothing is, several where parts
+    were one by one.
+    """
     return [vars(m)["coat_patch_report"] for m in model.modules() if "coat_patch_report" in vars(m)]
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether ``model`` is patched: it has a report, be it of nothing, or is a part of what has one."""
-    return bool(reports_of(model)) or any(getattr(type(m), "coat_patched", False) for m in model.modules())
+    """Whether ``model`` is patched: it has a report, be it of nothing, or is a part of what has
+    one.
+    """
+    return bool(reports_of(model)) or any(
+        getattr(type(m), "coat_patched", False) for m in model.modules()
+    )
 
 
 def check_settings(model: nn.Module, block: ActivationConfig) -> None:
-    """Raises CoatConfigError where ``model``, or a part of it, was patched with other settings than ``block``."""
+    """Raises CoatConfigError where ``model``, or a part of it, was patched with other settings
+    than ``block``.
+    """
     for report in reports_of(model):
         if report.settings != block:
             pairs = [(key, getattr(report.settings, key), asked) for key, asked in block]
-            changed = [f"{key} {had!r} where the block says {asked!r}" for key, had, asked in pairs if had != asked]
+            changed = [
+                f"{key} {had!r} where the block says {asked!r}"
+                for key, had, asked in pairs
+                if had != asked
+            ]
             raise CoatConfigError(
-                f"coat.activation: got a model that is patched already with {', '.join(changed)}; accepted: the same "
+                f"coat.activation: got a model that is patched already with {', '.join(changed)}; "
+                "accepted: the same "
                 "settings, or an unpatched model"
             )
 
@@ -111,7 +139,9 @@ def _condensed(names: list[str]) -> list[str]:
     groups: dict[tuple[str, str], list[int]] = {}
     for name in names:
         match = re.fullmatch(r"(.*?\.)(\d+)(\..*)", name)
-        groups.setdefault((match[1], match[3]) if match else (name, ""), []).append(int(match[2]) if match else -1)
+        groups.setdefault((match[1], match[3]) if match else (name, ""), []).append(
+            int(match[2]) if match else -1
+        )
     lines = []
     for (before, after), numbers in groups.items():
         runs: list[list[int]] = []

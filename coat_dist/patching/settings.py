@@ -1,4 +1,6 @@
-"""The ``"coat"`` block in every form in which a program may have it, and which of its keys are honoured where."""
+"""The ``"coat"`` block in every form in which a program may have it, and which of its keys are
+honoured where.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,20 @@ from typing import Any, TypeAlias
 from ..config import ActivationConfig, CoatConfig, CoatConfigError, Problem
 from ..config_errors import got
 
-__all__ = ["REFUSED", "Config", "Rows", "bf16_layers", "check_bf16_layers", "check_honoured", "coat_block"]
+__all__ = [
+    "REFUSED",
+    "Config",
+    "Rows",
+    "bf16_layers",
+    "check_bf16_layers",
+    "check_honoured",
+    "coat_block",
+]
 
 Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | CoatConfig
-"""What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; or the parsed block."""
+"""What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; or
+the parsed block.
+"""
 
 
 Rows: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -29,11 +41,17 @@ REFUSED: Mapping[str, Rows] = {
         "wgrad": (("grad",), "only Megatron's parameters have a main_grad"),
         "cuda_graphs": ((False,), "only Megatron layers run as CUDA graphs"),
     },
-    "Megatron": {"evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode")},
-    "Megatron's optimizer": {"fp8_weight_gather": ((False,), "weights are gathered under DeepSpeed's ZeRO-3 alone")},
+    "Megatron": {
+        "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode")
+    },
+    "Megatron's optimizer": {
+        "fp8_weight_gather": ((False,), "weights are gathered under DeepSpeed's ZeRO-3 alone")
+    },
 }
-"""What each way to train cannot honour; docs/config.md has the table. DeepSpeed's ZeRO stages have rows of their own
-in ``deepspeed/config/table.py``, Megatron models in ``megatron_patches/patch/plan.py``."""
+"""What each way to train cannot honour; docs/config.md has the table. DeepSpeed's ZeRO stages have
+rows of their own in ``deepspeed/config/table.py``, Megatron models in
+``megatron_patches/patch/plan.py``.
+"""
 
 
 def check_honoured(rows: Rows, settings: ActivationConfig) -> None:
@@ -50,15 +68,17 @@ def check_honoured(rows: Rows, settings: ActivationConfig) -> None:
 def coat_block(config: Config, name: str = "config") -> CoatConfig:
     """The parsed block of ``config``.
 
-    The content of a block alone, ``{"optimizer": ..., "activation": ...}``, is refused: ``"optimizer"`` means something
-    else at the top of a DeepSpeed configuration.
+    The content of a block alone, ``{"optimizer": ..., "activation": ...}``, is refused:
+    ``"optimizer"`` means something else at the top of a DeepSpeed configuration.
 
     Raises:
         CoatConfigError: nothing there, no block in it, or a wrong one.
     """
     block = config if isinstance(config, CoatConfig) else CoatConfig.from_deepspeed(config)
     if block is None:
-        raise CoatConfigError(f'{name}: got one without a "coat" block, accepted: a DeepSpeed configuration with it')
+        raise CoatConfigError(
+            f'{name}: got one without a "coat" block, accepted: a DeepSpeed configuration with it'
+        )
     return block
 
 

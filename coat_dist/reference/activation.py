@@ -1,13 +1,16 @@
-"""Activations between fc1 and fc2 around quantized tensors: ``a = act(gate) * up``, or ``a = act(p)`` without a gate.
+"""Activations between fc1 and fc2 around quantized tensors: ``a = act(gate) * up``, or ``a =
+act(p)`` without a gate.
 
-``pre`` is what fc1 writes: with a gate ``[..., 2 f]``, the gates, then the ups; without one ``[..., f]``. fc1's bias is
-added here, in fp32. Its FP8 form, codes ``[..., parts, f]`` with 2 parts or 1, is taken after the bias and keeps gate
-and up apart, so that no group spans both. All arithmetic is fp32.
+``pre`` is what fc1 writes: with a gate ``[..., 2 f]``, the gates, then the ups; without one ``[...,
+f]``. fc1's bias is added here, in fp32. Its FP8 form, codes ``[..., parts, f]`` with 2 parts or 1,
+is taken after the bias and keeps gate and up apart, so that no group spans both. All arithmetic is
+fp32.
 
-Forward and backward take two passes each, because a per-tensor scale is known only when the whole tensor has been seen:
-one pass for the amax, one that writes codes. Backward's second pass also writes ``a`` again, transposed, for wgrad, so
-that nothing of size f is kept but the pre-activation in FP8 (COAT section 5.2). With a scale per row forward takes one
-pass, :func:`activation_compress_rows`.
+Forward and backward take two passes each, because a per-tensor scale is known only when the whole
+tensor has been seen: one pass for the amax, one that writes codes. Backward's second pass also
+writes ``a`` again, transposed, for wgrad, so that nothing of size f is kept but the pre-activation
+in FP8 (COAT section 5.2). With a scale per row forward takes one pass,
+:func:`activation_compress_rows`.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ __all__ = [
 
 
 class Activation(NamedTuple):
-    """``gated``: ``function(gate) * up``; otherwise ``function(p)``. ``function`` is a key of :data:`FUNCTIONS`."""
+    """``gated``: ``function(gate) * up``; otherwise ``function(p)``. ``function`` is a key of
+    :data:`FUNCTIONS`.
+    """
 
     function: str
     gated: bool
@@ -51,23 +56,29 @@ class Activation(NamedTuple):
 
 
 class ActivationForward(NamedTuple):
-    """What the first pass finds: the pre-activation in per-group FP8 and the amax of a (fp32 scalar)."""
+    """What the first pass finds: the pre-activation in per-group FP8 and the amax of a (fp32
+    scalar).
+    """
 
     pre8: QuantizedTensor
     amax: torch.Tensor
 
 
 class ActivationRows(NamedTuple):
-    """What the one pass with row scales finds: the pre-activation in per-group FP8 and a in row-wise FP8."""
+    """What the one pass with row scales finds: the pre-activation in per-group FP8 and a in
+    row-wise FP8.
+    """
 
     pre8: QuantizedTensor
     a8: QuantizedTensor
 
 
 class ActivationGradients(NamedTuple):
-    """What backward's second pass writes, per-tensor FP8: ``d8`` ``[rows, parts f]`` is the gradient of pre, ``d8_t``
-    ``[parts f, rows]`` the same codes transposed, ``a8_t`` ``[f, rows]`` the activation again, transposed. ``dbias``
-    ``[parts f]`` is the sum over rows of the gradient before it is quantized; None where not asked for."""
+    """What backward's second pass writes, per-tensor FP8: ``d8`` ``[rows, parts f]`` is the
+    gradient of pre, ``d8_t`` ``[parts f, rows]`` the same codes transposed, ``a8_t`` ``[f, rows]``
+    the activation again, transposed. ``dbias`` ``[parts f]`` is the sum over rows of the gradient
+    before it is quantized; None where not asked for.
+    """
 
     d8: QuantizedTensor
     d8_t: QuantizedTensor
@@ -109,7 +120,9 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     "quick_gelu": _quick_gelu,
     "squared_relu": _squared_relu,
 }
-"""Name -> function of a tensor (fp32) that returns its value and its derivative. "gelu" is the exact GELU (erf)."""
+"""Name -> function of a tensor (fp32) that returns its value and its derivative. "gelu" is the
+exact GELU (erf).
+"""
 
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Activation("silu", True),
@@ -141,7 +154,8 @@ def activation_apply(
     """a, fp32 ``[..., f]``, from either form of the pre-activation.
 
     Args:
-        bias: fc1's, ``[parts f]``; added to plain values. The FP8 form holds it already and takes None.
+        bias: fc1's, ``[parts f]``; added to plain values. The FP8 form holds it already and takes
+            None.
     """
     first, *up = _parts(pre, activation, bias)
     value = FUNCTIONS[ACTIVATIONS[activation].function](first)[0]
@@ -179,8 +193,10 @@ def activation_compress_rows(
     bias: torch.Tensor | None = None,
     saved: FP8Format | None = None,
 ) -> ActivationRows:
-    """:func:`activation_compress`, and a in FP8 as :func:`~coat_dist.reference.quantize.quantize_rows` makes it, with
-    scales that are powers of two."""
+    """:func:`activation_compress`, and a in FP8 as
+    :func:`~coat_dist.reference.quantize.quantize_rows` makes it, with scales that are powers of
+    two.
+    """
     pre8, a = _compressed(pre, activation, saved or fmt, group_size, scale, exact, bias)
     return ActivationRows(pre8, quantize_rows(a, fmt, aligned=True))
 
@@ -193,7 +209,8 @@ def activation_quantize(
     transpose: bool = False,
     bias: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """a in per-tensor FP8 with the given scale; codes ``[..., f]``, or ``[f, rows]`` if ``transpose``.
+    """a in per-tensor FP8 with the given scale; codes ``[..., f]``, or ``[f, rows]`` if
+    ``transpose``.
 
     ``bias`` as in :func:`activation_apply`.
     """
@@ -201,7 +218,9 @@ def activation_quantize(
 
 
 def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
-    """Backward's first pass: the amax (fp32 scalar) of the gradient of pre, given da ``[..., f]``."""
+    """Backward's first pass: the amax (fp32 scalar) of the gradient of pre, given da ``[...,
+    f]``.
+    """
     return amax(_gradient(da, pre8, activation))
 
 
@@ -221,13 +240,16 @@ def activation_backward(
         da: gradient of a, ``[rows, f]``.
         grad_fmt, grad_scale: of the gradient of pre.
         fmt, scale: of a, as in forward.
-        bias_sum: dtype in which the gradient of fc1's bias is summed over rows; None = there is none to sum.
+        bias_sum: dtype in which the gradient of fc1's bias is summed over rows; None = there is
+            none to sum.
     """
     gradient = _gradient(da, pre8, activation)
     d8 = quantize_tensor(gradient, grad_fmt, grad_scale)
     d8_t = QuantizedTensor(d8.codes.t().contiguous(), grad_scale, "tensor")
     a8_t = activation_quantize(pre8, activation, fmt, scale, transpose=True)
-    return ActivationGradients(d8, d8_t, a8_t, None if bias_sum is None else gradient.sum(0, dtype=bias_sum))
+    return ActivationGradients(
+        d8, d8_t, a8_t, None if bias_sum is None else gradient.sum(0, dtype=bias_sum)
+    )
 
 
 def _compressed(
@@ -241,7 +263,9 @@ def _compressed(
 ) -> tuple[QuantizedTensor, torch.Tensor]:
     """The pre-activation in FP8, and a (fp32) from the side that ``exact`` names."""
     pre8 = quantize_groups(torch.stack(_parts(pre, activation, bias), -2), fmt, group_size, scale)
-    return pre8, activation_apply(pre, activation, bias) if exact else activation_apply(pre8, activation)
+    return pre8, activation_apply(pre, activation, bias) if exact else activation_apply(
+        pre8, activation
+    )
 
 
 def _parts(
@@ -250,7 +274,10 @@ def _parts(
     """fp32 ``[..., f]`` each: gate and up, or the one tensor of an activation without a gate."""
     if isinstance(pre, QuantizedTensor):
         if bias is not None:
-            raise ValueError("bias: got a tensor with a quantized pre-activation, accepted: None (it holds the bias)")
+            raise ValueError(
+                "bias: got a tensor with a quantized pre-activation, accepted: None (it holds the "
+                "bias)"
+            )
         return dequantize(pre).unbind(-2)
     values = pre.float() if bias is None else pre.float() + bias.float()
     return values.unflatten(-1, (ACTIVATIONS[activation].parts, -1)).unbind(-2)

@@ -4,12 +4,13 @@
     v = beta2 * v + (1 - beta2) * g * g
     p = p * (1 - lr * weight_decay) - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
-m is the first moment and v the second, g the gradient, p the parameter. Weight decay is decoupled (Loshchilov &
-Hutter, arXiv 1711.05101). All arithmetic is fp32. With FP8 moments the update uses the new m and v before they are
-encoded, so their rounding first acts in the next step (COAT, arXiv 2410.19313, section 4).
+m is the first moment and v the second, g the gradient, p the parameter. Weight decay is decoupled
+(Loshchilov & Hutter, arXiv 1711.05101). All arithmetic is fp32. With FP8 moments the update uses
+the new m and v before they are encoded, so their rounding first acts in the next step (COAT, arXiv
+2410.19313, section 4).
 
-A bfloat16 parameter may come with the remainder of its rounding, ``low``: the two are an fp32 master weight, to the bit
-(``reference/master.py``).
+A bfloat16 parameter may come with the remainder of its rounding, ``low``: the two are an fp32
+master weight, to the bit (``reference/master.py``).
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 20
-"""Elements decoded at a time: temporaries take some 40 bytes for each of these, whatever the size of the tensor."""
+"""Elements decoded at a time: temporaries take some 40 bytes for each of these, whatever the
+size of the tensor.
+"""
 
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """The numbers of one step. ``step`` counts from 1. ``lr`` may be a 0-d tensor on the parameter's device."""
+    """The numbers of one step. ``step`` counts from 1. ``lr`` may be a 0-d tensor on the
+    parameter's device.
+    """
 
     lr: float | torch.Tensor
     beta1: float
@@ -69,7 +74,9 @@ class AdamWStep:
 
 
 def power(base: float, exponent: int) -> float:
-    """base**exponent by squaring, in fp64: multiplications alone, so that a kernel gets the same bits."""
+    """base**exponent by squaring, in fp64: multiplications alone, so that a kernel gets the same
+    bits.
+    """
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -92,7 +99,9 @@ class AdamWTensors(NamedTuple):
     step_count: torch.Tensor | None = None
     """fp32 scalar on the parameter's device: the step, in place of that of :class:`AdamWStep`."""
     base_row: int = 0
-    """Of a part of a parameter, from a multiple of 16 groups on: the groups before it, by which noise is numbered."""
+    """Of a part of a parameter, from a multiple of 16 groups on: the groups before it, by which
+    noise is numbered.
+    """
 
 
 class FP32Tensors(NamedTuple):
@@ -123,15 +132,18 @@ def adamw_step(
     """Update ``param``, ``m`` and ``v``, and where given ``low`` and ``copy``, in place.
 
     Args:
-        param: n elements, contiguous; fp32, bfloat16 or float16. Its new value is rounded to nearest.
+        param: n elements, contiguous; fp32, bfloat16 or float16. Its new value is rounded to
+            nearest.
         grad: n elements, contiguous; fp32, bfloat16 or float16, not changed.
         m, v: moments of n elements; both codecs have the same group size.
-        seed: uint32 of the parameter; codes of the moments that ``numbers.stochastic`` names are rounded stochastically
-            by :func:`~coat_dist.reference.dither.dither`, and all are rounded to nearest without.
-        low: int16, n elements, contiguous; with a bfloat16 ``param`` it holds the master weight that is updated, and
-            ``param`` is its upper half, rounded as ``reference/master.py`` says.
-        copy: n elements, contiguous; bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest
-            even.
+        seed: uint32 of the parameter; codes of the moments that ``numbers.stochastic`` names are
+            rounded stochastically by :func:`~coat_dist.reference.dither.dither`, and all are
+            rounded to nearest without.
+        low: int16, n elements, contiguous; with a bfloat16 ``param`` it holds the master weight
+            that is updated, and ``param`` is its upper half, rounded as ``reference/master.py``
+            says.
+        copy: n elements, contiguous; bfloat16 or float16; receives the new parameter, rounded from
+            fp32 to nearest even.
         base_row: as in :class:`AdamWTensors`.
     """
     size = codec_m.group_size
@@ -147,8 +159,12 @@ def adamw_step(
         adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
         noise: tuple = (None, None)
         if seed is not None:
-            noise = dither(seed, numbers.step, first + base_row * size, last - first, size, param.device)
-        noise_m, noise_v = (u if wanted else None for u, wanted in zip(noise, numbers.stochastic, strict=True))
+            noise = dither(
+                seed, numbers.step, first + base_row * size, last - first, size, param.device
+            )
+        noise_m, noise_v = (
+            u if wanted else None for u, wanted in zip(noise, numbers.stochastic, strict=True)
+        )
         old_m.copy_(encode(new_m, codec_m, noise_m, new_v if codec_m.over_root else None))
         old_v.copy_(encode(new_v, codec_v, noise_v, before=old_v if codec_v.keep_grid else None))
 
@@ -162,10 +178,12 @@ def adamw_fp32_step(
     low: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
 ) -> None:
-    """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same shape in place.
+    """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same
+    shape in place.
 
-    ``low`` and ``copy`` are as in :func:`adamw_step`, in the order of the parameter's elements by index. The others may
-    have any strides: the bits are those of contiguous tensors, as torch may round the last bit of other ones otherwise.
+    ``low`` and ``copy`` are as in :func:`adamw_step`, in the order of the parameter's elements by
+    index. The others may have any strides: the bits are those of contiguous tensors, as torch may
+    round the last bit of other ones otherwise.
     """
     given = param, m, v
     param, m, v = (t.contiguous() for t in given)
@@ -176,7 +194,9 @@ def adamw_fp32_step(
         g = -g
     m.mul_(numbers.beta1).add_(g, alpha=1.0 - numbers.beta1)
     v.mul_(numbers.beta2).addcmul_(g, g, value=1.0 - numbers.beta2)
-    update = (m * numbers.inverse_bias1).div_((v.sqrt().mul_(numbers.inverse_sqrt_bias2)).add_(numbers.eps))
+    update = (m * numbers.inverse_bias1).div_(
+        (v.sqrt().mul_(numbers.inverse_sqrt_bias2)).add_(numbers.eps)
+    )
     master = param.float() if low is None else join(param, low.view(param.shape))
     master = master * (1.0 - numbers.lr * numbers.weight_decay) - numbers.lr * update
     if copy is not None:
@@ -193,13 +213,19 @@ def adamw_fp32_step(
 def adamw_steps(
     tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
 ) -> None:
-    """:func:`adamw_step` on many tensors of one device. Reads counts that are tensors on the host."""
+    """:func:`adamw_step` on many tensors of one device. Reads counts that are tensors on the
+    host.
+    """
     for one in tensors:
-        adamw_step(*one[:4], codec_m, codec_v, counted(numbers, one.step_count), *one[4:-2], one.base_row)
+        adamw_step(
+            *one[:4], codec_m, codec_v, counted(numbers, one.step_count), *one[4:-2], one.base_row
+        )
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
-    """:func:`adamw_fp32_step` on many tensors of one device. Reads counts that are tensors on the host."""
+    """:func:`adamw_fp32_step` on many tensors of one device. Reads counts that are tensors on
+    the host.
+    """
     for one in tensors:
         adamw_fp32_step(*one[:4], counted(numbers, one.step_count), *one[4:-1])
 

@@ -1,4 +1,6 @@
-"""Tensors that are stepped together again and again, without a tuple for each of them in each step."""
+"""Tensors that are stepped together again and again, without a tuple for each of them in each
+step.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,20 @@ __all__ = ["Batch", "written"]
 
 @dataclass
 class Batch(Sequence):
-    """A sequence of :class:`AdamWTensors`, or of :class:`FP32Tensors`, held as columns. All tensors are contiguous.
+    """A sequence of :class:`AdamWTensors`, or of :class:`FP32Tensors`, held as columns. All tensors
+    are contiguous.
 
-    A kernel may keep in ``kept`` what it derives from all but the gradients. Whoever makes batches gives two of them
-    the same ``kept`` only if they agree in the addresses, sizes and types of all tensors but the gradients, in the
-    sizes and types of these, and in the seeds.
+    A kernel may keep in ``kept`` what it derives from all but the gradients. Whoever makes batches
+    gives two of them the same ``kept`` only if they agree in the addresses, sizes and types of all
+    tensors but the gradients, in the sizes and types of these, and in the seeds.
     """
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
     moments: list[torch.Tensor]
-    """Of each parameter six tensors (q, a, k of the first and of the second moment), or two if these are fp32."""
+    """Of each parameter six tensors (q, a, k of the first and of the second moment), or two if
+    these are fp32.
+    """
     seeds: list[int] | None = None
     lows: list[torch.Tensor] | None = None
     """Remainders as a state holds them: uint8, twice as many as there are elements, or more."""
@@ -47,8 +52,13 @@ class Batch(Sequence):
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
         param = self.params[i]
-        low = None if self.lows is None else self.lows[i].view(torch.int16).view(-1)[: param.numel()]
-        rest = (low, *(None if column is None else column[i] for column in (self.copies, self.counts)))
+        low = (
+            None if self.lows is None else self.lows[i].view(torch.int16).view(-1)[: param.numel()]
+        )
+        rest = (
+            low,
+            *(None if column is None else column[i] for column in (self.copies, self.counts)),
+        )
         if len(self.moments) == 2 * len(self.params):
             return FP32Tensors(param, self.grads[i], *self.moments[2 * i : 2 * i + 2], *rest)
         first, second = (Moment(*self.moments[j : j + 3]) for j in (6 * i, 6 * i + 3))

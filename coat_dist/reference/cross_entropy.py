@@ -1,14 +1,16 @@
-"""Softmax cross entropy over a vocabulary in pieces: statistics of a block of logits, and their gradient.
+"""Softmax cross entropy over a vocabulary in pieces: statistics of a block of logits, and their
+gradient.
 
-A block holds all rows (tokens) and some columns (vocabulary entries): a tensor-parallel rank's, or a chunk of those.
-Results must not depend on how columns are cut into blocks, and no block knows another's maximum. So an exponential is
-split into parts that depend on its own logit only::
+A block holds all rows (tokens) and some columns (vocabulary entries): a tensor-parallel rank's, or
+a chunk of those. Results must not depend on how columns are cut into blocks, and no block knows
+another's maximum. So an exponential is split into parts that depend on its own logit only::
 
     exp(x) = mantissa(x) * 2**exponent(x)      exponent = round(x / ln 2), mantissa in [0.70, 1.42]
 
-The sum of a row is kept relative to 2 to the row's largest exponent. Blocks are then merged by multiplying with powers
-of two, which is exact, where the usual exp(max - new max) rounds. Mantissas are fp32 and sums are fp64, so the order in
-which blocks are added shows in the 53rd bit only, far below the fp32 of the loss.
+The sum of a row is kept relative to 2 to the row's largest exponent. Blocks are then merged by
+multiplying with powers of two, which is exact, where the usual exp(max - new max) rounds. Mantissas
+are fp32 and sums are fp64, so the order in which blocks are added shows in the 53rd bit only, far
+below the fp32 of the loss.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ import torch
 __all__ = ["LogitStats", "logit_grad", "logit_stats", "merge", "pow2"]
 
 _CHUNK = 2**18
-"""Logits converted to fp64 at a time: 2 MiB a temporary, which caches hold. 2**22 takes 2.5 times as long on a CPU."""
+"""Logits converted to fp64 at a time: 2 MiB a temporary, which caches hold. 2**22 takes 2.5
+times as long on a CPU.
+"""
 _LOWEST = torch.finfo(torch.float32).min
 
 
 class LogitStats(NamedTuple):
-    """What a block of logits contributes to each row's loss. ``sum(exp(logits)) = total * 2**exponent``."""
+    """What a block of logits contributes to each row's loss. ``sum(exp(logits)) = total *
+    2**exponent``.
+    """
 
     exponent: torch.Tensor
     """fp32 ``[rows]``, whole numbers; the lowest fp32 where no logit is finite."""
@@ -39,8 +45,9 @@ class LogitStats(NamedTuple):
 def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> LogitStats:
     """Statistics of a block in one read.
 
-    The logarithm of ``total * 2**exponent`` has fp32 accuracy for logits up to 2**22. Beyond that its error is at most
-    2**-22 of the largest logit, up to 2e38, where the exponent leaves fp32's range and saturates.
+    The logarithm of ``total * 2**exponent`` has fp32 accuracy for logits up to 2**22. Beyond that
+    its error is at most 2**-22 of the largest logit, up to 2e38, where the exponent leaves fp32's
+    range and saturates.
 
     Args:
         logits: ``[rows, columns]``, any floating dtype.
@@ -76,15 +83,19 @@ def logit_grad(
     dloss: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of a block: ``(boost * softmax - onehot(label)) * dloss``, in fp32 up to the last rounding.
+    """Gradient of a block: ``(boost * softmax - onehot(label)) * dloss``, in fp32 up to the last
+    rounding.
 
     Args:
         logits, labels, offset: as for :func:`logit_stats`.
         exponent: fp32 ``[rows]``, of the whole row.
-        inverse: fp32 ``[rows]``, 1 / total of the whole row, so that ``softmax = exp(logit) / 2**exponent * inverse``.
-        boost: fp32 ``[rows]``; None = 1. Not 1 where the loss has a term in the logarithm of the sum.
+        inverse: fp32 ``[rows]``, 1 / total of the whole row, so that ``softmax = exp(logit) /
+            2**exponent * inverse``.
+        boost: fp32 ``[rows]``; None = 1. Not 1 where the loss has a term in the logarithm of the
+            sum.
         dloss: fp32 ``[rows]``.
-        out: where to write, of the logits' shape and dtype; may be ``logits`` itself. None = a new tensor.
+        out: where to write, of the logits' shape and dtype; may be ``logits`` itself. None = a new
+            tensor.
 
     Returns:
         ``out``.
@@ -107,16 +118,21 @@ def pow2(n: torch.Tensor) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponent and mantissa of exp(x), fp32. What is not a finite number has the lowest exponent and any mantissa."""
+    """Exponent and mantissa of exp(x), fp32. What is not a finite number has the lowest exponent
+    and any mantissa.
+    """
     t = x.double() * (1 / math.log(2))
     n = t.round().clamp(_LOWEST, -_LOWEST).float()
-    # Beyond 2**24 the exponent has no room for whole numbers, and t - n leaves the range that a mantissa may have.
-    # In fp64: torch's fp32 exp2 on CPU has other last bits in a vector than in what is left over at its end.
+    # Beyond 2**24 the exponent has no room for whole numbers, and t - n leaves the range that a
+    # mantissa may have. In fp64: torch's fp32 exp2 on CPU has other last bits in a vector than in
+    # what is left over at its end.
     mantissa = torch.exp2((t - n.double()).clamp(-1, 1)).float()
     return torch.where(x.isfinite(), n, _LOWEST), mantissa
 
 
-def _terms(x: torch.Tensor, n: torch.Tensor, mantissa: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+def _terms(
+    x: torch.Tensor, n: torch.Tensor, mantissa: torch.Tensor, exponent: torch.Tensor
+) -> torch.Tensor:
     """exp(x) / 2**exponent: fp32, 0 below 2**-126; NaN for NaN and +infinity."""
     shift = (n - exponent[:, None]).clamp(min=-127)
     scale = ((shift.int() + 127) << 23).view(torch.float32)
@@ -125,7 +141,9 @@ def _terms(x: torch.Tensor, n: torch.Tensor, mantissa: torch.Tensor, exponent: t
 
 
 def _local(labels: torch.Tensor, offset: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each label in a block (any column where it lies outside), and whether it lies inside."""
+    """Column of each label in a block (any column where it lies outside), and whether it lies
+    inside.
+    """
     local = labels - offset
     return local.clamp(0, columns - 1), (local >= 0) & (local < columns)
 

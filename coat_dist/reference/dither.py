@@ -1,7 +1,8 @@
 """The noise of stochastic rounding of moments, spread evenly over steps and elements.
 
-Rounding errors that alternate do less to a moving average than those that do not: noise that visits every eighth of
-(0, 1) once in eight steps halves the variance that rounding adds to a second moment at beta2 = 0.95 (docs/numerics.md).
+Rounding errors that alternate do less to a moving average than those that do not: noise that visits
+every eighth of (0, 1) once in eight steps halves the variance that rounding adds to a second moment
+at beta2 = 0.95 (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ _FIRST = 0x5BD1E995
 
 
 def dither(
-    seed: int, step: int, first: int, n: int, group_size: int, device: torch.device | str | None = None
+    seed: int,
+    step: int,
+    first: int,
+    n: int,
+    group_size: int,
+    device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uniform fp32 numbers [n] in (0, 1) for the first and the second moment of elements ``first`` to ``first + n``.
+    """Uniform fp32 numbers [n] in (0, 1) for the first and the second moment of elements ``first``
+    to ``first + n``.
 
-    They are odd multiples of 2**-17, and spread evenly in two ways. Over an element's steps: in each block of eight
-    (from one that is a multiple of eight) it visits each eighth of (0, 1) once. Over a group's elements: they are a
-    Weyl sequence, multiples of the golden ratio. Where the sequence starts and in which order eighths are visited is
-    random, by group and block.
+    They are odd multiples of 2**-17, and spread evenly in two ways. Over an element's steps: in
+    each block of eight (from one that is a multiple of eight) it visits each eighth of (0, 1) once.
+    Over a group's elements: they are a Weyl sequence, multiples of the golden ratio. Where the
+    sequence starts and in which order eighths are visited is random, by group and block.
 
-    Counter-based: an element's noise depends on ``seed`` (uint32), step and index only. So results do not depend on
-    chunking or device, checkpoints need no generator state, and the kernel reproduces them bit for bit. The mixing
-    function is the multiply-xorshift "lowbias32" (C. Wellons, hash-prospector).
+    Counter-based: an element's noise depends on ``seed`` (uint32), step and index only. So results
+    do not depend on chunking or device, checkpoints need no generator state, and the kernel
+    reproduces them bit for bit. The mixing function is the multiply-xorshift "lowbias32" (C.
+    Wellons, hash-prospector).
 
     ``first`` is a multiple of ``group_size``.
     """

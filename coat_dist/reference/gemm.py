@@ -1,13 +1,14 @@
 """Matrix product of two FP8 tensors.
 
-``a`` is ``[m, k]``, ``b`` is ``[n, k]``, both contiguous, and the product is ``a @ b.T``: the one arrangement that
-Hopper's FP8 tensor cores take, so it is the only one here. Both have one scale, or both one a row: a scale must be
-constant along k to be applied to a sum.
+``a`` is ``[m, k]``, ``b`` is ``[n, k]``, both contiguous, and the product is ``a @ b.T``: the one
+arrangement that Hopper's FP8 tensor cores take, so it is the only one here. Both have one scale, or
+both one a row: a scale must be constant along k to be applied to a sum.
 
-The definition is exact. A product of two E4M3 codes is a multiple of 2**-18 below 2**18, so fp64 sums of up to 2**17 of
-them lose nothing, in any order. Summing parts of k on several ranks, then scaling and rounding once, therefore gives
-the same bits as one rank would. (Codes of E5M2 spread wider: there fp64 sums can differ in their last bit, which
-survives rounding to fp32 about once in 2**29.)
+The definition is exact. A product of two E4M3 codes is a multiple of 2**-18 below 2**18, so fp64
+sums of up to 2**17 of them lose nothing, in any order. Summing parts of k on several ranks, then
+scaling and rounding once, therefore gives the same bits as one rank would. (Codes of E5M2 spread
+wider: there fp64 sums can differ in their last bit, which survives rounding to fp32 about once in
+2**29.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _CHUNK = 2**24
 
 
 def exact_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b.T`` summed in fp64; a ``[m, k]``, b ``[n, k]``, any floating dtype; returns fp64 ``[m, n]``."""
+    """``a @ b.T`` summed in fp64; a ``[m, k]``, b ``[n, k]``, any floating dtype; returns fp64
+    ``[m, n]``.
+    """
     (m, k), n = a.shape, b.shape[0]
     if max(m, n) * k <= _CHUNK:
         return a.double() @ b.double().t()
@@ -32,7 +35,11 @@ def exact_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     for row in range(0, m, step):
         rows = a[row : row + step].double()
         for column in range(0, n, step):
-            torch.mm(rows, b[column : column + step].double().t(), out=out[row : row + step, column : column + step])
+            torch.mm(
+                rows,
+                b[column : column + step].double().t(),
+                out=out[row : row + step, column : column + step],
+            )
     return out
 
 
@@ -40,8 +47,8 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor) -> None:
     """Whether two tensors can be multiplied.
 
     Raises:
-        ValueError: an operand is no matrix with one scale or with one a row, the two differ in that, or the shapes do
-            not fit.
+        ValueError: an operand is no matrix with one scale or with one a row, the two differ in
+            that, or the shapes do not fit.
     """
     for name, q in (("a", a), ("b", b)):
         if q.layout not in ("tensor", "row") or q.codes.dim() != 2:
@@ -52,7 +59,9 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor) -> None:
     if a.layout != b.layout:
         raise ValueError(f"b: got layout {b.layout!r}, accepted: {a.layout!r}, as a has")
     if a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(f"b: got shape {list(b.codes.shape)}, accepted: [n, {a.codes.shape[1]}] to fit a")
+        raise ValueError(
+            f"b: got shape {list(b.codes.shape)}, accepted: [n, {a.codes.shape[1]}] to fit a"
+        )
 
 
 def code_products(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
@@ -68,8 +77,8 @@ def code_products(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
 def scale_and_round(
     sums: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Sums of products (fp64 ``[m, n]``) times both scales, whose own product fp64 holds; rounded to fp32, then to
-    ``dtype``. Scales are scalars, or ``[m, 1]`` and ``[n, 1]``.
+    """Sums of products (fp64 ``[m, n]``) times both scales, whose own product fp64 holds; rounded
+    to fp32, then to ``dtype``. Scales are scalars, or ``[m, 1]`` and ``[n, 1]``.
     """
     return (sums * (a_scale.double() * b_scale.double().t())).float().to(dtype)
 
@@ -84,7 +93,8 @@ def scaled_mm(
     """``a @ b.T`` with the scales applied, ``[m, n]`` of ``out_dtype`` (fp32 or a 16-bit float).
 
     Args:
-        fast_accum: allow an implementation to keep fewer bits in its running sums; the definition does not.
+        fast_accum: allow an implementation to keep fewer bits in its running sums; the definition
+            does not.
         out: contiguous ``[m, n]`` of ``out_dtype`` that takes the result.
 
     Raises:

@@ -1,11 +1,13 @@
-"""Experts side by side: rows of all experts in one matrix, products of each expert's rows with its own weight.
+"""Experts side by side: rows of all experts in one matrix, products of each expert's rows with its
+own weight.
 
-**Rows.** An expert's rows begin at a multiple of :data:`BLOCK`, and rows of zeros fill up to the next expert. So a tile
-of a kernel belongs to one expert, and the rows of an expert can be the summed dimension of a product, for which FP8
-operands have to be aligned. :class:`ExpertRows` says which rows are whose.
+**Rows.** An expert's rows begin at a multiple of :data:`BLOCK`, and rows of zeros fill up to the
+next expert. So a tile of a kernel belongs to one expert, and the rows of an expert can be the
+summed dimension of a product, for which FP8 operands have to be aligned. :class:`ExpertRows` says
+which rows are whose.
 
-**Scales.** Layout "expert" has one fp32 scale an expert: of its rows ``[rows, n]`` or its matrix ``[experts, k, n]``.
-It is to an expert what "tensor" is to a tensor. Layout "row" is as everywhere.
+**Scales.** Layout "expert" has one fp32 scale an expert: of its rows ``[rows, n]`` or its matrix
+``[experts, k, n]``. It is to an expert what "tensor" is to a tensor. Layout "row" is as everywhere.
 
 Every definition here is the one for a single tensor, expert by expert.
 """
@@ -42,11 +44,15 @@ __all__ = [
 ]
 
 BLOCK = 32
-"""Rows that belong to one expert together. FP8 products want 16; kernels read and write at least this many."""
+"""Rows that belong to one expert together. FP8 products want 16; kernels read and write at least
+this many.
+"""
 
 
 class ExpertRows(NamedTuple):
-    """Where the rows of each expert are, ``total`` in all; every tensor on the device of the rows."""
+    """Where the rows of each expert are, ``total`` in all; every tensor on the device of the
+    rows.
+    """
 
     source: torch.Tensor
     """int32 ``[total]``: which of the given rows lies here; -1 for a row of zeros."""
@@ -55,7 +61,9 @@ class ExpertRows(NamedTuple):
     blocks: torch.Tensor
     """int32 ``[total / BLOCK]``: the expert that each block of rows belongs to."""
     ends: torch.Tensor
-    """int32 ``[experts]``: the row behind the last one of each expert; the last of them is ``total``."""
+    """int32 ``[experts]``: the row behind the last one of each expert; the last of them is
+    ``total``.
+    """
     known: tuple[int, ...] | None
     """``ends`` where the host knows them: where it was given the numbers of tokens."""
 
@@ -73,8 +81,9 @@ class ExpertRows(NamedTuple):
 
 
 class SpreadGradient(NamedTuple):
-    """``d`` ``[total, n]``: the gradient of y; ``amax`` fp32 ``[experts]`` of its rows; ``dfactor``: of the factor,
-    ``[given rows]``."""
+    """``d`` ``[total, n]``: the gradient of y; ``amax`` fp32 ``[experts]`` of its rows;
+    ``dfactor``: of the factor, ``[given rows]``.
+    """
 
     d: torch.Tensor
     amax: torch.Tensor | None
@@ -85,8 +94,9 @@ def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device
     """Rows sorted by expert, laid out by blocks.
 
     Args:
-        tokens_per_expert: int ``[experts]``, on the CPU or on ``device``; nothing waits for the device. There, as many
-            blocks are made as any distribution could need: rows + (BLOCK - 1) * experts, rounded up to a block.
+        tokens_per_expert: int ``[experts]``, on the CPU or on ``device``; nothing waits for the
+            device. There, as many blocks are made as any distribution could need: rows + (BLOCK -
+            1) * experts, rounded up to a block.
         rows: their sum.
 
     Raises:
@@ -96,7 +106,10 @@ def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device
     filled = (counts + BLOCK - 1) // BLOCK * BLOCK
     if counts.device.type == "cpu":
         if int(counts.sum()) != rows or bool((counts < 0).any()):
-            raise ValueError(f"tokens_per_expert: got {counts.tolist()}, accepted: numbers that add up to {rows} rows")
+            raise ValueError(
+                f"tokens_per_expert: got {counts.tolist()}, accepted: numbers that add up to "
+                f"{rows} rows"
+            )
         total = int(filled.sum())
     else:
         total = (rows + (BLOCK - 1) * counts.numel()) // BLOCK * BLOCK
@@ -118,9 +131,12 @@ def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device
     return ExpertRows(source.int(), place.int(), expert[::BLOCK].int(), ends.int(), known)
 
 
-def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows ``index`` (int32 ``[m]``, None: all) of x ``[rows, n]``, zeros where it is -1, times ``factor``, ``[m]`` of
-    any floating dtype; ``[m, n]``, fp32 products rounded to x's dtype."""
+def take_rows(
+    x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows ``index`` (int32 ``[m]``, None: all) of x ``[rows, n]``, zeros where it is -1, times
+    ``factor``, ``[m]`` of any floating dtype; ``[m, n]``, fp32 products rounded to x's dtype.
+    """
     if index is not None:
         if not x.shape[0]:
             return x.new_zeros(index.shape[0], x.shape[1])
@@ -129,7 +145,9 @@ def take_rows(x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.
 
 
 def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Sums of the rows ``index`` (int32 ``[m, k]``) of x ``[rows, n]``, ``[m, n]``: fp32, rounded once."""
+    """Sums of the rows ``index`` (int32 ``[m, k]``) of x ``[rows, n]``, ``[m, n]``: fp32,
+    rounded once.
+    """
     if not index.numel():
         return x.new_zeros(index.shape[0], x.shape[1])
     out = x[index[:, 0].long()].float()
@@ -139,7 +157,10 @@ def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def spread_gradient(
-    dout: torch.Tensor, rows: ExpertRows | None, factor: torch.Tensor | None = None, y8: QuantizedTensor | None = None
+    dout: torch.Tensor,
+    rows: ExpertRows | None,
+    factor: torch.Tensor | None = None,
+    y8: QuantizedTensor | None = None,
 ) -> SpreadGradient:
     """Backward of :func:`take_rows` by ``rows.place``, of y to ``out``.
 
@@ -160,21 +181,27 @@ def spread_gradient(
 
 
 def largest_rows(scales: torch.Tensor, rows: ExpertRows, least: float) -> torch.Tensor:
-    """``[experts]``: the largest of the row scales ``[total, 1]`` of each expert, ``least`` of one without rows."""
+    """``[experts]``: the largest of the row scales ``[total, 1]`` of each expert, ``least`` of
+    one without rows.
+    """
     of_blocks = scales.view(-1, BLOCK).amax(1)
     out = scales.new_full((rows.experts,), least)
     return out.scatter_reduce(0, rows.blocks.long(), of_blocks, "amax")
 
 
 def amax_experts(x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-    """Largest magnitude of each expert's rows of x ``[total, n]``; fp32 ``[experts]``, as :func:`quantize.amax`."""
+    """Largest magnitude of each expert's rows of x ``[total, n]``; fp32 ``[experts]``, as
+    :func:`quantize.amax`.
+    """
     out = torch.zeros(rows.experts, dtype=torch.float32, device=x.device)
     for expert, at in rows.pieces():
         out[expert] = quantize.amax(x[at])
     return out
 
 
-def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None) -> QuantizedTensor:
+def quantize_experts(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None
+) -> QuantizedTensor:
     """FP8 with a given scale an expert, fp32 ``[experts]``.
 
     Args:
@@ -193,7 +220,8 @@ def quantize_experts_both(
 
 
 def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
-    """Matrices x ``[experts, k, n]`` transposed and quantized by rows of the result, that is by columns of x.
+    """Matrices x ``[experts, k, n]`` transposed and quantized by rows of the result, that is by
+    columns of x.
 
     Returns:
         layout "row": codes ``[experts, n, k]``, scales ``[experts, n, 1]``, powers of two.
@@ -202,9 +230,14 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
 
 
 def grouped_mm(
-    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype, fast_accum: bool = False
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    rows: ExpertRows,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Each expert's rows of ``a`` times its matrix transposed, as :func:`~coat_dist.reference.gemm.scaled_mm`.
+    """Each expert's rows of ``a`` times its matrix transposed, as
+    :func:`~coat_dist.reference.gemm.scaled_mm`.
 
     Args:
         a: codes ``[total, k]``, layout "row" or "expert".
@@ -215,13 +248,19 @@ def grouped_mm(
     """
     out = a.codes.new_zeros(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
     for expert, at in rows.pieces():
-        scales, layout = (a.scales[at], "row") if a.layout == "row" else (a.scales[expert], "tensor")
+        scales, layout = (
+            (a.scales[at], "row") if a.layout == "row" else (a.scales[expert], "tensor")
+        )
         left = QuantizedTensor(a.codes[at], scales, layout)
-        out[at] = scaled_mm(left, QuantizedTensor(b.codes[expert], b.scales[expert], layout), out_dtype, fast_accum)
+        out[at] = scaled_mm(
+            left, QuantizedTensor(b.codes[expert], b.scales[expert], layout), out_dtype, fast_accum
+        )
     return out
 
 
-def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_wgrad(
+    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype
+) -> torch.Tensor:
     """For each expert the product, over its rows, of ``a`` and ``b`` transposed; zero without rows.
 
     Args:
@@ -240,7 +279,9 @@ def grouped_wgrad(a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_
 def activation_grad_amax_experts(
     da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows
 ) -> torch.Tensor:
-    """:func:`~coat_dist.reference.activation.activation_grad_amax` of each expert's rows; fp32 ``[experts]``."""
+    """:func:`~coat_dist.reference.activation.activation_grad_amax` of each expert's rows; fp32
+    ``[experts]``.
+    """
     out = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
     for expert, at in rows.pieces():
         out[expert] = act.activation_grad_amax(da[at], _part(pre8, at), activation)
@@ -257,12 +298,25 @@ def activation_backward_experts(
     scales: torch.Tensor,
     rows: ExpertRows,
 ) -> act.ActivationGradients:
-    """:func:`~coat_dist.reference.activation.activation_backward` with scales ``[experts]``; no bias."""
+    """:func:`~coat_dist.reference.activation.activation_backward` with scales ``[experts]``; no
+    bias.
+    """
     parts = []
     for expert, at in rows.pieces():
-        given = da[at], _part(pre8, at), activation, grad_fmt, grad_scales[expert], fmt, scales[expert]
+        given = (
+            da[at],
+            _part(pre8, at),
+            activation,
+            grad_fmt,
+            grad_scales[expert],
+            fmt,
+            scales[expert],
+        )
         parts.append([q.codes for q in act.activation_backward(*given)[:3]])
-    d8, d8_t, a8_t = (torch.cat(codes, dim) for codes, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True))
+    d8, d8_t, a8_t = (
+        torch.cat(codes, dim)
+        for codes, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True)
+    )
     return act.ActivationGradients(
         QuantizedTensor(d8, grad_scales, "expert"),
         QuantizedTensor(d8_t, grad_scales, "expert"),

@@ -1,15 +1,16 @@
 """Formats of AdamW moments: one small class for each, looked up by name in :data:`MOMENT_FORMATS`.
 
-``reference/moments.py`` says what a group is and does what all formats have in common: amax, zeros, filling. A format
-says how 8-bit codes are spaced between the group's smallest and largest magnitude:
+``reference/moments.py`` says what a group is and does what all formats have in common: amax, zeros,
+filling. A format says how 8-bit codes are spaced between the group's smallest and largest
+magnitude:
 
 * ``exponents``: the group's ``k``;
 * ``spaced``: where a magnitude lies among the codes, before it is rounded;
 * ``codes``: the rounding, and the byte that is stored;
 * ``read``: the inverse of these three.
 
-``kernels/moment_formats.py`` has the same four for each format under the same names. The names that users give are
-listed in ``coat_dist/formats.py``.
+``kernels/moment_formats.py`` has the same four for each format under the same names. The names that
+users give are listed in ``coat_dist/formats.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ LOG8_SPAN = 253.75
 
 
 class MomentFormat(ABC):
-    """How codes are spaced. Tensors of a group's elements are fp32 [groups, group_size], those of a group [groups]."""
+    """How codes are spaced. Tensors of a group's elements are fp32 [groups, group_size], those
+    of a group [groups].
+    """
 
     name: str
     """As users give it."""
@@ -51,9 +54,13 @@ class MomentFormat(ABC):
     unit: float
     """k that stands for a power of one; where spacing is logarithmic, for steps of one octave."""
     log2_range: float | None = None
-    """log2 of R, the ratio of largest to smallest magnitude that the format keeps; None: it follows the group."""
+    """log2 of R, the ratio of largest to smallest magnitude that the format keeps; None: it
+    follows the group.
+    """
     finer: int = 1
-    """1 where a larger k means a finer grid, which reaches less far; -1 where a smaller one does."""
+    """1 where a larger k means a finer grid, which reaches less far; -1 where a smaller one
+    does.
+    """
     k_of_zeros: int = 255
     """k of a group of zeros, with expansion."""
 
@@ -62,17 +69,25 @@ class MomentFormat(ABC):
         """k of each group, fp32, whole numbers from 1 to 255.
 
         Args:
-            spread: log2 of the largest over the smallest non-zero magnitude; -inf for zeros, NaN if not finite.
+            spread: log2 of the largest over the smallest non-zero magnitude; -inf for zeros, NaN if
+                not finite.
             k_numerator: ``unit * log2_range``, which benchmarks vary.
         """
 
     @abstractmethod
     def spaced(self, log_ratio: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Position among the codes of magnitudes with ``log_ratio = log2(|x| / a)``, before rounding."""
+        """Position among the codes of magnitudes with ``log_ratio = log2(|x| / a)``, before
+        rounding.
+        """
 
     @abstractmethod
     def codes(
-        self, y: torch.Tensor, x: torch.Tensor, k: torch.Tensor, noise: torch.Tensor | None, keep_nonzero: bool
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        k: torch.Tensor,
+        noise: torch.Tensor | None,
+        keep_nonzero: bool,
     ) -> torch.Tensor:
         """The bytes that are stored, uint8.
 
@@ -85,12 +100,15 @@ class MomentFormat(ABC):
 
     @abstractmethod
     def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of stored codes, a number of their sign that is zero where they mean zero, and log2 of their magnitude
-        over a (-inf where they mean zero)."""
+        """Of stored codes, a number of their sign that is zero where they mean zero, and log2 of
+        their magnitude over a (-inf where they mean zero).
+        """
 
 
 class _PowerFormat(MomentFormat):
-    """Codes of ``max * (|x| / a) ** (k / unit)``: dynamic range expansion (COAT, arXiv 2410.19313, section 4)."""
+    """Codes of ``max * (|x| / a) ** (k / unit)``: dynamic range expansion (COAT, arXiv
+    2410.19313, section 4).
+    """
 
     log2_range: float
 
@@ -114,7 +132,12 @@ class FP8Moments(_PowerFormat):
         self.log2_range = math.log2(fp8.max**2 / 2.0)
 
     def codes(
-        self, y: torch.Tensor, x: torch.Tensor, k: torch.Tensor, noise: torch.Tensor | None, keep_nonzero: bool
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        k: torch.Tensor,
+        noise: torch.Tensor | None,
+        keep_nonzero: bool,
     ) -> torch.Tensor:
         y = y if noise is None else _round_stochastically(y, self.fp8, noise)
         q = y.to(self.fp8.dtype).view(torch.uint8)
@@ -127,12 +150,19 @@ class FP8Moments(_PowerFormat):
 
 
 class Int8Moments(_PowerFormat):
-    """A power rounded to an integer, in two's complement: equally spaced, best at a group's large values."""
+    """A power rounded to an integer, in two's complement: equally spaced, best at a group's
+    large values.
+    """
 
     name, max, unit, log2_range = "int8", 127.0, 64.0, 5.0
 
     def codes(
-        self, y: torch.Tensor, x: torch.Tensor, k: torch.Tensor, noise: torch.Tensor | None, keep_nonzero: bool
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        k: torch.Tensor,
+        noise: torch.Tensor | None,
+        keep_nonzero: bool,
     ) -> torch.Tensor:
         rounded = torch.copysign(torch.round(y) if noise is None else torch.floor(y + noise), x)
         return rounded.nan_to_num(0.0).to(torch.int8).view(torch.uint8)
@@ -142,18 +172,27 @@ class Int8Moments(_PowerFormat):
 
 
 class Log8Moments(MomentFormat):
-    """255 magnitudes, equally spaced in their logarithm; no sign. k is the spacing, in 1/250 octaves."""
+    """255 magnitudes, equally spaced in their logarithm; no sign. k is the spacing, in 1/250
+    octaves.
+    """
 
     name, max, unit, finer, k_of_zeros = "log8", 255.0, LOG8_UNIT, -1, 1
 
     def exponents(self, spread: torch.Tensor, k_numerator: float) -> torch.Tensor:
-        return torch.where(spread > 0, torch.ceil(spread * (LOG8_UNIT / LOG8_SPAN)), 1.0).clamp(1.0, 255.0)
+        return torch.where(spread > 0, torch.ceil(spread * (LOG8_UNIT / LOG8_SPAN)), 1.0).clamp(
+            1.0, 255.0
+        )
 
     def spaced(self, log_ratio: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (255.0 + log_ratio * (LOG8_UNIT / k)[:, None]).clamp(0.0, 255.0)
 
     def codes(
-        self, y: torch.Tensor, x: torch.Tensor, k: torch.Tensor, noise: torch.Tensor | None, keep_nonzero: bool
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        k: torch.Tensor,
+        noise: torch.Tensor | None,
+        keep_nonzero: bool,
     ) -> torch.Tensor:
         rounded = torch.round(y) if noise is None else _round_logarithm(y, k / LOG8_UNIT, noise)
         return rounded.nan_to_num(0.0).to(torch.uint8)  # a is NaN then
@@ -169,19 +208,25 @@ MOMENT_FORMATS: dict[str, MomentFormat] = {
 
 
 def lowest_exponent(fp8: FP8Format) -> int:
-    """Biased fp32 exponent of the format's smallest normal value: below it, values are equally spaced."""
+    """Biased fp32 exponent of the format's smallest normal value: below it, values are equally
+    spaced.
+    """
     return 127 + round(math.log2(fp8.smallest)) + fp8.mantissa_bits
 
 
 def _round_stochastically(y: torch.Tensor, fp8: FP8Format, noise: torch.Tensor) -> torch.Tensor:
-    """One of the two neighbours of 0 <= y <= F in the format: the upper with the probability that keeps the mean."""
+    """One of the two neighbours of 0 <= y <= F in the format: the upper with the probability
+    that keeps the mean.
+    """
     exponent = (y.view(torch.int32) >> 23).clamp(min=lowest_exponent(fp8))
     step = ((exponent - fp8.mantissa_bits) << 23).view(torch.float32)
     return torch.where(y.isfinite(), torch.floor(y / step + noise) * step, y)
 
 
 def _round_logarithm(y: torch.Tensor, step: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """One of the two integers next to y: the upper with the probability that keeps the mean of 2 ** (step * result)."""
+    """One of the two integers next to y: the upper with the probability that keeps the mean of 2
+    ** (step * result).
+    """
     lower = torch.floor(y)
     octaves = math.log(2.0) * step[:, None]
     upper = torch.expm1((y - lower) * octaves) / torch.expm1(octaves)

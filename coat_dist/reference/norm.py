@@ -1,17 +1,20 @@
 """RMSNorm and LayerNorm around quantized tensors.
 
-``y = (x - mean) * rstd * weight + bias`` row by row, in fp32; RMSNorm has no mean, and both may lack the affine part.
-The row statistics are summed in fp64 and rounded once, so that they do not depend on how a device orders its sums.
+``y = (x - mean) * rstd * weight + bias`` row by row, in fp32; RMSNorm has no mean, and both may
+lack the affine part. The row statistics are summed in fp64 and rounded once, so that they do not
+depend on how a device orders its sums.
 
-Forward needs two passes, because the scale of the normalized tensor is known only when all of it has been seen:
-:func:`norm_compress` reads x once, writes what backward keeps and finds the amax; :func:`norm_quantize` writes the
-codes. Backward calls :func:`norm_quantize` again on what was kept (COAT section 5, with the scale of the first time).
-With a scale per row one pass does both: :func:`norm_compress_rows`.
+Forward needs two passes, because the scale of the normalized tensor is known only when all of it
+has been seen: :func:`norm_compress` reads x once, writes what backward keeps and finds the amax;
+:func:`norm_quantize` writes the codes. Backward calls :func:`norm_quantize` again on what was kept
+(COAT section 5, with the scale of the first time). With a scale per row one pass does both:
+:func:`norm_compress_rows`.
 
-What is kept, x8, is ``x - mean`` in FP8 (RMSNorm: x). A LayerNorm's result does not depend on the mean, but FP8 has a
-relative error: of an x whose mean is ten times its deviation, ten times the error would be left for the deviations.
-So wherever x8 stands in for x, it is normalized by rstd alone. It is not centered a second time: the mean of the
-rounding errors of a row is small beside the errors themselves, and backward then needs no mean.
+What is kept, x8, is ``x - mean`` in FP8 (RMSNorm: x). A LayerNorm's result does not depend on the
+mean, but FP8 has a relative error: of an x whose mean is ten times its deviation, ten times the
+error would be left for the deviations. So wherever x8 stands in for x, it is normalized by rstd
+alone. It is not centered a second time: the mean of the rounding errors of a row is small beside
+the errors themselves, and backward then needs no mean.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class NormStats(NamedTuple):
 
 
 class NormForward(NamedTuple):
-    """What the first pass finds: x - mean in per-group FP8, the row statistics, and the amax of y (fp32 scalar)."""
+    """What the first pass finds: x - mean in per-group FP8, the row statistics, and the amax of
+    y (fp32 scalar).
+    """
 
     x8: QuantizedTensor
     stats: NormStats
@@ -56,7 +61,9 @@ class NormForward(NamedTuple):
 
 
 class NormRows(NamedTuple):
-    """What the one pass with row scales finds: x - mean in per-group FP8, the row statistics, and y in row-wise FP8."""
+    """What the one pass with row scales finds: x - mean in per-group FP8, the row statistics,
+    and y in row-wise FP8.
+    """
 
     x8: QuantizedTensor
     stats: NormStats
@@ -74,7 +81,10 @@ def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
 
 
 def norm_apply(
-    x: torch.Tensor | QuantizedTensor, stats: NormStats, weight: torch.Tensor | None, bias: torch.Tensor | None
+    x: torch.Tensor | QuantizedTensor,
+    stats: NormStats,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """y, fp32, in the shape of x, from x or from x8."""
     y = _normalized(x, stats)
@@ -129,8 +139,9 @@ def norm_compress_rows(
     saved: FP8Format | None = None,
     out: QuantizedTensor | None = None,
 ) -> NormRows:
-    """:func:`norm_compress`, and y in FP8 as :func:`~coat_dist.reference.quantize.quantize_rows` makes it, with scales
-    that are powers of two; in ``out`` where that is given."""
+    """:func:`norm_compress`, and y in FP8 as :func:`~coat_dist.reference.quantize.quantize_rows`
+    makes it, with scales that are powers of two; in ``out`` where that is given.
+    """
     x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
     y8 = quantize_rows(y, fmt, aligned=True)
     if out is not None:
@@ -150,8 +161,9 @@ def norm_quantize(
     transpose: bool = False,
     out: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """y of x or x8 in per-tensor FP8 with the given scale; codes ``[..., h]``, or ``[h, rows]`` if ``transpose``; in
-    ``out`` where that is given."""
+    """y of x or x8 in per-tensor FP8 with the given scale; codes ``[..., h]``, or ``[h, rows]`` if
+    ``transpose``; in ``out`` where that is given.
+    """
     return quantize_tensor(norm_apply(x, stats, weight, bias), fmt, scale, transpose, out)
 
 
@@ -174,10 +186,12 @@ def norm_backward(
         sum_dtype: type in which the gradients of weight and bias are summed over rows and returned.
         dtype: of dx.
         bias: whether the bias's gradient is wanted.
-        residual: gradient that x receives from elsewhere, in its shape; added to dx in fp32, before it is rounded.
+        residual: gradient that x receives from elsewhere, in its shape; added to dx in fp32, before
+            it is rounded.
 
     Returns:
-        dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``; dbias None where it is not wanted).
+        dx (shape of x), dweight and dbias (``[h]``, ``sum_dtype``; dbias None where it is not
+        wanted).
     """
     dy = dy.float()
     normalized = _normalized(x, stats)
@@ -204,7 +218,9 @@ def _compressed(
 
 
 def _centered(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``x - mean`` in fp32, which is what rstd is the deviation of, and the mean; for RMSNorm x itself, and None."""
+    """``x - mean`` in fp32, which is what rstd is the deviation of, and the mean; for RMSNorm x
+    itself, and None.
+    """
     x = x.float()
     if kind == "rmsnorm":
         return x, None

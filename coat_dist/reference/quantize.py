@@ -2,16 +2,19 @@
 
 Rules that every quantizer here follows:
 
-* **Scale from amax.** With F the format's largest value, a scale is ``amax * (1 / F)`` in fp32, never smaller than
-  2**-126, so zeros need no special case and no epsilon biases small tensors.
-* **Quantize with the stored scale.** Where a scale is stored in fewer bits it is rounded up first and then used, so
-  that reading back multiplies by exactly what quantizing divided by and the largest element does not saturate.
-* **One rounding.** ``code = round_to_nearest_even(clamp(x * (1 / scale), -F, F))``; product and reciprocal are fp32.
-  The clamp is explicit: casts of values beyond F differ between formats, devices and torch versions.
-* **Nothing non-finite is hidden.** An amax over infinity or NaN is +inf, which survives a MAX over ranks (NaN may not),
-  and its scale is NaN: the whole group, or tensor, reads back as NaN.
+* **Scale from amax.** With F the format's largest value, a scale is ``amax * (1 / F)`` in fp32,
+  never smaller than 2**-126, so zeros need no special case and no epsilon biases small tensors.
+* **Quantize with the stored scale.** Where a scale is stored in fewer bits it is rounded up first
+  and then used, so that reading back multiplies by exactly what quantizing divided by and the
+  largest element does not saturate.
+* **One rounding.** ``code = round_to_nearest_even(clamp(x * (1 / scale), -F, F))``; product and
+  reciprocal are fp32. The clamp is explicit: casts of values beyond F differ between formats,
+  devices and torch versions.
+* **Nothing non-finite is hidden.** An amax over infinity or NaN is +inf, which survives a MAX over
+  ranks (NaN may not), and its scale is NaN: the whole group, or tensor, reads back as NaN.
 
-Sources: COAT (arXiv 2410.19313) section 5 for per-group and per-tensor use, OCP Microscaling Formats 1.0 for E8M0.
+Sources: COAT (arXiv 2410.19313) section 5 for per-group and per-tensor use, OCP Microscaling
+Formats 1.0 for E8M0.
 """
 
 from __future__ import annotations
@@ -42,11 +45,15 @@ __all__ = [
 ]
 
 SMALLEST_SCALE = 2.0**-126
-"""Smallest normal fp32: its reciprocal is finite, and hardware that flushes subnormals reads it unchanged."""
+"""Smallest normal fp32: its reciprocal is finite, and hardware that flushes subnormals reads it
+unchanged.
+"""
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """max|x| over everything, fp32 scalar. 0 for an empty tensor, +inf where any element is infinite or NaN."""
+    """max|x| over everything, fp32 scalar. 0 for an empty tensor, +inf where any element is
+    infinite or NaN.
+    """
     return amaxes(x, None)
 
 
@@ -60,11 +67,13 @@ def amaxes(x: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 def tensor_scale(amax: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> torch.Tensor:
-    """fp32 scale that maps ``amax`` (fp32, any shape) to the format's largest value; NaN where amax is not finite.
+    """fp32 scale that maps ``amax`` (fp32, any shape) to the format's largest value; NaN where amax
+    is not finite.
 
     Args:
-        aligned: round it up to a power of two. Codes with such scales are the same values, whatever the scales, as long
-            as these are no larger than needed and values no subnormals: tensors quantized by rows and as a whole agree.
+        aligned: round it up to a power of two. Codes with such scales are the same values, whatever
+            the scales, as long as these are no larger than needed and values no subnormals: tensors
+            quantized by rows and as a whole agree.
     """
     scale = (amax * (1.0 / fmt.max)).clamp(min=SMALLEST_SCALE)
     scale = power_of_two(scale) if aligned else scale
@@ -78,16 +87,21 @@ def power_of_two(scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_tensor(
-    x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor, transpose: bool = False, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    fmt: FP8Format,
+    scale: torch.Tensor,
+    transpose: bool = False,
+    out: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize with one given scale; what it maps beyond F saturates, NaN stays NaN.
 
     Args:
         x: ``[..., n]``, any floating dtype.
         scale: fp32 scalar.
-        transpose: return codes ``[n, rows]`` of the tensor seen as ``[rows, n]``, contiguous: the layout in which FP8
-            GEMMs want an operand whose summed dimension is ``rows``.
-        out: takes the codes: contiguous, or with ``transpose`` whole columns of a wider contiguous matrix.
+        transpose: return codes ``[n, rows]`` of the tensor seen as ``[rows, n]``, contiguous: the
+            layout in which FP8 GEMMs want an operand whose summed dimension is ``rows``.
+        out: takes the codes: contiguous, or with ``transpose`` whole columns of a wider contiguous
+            matrix.
     """
     codes = _codes(x.float(), scale, fmt)
     if transpose:
@@ -95,8 +109,12 @@ def quantize_tensor(
     return QuantizedTensor(codes if out is None else out.copy_(codes), scale, "tensor")
 
 
-def quantize_both(x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """:func:`quantize_tensor` in both memory orders: codes of the shape of x ``[..., n]``, and ``[n, rows]``."""
+def quantize_both(
+    x: torch.Tensor, fmt: FP8Format, scale: torch.Tensor
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """:func:`quantize_tensor` in both memory orders: codes of the shape of x ``[..., n]``, and
+    ``[n, rows]``.
+    """
     q = quantize_tensor(x, fmt, scale)
     return q, transpose(QuantizedTensor(q.codes.flatten(0, -2), scale, "tensor"))
 
@@ -105,8 +123,8 @@ def group_scales(amax: torch.Tensor, fmt: FP8Format, scale: str) -> torch.Tensor
     """Stored scales for groups of the given amax (fp32, >= 0, any shape), rounded up.
 
     Args:
-        scale: "e8m0": uint8, the biased exponent of the smallest power of two not below amax / F, 1 at least, 255 where
-            amax is not finite; "bf16": bfloat16, NaN where amax is not finite.
+        scale: "e8m0": uint8, the biased exponent of the smallest power of two not below amax / F, 1
+            at least, 255 where amax is not finite; "bf16": bfloat16, NaN where amax is not finite.
 
     Raises:
         ValueError: an unknown kind of scale.
@@ -122,8 +140,10 @@ def group_scales(amax: torch.Tensor, fmt: FP8Format, scale: str) -> torch.Tensor
 
 
 def carry_and_power(fmt: FP8Format) -> tuple[int, int]:
-    """What E8M0 scales are found with, without a logarithm or rounding. With F = f * 2**power, amax / F needs the next
-    power of two exactly where amax's significand exceeds f: where adding ``carry`` to its bits reaches the exponent."""
+    """What E8M0 scales are found with, without a logarithm or rounding. With F = f * 2**power, amax
+    / F needs the next power of two exactly where amax's significand exceeds f: where adding
+    ``carry`` to its bits reaches the exponent.
+    """
     significand, exponent = math.frexp(fmt.max)
     return 2**23 - 1 - int((2 * significand - 1) * 2**23), exponent - 1
 
@@ -132,23 +152,28 @@ def scale_values(scales: torch.Tensor) -> torch.Tensor:
     """Stored scales of any kind as fp32 factors: uint8 is E8M0, everything else is itself."""
     if scales.dtype != torch.uint8:
         return scales.float()
-    bits = torch.where(scales == 0, 0x400000, scales.to(torch.int32) << 23)  # exponent 0 is 2**-127, a subnormal
+    # Exponent 0 is 2**-127, a subnormal.
+    bits = torch.where(scales == 0, 0x400000, scales.to(torch.int32) << 23)
     return torch.where(scales == 255, torch.nan, bits.view(torch.float32))
 
 
-def quantize_groups(x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str) -> QuantizedTensor:
+def quantize_groups(
+    x: torch.Tensor, fmt: FP8Format, group_size: int, scale: str
+) -> QuantizedTensor:
     """Quantize with one scale per ``group_size`` consecutive elements of the last dimension.
 
     Args:
-        x: ``[..., n]``, any floating dtype; the last group of a row is shorter where n is no multiple of the group
-            size.
+        x: ``[..., n]``, any floating dtype; the last group of a row is shorter where n is no
+            multiple of the group size.
         scale: kind of stored scale, see :func:`group_scales`.
 
     Returns:
         layout "group": codes ``[..., n]``, scales ``[..., ceil(n / group_size)]``.
     """
     n = x.shape[-1]
-    filled = torch.nn.functional.pad(x.float(), (0, -n % group_size)).unflatten(-1, (-1, group_size))
+    filled = torch.nn.functional.pad(x.float(), (0, -n % group_size)).unflatten(
+        -1, (-1, group_size)
+    )
     scales = group_scales(amaxes(filled, -1), fmt, scale)
     codes = _codes(filled, scale_values(scales)[..., None], fmt).flatten(-2)[..., :n]
     return QuantizedTensor(codes.contiguous(), scales, "group", group_size)
@@ -159,16 +184,18 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """Quantize with one scale per row: :func:`tensor_scale` of the row's own amax.
 
-    As that function is monotone, the largest of the row scales is the scale that the whole tensor would have.
+    As that function is monotone, the largest of the row scales is the scale that the whole tensor
+    would have.
 
     Args:
         x: ``[..., k]``, any floating dtype.
         aligned: make scales powers of two.
-        out: takes codes and scales, both contiguous; its ``top`` is raised to the largest of these scales.
+        out: takes codes and scales, both contiguous; its ``top`` is raised to the largest of these
+            scales.
 
     Returns:
-        layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``, and the largest of these, unless there are none; a
-        row with a non-finite value is all NaN.
+        layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``, and the largest of these, unless
+        there are none; a row with a non-finite value is all NaN.
     """
     q = requantize_rows(x, fmt, tensor_scale(amaxes(x, -1), fmt, aligned)[..., None])
     q.top = q.scales.amax() if q.scales.numel() else None
@@ -181,8 +208,9 @@ def quantize_rows(
 
 
 def requantize_rows(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
-    """:func:`quantize_rows` with given scales, fp32 ``[..., 1]``: those that several parts of a row share. There is no
-    ``top``."""
+    """:func:`quantize_rows` with given scales, fp32 ``[..., 1]``: those that several parts of a row
+    share. There is no ``top``.
+    """
     return QuantizedTensor(_codes(x.float(), scales, fmt), scales, "row")
 
 
@@ -192,7 +220,8 @@ def transpose(q: QuantizedTensor) -> QuantizedTensor:
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of a quantized tensor of any layout, in the shape of its codes; fp32 products rounded to ``dtype``.
+    """The values of a quantized tensor of any layout, in the shape of its codes; fp32 products
+    rounded to ``dtype``.
 
     BF16 holds them exactly where scales are powers of two and values are no denormals.
     """
@@ -222,9 +251,9 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor
 def _e3m4(x: torch.Tensor) -> torch.Tensor:
     """Codes of fp32 values, times 2**-12, of at most E3M4's largest; of NaN any.
 
-    fp16 has E3M4's normal and subnormal numbers as its own, times 2**-12: its upper bits are rounded to nearest even.
-    So kernels take two numbers at a time. Numbers of more bits than fp16 has are rounded twice, those of BF16 once, but
-    for some below 2**-5.
+    fp16 has E3M4's normal and subnormal numbers as its own, times 2**-12: its upper bits are
+    rounded to nearest even. So kernels take two numbers at a time. Numbers of more bits than fp16
+    has are rounded twice, those of BF16 once, but for some below 2**-5.
     """
     bits = x.half().view(torch.int16).to(torch.int32)
     bits = bits + 0x1F + (bits >> 6 & 1)

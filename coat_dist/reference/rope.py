@@ -1,23 +1,26 @@
-"""Split of a query-key-value projection into heads, with rotary position embedding of queries and keys.
+"""Split of a query-key-value projection into heads, with rotary position embedding of queries and
+keys.
 
-The projection's output is ``[s, b, groups * (per_group + 2) * size]``: for each group of grouped-query attention its
-queries, then its key, then its value (Megatron-core's interleaved layout); or all queries, all keys and all values
-(``blocks``, transformers' three projections side by side). With ``batch_first`` the first two dimensions are ``[b, s]``
-everywhere but in the table. Rotation turns pairs (a, b) of the first
-``rot`` elements of a head by an angle that depends on the position:
+The projection's output is ``[s, b, groups * (per_group + 2) * size]``: for each group of
+grouped-query attention its queries, then its key, then its value (Megatron-core's interleaved
+layout); or all queries, all keys and all values (``blocks``, transformers' three projections side
+by side). With ``batch_first`` the first two dimensions are ``[b, s]`` everywhere but in the table.
+Rotation turns pairs (a, b) of the first ``rot`` elements of a head by an angle that depends on the
+position:
 
     a' = a * cos_a - b * sin_a
     b' = b * cos_b + a * sin_b
 
-Pairs are ``(i, i + rot / 2)``, or ``(2i, 2i + 1)`` where the table is interleaved. Elements beyond ``rot`` pass
-unchanged (``rotary_percent``), and so do values.
+Pairs are ``(i, i + rot / 2)``, or ``(2i, 2i + 1)`` where the table is interleaved. Elements beyond
+``rot`` pass unchanged (``rotary_percent``), and so do values.
 
-Arithmetic is fp32, each product and each sum rounded, and the result is rounded once to the dtype of the heads. For
-fp32 heads that is Megatron-core's ``apply_rotary_pos_emb`` and its gradient, to the bit; for BF16 heads it is that
-function of the same numbers in fp32, rounded. Megatron's BF16 code also rounds cosines, sines and products to BF16.
+Arithmetic is fp32, each product and each sum rounded, and the result is rounded once to the dtype
+of the heads. For fp32 heads that is Megatron-core's ``apply_rotary_pos_emb`` and its gradient, to
+the bit; for BF16 heads it is that function of the same numbers in fp32, rounded. Megatron's BF16
+code also rounds cosines, sines and products to BF16.
 
-Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; ``mscale`` is YaRN's attention factor (arXiv 2309.00071,
-section 3.4).
+Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; ``mscale`` is YaRN's attention factor
+(arXiv 2309.00071, section 3.4).
 """
 
 from __future__ import annotations
@@ -34,13 +37,17 @@ __all__ = ["Heads", "RopeTable", "rope_table", "split_rope", "split_rope_backwar
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one rank: ``groups`` of ``per_group`` queries, one key and one value, each of ``size`` elements."""
+    """The heads of one rank: ``groups`` of ``per_group`` queries, one key and one value, each of
+    ``size`` elements.
+    """
 
     groups: int
     per_group: int
     size: int
     blocks: bool = False
-    """A token's elements are all queries, then all keys, then all values, instead of one group after the other."""
+    """A token's elements are all queries, then all keys, then all values, instead of one group
+    after the other.
+    """
     batch_first: bool = False
     """Tensors are ``[b, s, ...]`` instead of ``[s, b, ...]``."""
 
@@ -55,10 +62,14 @@ class Heads:
         return self.groups * (self.per_group + 2) * self.size
 
     def check(self, shape: Sequence[int], table: RopeTable | None) -> None:
-        """Raises ValueError where a projection's output of ``shape``, or a table, does not fit these heads."""
+        """Raises ValueError where a projection's output of ``shape``, or a table, does not fit
+        these heads.
+        """
         if len(shape) != 3 or shape[2] != self.width:
             leading = "b, s" if self.batch_first else "s, b"
-            raise ValueError(f"qkv: got shape {list(shape)}, accepted: [{leading}, {self.width}] for {self}")
+            raise ValueError(
+                f"qkv: got shape {list(shape)}, accepted: [{leading}, {self.width}] for {self}"
+            )
         if table is None:
             return
         s, b, rot = table.cos.shape
@@ -93,7 +104,8 @@ def rope_table(freqs: torch.Tensor, interleaved: bool = False, mscale: float = 1
     """The table for angles as Megatron-core hands them to attention.
 
     Args:
-        freqs: angles in radians, ``[s, 1 or b, 1, rot]``, any floating dtype; both elements of a pair have theirs.
+        freqs: angles in radians, ``[s, 1 or b, 1, rot]``, any floating dtype; both elements of a
+            pair have theirs.
         interleaved: pairs are neighbours (``rotary_interleaved``).
         mscale: factor on cosines and sines.
 
@@ -101,7 +113,9 @@ def rope_table(freqs: torch.Tensor, interleaved: bool = False, mscale: float = 1
         ValueError: another shape, or an odd number of rotated elements.
     """
     if freqs.dim() != 4 or freqs.shape[2] != 1 or freqs.shape[3] % 2:
-        raise ValueError(f"freqs: got shape {list(freqs.shape)}, accepted: [s, 1 or b, 1, an even number]")
+        raise ValueError(
+            f"freqs: got shape {list(freqs.shape)}, accepted: [s, 1 or b, 1, an even number]"
+        )
     angles = freqs.float().squeeze(2)
     return RopeTable(angles.cos() * mscale, angles.sin() * mscale, interleaved)
 
@@ -112,14 +126,15 @@ def split_rope(
     """Queries, keys and values, queries and keys rotated.
 
     Args:
-        mixed: ``[s, b, heads.width]``, bfloat16 or float32; ``[b, s, heads.width]`` with ``batch_first``.
+        mixed: ``[s, b, heads.width]``, bfloat16 or float32; ``[b, s, heads.width]`` with
+            ``batch_first``.
         table: None for a split alone.
 
     Returns:
-        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` (``[b, s, ...]`` with ``batch_first``),
-        contiguous, in mixed's dtype: the layout that SDPA reads without copies and whose output is an alias of what the
-        projection that follows takes.
-        None shares memory with mixed.
+        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` (``[b, s, ...]``
+        with ``batch_first``),
+        contiguous, in mixed's dtype: the layout that SDPA reads without copies and whose output is
+        an alias of what the projection that follows takes. None shares memory with mixed.
 
     Raises:
         ValueError: a shape that does not fit.
@@ -153,7 +168,11 @@ def split_rope_backward(
     if heads.blocks:
         dmixed = torch.cat((dq, dk, dv), 2).flatten(2)
     else:
-        parts = (dq.reshape(*leading, heads.groups, heads.per_group, heads.size), dk.unsqueeze(3), dv.unsqueeze(3))
+        parts = (
+            dq.reshape(*leading, heads.groups, heads.per_group, heads.size),
+            dk.unsqueeze(3),
+            dv.unsqueeze(3),
+        )
         dmixed = torch.cat(parts, 3).view(*leading, heads.width)
     return dmixed, amax(dmixed)
 

@@ -26,27 +26,41 @@ def step(messages: list[dict[str, Any]], said: str) -> bool:
     if not calls:
         messages.append({"role": "assistant", "content": said})
         return False
-    messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": f} for f, _ in calls]})
-    messages += [{"role": "tool", "name": "calculator", "content": calculator(text)} for _, text in calls]
+    messages.append(
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": f} for f, _ in calls]}
+    )
+    messages += [
+        {"role": "tool", "name": "calculator", "content": calculator(text)} for _, text in calls
+    ]
     return True
 
 
 @torch.no_grad()
-def answers(model: Any, tokenizer: Any, questions: list[str], batch: int = 128) -> list[list[dict[str, Any]]]:
+def answers(
+    model: Any, tokenizer: Any, questions: list[str], batch: int = 128
+) -> list[list[dict[str, Any]]]:
     """The whole conversation for each question."""
     tokenizer.padding_side = "left"
-    chats: list[list[dict[str, Any]]] = [[{"role": "user", "content": question}] for question in questions]
+    chats: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": question}] for question in questions
+    ]
     waiting = list(range(len(chats)))
     for _ in range(_MOST_CALLS + 1):
         going_on = []
         for start in range(0, len(waiting), batch):
             chosen = waiting[start : start + batch]
             texts = [
-                tokenizer.apply_chat_template(chats[i], tokenize=False, add_generation_prompt=True) for i in chosen
+                tokenizer.apply_chat_template(chats[i], tokenize=False, add_generation_prompt=True)
+                for i in chosen
             ]
-            given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+            given = tokenizer(
+                texts, return_tensors="pt", padding=True, add_special_tokens=False
+            ).to(model.device)
             made = model.generate(
-                input_ids=given.input_ids, attention_mask=given.attention_mask, max_new_tokens=48, do_sample=False
+                input_ids=given.input_ids,
+                attention_mask=given.attention_mask,
+                max_new_tokens=48,
+                do_sample=False,
             )
             for i, row in zip(chosen, made[:, given.input_ids.shape[1] :], strict=True):
                 if step(chats[i], tokenizer.decode(row, skip_special_tokens=True)):
@@ -59,4 +73,6 @@ def answers(model: Any, tokenizer: Any, questions: list[str], batch: int = 128) 
 
 def right(chat: list[dict[str, Any]], result: str) -> bool:
     """Whether the last thing said is the result."""
-    return chat[-1]["role"] == "assistant" and re.findall(r"-?\d+", chat[-1].get("content") or "") == [result]
+    return chat[-1]["role"] == "assistant" and re.findall(
+        r"-?\d+", chat[-1].get("content") or ""
+    ) == [result]

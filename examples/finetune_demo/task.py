@@ -15,13 +15,17 @@ _ASKED = ("What is {}?", "How much is {}?", "Please calculate {}.", "Tell me {}.
 
 
 def calculator(expression: str) -> str:
-    """The tool: two whole numbers and an operation between them; anything else is answered as an error."""
+    """The tool: two whole numbers and an operation between them; anything else is answered as an
+    error.
+    """
     found = re.fullmatch(r"\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*", expression)
     return "error" if found is None else str(_RUN[found[2]](int(found[1]), int(found[3])))
 
 
 def problem(rng: random.Random) -> tuple[str, list[str], str]:
-    """A question, the calls that answer it, in order, and the result. One in three questions has two steps."""
+    """A question, the calls that answer it, in order, and the result. One in three questions has
+    two steps.
+    """
     word, second = rng.choice(list(OPERATIONS)), rng.choice(list(OPERATIONS))
     a = rng.randint(10, 99)
     b, c = (rng.randint(2, 9) if one == "times" else rng.randint(10, 99) for one in (word, second))
@@ -37,12 +41,16 @@ def conversation(question: str, calls: list[str], result: str) -> list[dict[str,
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for call in calls:
         function = {"name": "calculator", "arguments": {"expression": call}}
-        messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]})
+        messages.append(
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+        )
         messages.append({"role": "tool", "name": "calculator", "content": calculator(call)})
     return [*messages, {"role": "assistant", "content": f"The result is {result}."}]
 
 
-def problems(count: int, seed: int, without: set[str] = frozenset()) -> list[tuple[str, list[str], str]]:
+def problems(
+    count: int, seed: int, without: set[str] = frozenset()
+) -> list[tuple[str, list[str], str]]:
     """``count`` problems, each question once and none of those in ``without``."""
     rng, found = random.Random(seed), {}
     while len(found) < count:

@@ -17,10 +17,12 @@ __all__ = ["VisionLanguageModel", "VisionTower"]
 
 
 class VisionTower(nn.Module):
-    """A vision transformer: LayerNorm, GELU and biases, attention in both directions, a class token.
+    """A vision transformer: LayerNorm, GELU and biases, attention in both directions, a class
+    token.
 
     Args:
-        config: of its layers. Sequence parallelism is off: 49 patches and a class token divide by no number of ranks.
+        config: of its layers. Sequence parallelism is off: 49 patches and a class token divide by
+            no number of ranks.
         side, patch: pixels of a picture's and a patch's side.
     """
 
@@ -30,11 +32,15 @@ class VisionTower(nn.Module):
         self.embed = nn.Linear(3 * patch * patch, config.hidden_size)
         self.first = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.positions = nn.Parameter(0.02 * torch.randn(self.tokens, 1, config.hidden_size))
-        self.decoder = TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=AttnMaskType.no_mask))
+        self.decoder = TransformerBlock(
+            config, gpt_layer_spec(config, attn_mask_type=AttnMaskType.no_mask)
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """``[b, 3, side, side]`` → features ``[tokens, b, hidden]``."""
-        patches = F.unfold(images, self.patch, stride=self.patch).permute(2, 0, 1).to(self.first.dtype)
+        patches = (
+            F.unfold(images, self.patch, stride=self.patch).permute(2, 0, 1).to(self.first.dtype)
+        )
         x = self.embed(patches)
         x = torch.cat([self.first.expand(-1, x.shape[1], -1), x]) + self.positions
         return self.decoder(x, attention_mask=None)
@@ -45,23 +51,32 @@ class VisionLanguageModel(nn.Module):
 
     Args:
         vision: any module from pictures to features ``[tokens, b, vision_hidden]``.
-        language: built with ``scatter_embedding_sequence_parallel=False``, as features are put among the embeddings of
-            the whole text first.
+        language: built with ``scatter_embedding_sequence_parallel=False``, as features are put
+            among the embeddings of the whole text first.
         image_token: the placeholder; a text has as many as a picture has features.
     """
 
-    def __init__(self, vision: nn.Module, vision_hidden: int, language: GPTModel, image_token: int) -> None:
+    def __init__(
+        self, vision: nn.Module, vision_hidden: int, language: GPTModel, image_token: int
+    ) -> None:
         super().__init__()
         hidden = language.config.hidden_size
         self.vision = vision
-        self.projector = nn.Sequential(nn.Linear(vision_hidden, hidden), nn.GELU(), nn.Linear(hidden, hidden))
+        self.projector = nn.Sequential(
+            nn.Linear(vision_hidden, hidden), nn.GELU(), nn.Linear(hidden, hidden)
+        )
         self.language = language
         self.image_token = image_token
 
-    def forward(self, images: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """Pictures ``[b, 3, side, side]`` and tokens ``[b, s]`` → logits, or given labels losses ``[b, s]``."""
+    def forward(
+        self, images: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Pictures ``[b, 3, side, side]`` and tokens ``[b, s]`` → logits, or given labels losses
+        ``[b, s]``.
+        """
         features = self.projector(self.vision(images))
-        text = self.language.embedding(tokens, None)  # [s, b, h]; rotary: no positions are added here
+        # [s, b, h]; rotary: no positions are added here.
+        text = self.language.embedding(tokens, None)
         places = (tokens == self.image_token)[..., None]  # [b, s, 1]
         mixed = text.transpose(0, 1).masked_scatter(places, features.transpose(0, 1).to(text.dtype))
         mixed = mixed.transpose(0, 1).contiguous()

@@ -1,8 +1,9 @@
 """Pictures of two coloured shapes with the sentence that describes them, drawn by torch alone.
 
-A scene is two things and how they lie: "a small red circle left of a large blue square". Every picture has one right
-sentence: the thing on the left, or above, comes first. Places, shades, background and noise are drawn at random, from
-the generator that is given. Of all pairs of things an eighth never occurs in training, in whatever order and relation.
+A scene is two things and how they lie: "a small red circle left of a large blue square". Every
+picture has one right sentence: the thing on the left, or above, comes first. Places, shades,
+background and noise are drawn at random, from the generator that is given. Of all pairs of things
+an eighth never occurs in training, in whatever order and relation.
 """
 
 from __future__ import annotations
@@ -12,14 +13,37 @@ from itertools import combinations_with_replacement, product
 
 import torch
 
-__all__ = ["CAPTION", "END", "IMAGE", "PAD", "START", "VOCABULARY", "captions", "draw", "sample", "sentence"]
+__all__ = [
+    "CAPTION",
+    "END",
+    "IMAGE",
+    "PAD",
+    "START",
+    "VOCABULARY",
+    "captions",
+    "draw",
+    "sample",
+    "sentence",
+]
 
 SIZES = {"small": 0.13, "large": 0.22}  # half of a thing's width, in parts of the picture's
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0.2, 1), "yellow": (1, 1, 0)}
 SHAPES = ("circle", "square", "triangle")
 RELATIONS = {"left of": ("left", "of"), "above": ("above",)}
 
-WORDS = ("<pad>", "<image>", "<start>", "<end>", "a", *SIZES, *COLOURS, *SHAPES, "left", "of", "above")
+WORDS = (
+    "<pad>",
+    "<image>",
+    "<start>",
+    "<end>",
+    "a",
+    *SIZES,
+    *COLOURS,
+    *SHAPES,
+    "left",
+    "of",
+    "above",
+)
 PAD, IMAGE, START, END = range(4)
 VOCABULARY = 32
 """Size of the table of tokens: the words, and a rest that is never used."""
@@ -34,7 +58,9 @@ TRAINED = [PAIRS[i] for i in _shuffled[len(PAIRS) // 8 :]]
 
 
 def sample(count: int, generator: torch.Generator, held_out: bool = False) -> torch.Tensor:
-    """``count`` scenes ``[count, 3]``: the first thing, the second one, and the relation, as indices."""
+    """``count`` scenes ``[count, 3]``: the first thing, the second one, and the relation, as
+    indices.
+    """
     pairs = torch.tensor(HELD_OUT if held_out else TRAINED)
     chosen = pairs[torch.randint(len(pairs), (count,), generator=generator)]
     swap = torch.rand(count, 1, generator=generator) < 0.5
@@ -43,10 +69,19 @@ def sample(count: int, generator: torch.Generator, held_out: bool = False) -> to
 
 
 def captions(scenes: torch.Tensor) -> torch.Tensor:
-    """The tokens of each scene's sentence, ``[count, CAPTION]``, ended by ``<end>`` and filled with ``<pad>``."""
+    """The tokens of each scene's sentence, ``[count, CAPTION]``, ended by ``<end>`` and filled
+    with ``<pad>``.
+    """
     rows = []
     for first, second, relation in scenes.tolist():
-        words = ["a", *_words(first), *list(RELATIONS.values())[relation], "a", *_words(second), "<end>"]
+        words = [
+            "a",
+            *_words(first),
+            *list(RELATIONS.values())[relation],
+            "a",
+            *_words(second),
+            "<end>",
+        ]
         rows.append([WORDS.index(word) for word in words] + [PAD] * (CAPTION - len(words)))
     return torch.tensor(rows)
 
@@ -62,7 +97,8 @@ def draw(
 ) -> torch.Tensor:
     """Pictures ``[count, 3, side, side]`` with values from about -1 to 1, drawn on ``device``.
 
-    ``generator`` is the CPU's. Another device has its own for the noise, which differs between kinds of devices.
+    ``generator`` is the CPU's. Another device has its own for the noise, which differs between
+    kinds of devices.
     """
     count, scenes = len(scenes), scenes.to(device)
 
@@ -85,7 +121,11 @@ def draw(
     if torch.device(device).type != "cpu":
         seed = int(torch.randint(2**31, (1,), generator=generator))
         generator = torch.Generator(device).manual_seed(seed)
-    return 2 * picture - 1 + 0.03 * torch.randn(count, 3, side, side, generator=generator, device=device)
+    return (
+        2 * picture
+        - 1
+        + 0.03 * torch.randn(count, 3, side, side, generator=generator, device=device)
+    )
 
 
 def _words(thing: int) -> tuple[str, str, str]:
@@ -93,8 +133,12 @@ def _words(thing: int) -> tuple[str, str, str]:
     return list(SIZES)[size], list(COLOURS)[colour], SHAPES[shape]
 
 
-def _covered(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, side: int) -> torch.Tensor:
-    """How much of each pixel a shape covers, ``[count, side, side]``: a step of one pixel at its edge."""
+def _covered(
+    shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, side: int
+) -> torch.Tensor:
+    """How much of each pixel a shape covers, ``[count, side, side]``: a step of one pixel at its
+    edge.
+    """
     pixels = torch.arange(side, device=x.device) + 0.5
     dx, dy = pixels[None, None, :] - x[:, None, None], pixels[None, :, None] - y[:, None, None]
     r = radius[:, None, None]

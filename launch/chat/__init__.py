@@ -1,1 +1,3 @@
-"""Conversations for fine-tuning: read, rendered by a chat template, masked, packed and handed to training."""
+"""Conversations for fine-tuning: read, rendered by a chat template, masked, packed and handed to
+training.
+"""

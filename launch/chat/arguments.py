@@ -14,29 +14,43 @@ from launch.train.arguments import DEEPSPEED_KEYS, TrainingOptions
 __all__ = ["LONGEST_DEFAULT", "FinetuneOptions", "parse", "parser"]
 
 LONGEST_DEFAULT = 4096
-"""Of --seq-length: models that take more tokens than this are given so many unless asked for more."""
+"""Of --seq-length: models that take more tokens than this are given so many unless asked for
+more.
+"""
 
-_model, _data, _length, _export = (partial(option, group=name) for name in ("model", "data", "length", "export"))
+_model, _data, _length, _export = (
+    partial(option, group=name) for name in ("model", "data", "length", "export")
+)
 
 
 @dataclass(kw_only=True)
 class FinetuneOptions(TrainingOptions):
-    """Fine-tune a model on conversations, with DeepSpeed and Megatron-core. Started by `deepspeed launch/finetune.py
-    ...` or `torchrun launch/finetune.py ...`."""
+    """Fine-tune a model on conversations, with DeepSpeed and Megatron-core. Started by `deepspeed
+    launch/finetune.py ...` or `torchrun launch/finetune.py ...`.
+    """
 
     model: LocalPath = _model(
         metavar="DIR",
-        meant="init-from finetune-from from-pretrained init-from-hf model-config model-name-or-path "
+        meant="init-from finetune-from from-pretrained init-from-hf model-config "
+        "model-name-or-path "
         "pretrained-checkpoint",
     )
-    """what to start from: a Hugging Face folder, one of convert_hf.py, or a checkpoint of pretrain.py"""
+    """what to start from: a Hugging Face folder, one of convert_hf.py, or a checkpoint of
+    pretrain.py
+    """
     tokenizer: LocalPath | None = _model(None, metavar="DIR", meant="tokenizer-name")
     """its folder (default: the model's)"""
     chat_template: LocalPath | None = _model(None, metavar="FILE|plain")
-    """Jinja template in place of the tokenizer's; plain = the built-in one, taken also where there is none"""
+    """Jinja template in place of the tokenizer's; plain = the built-in one, taken also where
+    there is none
+    """
     data: list[LocalPath] = _data(metavar="FILE", meant="data-path dataset train-file")
-    """conversations: JSON lines with messages, prompt and completion, or conversations; or folders of such"""
-    valid: list[LocalPath] | None = _data(None, metavar="FILE", meant="eval-file valid-file validation-file")
+    """conversations: JSON lines with messages, prompt and completion, or conversations; or
+    folders of such
+    """
+    valid: list[LocalPath] | None = _data(
+        None, metavar="FILE", meant="eval-file valid-file validation-file"
+    )
     """held-out conversations, evaluated"""
     valid_share: float = _data(0.0, least=0.0, meant="split validation-split")
     """share of --data's conversations to hold out"""
@@ -53,8 +67,9 @@ class FinetuneOptions(TrainingOptions):
     )
     """optimizer steps of the whole run (default: those that --epochs makes)"""
     eval_interval: int | None = option(None, group="schedule", least=0)  # type: ignore[assignment]
-    """steps between evaluations on the held-out data, which the last step is followed by, too; 0 = never (default:
-    about an epoch)"""
+    """steps between evaluations on the held-out data, which the last step is followed by, too; 0 =
+    never (default: about an epoch)
+    """
     eval_steps: int | None = option(None, group="schedule", least=1, meant="eval-iters")  # type: ignore[assignment]
     """micro-batches a rank and evaluation (default: all of the held-out data)"""
     output: LocalPath = option(group="output", flags=("--output", "--run"), metavar="DIR")
@@ -70,13 +85,23 @@ class FinetuneOptions(TrainingOptions):
         """Those of every program, of the data and of the export."""
         held_out = self.valid is not None or self.valid_share
         return [
-            *one_stage_only(self, "finetune.py has one stage: its packed sequences are needed in every layer"),
+            *one_stage_only(
+                self, "finetune.py has one stage: its packed sequences are needed in every layer"
+            ),
             *self.refused(
                 ("epochs", self.epochs is None or self.epochs > 0, "a number above 0"),
                 ("valid_share", self.valid_share < 1, "a number from 0 to below 1"),
                 ("valid_share", not self.valid_share or self.valid is None, "0 with --valid"),
-                ("eval_interval", held_out or not self.eval_interval, "0 without --valid or --valid-share"),
-                ("no_export", self.export_to is None or not self.no_export, "absent with --export-to"),
+                (
+                    "eval_interval",
+                    held_out or not self.eval_interval,
+                    "0 without --valid or --valid-share",
+                ),
+                (
+                    "no_export",
+                    self.export_to is None or not self.no_export,
+                    "absent with --export-to",
+                ),
             ),
             *super().problems(),
         ]
@@ -90,14 +115,17 @@ def parser() -> Parser:
 def parse(argv: Sequence[str] | None = None) -> FinetuneOptions:
     """Parse and check the command line. What is typed wrong is printed by rank 0, with status 2.
 
-    ``save`` becomes ``checkpoints`` in --output where it is not given: the export reads the last checkpoint.
+    ``save`` becomes ``checkpoints`` in --output where it is not given: the export reads the last
+    checkpoint.
 
     Raises:
         CoatConfigError: one line for each argument that cannot be used.
     """
     options = FinetuneOptions(**vars(parser().parse_args(argv)))
     if options.epochs is not None and options.train_steps is not None:
-        raise CoatConfigError(f"--epochs: got {options.epochs}, accepted: nothing with --train-steps")
+        raise CoatConfigError(
+            f"--epochs: got {options.epochs}, accepted: nothing with --train-steps"
+        )
     if options.train_steps is None and options.epochs is None:
         options.epochs = 3.0
     options.save = options.save or f"{options.output}/checkpoints"

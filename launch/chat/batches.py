@@ -1,8 +1,10 @@
-"""Which conversations share a sequence, and micro-batches of them whose losses make a step's loss a mean over tokens.
+"""Which conversations share a sequence, and micro-batches of them whose losses make a step's loss a
+mean over tokens.
 
-DeepSpeed divides the gradients of a step's micro-batches by their number, and averages over data-parallel ranks. A
-step of N trained tokens, in A micro-batches on each of D ranks, has the mean over its tokens where each micro-batch
-gives the sum of its losses over N / (A D): ``loss_tokens``. All ranks compute the same plan, and so N, by themselves.
+DeepSpeed divides the gradients of a step's micro-batches by their number, and averages over
+data-parallel ranks. A step of N trained tokens, in A micro-batches on each of D ranks, has the mean
+over its tokens where each micro-batch gives the sum of its losses over N / (A D): ``loss_tokens``.
+All ranks compute the same plan, and so N, by themselves.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from launch.chat.store import Conversations
 __all__ = ["Sequences", "micro_batches", "pack"]
 
 _MULTIPLE = 64
-"""Padded micro-batches have a multiple of so many tokens a row: few different shapes, and whole tiles of kernels."""
+"""Padded micro-batches have a multiple of so many tokens a row: few different shapes, and whole
+tiles of kernels.
+"""
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Best fit, longest first: every item into the fullest sequence that still has room for it.
 
-    No length is above ``capacity``; of equal ones the earlier comes first. Returns the items of each sequence.
+    No length is above ``capacity``; of equal ones the earlier comes first. Returns the items of
+    each sequence.
     """
     sequences: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # free tokens -> sequences
@@ -49,7 +54,8 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class Sequences:
-    """Sequences at positions 0, 1, 2, ... of a run: each epoch holds every conversation once, in an order of its own.
+    """Sequences at positions 0, 1, 2, ... of a run: each epoch holds every conversation once, in an
+    order of its own.
 
     Args:
         conversations: all of them.
@@ -74,7 +80,8 @@ class Sequences:
         self.capacity, self.packed, self._seed = capacity, packed, seed
         self._plans: dict[int, list[list[int]]] = {}
         """Of the last two epochs: a step may reach from one into the next."""
-        # As many in every epoch: best fit depends on the lengths, not on which of equal ones comes first.
+        # As many in every epoch: best fit depends on the lengths, not on which of equal ones comes
+        # first.
         self.per_epoch = len(self._of(0))
         self.end = None if epochs is None else int(np.ceil(epochs * self.per_epoch - 1e-9))
 
@@ -90,7 +97,9 @@ class Sequences:
         return self._sum(self.conversations.trained, start, stop)
 
     def tokens(self, start: int, stop: int) -> int:
-        """Tokens of the conversations of the sequences from ``start`` up to ``stop``, without padding."""
+        """Tokens of the conversations of the sequences from ``start`` up to ``stop``, without
+        padding.
+        """
         return self._sum(self.conversations.lengths, start, stop)
 
     def describe(self, name: str) -> str:
@@ -98,12 +107,15 @@ class Sequences:
         count = self.per_epoch if self.end is None else min(self.per_epoch, self.end)
         conversations = sum(len(self[place]) for place in range(count))
         return (
-            f"{name}: {conversations:,} conversations in {count:,} sequences of {self.capacity} tokens, "
+            f"{name}: {conversations:,} conversations in {count:,} sequences of {self.capacity} "
+            "tokens, "
             f"{100 * self.tokens(0, count) / (count * self.capacity):.1f} % full"
         )
 
     def _sum(self, counts: np.ndarray, start: int, stop: int) -> int:
-        return sum(int(counts[number]) for position in range(start, stop) for number in self[position])
+        return sum(
+            int(counts[number]) for position in range(start, stop) for number in self[position]
+        )
 
     def _of(self, epoch: int) -> list[list[int]]:
         if epoch not in self._plans:
@@ -112,7 +124,10 @@ class Sequences:
             if generator is not None:
                 order = generator.permutation(order)
             if self.packed:
-                plan = [order[inside].tolist() for inside in pack(self.conversations.lengths[order], self.capacity)]
+                plan = [
+                    order[inside].tolist()
+                    for inside in pack(self.conversations.lengths[order], self.capacity)
+                ]
             else:
                 plan = [[int(number)] for number in order]
             if generator is not None:
@@ -122,17 +137,25 @@ class Sequences:
 
 
 def micro_batches(
-    sequences: Sequences, *, micro: int, accumulation: int, dp_rank: int, dp_size: int, pad: int, consumed: int = 0
+    sequences: Sequences,
+    *,
+    micro: int,
+    accumulation: int,
+    dp_rank: int,
+    dp_size: int,
+    pad: int,
+    consumed: int = 0,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Endless micro-batches of one rank, after ``consumed`` sequences of all ranks.
 
-    A sequence goes to the rank that :class:`launch.data.sampler.PretrainSampler` would give it to. A step has
-    ``accumulation`` micro-batches of ``micro`` sequences: in one row with the borders of conversations where they are
-    packed, else one a row, padded with ``pad`` to the longest.
+    A sequence goes to the rank that :class:`launch.data.sampler.PretrainSampler` would give it to.
+    A step has ``accumulation`` micro-batches of ``micro`` sequences: in one row with the borders of
+    conversations where they are packed, else one a row, padded with ``pad`` to the longest.
 
     Yields:
-        ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, packed ``[1, micro * capacity]`` with
-        ``cu_seqlens`` int32 ``[segments + 1]``, else ``[micro, longest]``; ``loss_tokens`` fp64 ``[]``, on the CPU.
+        ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, packed ``[1, micro *
+        capacity]`` with ``cu_seqlens`` int32 ``[segments + 1]``, else ``[micro, longest]``;
+        ``loss_tokens`` fp64 ``[]``, on the CPU.
     """
     total = micro * accumulation * dp_size  # sequences of a step on all ranks
     position = consumed
@@ -152,7 +175,9 @@ def micro_batches(
 def _micro_batch(sequences: Sequences, rows: list[list[int]], pad: int) -> dict[str, np.ndarray]:
     conversations, packed, length = sequences.conversations, sequences.packed, sequences.capacity
     if not packed:
-        longest = max((int(conversations.lengths[n]) for numbers in rows for n in numbers), default=1)
+        longest = max(
+            (int(conversations.lengths[n]) for numbers in rows for n in numbers), default=1
+        )
         length = min(-(-longest // _MULTIPLE) * _MULTIPLE, length)
     size, borders = len(rows) * length, [0]
     tokens, labels = np.full(size, pad, np.int64), np.full(size, pad, np.int64)
@@ -163,12 +188,18 @@ def _micro_batch(sequences: Sequences, rows: list[list[int]], pad: int) -> dict[
             ids, learnt = conversations[number]
             end = begin + len(ids)
             tokens[begin:end], positions[begin:end] = ids, np.arange(len(ids))
-            labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learnt[1:]  # the last token predicts nothing
+            # The last token predicts nothing.
+            labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learnt[1:]
             borders.append(end)
             begin = end
         if packed and begin < stop:  # padding is a document of its own
             positions[begin:stop] = np.arange(stop - begin)
             borders.append(stop)
-    flat: dict[str, np.ndarray] = {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask}
+    flat: dict[str, np.ndarray] = {
+        "tokens": tokens,
+        "labels": labels,
+        "position_ids": positions,
+        "loss_mask": mask,
+    }
     made = {name: array.reshape(1 if packed else len(rows), -1) for name, array in flat.items()}
     return {**made, "cu_seqlens": np.asarray(borders, np.int32)} if packed else made

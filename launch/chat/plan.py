@@ -1,4 +1,6 @@
-"""What a fine-tuning run is: the model and tokenizer, then the conversations, and how many steps they make."""
+"""What a fine-tuning run is: the model and tokenizer, then the conversations, and how many steps
+they make.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,16 @@ class FinetunePlan(Plan):
             lines.append(self.valid.describe("held out"))
         steps = self.args.train_steps or 0
         taken = self.train.end or steps * self.batch.total
-        lines.append(f"{steps} steps: {taken / self.train.per_epoch:.2f} epochs of {self.train.per_epoch:,} sequences")
+        lines.append(
+            f"{steps} steps: {taken / self.train.per_epoch:.2f} epochs of {self.train.per_epoch:,} "
+            "sequences"
+        )
         return "\n".join(lines)
 
     def carried(self, source: Path | None) -> dict[str, bytes]:
-        """Tokenizer and chat template are those that are trained with, whatever the model came with."""
+        """Tokenizer and chat template are those that are trained with, whatever the model came
+        with.
+        """
         with tempfile.TemporaryDirectory() as beside:
             write_beside(Path(beside), self.tokenizer, self.weights, self.train.conversations)
             return {name: path.read_bytes() for name, path in files_in(Path(beside)).items()}
@@ -88,41 +95,62 @@ class FinetunePlan(Plan):
 
 
 def draft(args: FinetuneOptions, world: int) -> Draft | Plan:
-    """Read and check what needs neither data nor the other ranks; with ``--dry-run`` a plan without data.
+    """Read and check what needs neither data nor the other ranks; with ``--dry-run`` a plan without
+    data.
 
     Raises:
         CoatConfigError, CheckpointError, DataError: names what cannot be used.
     """
     settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
     if "auto" in (args.micro_batch, settings.get(MICRO)):
-        raise CoatConfigError(f'{MICRO}: got "auto", accepted: an integer >= 1, which sets the number of steps')
+        raise CoatConfigError(
+            f'{MICRO}: got "auto", accepted: an integer >= 1, which sets the number of steps'
+        )
     trained = {file.resolve() for file in find_files(args.data, "--data")}
-    if both := [file for file in find_files(args.valid or [], "--valid") if file.resolve() in trained]:
-        raise DataError(f"--valid: got {both[0]}, accepted: files that --data does not have, or --valid-share")
+    if both := [
+        file for file in find_files(args.valid or [], "--valid") if file.resolve() in trained
+    ]:
+        raise DataError(
+            f"--valid: got {both[0]}, accepted: files that --data does not have, or --valid-share"
+        )
     weights = open_weights(args.model, tensors=not args.dry_run)
     seq_length = args.seq_length or min(weights.model.seq_length, LONGEST_DEFAULT)
     if seq_length > weights.model.seq_length:
         raise CoatConfigError(
-            f"--seq-length: got {seq_length}, accepted: 2 to the {weights.model.seq_length} that {args.model} takes"
+            f"--seq-length: got {seq_length}, accepted: 2 to the {weights.model.seq_length} that "
+            f"{args.model} takes"
         )
     tokenizer = load_tokenizer(args.tokenizer or _tokenizer_folder(weights), args.chat_template)
-    model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(ids_of_text(tokenizer))
+    model = weights.model.model_copy(update={"seq_length": seq_length}).with_vocab(
+        ids_of_text(tokenizer)
+    )
     if args.tensor_parallel == 1 and model.padded_vocab > (model.vocab_size or 0):
         # Rows of padding would be part of every softmax, and the loss another than the model's own.
         model = model.model_copy(update={"vocab_multiple": 1})
     elif model.padded_vocab % args.tensor_parallel:  # of such a run, which more ranks continue
-        model = model.model_copy(update={"vocab_multiple": ModelConfig.model_fields["vocab_multiple"].default})
+        model = model.model_copy(
+            update={"vocab_multiple": ModelConfig.model_fields["vocab_multiple"].default}
+        )
     if args.dry_run:
         return assemble(_with_steps(args), world, settings, coat, model)
     return Draft(
-        args=args, settings=settings, coat=coat, model=model, weights=weights, tokenizer=tokenizer, world=world
+        args=args,
+        settings=settings,
+        coat=coat,
+        model=model,
+        weights=weights,
+        tokenizer=tokenizer,
+        world=world,
     )
 
 
 def _with_steps(args: FinetuneOptions) -> FinetuneOptions:
     """A copy from which a plan can be made before the data are read."""
     return replace(
-        args, train_steps=args.train_steps or UNKNOWN_STEPS, eval_interval=args.eval_interval or 0, eval_steps=1
+        args,
+        train_steps=args.train_steps or UNKNOWN_STEPS,
+        eval_interval=args.eval_interval or 0,
+        eval_steps=1,
     )
 
 
@@ -130,11 +158,14 @@ def _tokenizer_folder(weights: Weights) -> str:
     for file in weights.travelling().values():
         if file.name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
             return str(file.parent)
-    raise DataError(f"--tokenizer: missing, and {weights.path} has none, accepted: a folder with tokenizer.json")
+    raise DataError(
+        f"--tokenizer: missing, and {weights.path} has none, accepted: a folder with tokenizer.json"
+    )
 
 
 def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
-    """Encode the conversations, on one rank of those that share a cache, and plan the run over them; collective.
+    """Encode the conversations, on one rank of those that share a cache, and plan the run over
+    them; collective.
 
     Raises:
         CoatConfigError, DataError: on every rank; names argument or line.
@@ -146,8 +177,10 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
     held_out, digest = on_rank_0(lambda: hold_out(train, a.valid_share, a.seed), patient=True)
     if digest is not None and earlier and earlier.get("held_out") != digest:
         raise CheckpointError(
-            f"--valid-share: got {a.valid_share}, which holds out other conversations than the run before did, that "
-            "may have trained on some of them, accepted: --valid FILE, --valid-share 0, or the same --data, "
+            f"--valid-share: got {a.valid_share}, which holds out other conversations than the run "
+            "before did, that "
+            "may have trained on some of them, accepted: --valid FILE, --valid-share 0, or the "
+            "same --data, "
             "--tokenizer, --chat-template, --seq-length, --valid-share and --seed"
         )
     chosen = np.setdiff1d(np.arange(len(train)), held_out)
@@ -155,7 +188,10 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
     if a.valid is not None:
         valid = _conversations(d, a.valid, "--valid", say)
         held_out = np.arange(len(valid))
-    args, sequences = _with_steps(a), partial(Sequences, capacity=d.model.seq_length, packed=not a.no_packing)
+    args, sequences = (
+        _with_steps(a),
+        partial(Sequences, capacity=d.model.seq_length, packed=not a.no_packing),
+    )
     training = sequences(train, chosen, seed=a.seed, epochs=a.epochs)
     validation = sequences(valid, held_out, epochs=1) if len(held_out) else None
     known = (args, d.world, d.settings, d.coat, d.model)
@@ -164,29 +200,48 @@ def finish(d: Draft, say: Callable[[str], None]) -> FinetunePlan:
         # Of a run that is continued, whose batch size may have been another one, what is left.
         args.train_steps = step + math.ceil(max(training.end - consumed, 0) / batch.total)
     if validation is not None:
-        args.eval_steps = a.eval_steps or math.ceil(validation.per_epoch * batch.accumulation / batch.total)
+        args.eval_steps = a.eval_steps or math.ceil(
+            validation.per_epoch * batch.accumulation / batch.total
+        )
         if a.eval_interval is None:  # about once an epoch
             args.eval_interval = max(1, math.ceil(training.per_epoch / batch.total))
     args.check()
-    parts: dict[str, Any] = {"weights": d.weights, "train": training, "valid": validation, "tokenizer": d.tokenizer}
+    parts: dict[str, Any] = {
+        "weights": d.weights,
+        "train": training,
+        "valid": validation,
+        "tokenizer": d.tokenizer,
+    }
     return assemble(*known, FinetunePlan, held_out=digest, **parts)
 
 
-def _conversations(d: Draft, given: list[str], option: str, say: Callable[[str], None]) -> Conversations:
-    reading = Reading(seq_length=d.model.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad)
-    cache, files = Path(d.args.data_cache or Path(d.args.output, "prepared")), find_files(given, option)
+def _conversations(
+    d: Draft, given: list[str], option: str, say: Callable[[str], None]
+) -> Conversations:
+    reading = Reading(
+        seq_length=d.model.seq_length, too_long=d.args.too_long, skip_bad=d.args.skip_bad
+    )
+    cache, files = (
+        Path(d.args.data_cache or Path(d.args.output, "prepared")),
+        find_files(given, option),
+    )
 
     def work() -> Path:
         try:
             return prepare(files, ChatTemplate(d.tokenizer, d.model.vocab_size), reading, cache)
         except OSError as problem:
-            raise DataError(f"{option}: got {' '.join(given)}, with --data-cache {cache}: {problem}") from problem
+            raise DataError(
+                f"{option}: got {' '.join(given)}, with --data-cache {cache}: {problem}"
+            ) from problem
 
     found = Conversations(on_first_ranks(sharers(cache, "--data-cache"), work), files)
     s = found.summary
-    left = ", ".join(f"{count:,} {what}" for what, count in sorted(s["counts"].items()) if what != "kept")
+    left = ", ".join(
+        f"{count:,} {what}" for what, count in sorted(s["counts"].items()) if what != "kept"
+    )
     text = (
-        f"{' '.join(given)}: {s['counts']['kept']:,} conversations, {s['tokens']:,} tokens, {s['trained']:,} of them "
+        f"{' '.join(given)}: {s['counts']['kept']:,} conversations, {s['tokens']:,} tokens, "
+        f"{s['trained']:,} of them "
         f"trained; {left or 'nothing left out'}"
     )
     if s["in_pieces"]:
@@ -210,7 +265,8 @@ def _continued(args: FinetuneOptions) -> tuple[int, int, dict[str, Any]]:
     data, done = manifest["run"].get("data", {}), manifest["progress"]
     if "packed" not in data:
         raise CheckpointError(
-            f"--load: got {source}, which finetune.py has not written, accepted: --model {source}, to start from it"
+            f"--load: got {source}, which finetune.py has not written, accepted: --model {source}, "
+            "to start from it"
         )
     return done["step"], done["consumed_samples"], data
 
@@ -226,7 +282,8 @@ class ChatData:
     def __init__(self, p: FinetunePlan, begun: Progress, dp_rank: int) -> None:
         self._plan, self._dp_rank, self.samples = p, dp_rank, p.train.end
         both = [p.train, *([] if p.valid is None else [p.valid])]
-        lists = dict.fromkeys(one.conversations.dropped() for one in both)  # both may be parts of the same files
+        # Both may be parts of the same files.
+        lists = dict.fromkeys(one.conversations.dropped() for one in both)
         on_rank_0(lambda: write_text(Path(p.args.output, "dropped.jsonl"), "".join(lists)))
 
     def tokens(self, start: int, stop: int) -> int:

@@ -1,4 +1,6 @@
-"""One record of a chat file, in any of the layouts that ``finetune.py`` reads, as one kind of conversation."""
+"""One record of a chat file, in any of the layouts that ``finetune.py`` reads, as one kind of
+conversation.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError, m
 __all__ = ["Conversation", "Malformed", "parse"]
 
 LEARNT = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_scale")
-"""Keys of a turn by which layouts say whether it is learnt: OpenAI's, axolotl's, verl's, ms-swift's."""
+"""Keys of a turn by which layouts say whether it is learnt: OpenAI's, axolotl's, verl's,
+ms-swift's.
+"""
 _MASKS = ("mask", "train", "loss", "weight")
-"""In the name of an unknown key that holds a boolean or a list, these say what is learnt, one way or the other."""
+"""In the name of an unknown key that holds a boolean or a list, these say what is learnt, one
+way or the other.
+"""
 _SPEAKERS = {
     "human": "user",
     "gpt": "assistant",
@@ -69,7 +75,11 @@ def _joined(value: Any) -> Any:
     """The text of a list of parts."""
     if not isinstance(value, list):
         return value
-    texts: list[Any] = [part.get("text") for part in value if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts: list[Any] = [
+        part.get("text")
+        for part in value
+        if isinstance(part, Mapping) and part.get("type") == "text"
+    ]
     if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
         raise ValueError("parts of type text")
     return "".join(texts)
@@ -88,7 +98,9 @@ class _Call(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nest(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, Mapping) and "function" not in value else value
+        return (
+            {"function": value} if isinstance(value, Mapping) and "function" not in value else value
+        )
 
 
 class _Message(BaseModel):
@@ -96,7 +108,8 @@ class _Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
-    # Templates use a tool's name, the call that it answers, and what a model thought before it spoke.
+    # Templates use a tool's name, the call that it answers, and what a model thought before it
+    # spoke.
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -106,10 +119,15 @@ class _Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, value: Any) -> Any:
-        """A turn of ShareGPT (``from``, ``value``), and the older form of one call, ``function_call``."""
+        """A turn of ShareGPT (``from``, ``value``), and the older form of one call,
+        ``function_call``.
+        """
         if not isinstance(value, Mapping):
             return value
-        role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
+        role, content = (
+            value.get("role", value.get("from")),
+            value.get("content", value.get("value")),
+        )
         call = value.get("function_call")
         calls = value.get("tool_calls") or (None if call is None else [call])
         role = _SPEAKERS.get(str(role), role)
@@ -126,13 +144,14 @@ _MESSAGES, _TEXT, _TOOLS = TypeAdapter(list[_Message]), TypeAdapter(str), TypeAd
 def parse(text: str | bytes | Mapping[str, Any]) -> Conversation | None:
     """The conversation of one line of a file: of a JSON object, or its text.
 
-    Layouts: ``{"messages": [{"role", "content", "tool_calls"?}, ...], "tools"?: [...]}``; ``{"prompt", "completion"}``,
-    both text or both lists of messages; ``{"conversations": [{"from", "value"}, ...]}`` of ToolBench and ShareGPT.
-    ``system`` is the first message. A null is no key. Unsupported keys that would change what is told or learnt are
-    refused; all others are ignored.
+    Layouts: ``{"messages": [{"role", "content", "tool_calls"?}, ...], "tools"?: [...]}``;
+    ``{"prompt", "completion"}``, both text or both lists of messages; ``{"conversations": [{"from",
+    "value"}, ...]}`` of ToolBench and ShareGPT. ``system`` is the first message. A null is no key.
+    Unsupported keys that would change what is told or learnt are refused; all others are ignored.
 
     Returns:
-        None where there is nothing to learn: no words or calls of an assistant, or an empty completion.
+        None where there is nothing to learn: no words or calls of an assistant, or an empty
+            completion.
 
     Raises:
         Malformed: anything else.
@@ -154,20 +173,29 @@ def parse(text: str | bytes | Mapping[str, Any]) -> Conversation | None:
     elif not pair and record.keys() & {"messages", "conversations"}:
         return None
     elif not pair:
-        raise Malformed(f"got an object with {', '.join(map(str, record)) or 'no keys'}, accepted: {_LAYOUTS}")
+        raise Malformed(
+            f"got an object with {', '.join(map(str, record)) or 'no keys'}, accepted: {_LAYOUTS}"
+        )
     elif isinstance(record["prompt"], list):
         before = _messages(record["prompt"], "prompt")
-        found = _of_messages(before + _messages(record["completion"], "completion"), len(before), record)
+        found = _of_messages(
+            before + _messages(record["completion"], "completion"), len(before), record
+        )
     else:
         for key in (*_SYSTEM, "tools", "functions"):
             if record.get(key):
-                raise Malformed(f"{key}: got {_short(record[key])} beside text, accepted: lists of messages beside it")
+                raise Malformed(
+                    f"{key}: got {_short(record[key])} beside text, accepted: lists of messages "
+                    "beside it"
+                )
         prompt, completion = (_valid(_TEXT, record[key], key) for key in ("prompt", "completion"))
         return Conversation(prompt=prompt, completion=completion) if completion else None
     return found if any(found.learnt) else None
 
 
-def _without_nulls(value: Mapping[str, Any], where: str, refused: Iterable[str], known: Iterable[str] = ()) -> dict:
+def _without_nulls(
+    value: Mapping[str, Any], where: str, refused: Iterable[str], known: Iterable[str] = ()
+) -> dict:
     """A record or turn without its nulls.
 
     Raises:
@@ -176,20 +204,33 @@ def _without_nulls(value: Mapping[str, Any], where: str, refused: Iterable[str],
     found = {key: one for key, one in value.items() if one is not None}
     for key, one in found.items():
         if one and key in refused:
-            raise Malformed(f"{where}{key}: got {_short(one)}, accepted: a line without it (docs/fine-tuning.md)")
-        if key not in known and isinstance(one, bool | list) and any(word in str(key).lower() for word in _MASKS):
-            raise Malformed(f"{where}{key}: got {_short(one)}, accepted: {', '.join(LEARNT)} of turns, 0 or 1")
+            raise Malformed(
+                f"{where}{key}: got {_short(one)}, accepted: a line without it "
+                "(docs/fine-tuning.md)"
+            )
+        if (
+            key not in known
+            and isinstance(one, bool | list)
+            and any(word in str(key).lower() for word in _MASKS)
+        ):
+            raise Malformed(
+                f"{where}{key}: got {_short(one)}, accepted: {', '.join(LEARNT)} of turns, 0 or 1"
+            )
     return found
 
 
-def _of_messages(messages: list[tuple[dict[str, Any], bool]], given: int, record: Mapping[str, Any]) -> Conversation:
+def _of_messages(
+    messages: list[tuple[dict[str, Any], bool]], given: int, record: Mapping[str, Any]
+) -> Conversation:
     """The first ``given`` messages are a prompt, which is not trained."""
     if key := next((key for key in _SYSTEM if record.get(key)), None):
         told, first = _valid(_TEXT, record[key], key), messages[0][0] if messages else {}
         if first.get("role") not in ("system", "developer"):
             messages, given = [({"role": "system", "content": told}, False), *messages], given + 1
         elif first["content"] != told:
-            raise Malformed(f"{key}: got another text than the first message has, accepted: one of the two")
+            raise Malformed(
+                f"{key}: got another text than the first message has, accepted: one of the two"
+            )
     # `functions` is the layout of `function_call`.
     tools, functions = (_valid(_TOOLS, record.get(key), key) for key in ("tools", "functions"))
     return Conversation(
@@ -203,7 +244,9 @@ def _messages(value: Any, key: str) -> list[tuple[dict[str, Any], bool]]:
     """Messages, and whether each is to be trained."""
     if isinstance(value, list):
         value = [
-            _without_nulls(one, f"{key}[{place}].", _OF_TURNS, LEARNT) if isinstance(one, Mapping) else one
+            _without_nulls(one, f"{key}[{place}].", _OF_TURNS, LEARNT)
+            if isinstance(one, Mapping)
+            else one
             for place, one in enumerate(value)
         ]
     found = []
@@ -211,9 +254,12 @@ def _messages(value: Any, key: str) -> list[tuple[dict[str, Any], bool]]:
         of_assistant, learnt = message.role == "assistant", True
         for name in LEARNT:
             one = value[place].get(name, 1)
-            if one not in (0, 1) or (one and name in value[place] and name != "weight" and not of_assistant):
+            if one not in (0, 1) or (
+                one and name in value[place] and name != "weight" and not of_assistant
+            ):
                 raise Malformed(
-                    f"{key}[{place}].{name}: got {_short(one)} of a turn of {message.role}, accepted: 0, or 1 of the "
+                    f"{key}[{place}].{name}: got {_short(one)} of a turn of {message.role}, "
+                    "accepted: 0, or 1 of the "
                     "assistant's"
                 )
             learnt = learnt and bool(one)
@@ -227,7 +273,9 @@ def _valid(adapter: TypeAdapter[Any], value: Any, key: str) -> Any:
         return adapter.validate_python(value)
     except ValidationError as problem:
         one = problem.errors()[0]
-        where = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in one["loc"])
+        where = key + "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in one["loc"]
+        )
         accepted = one["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         raise Malformed(f"{where}: got {_short(one['input'])}, accepted: {accepted}") from None
 

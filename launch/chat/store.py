@@ -55,7 +55,10 @@ def find_files(given: Sequence[str], option: str) -> list[Path]:
     for path in map(Path, given):
         inside = [file for file in path.glob("*") if file.suffix in (".jsonl", ".json")]
         if not inside and not path.is_file():
-            raise DataError(f"{option}: got {path}, accepted: files of conversations (JSON lines), or folders of such")
+            raise DataError(
+                f"{option}: got {path}, accepted: files of conversations (JSON lines), or folders "
+                "of such"
+            )
         found += sorted(inside) or [path]
     if len({path.resolve() for path in found}) < len(found):
         raise DataError(f"{option}: got {' '.join(given)}, accepted: every file once")
@@ -63,7 +66,8 @@ def find_files(given: Sequence[str], option: str) -> list[Path]:
 
 
 def records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers from 1 and lines (bytes) of a file, without empty ones; of one JSON array (ToolBench's) its items.
+    """Line numbers from 1 and lines (bytes) of a file, without empty ones; of one JSON array
+    (ToolBench's) its items.
 
     Raises:
         DataError: an array that is not whole.
@@ -75,7 +79,9 @@ def records(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield from enumerate(json.loads(file.read()), 1)
             except (ValueError, RecursionError) as problem:
-                raise DataError(f"{path}: not a whole JSON array ({problem}), accepted: JSON lines") from None
+                raise DataError(
+                    f"{path}: not a whole JSON array ({problem}), accepted: JSON lines"
+                ) from None
             return
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
@@ -85,7 +91,9 @@ class Conversations:
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self._folder, self._files = folder, files
-        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        self.summary: dict[str, Any] = json.loads(
+            (folder / "summary.json").read_text(encoding="utf-8")
+        )
         self._tokens, self._learnt, self._ends, trained = (
             np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
         )
@@ -104,19 +112,27 @@ class Conversations:
         return self._tokens[part], self._learnt[part].astype(bool)
 
     def dropped(self) -> str:
-        """The list of what was left out or cut: a JSON object a line, with ``file``, ``line``, ``what``, ``why``."""
-        listed = map(json.loads, (self._folder / "dropped.jsonl").read_text(encoding="utf-8").splitlines())
-        return "".join(json.dumps({**one, "file": str(self._files[one["file"]])}) + "\n" for one in listed)
+        """The list of what was left out or cut: a JSON object a line, with ``file``, ``line``,
+        ``what``, ``why``.
+        """
+        listed = map(
+            json.loads, (self._folder / "dropped.jsonl").read_text(encoding="utf-8").splitlines()
+        )
+        return "".join(
+            json.dumps({**one, "file": str(self._files[one["file"]])}) + "\n" for one in listed
+        )
 
 
 def prepare(files: Sequence[Path], template: ChatTemplate, reading: Reading, cache: Path) -> Path:
-    """Encode chat files on one rank, or find what an earlier run has made of the same content in the same way.
+    """Encode chat files on one rank, or find what an earlier run has made of the same content in
+    the same way.
 
     Returns:
         A folder in ``cache``, for :class:`Conversations`.
 
     Raises:
-        DataError: a malformed line (without ``skip_bad``), named ``FILE:LINE``; or no conversation is left.
+        DataError: a malformed line (without ``skip_bad``), named ``FILE:LINE``; or no conversation
+            is left.
     """
     key = _digest(files, template, reading)
     folder = cache / key[:16]
@@ -129,7 +145,9 @@ def prepare(files: Sequence[Path], template: ChatTemplate, reading: Reading, cac
         for file in temporary.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        write_text(temporary / "summary.json", json.dumps({"digest": key, **summary}, indent=1) + "\n")
+        write_text(
+            temporary / "summary.json", json.dumps({"digest": key, **summary}, indent=1) + "\n"
+        )
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -142,10 +160,23 @@ def prepare(files: Sequence[Path], template: ChatTemplate, reading: Reading, cac
 
 
 def _digest(files: Sequence[Path], template: ChatTemplate, reading: Reading) -> str:
-    """Digest of everything that the result depends on: the files' contents in their order, wherever they lie."""
+    """Digest of everything that the result depends on: the files' contents in their order,
+    wherever they lie.
+    """
     tokenizer = template.tokenizer
-    text = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-    known = [FORMAT, vars(reading), text, tokenizer.chat_template, tokenizer.special_tokens_map, template.vocab_size]
+    text = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else json.dumps(tokenizer.get_vocab())
+    )
+    known = [
+        FORMAT,
+        vars(reading),
+        text,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        template.vocab_size,
+    ]
     made = hashlib.sha256(json.dumps(known, default=str).encode())
     for file in files:
         with file.open("rb") as opened:
@@ -153,7 +184,9 @@ def _digest(files: Sequence[Path], template: ChatTemplate, reading: Reading) -> 
     return made.hexdigest()
 
 
-def _encode(files: Sequence[Path], template: ChatTemplate, reading: Reading, folder: Path) -> dict[str, Any]:
+def _encode(
+    files: Sequence[Path], template: ChatTemplate, reading: Reading, folder: Path
+) -> dict[str, Any]:
     """Write the arrays and the list of what was left out; returns the rest of the summary."""
     counts: Counter[str] = Counter()
     parts: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
@@ -168,11 +201,15 @@ def _encode(files: Sequence[Path], template: ChatTemplate, reading: Reading, fol
                 progress.update(len(record) if isinstance(record, bytes) else 0)
                 found, what, why = _one(record, template, reading)
                 if what == "malformed" and not reading.skip_bad:
-                    raise DataError(f"{file}:{line}: {why} (--skip-bad lists such lines and goes on)")
+                    raise DataError(
+                        f"{file}:{line}: {why} (--skip-bad lists such lines and goes on)"
+                    )
                 if what:
                     counts[what] += 1
                     first = first or f"; the first, {file}:{line}: {why}"
-                    listed.write(json.dumps({"file": number, "line": line, "what": what, "why": why}) + "\n")
+                    listed.write(
+                        json.dumps({"file": number, "line": line, "what": what, "why": why}) + "\n"
+                    )
                 if found is not None:
                     ids, learnt = found
                     counts["kept"] += 1
@@ -184,7 +221,8 @@ def _encode(files: Sequence[Path], template: ChatTemplate, reading: Reading, fol
     if not counts["kept"]:
         left = ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "no lines"
         raise DataError(
-            f"{' '.join(map(str, files))}: no conversation to train on ({left}{first}), accepted: at least one of at "
+            f"{' '.join(map(str, files))}: no conversation to train on ({left}{first}), accepted: "
+            "at least one of at "
             f"most {reading.seq_length} tokens (--seq-length)"
         )
     for name, values in parts.items():
@@ -198,8 +236,12 @@ def _encode(files: Sequence[Path], template: ChatTemplate, reading: Reading, fol
     }
 
 
-def _one(record: Any, template: ChatTemplate, reading: Reading) -> tuple[tuple[list[int], list[bool]] | None, str, str]:
-    """Ids of a record and which of them are trained, or None; what was left out ("" for nothing), and why."""
+def _one(
+    record: Any, template: ChatTemplate, reading: Reading
+) -> tuple[tuple[list[int], list[bool]] | None, str, str]:
+    """Ids of a record and which of them are trained, or None; what was left out ("" for
+    nothing), and why.
+    """
     limit = reading.seq_length
     try:
         conversation = parse(record)
@@ -217,11 +259,15 @@ def _one(record: Any, template: ChatTemplate, reading: Reading) -> tuple[tuple[l
     return (ids, learnt), "", ""
 
 
-def hold_out(conversations: Conversations, share: float, seed: int) -> tuple[np.ndarray, str | None]:
-    """Numbers of the held-out conversations, ascending, and a digest of their content (None of none).
+def hold_out(
+    conversations: Conversations, share: float, seed: int
+) -> tuple[np.ndarray, str | None]:
+    """Numbers of the held-out conversations, ascending, and a digest of their content (None of
+    none).
 
-    They are those of the smallest hashes of ids, trained places and seed: a draw at random that does not depend on the
-    order of files and lines. Copies of what is held out are held out, too, and may make it more than its share.
+    They are those of the smallest hashes of ids, trained places and seed: a draw at random that
+    does not depend on the order of files and lines. Copies of what is held out are held out, too,
+    and may make it more than its share.
 
     Raises:
         CoatConfigError: ``share`` of one conversation would leave nothing to train on.

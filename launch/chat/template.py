@@ -1,9 +1,10 @@
 """Token ids of a conversation, and which of them are trained: the assistant's, and no others.
 
-Where the chat template marks the assistant's text (``{% generation %}``), transformers finds the marks. For other
-templates, the conversation is rendered up to each of the assistant's messages, with the prompt that asks for it, and
-with it; what the second has beyond the first is the message, its end-of-turn token included. That is right only where
-each of these texts begins the whole conversation's, which is checked for every message.
+Where the chat template marks the assistant's text (``{% generation %}``), transformers finds the
+marks. For other templates, the conversation is rendered up to each of the assistant's messages,
+with the prompt that asks for it, and with it; what the second has beyond the first is the message,
+its end-of-turn token included. That is right only where each of these texts begins the whole
+conversation's, which is checked for every message.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from launch.prep import DataError
 
 __all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "ids_of_text", "load_tokenizer"]
 
-# Roles as headings, tool calls as JSON; every message of the assistant ends with the end-of-sequence token.
+# Roles as headings, tool calls as JSON; every message of the assistant ends with the
+# end-of-sequence token.
 PLAIN_TEMPLATE = """\
 {%- if bos_token %}{{ bos_token }}{% endif -%}
 {%- if tools %}{{ '### Tools:\\n' + (tools | tojson) + '\\n\\n' }}{% endif -%}
@@ -44,9 +46,11 @@ Spans = list[tuple[int, int]]
 
 
 def load_tokenizer(given: str, chat_template: str | None = None) -> Any:
-    """The tokenizer of a local folder in Hugging Face's layout, with the chat template that is to be used.
+    """The tokenizer of a local folder in Hugging Face's layout, with the chat template that is to
+    be used.
 
-    That is ``plain`` for :data:`PLAIN_TEMPLATE`, a Jinja file, or None: the tokenizer's own, else the plain one.
+    That is ``plain`` for :data:`PLAIN_TEMPLATE`, a Jinja file, or None: the tokenizer's own, else
+    the plain one.
 
     Raises:
         DataError: the folder holds no tokenizer, or no such template.
@@ -54,12 +58,16 @@ def load_tokenizer(given: str, chat_template: str | None = None) -> Any:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(Path(given).resolve(), local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            Path(given).resolve(), local_files_only=True
+        )
         if not len(tokenizer):
             raise ValueError("an empty vocabulary")
     except Exception as problem:  # many kinds: missing files, JSON, unknown classes
         first = str(problem).strip().split("\n")[0]
-        raise DataError(f"--tokenizer: got {given}, accepted: a folder with tokenizer.json ({first})") from None
+        raise DataError(
+            f"--tokenizer: got {given}, accepted: a folder with tokenizer.json ({first})"
+        ) from None
     if chat_template is not None and chat_template != "plain":
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8-sig")
@@ -69,15 +77,26 @@ def load_tokenizer(given: str, chat_template: str | None = None) -> Any:
             ) from None
     elif chat_template == "plain" or not tokenizer.chat_template:
         if tokenizer.eos_token is None:
-            raise DataError(f"--chat-template: got plain, accepted: a file, as {given} has no eos_token to end a turn")
+            raise DataError(
+                f"--chat-template: got plain, accepted: a file, as {given} has no eos_token to end "
+                "a turn"
+            )
         tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
 
 
 def ids_of_text(tokenizer: Any) -> int:
-    """Ids that a model needs for text: what was added to the vocabulary, for padding say, need not occur."""
+    """Ids that a model needs for text: what was added to the vocabulary, for padding say, need
+    not occur.
+    """
     added = tokenizer.get_added_vocab()
-    return max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0) + 1
+    return (
+        max(
+            (number for token, number in tokenizer.get_vocab().items() if token not in added),
+            default=0,
+        )
+        + 1
+    )
 
 
 class ChatTemplate:
@@ -85,7 +104,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: of transformers, with a chat template.
-        vocab_size: ids that the model has; None = no limit. Tokens that were added to a tokenizer may lie beyond.
+        vocab_size: ids that the model has; None = no limit. Tokens that were added to a tokenizer
+            may lie beyond.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
@@ -94,14 +114,16 @@ class ChatTemplate:
         """Conversations in which a token would have joined trained text and other text."""
         self.without_tools = 0
         """Conversations whose tools the template ignores."""
-        self._special = tuple(t for t in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if t)
+        self._special = tuple(
+            t for t in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if t
+        )
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation, and which of them are trained.
 
         Raises:
-            Malformed: the template refuses the conversation, or does not separate the assistant's text; or it holds a
-                token that the model has no id for.
+            Malformed: the template refuses the conversation, or does not separate the assistant's
+                text; or it holds a token that the model has no id for.
         """
         try:
             if conversation.completion is not None:
@@ -112,21 +134,30 @@ class ChatTemplate:
                 ids, learnt = self._encode(text, spans)
         except Malformed:
             raise
-        except Exception as problem:  # templates raise anything, tokenizers where half a surrogate pair is in a text
-            raise Malformed(f"the chat template does not take it: {type(problem).__name__}: {problem}") from None
+        # Templates raise anything, tokenizers where half a surrogate pair is in a text.
+        except Exception as problem:
+            raise Malformed(
+                f"the chat template does not take it: {type(problem).__name__}: {problem}"
+            ) from None
         if self.vocab_size is not None and (largest := max(ids, default=0)) >= self.vocab_size:
             raise Malformed(
-                f"holds the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}, accepted: "
+                f"holds the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id "
+                f"{largest}, accepted: "
                 f"ids below the model's {self.vocab_size}"
             )
         return ids, learnt
 
     def _check_tools(self, conversation: Conversation, text: str) -> None:
-        """Whether the template writes calls and tools, which many leave out: they would not be learnt."""
+        """Whether the template writes calls and tools, which many leave out: they would not be
+        learnt.
+        """
         messages, tools = conversation.messages, conversation.tools
         silent = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
         if silent != messages and self._same(text, silent, tools):
-            raise Malformed("tool_calls: the chat template ignores them, accepted: one that does not (--chat-template)")
+            raise Malformed(
+                "tool_calls: the chat template ignores them, accepted: one that does not "
+                "(--chat-template)"
+            )
         if tools is not None and self._same(text, messages, None):
             self.without_tools += 1
 
@@ -144,8 +175,8 @@ class ChatTemplate:
         template = self.tokenizer.get_chat_template(None, conversation.tools)
         if not _MARKED.search(template):
             return self._by_prefixes(conversation)
-        # What `apply_chat_template(return_assistant_tokens_mask=True)` calls: its mask of tokens would not show which
-        # of them cross a border.
+        # What `apply_chat_template(return_assistant_tokens_mask=True)` calls: its mask of tokens
+        # would not show which of them cross a border.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marked = render_jinja_template(  # type: ignore[str-unpack]
@@ -161,7 +192,8 @@ class ChatTemplate:
         if not all(said):
             if len(spans) != len(said):
                 raise Malformed(
-                    f"the chat template marks {len(spans)} texts of {len(said)} messages of the assistant, accepted: "
+                    f"the chat template marks {len(spans)} texts of {len(said)} messages of the "
+                    "assistant, accepted: "
                     "one each where not all of them are trained"
                 )
             spans = [span for span, learnt in zip(spans, said, strict=True) if learnt]
@@ -172,15 +204,20 @@ class ChatTemplate:
         whole, spans = self._render(messages, tools), []
         for place in (place for place, learnt in enumerate(conversation.learnt) if learnt):
             if not place:
-                raise Malformed("messages[0] is the assistant's, accepted: that with {% generation %} markers only")
+                raise Malformed(
+                    "messages[0] is the assistant's, accepted: that with {% generation %} markers "
+                    "only"
+                )
             before = self._render(messages[:place], tools, add_generation_prompt=True)
             upto = self._render(messages[: place + 1], tools)
             if not (upto.startswith(before) and whole.startswith(upto)):
                 raise Malformed(
-                    f"messages[{place}]: the chat template writes it otherwise when it is the last one, accepted: a "
+                    f"messages[{place}]: the chat template writes it otherwise when it is the last "
+                    "one, accepted: a "
                     "template with {% generation %} markers (--chat-template)"
                 )
-            bare = upto.rstrip()  # without the white space between an end-of-turn token and the next turn
+            # Without the white space between an end-of-turn token and the next turn.
+            bare = upto.rstrip()
             spans.append((len(before), len(bare if bare.endswith(self._special) else upto)))
         return whole, spans
 
@@ -188,15 +225,23 @@ class ChatTemplate:
         """Completion and the end-of-sequence token are trained."""
         end = self.tokenizer.eos_token_id
         if end is None:
-            raise Malformed("completion: ends with the eos_token, accepted: a tokenizer that has one")
+            raise Malformed(
+                "completion: ends with the eos_token, accepted: a tokenizer that has one"
+            )
         ids, said = self._with_start(prompt), self._ids_within(completion, bool(prompt))
         said = said if said[-1:] == [end] else [*said, end]
         return ids + said, [False] * len(ids) + [True] * len(said)
 
     def _with_start(self, text: str) -> list[int]:
-        """As a prompt is encoded: with the start token of tokenizers that have one, without an end token."""
+        """As a prompt is encoded: with the start token of tokenizers that have one, without an
+        end token.
+        """
         ids = list(self.tokenizer(text).input_ids)
-        if ids and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(self.tokenizer.eos_token):
+        if (
+            ids
+            and ids[-1] == self.tokenizer.eos_token_id
+            and not text.endswith(self.tokenizer.eos_token)
+        ):
             ids.pop()
         return ids
 
@@ -204,7 +249,9 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _encode(self, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
-        """Ids of a text. A token that crosses the border of a span is split, as when the model generates."""
+        """Ids of a text. A token that crosses the border of a span is split, as when the model
+        generates.
+        """
         borders = [border for span in spans for border in span]
         texts = [text, *(text[:border] for border in borders)]
         ids, *before = self.tokenizer(texts, add_special_tokens=False).input_ids
@@ -213,12 +260,17 @@ class ChatTemplate:
             pieces = [ids[start:end] for start, end in pairwise(cuts)]
         else:
             self.in_pieces += 1
-            pieces = [self._ids_within(text[start:end], start > 0) for start, end in pairwise([0, *borders, len(text)])]
+            pieces = [
+                self._ids_within(text[start:end], start > 0)
+                for start, end in pairwise([0, *borders, len(text)])
+            ]
         mask = [number % 2 == 1 for number, piece in enumerate(pieces) for _ in piece]
         return [token for piece in pieces for token in piece], mask
 
     def _ids_within(self, piece: str, inside: bool) -> list[int]:
-        """Ids of a piece of a text: inside it, without the space that some tokenizers put before a text."""
+        """Ids of a piece of a text: inside it, without the space that some tokenizers put before
+        a text.
+        """
         for anchor in ("\n", ".", "a") if inside else ():
             before, both = self._ids(anchor), self._ids(anchor + piece)
             if both[: len(before)] == before:

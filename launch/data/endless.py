@@ -1,4 +1,6 @@
-"""Megatron's GPTDataset, and blends of it, in an order that does not depend on the length of a run."""
+"""Megatron's GPTDataset, and blends of it, in an order that does not depend on the length of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,22 @@ from coat_dist.ranks import on_first_ranks
 __all__ = ["EndlessBlend", "EndlessGPTDataset", "cached_indices"]
 
 BLOCK = 1 << 22  # samples of a blend's table, 42 MB
-logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that indices are not saved: we do that
+# It warns that indices are not saved: we do that.
+logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)
 _INDICES = ("document", "sample", "shuffle")
 
 
 def cached_indices(
-    folder: Path, sharers: Sequence[Sequence[int]], key: str, build: Callable[[], Iterable[np.ndarray]]
+    folder: Path,
+    sharers: Sequence[Sequence[int]],
+    key: str,
+    build: Callable[[], Iterable[np.ndarray]],
 ) -> tuple[np.ndarray, ...]:
-    """The arrays that ``build`` makes of a split's documents, memory-mapped from ``folder``; collective.
+    """The arrays that ``build`` makes of a split's documents, memory-mapped from ``folder``;
+    collective.
 
-    The first of the ranks that share a folder (``sharers``) builds them. ``key`` identifies their content.
+    The first of the ranks that share a folder (``sharers``) builds them. ``key`` identifies their
+    content.
     """
 
     def find_or_build() -> Path:
@@ -53,8 +61,9 @@ def cached_indices(
 class EndlessGPTDataset(GPTDataset):
     """GPTDataset whose order does not depend on the number of samples asked for.
 
-    Megatron shuffles the documents of all epochs of a run together, so that a run with a later end has another order
-    from its first sample on. Here the first epoch is Megatron's, each later one a new permutation of its samples.
+    Megatron shuffles the documents of all epochs of a run together, so that a run with a later end
+    has another order from its first sample on. Here the first epoch is Megatron's, each later one a
+    new permutation of its samples.
 
     Args:
         source: Megatron's IndexedDataset, or token files.
@@ -89,35 +98,49 @@ class EndlessGPTDataset(GPTDataset):
         if epoch:
             if self._epoch != epoch:
                 seed = (self.config.random_seed, epoch, self.index_split.value)
-                self._epoch, self._order = epoch, np.random.default_rng(seed).permutation(self.epoch_samples)
+                self._epoch, self._order = (
+                    epoch,
+                    np.random.default_rng(seed).permutation(self.epoch_samples),
+                )
             sample = int(self._order[sample])
         return super().__getitem__(sample)
 
     def _build_document_sample_shuffle_indices(self) -> Any:
-        """Megatron writes these in place, and takes a file cut short by a kill for complete; its key is the path."""
-        about = f"{self.config.random_seed} {self.config.sequence_length} {self.index_split.name} ".encode()
-        digest = hashlib.sha256(about + self.indices.tobytes() + self.dataset.sequence_lengths.tobytes())
+        """Megatron writes these in place, and takes a file cut short by a kill for complete; its
+        key is the path.
+        """
+        config, split = self.config, self.index_split.name
+        about = f"{config.random_seed} {config.sequence_length} {split} ".encode()
+        digest = hashlib.sha256(
+            about + self.indices.tobytes() + self.dataset.sequence_lengths.tobytes()
+        )
         return self._cache(digest.hexdigest()[:32], super()._build_document_sample_shuffle_indices)
 
 
 class EndlessBlend(Dataset):
-    """What Megatron's BlendedDataset draws, with a table of one block in place of one of the whole run.
+    """What Megatron's BlendedDataset draws, with a table of one block in place of one of the whole
+    run.
 
-    That table would take 10 bytes a sample on every rank: 15 GB for the 1.5 billion samples of OLMo-1B. Here the first
-    ``BLOCK`` samples come from where Megatron takes them, and each later block draws from the data sets in the same
-    order, going on in each where the block before ended.
+    That table would take 10 bytes a sample on every rank: 15 GB for the 1.5 billion samples of
+    OLMo-1B. Here the first ``BLOCK`` samples come from where Megatron takes them, and each later
+    block draws from the data sets in the same order, going on in each where the block before ended.
 
-    ``weights`` are positive, one for each data set; ``size`` is the number of samples that will be read.
+    ``weights`` are positive, one for each data set; ``size`` is the number of samples that will be
+    read.
     """
 
-    def __init__(self, datasets: Sequence[Any], weights: Sequence[float], size: int, block: int = BLOCK) -> None:
+    def __init__(
+        self, datasets: Sequence[Any], weights: Sequence[float], size: int, block: int = BLOCK
+    ) -> None:
         from megatron.core.datasets import helpers
 
         self.datasets, self._size = datasets, size
         length = min(block, size)
         self._which, self._sample = np.zeros(length, np.int16), np.zeros(length, np.int64)
         shares = np.asarray(weights, np.float64) / sum(weights)
-        helpers.build_blending_indices(self._which, self._sample, shares, len(datasets), length, False)
+        helpers.build_blending_indices(
+            self._which, self._sample, shares, len(datasets), length, False
+        )
         self._drawn = np.bincount(self._which, minlength=len(datasets))
         """Samples that a block takes from each."""
 

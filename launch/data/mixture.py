@@ -1,4 +1,5 @@
-"""Token files of Dolma and OLMo as training data: the description of a mixture, in JSON or YAML (docs/data.md).
+"""Token files of Dolma and OLMo as training data: the description of a mixture, in JSON or YAML
+(docs/data.md).
 
 Here it is read, without the token files; ``token_files.py`` reads these.
 """
@@ -29,8 +30,12 @@ def _expand(given: Any, info: ValidationInfo) -> tuple[str, ...]:
     folder, found = str(info.context), []
     for pattern in [given] if isinstance(given, str) else given:
         full = os.path.join(folder, os.path.expanduser(pattern))
-        matches = glob.glob(os.path.join(glob.escape(folder), os.path.expanduser(pattern)), recursive=True)
-        here = [full] if os.path.isfile(full) else sorted(f for f in matches if not os.path.isdir(f))
+        matches = glob.glob(
+            os.path.join(glob.escape(folder), os.path.expanduser(pattern)), recursive=True
+        )
+        here = (
+            [full] if os.path.isfile(full) else sorted(f for f in matches if not os.path.isdir(f))
+        )
         if not here:
             raise ValueError(f"{pattern} is no file and matches none")
         found += here
@@ -43,8 +48,10 @@ class Source(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     name: str
-    weight: float | None = Field(None, gt=0, allow_inf_nan=False)  # None: of no source; tokens count
-    files: Annotated[tuple[str, ...], BeforeValidator(_expand), Field(min_length=1)]  # in the order of their documents
+    # None: of no source; tokens count.
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
+    # In the order of their documents.
+    files: Annotated[tuple[str, ...], BeforeValidator(_expand), Field(min_length=1)]
     dtype: Literal["uint16", "uint32"] | None = None  # None: every file has a NumPy header
     vocab_size: int = Field(ge=1, le=2**31)
     eos: int = Field(ge=0)
@@ -60,7 +67,9 @@ class Mixture:
     sources: tuple[Source, ...]
 
     def identity(self) -> dict[str, dict[str, Any]]:
-        """Plain values by source that say what is trained on: kept in checkpoints, and compared on a resume."""
+        """Plain values by source that say what is trained on: kept in checkpoints, and compared
+        on a resume.
+        """
         return {
             source.name: source.model_dump(include={"weight", "dtype", "eos"})
             | {"files": len(source.files), "bytes": sum(map(os.path.getsize, source.files))}
@@ -69,11 +78,17 @@ class Mixture:
 
 
 def is_mixture(given: str) -> bool:
-    """Whether a path of ``--data`` is a description: a YAML file, or a JSON file without a data set beside it."""
+    """Whether a path of ``--data`` is a description: a YAML file, or a JSON file without a data
+    set beside it.
+    """
     path = Path(given).expanduser()
     if path.suffix in YAML:
         return True
-    return path.suffix == ".json" and path.is_file() and not any(path.with_suffix(s).exists() for s in (".bin", ".idx"))
+    return (
+        path.suffix == ".json"
+        and path.is_file()
+        and not any(path.with_suffix(s).exists() for s in (".bin", ".idx"))
+    )
 
 
 def read_mixture(path: str | os.PathLike) -> Mixture:
@@ -85,21 +100,33 @@ def read_mixture(path: str | os.PathLike) -> Mixture:
     path = os.path.expanduser(os.fspath(path))
     content = _without_comments(_load(path))
     entries = content.pop("sources", None)
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise DataError(f"data: {path}: sources: got {entries!r}, accepted: a list of one or more objects")
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, dict) for entry in entries)
+    ):
+        raise DataError(
+            f"data: {path}: sources: got {entries!r}, accepted: a list of one or more objects"
+        )
     sources = []
     for number, entry in enumerate(entries):
         folder = os.path.dirname(os.path.abspath(path))
         try:
-            sources.append(Source.model_validate({**content, **_without_comments(entry)}, context=folder))
+            sources.append(
+                Source.model_validate({**content, **_without_comments(entry)}, context=folder)
+            )
         except ValidationError as problem:
             first = problem.errors()[0]
             key = ".".join(map(str, first["loc"]))
             where = key if key in content else f"sources[{number}].{key}"
             known = (
-                f" (keys: {', '.join(Source.model_fields)})" if first["type"] in ("extra_forbidden", "missing") else ""
+                f" (keys: {', '.join(Source.model_fields)})"
+                if first["type"] in ("extra_forbidden", "missing")
+                else ""
             )
-            raise DataError(f"data: {path}: {where}: got {first['input']!r}, accepted: {first['msg']}{known}") from None
+            raise DataError(
+                f"data: {path}: {where}: got {first['input']!r}, accepted: {first['msg']}{known}"
+            ) from None
     files = [os.path.realpath(file) for source in sources for file in source.files]
     for key, values in (("name", [source.name for source in sources]), ("files", files)):
         if twice := [value for value, count in Counter(values).items() if count > 1]:
@@ -109,10 +136,15 @@ def read_mixture(path: str | os.PathLike) -> Mixture:
     (vocab_size, eos), *others = tokenizers
     if others or eos >= vocab_size:
         got = f"got the pairs {sorted(tokenizers)}"
-        raise DataError(f"data: {path}: vocab_size, eos: {got}, accepted: one of all sources, eos below vocab_size")
+        raise DataError(
+            f"data: {path}: vocab_size, eos: {got}, accepted: one of all sources, eos below "
+            "vocab_size"
+        )
     if len({source.weight is None for source in sources}) > 1:
         weights = [source.weight for source in sources]
-        raise DataError(f"data: {path}: weight: got {weights}, accepted: one for every source or none")
+        raise DataError(
+            f"data: {path}: weight: got {weights}, accepted: one for every source or none"
+        )
     return Mixture(path, vocab_size, eos, tuple(sources))
 
 

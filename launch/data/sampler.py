@@ -18,17 +18,24 @@ _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 class PretrainSampler:
     """Positions of the samples of one data-parallel rank, micro-batch by micro-batch, without end.
 
-    Global position p is read by rank ``p // micro_batch_size % dp_size``. A global batch is therefore the same set of
-    samples for any data-parallel and micro-batch size. After ``total_samples`` the order begins again.
+    Global position p is read by rank ``p // micro_batch_size % dp_size``. A global batch is
+    therefore the same set of samples for any data-parallel and micro-batch size. After
+    ``total_samples`` the order begins again.
 
     Args:
-        total_samples: in the dataset; ``consumed_samples`` of them all ranks together have used before.
+        total_samples: in the dataset; ``consumed_samples`` of them all ranks together have used
+            before.
         micro_batch_size: samples that a rank reads at a time.
         dp_rank, dp_size: data-parallel rank and size.
     """
 
     def __init__(
-        self, total_samples: int, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
     ) -> None:
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
@@ -50,20 +57,23 @@ def _collate(items: list[dict[str, torch.Tensor]], eod: int | None) -> dict[str,
 def batches(
     dataset: Dataset, sampler: PretrainSampler, num_workers: int = 0, eod: int | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """An endless iterator of micro-batches, from ``sampler.consumed_samples`` on; each call begins there again.
+    """An endless iterator of micro-batches, from ``sampler.consumed_samples`` on; each call begins
+    there again.
 
     Args:
         dataset: from :func:`build_datasets`.
         sampler: of this rank.
         num_workers: processes that read ahead; 0 = read when asked.
-        eod: keep documents, which end with this id, apart: :func:`~launch.data.packed.separate_documents`.
+        eod: keep documents, which end with this id, apart:
+            :func:`~launch.data.packed.separate_documents`.
 
     Yields:
-        ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, each ``[micro_batch, seq_length]``, on
-        the CPU (pinned where there is a GPU); with ``eod`` each ``[1, micro_batch * seq_length]``, and ``cu_seqlens``.
+        ``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` fp32, each ``[micro_batch,
+        seq_length]``, on the CPU (pinned where there is a GPU); with ``eod`` each ``[1, micro_batch
+        * seq_length]``, and ``cu_seqlens``.
     """
-    # Its own generator: DataLoader draws a seed from torch's global one otherwise, and a resumed run would differ in
-    # every random number that follows.
+    # Its own generator: DataLoader draws a seed from torch's global one otherwise, and a resumed
+    # run would differ in every random number that follows.
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,

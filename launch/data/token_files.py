@@ -1,8 +1,9 @@
 """Token files read where they lie: memory-mapped, with an index of where documents end.
 
-The index is built once, file by file, and kept beside the description. The name of each part is a digest of the file's
-path, size and modification time, and of dtype, eos and vocabulary: only a file that has changed is read again. A
-document ends with eos. What follows the last eos of a file is one, too, and gets an eos when it is read.
+The index is built once, file by file, and kept beside the description. The name of each part is a
+digest of the file's path, size and modification time, and of dtype, eos and vocabulary: only a file
+that has changed is read again. A document ends with eos. What follows the last eos of a file is
+one, too, and gets an eos when it is read.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ _CHUNK = 1 << 22  # tokens compared in one go: a few arrays of this length are i
 
 
 def cache_folder(prefixes: Sequence[str], cache_dir: str | None) -> str:
-    """A folder for indices that can be written: the one asked for, else beside the data, else the user's."""
+    """A folder for indices that can be written: the one asked for, else beside the data, else
+    the user's.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     failed = ""
-    for folder in [Path(cache_dir)] if cache_dir else [Path(f"{prefixes[0]}.cache"), home / "coat_dist"]:
+    for folder in (
+        [Path(cache_dir)] if cache_dir else [Path(f"{prefixes[0]}.cache"), home / "coat_dist"]
+    ):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -57,7 +62,9 @@ class TokenFiles:
         self._files, self._dtype, self._eos = source.files, source.dtype, source.eos
         content = np.load(index, mmap_mode="r")
         self._starts = np.concatenate([[0], np.cumsum(content[: len(source.files)])])
-        """Where files begin, in tokens, the eos that is put behind some included; int64 ``[files + 1]``."""
+        """Where files begin, in tokens, the eos that is put behind some included; int64 ``[files
+        + 1]``.
+        """
         self._bounds = content[len(source.files) :]
         """Where documents begin, the same way; int64 ``[documents + 1]``, memory-mapped."""
         self.sequence_lengths = np.diff(self._bounds).astype(np.int32)
@@ -72,7 +79,9 @@ class TokenFiles:
         return int(self._starts[-1])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """``length`` tokens of document ``idx`` from ``offset`` on, or all that follow, in the files' dtype."""
+        """``length`` tokens of document ``idx`` from ``offset`` on, or all that follow, in the
+        files' dtype.
+        """
         if length is None:
             length = int(self.sequence_lengths[idx]) - offset
         begin = int(self._bounds[idx]) + offset
@@ -85,17 +94,19 @@ class TokenFiles:
         return tokens
 
 
-@functools.lru_cache(maxsize=256)  # each map holds a file descriptor, and a process may have 1024 of them
+# Each map holds a file descriptor, and a process may have 1024 of them.
+@functools.lru_cache(maxsize=256)
 def _mapped(path: str, dtype: str | None) -> np.ndarray:
     return open_tokens(path, None if dtype is None else np.dtype(dtype))
 
 
 def build_index(mixture: Mixture, folder: str | os.PathLike) -> list[Path]:
-    """Find the documents of all sources; files whose index is in ``folder`` are not read again. On one rank.
+    """Find the documents of all sources; files whose index is in ``folder`` are not read again. On
+    one rank.
 
     Returns:
-        A file for each source, for :class:`TokenFiles`: int64 ``[files + documents + 1]``, the lengths of the files
-        and where documents begin.
+        A file for each source, for :class:`TokenFiles`: int64 ``[files + documents + 1]``, the
+        lengths of the files and where documents begin.
 
     Raises:
         DataError: names the file, and the token in it, that cannot be right.
@@ -106,14 +117,17 @@ def build_index(mixture: Mixture, folder: str | os.PathLike) -> list[Path]:
     for source in mixture.sources:
         parts = [Path(folder, f"{_digest(source, file)}.ends.npy") for file in source.files]
         names = " ".join(part.name for part in parts)
-        found.append(Path(folder, f"{hashlib.sha256(names.encode()).hexdigest()[:32]}.documents.npy"))
+        found.append(
+            Path(folder, f"{hashlib.sha256(names.encode()).hexdigest()[:32]}.documents.npy")
+        )
         if not found[-1].exists():
             joined[found[-1]] = parts
             files = zip(source.files, parts, strict=True)
             todo += [(source, file, part) for file, part in files if not part.exists()]
     with (
         Progress(sum(os.path.getsize(file) for _, file, _ in todo), "index", unit="B") as progress,
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # comparing long arrays leaves Python's lock to others
+        # Comparing long arrays leaves Python's lock to others.
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
     ):
         for file in pool.map(lambda one: _index_file(mixture, *one), todo):
             progress.update(os.path.getsize(file))
@@ -121,13 +135,26 @@ def build_index(mixture: Mixture, folder: str | os.PathLike) -> list[Path]:
         ends = [np.load(part) for part in parts]
         sizes = [int(of[-1]) for of in ends]
         starts = np.cumsum([0, *sizes[:-1]])
-        _save(whole, np.concatenate([sizes, [0], *(of + start for of, start in zip(ends, starts, strict=True))]))
+        _save(
+            whole,
+            np.concatenate(
+                [sizes, [0], *(of + start for of, start in zip(ends, starts, strict=True))]
+            ),
+        )
     return found
 
 
 def _digest(source: Source, file: str) -> str:
     info = os.stat(file)
-    about = [FORMAT, file, info.st_size, info.st_mtime_ns, source.dtype, source.eos, source.vocab_size]
+    about = [
+        FORMAT,
+        file,
+        info.st_size,
+        info.st_mtime_ns,
+        source.dtype,
+        source.eos,
+        source.vocab_size,
+    ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
 
@@ -145,7 +172,9 @@ def _index_file(mixture: Mixture, source: Source, file: str, part: Path) -> str:
         if int(chunk.max()) >= source.vocab_size or int(chunk.min()) < 0:
             wrong = int(np.flatnonzero((chunk >= source.vocab_size) | (chunk < 0))[0])
             accepted = f"ids from 0 to {source.vocab_size - 1} (vocab_size {source.vocab_size})"
-            raise DataError(f"{where}: token {at + wrong} is {int(chunk[wrong])}, accepted: {accepted}")
+            raise DataError(
+                f"{where}: token {at + wrong} is {int(chunk[wrong])}, accepted: {accepted}"
+            )
         ends.append(at + 1 + np.flatnonzero(chunk == source.eos))
     found = np.concatenate(ends)
     if not len(found):

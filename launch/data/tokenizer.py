@@ -1,7 +1,9 @@
-"""Tokenizers behind one small class: Hugging Face files (trained byte-level BPE, too), SentencePiece models, raw bytes.
+"""Tokenizers behind one small class: Hugging Face files (trained byte-level BPE, too),
+SentencePiece models, raw bytes.
 
-Text is data: a document that spells a special token (``<|endoftext|>``) is encoded as those characters, never as the
-token, and no tokenizer adds begin or end tokens of its own. The end-of-document id is appended by ``prepare_data.py``.
+Text is data: a document that spells a special token (``<|endoftext|>``) is encoded as those
+characters, never as the token, and no tokenizer adds begin or end tokens of its own. The
+end-of-document id is appended by ``prepare_data.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Tokenizer(Protocol):
     """The one file that defines it, if any."""
 
     def ids_of_text(self) -> int:
-        """Ids that a model needs for text, without what was added to the vocabulary, for padding say."""
+        """Ids that a model needs for text, without what was added to the vocabulary, for padding
+        say.
+        """
         return self.vocab_size
 
     def token_id(self, token: str) -> int | None:
@@ -60,7 +64,9 @@ class Tokenizer(Protocol):
         """The text of ids, special tokens left out."""
 
     def fingerprint(self) -> str:
-        """Hex digest that differs where any id may differ; for cache keys and for comparing data sets."""
+        """Hex digest that differs where any id may differ; for cache keys and for comparing data
+        sets.
+        """
         return tokenizer_digest(self.file, self.eod)
 
 
@@ -78,9 +84,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of the ``tokenizers`` library: a file, a folder's, or that of a cached ``org/name``.
+    """A ``tokenizer.json`` of the ``tokenizers`` library: a file, a folder's, or that of a cached
+    ``org/name``.
 
-    ``eod`` is a token or id; None = what the folder's configuration calls ``eos_token``, else a usual name.
+    ``eod`` is a token or id; None = what the folder's configuration calls ``eos_token``, else a
+    usual name.
     """
 
     def __init__(self, path: str | Path, eod: str | int | None = None) -> None:
@@ -90,13 +98,16 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as problem:  # the library raises bare Exception
-            raise DataError(f"--tokenizer: got {file}, accepted: a tokenizer.json ({problem})") from None
+            raise DataError(
+                f"--tokenizer: got {file}, accepted: a tokenizer.json ({problem})"
+            ) from None
         # Files saved after fine-tuning often carry these; either would corrupt documents silently.
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True
         ids = self._library.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids, default=0) + 1  # the library's own count is too small where ids have holes
+        # The library's own count is too small where ids have holes.
+        self.vocab_size = max(ids, default=0) + 1
         self.eod = _end_id(eod, self, _configured_end(file.parent))
 
     def ids_of_text(self) -> int:
@@ -109,14 +120,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._library.id_to_token(number)
 
     def encode(self, text: str) -> list[int]:
-        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids  # "fast": without offsets
+        # "fast": without offsets.
+        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._library.decode([i for i in ids if i != self.eod], skip_special_tokens=True)
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece ``.model`` file. Its normalization applies, so decoding need not give the exact text back.
+    """A SentencePiece ``.model`` file. Its normalization applies, so decoding need not give the
+    exact text back.
 
     ``eod`` is a piece or id; None = the model's ``</s>``.
     """
@@ -129,7 +142,9 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._library.LoadFromSerializedProto(file.read_bytes())
         except (RuntimeError, OSError) as problem:
-            raise DataError(f"--tokenizer: got {path}, accepted: a SentencePiece model ({problem})") from None
+            raise DataError(
+                f"--tokenizer: got {path}, accepted: a SentencePiece model ({problem})"
+            ) from None
         self.vocab_size = self._library.GetPieceSize()
         end = self._library.eos_id()
         self.eod = _end_id(eod, self, end if end >= 0 else None)
@@ -149,10 +164,12 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load(spec: str, eod: str | int | None = None) -> Tokenizer:
-    """The tokenizer of a command-line value: ``bytes``, ``sentencepiece:FILE`` or ``hf:`` (a file, folder or name).
+    """The tokenizer of a command-line value: ``bytes``, ``sentencepiece:FILE`` or ``hf:`` (a file,
+    folder or name).
 
     Raises:
-        DataError: unknown kind, the file cannot be used, or it names no end-of-document token and ``eod`` is None.
+        DataError: unknown kind, the file cannot be used, or it names no end-of-document token and
+            ``eod`` is None.
     """
     kind, _, path = spec.partition(":")
     if spec == "bytes":
@@ -173,12 +190,15 @@ def bpe_size(spec: str) -> int | None:
     if kind != "bpe":
         return None
     if not size.isdecimal() or int(size) < SMALLEST_BPE:
-        raise DataError(f"--tokenizer: got {spec!r}, accepted: bpe:N with N a whole number from {SMALLEST_BPE}")
+        raise DataError(
+            f"--tokenizer: got {spec!r}, accepted: bpe:N with N a whole number from {SMALLEST_BPE}"
+        )
     return int(size)
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, file: Path) -> None:
-    """Train a byte-level BPE and save it as a ``tokenizer.json``; the same documents give the same bytes.
+    """Train a byte-level BPE and save it as a ``tokenizer.json``; the same documents give the same
+    bytes.
 
     A small text gives fewer ids than ``vocab_size``.
     """
@@ -192,7 +212,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, file: Path) -> None:
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte, so that no text is out of vocabulary
+        # Every byte, so that no text is out of vocabulary.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     library.train_from_iterator(iter(documents), trainer)
     library.save(str(file))
@@ -209,7 +230,9 @@ def for_data(prefix: str | Path) -> Tokenizer:
         info = json.loads(summary.read_text(encoding="utf-8-sig"))
         spec, file, eod = info["tokenizer"], info["tokenizer_file"], info["eod"]
     except (OSError, ValueError, KeyError) as problem:
-        raise DataError(f"{summary}: not a summary written by prepare_data.py ({problem!r})") from None
+        raise DataError(
+            f"{summary}: not a summary written by prepare_data.py ({problem!r})"
+        ) from None
     if spec == "none":
         raise DataError(f"{summary}: made from token files, so its tokenizer is not known")
     kind = "sentencepiece" if spec.startswith("sentencepiece") else "hf"
@@ -219,14 +242,18 @@ def for_data(prefix: str | Path) -> Tokenizer:
 def _configured_end(folder: Path) -> str | None:
     """``eos_token`` of the ``tokenizer_config.json`` beside a tokenizer, if there is one."""
     try:
-        token: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8-sig")).get("eos_token")
+        token: Any = json.loads(
+            (folder / "tokenizer_config.json").read_text(encoding="utf-8-sig")
+        ).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _find(given: str | Path) -> Path:
-    """The ``tokenizer.json`` that ``hf:GIVEN`` means: a file, a folder's, or a cached model's. Downloads nothing."""
+    """The ``tokenizer.json`` that ``hf:GIVEN`` means: a file, a folder's, or a cached model's.
+    Downloads nothing.
+    """
     path = Path(given).expanduser()
     for file in (path, path / "tokenizer.json"):
         if file.is_file():
@@ -237,7 +264,8 @@ def _find(given: str | Path) -> Path:
         return Path(hf_hub_download(str(given), "tokenizer.json", local_files_only=True))
     except (OSError, ValueError):  # not in the cache, or not the name of a repository
         raise DataError(
-            f"--tokenizer: got hf:{given}, accepted: a tokenizer.json, a folder with one, or a model in the Hugging "
+            f"--tokenizer: got hf:{given}, accepted: a tokenizer.json, a folder with one, or a "
+            "model in the Hugging "
             f"Face cache (`hf download {given} tokenizer.json tokenizer_config.json` puts it there)"
         ) from None
 
@@ -256,10 +284,15 @@ def _end_id(given: str | int | None, tokenizer: Tokenizer, default: str | int | 
     for name in (default, *_COMMON_ENDS):
         if name is not None and (found := tokenizer.token_id(name)) is not None:
             return found
-    raise DataError(f"--eod: got nothing, and the tokenizer names no end-of-document token, accepted: {accepted}")
+    raise DataError(
+        "--eod: got nothing, and the tokenizer names no end-of-document token, accepted: "
+        f"{accepted}"
+    )
 
 
 def tokenizer_digest(file: Path | None, eod: int) -> str:
-    """:meth:`Tokenizer.fingerprint` of a tokenizer's file, without reading it as one; None = of bytes."""
+    """:meth:`Tokenizer.fingerprint` of a tokenizer's file, without reading it as one; None = of
+    bytes.
+    """
     content = b"bytes" if file is None else file.read_bytes()
     return hashlib.sha256(b"%d:" % eod + content).hexdigest()

@@ -14,28 +14,39 @@ from launch.command_line import LocalPath, local_path, option, options_parser, o
 
 __all__ = ["EvaluateOptions", "parse"]
 
-_model, _what, _how, _output = (partial(option, group=name) for name in ("model", "what is evaluated", "how", "output"))
+_model, _what, _how, _output = (
+    partial(option, group=name) for name in ("model", "what is evaluated", "how", "output")
+)
 
 
 @dataclass(kw_only=True)
 class EvaluateOptions:
-    """Evaluate a model: loss and perplexity of held-out text, accuracy of multiple choice; in BF16, in FP8 or in fp32.
-    Under a launcher, rows are distributed over the ranks; results do not depend on their number. Exit status: 0 done, 2
-    an error of the user's, 4 another rank has ended, 130 interrupted."""
+    """Evaluate a model: loss and perplexity of held-out text, accuracy of multiple choice; in BF16,
+    in FP8 or in fp32. Under a launcher, rows are distributed over the ranks; results do not depend
+    on their number. Exit status: 0 done, 2 an error of the user's, 4 another rank has ended, 130
+    interrupted.
+    """
 
     load: LocalPath | None = _model(None, flags=("--load", "--checkpoint"), metavar="DIR")
-    """a training checkpoint or the folder whose `latest` names it, a universal checkpoint, a converted folder, or a
-    Hugging Face folder"""
+    """a training checkpoint or the folder whose `latest` names it, a universal checkpoint, a
+    converted folder, or a Hugging Face folder
+    """
     model: LocalPath | None = _model(None, metavar="FILE")
-    """description of the model, of a checkpoint that has none (of another program than pretrain.py)"""
+    """description of the model, of a checkpoint that has none (of another program than
+    pretrain.py)
+    """
     forward: Literal["bf16", "fp8", "fp32"] = _model("bf16")
     """numbers of the forward pass: bf16 layers, the FP8 flow of the "coat" block, or fp32"""
     deepspeed_config: LocalPath | None = _model(
         None, flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE"
     )
-    """with --forward fp8: take this file's "coat" block (default: the checkpoint's own, else the defaults)"""
+    """with --forward fp8: take this file's "coat" block (default: the checkpoint's own, else the
+    defaults)
+    """
     tokenizer: str | None = _model(None, metavar="KIND")
-    """hf:PATH, sentencepiece:FILE or bytes (default: the checkpoint's own, else that of its training data)"""
+    """hf:PATH, sentencepiece:FILE or bytes (default: the checkpoint's own, else that of its
+    training data)
+    """
     eod: str | None = _model(None, metavar="TOKEN")
     """end of document, where the tokenizer names none: a token or an id"""
     bos: str = _model("auto", metavar="TOKEN")
@@ -74,7 +85,9 @@ class EvaluateOptions:
     """rows of a forward pass"""
     tensor_parallel: int = _how(1, metavar="N", least=1)
     """ranks that share every layer"""
-    local_rank: int | None = _how(None, flags=("--local_rank", "--local-rank"), help=argparse.SUPPRESS)
+    local_rank: int | None = _how(
+        None, flags=("--local_rank", "--local-rank"), help=argparse.SUPPRESS
+    )
     """set by the launcher"""
     deepspeed: bool = _how(False, help=argparse.SUPPRESS)
     """accepted for habit"""
@@ -85,17 +98,21 @@ class EvaluateOptions:
     baseline: LocalPath | None = _output(None, metavar="FILE")
     """evaluation.json (or its folder) of another model: differences, with paired standard errors"""
     compare: Annotated[list[str], local_path] | None = _output(None, nargs=2, metavar="FILE")
-    """only print the differences of the second evaluation.json from the first; no model is loaded"""
+    """only print the differences of the second evaluation.json from the first; no model is
+    loaded
+    """
     log_level: Literal["debug", "info", "warning", "error"] = _output("info")
-    """debug: also what libraries' loggers print; info: this program's lines; warning, error: these only"""
+    """debug: also what libraries' loggers print; info: this program's lines; warning, error:
+    these only
+    """
 
 
 def parse(argv: Sequence[str] | None = None) -> EvaluateOptions:
     """Parse and check the command line. What is typed wrong is one line, with status 2.
 
     Raises:
-        CoatConfigError: one line for each value that cannot be used, or would be ignored where a reader would take the
-            results for others.
+        CoatConfigError: one line for each value that cannot be used, or would be ignored where a
+            reader would take the results for others.
     """
     a = EvaluateOptions(**vars(options_parser(EvaluateOptions, "evaluate.py").parse_args(argv)))
     if a.load is None and a.model is not None and os.path.isdir(a.model):
@@ -103,9 +120,13 @@ def parse(argv: Sequence[str] | None = None) -> EvaluateOptions:
     if a.compare is not None:
         return a
     wrong = {
-        "--load: missing, accepted: the folder of a checkpoint or of a Hugging Face model": a.load is None,
-        "--text: missing, accepted: one or more of --text, --data and --choices": not (a.text or a.data or a.choices),
-        "--deepspeed_config: accepted: only with --forward fp8": a.deepspeed_config and a.forward != "fp8",
+        "--load: missing, accepted: the folder of a checkpoint or of a Hugging Face model": a.load
+        is None,
+        "--text: missing, accepted: one or more of --text, --data and --choices": not (
+            a.text or a.data or a.choices
+        ),
+        "--deepspeed_config: accepted: only with --forward fp8": a.deepspeed_config
+        and a.forward != "fp8",
         "--details: accepted: only with --output": a.details and a.output is None,
     }
     if problems := out_of_range(a) + [line for line, so in wrong.items() if so]:

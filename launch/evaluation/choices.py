@@ -37,23 +37,30 @@ class Question(BaseModel, strict=True):
             found = [given] if 0 <= given < count else []
         else:
             found = [i for i, choice in enumerate(self.choices) if choice == given]
-            found = found or [i for i, choice in enumerate(self.choices) if choice.strip() == given.strip()]
+            found = found or [
+                i for i, choice in enumerate(self.choices) if choice.strip() == given.strip()
+            ]
             letter = string.ascii_uppercase.find(given.upper()) if len(given) == 1 else -1
             found = found or ([letter] if 0 <= letter < count else [])
         if len(found) != 1:
             raise ValueError(
-                f"answer: got {json.dumps(given)[:60]}, accepted: an index 0 to {count - 1}, the text of one choice "
+                f"answer: got {json.dumps(given)[:60]}, accepted: an index 0 to {count - 1}, the "
+                "text of one choice "
                 "or its letter"
             )
         self.answer = found[0]
         return self
 
 
-def read_questions(path: str, skip_bad: bool = False, limit: int | None = None) -> tuple[list[Question], list[str]]:
-    """The first ``limit`` questions of a JSONL file, and ``file:line: why`` for each line that ``skip_bad`` left out.
+def read_questions(
+    path: str, skip_bad: bool = False, limit: int | None = None
+) -> tuple[list[Question], list[str]]:
+    """The first ``limit`` questions of a JSONL file, and ``file:line: why`` for each line that
+    ``skip_bad`` left out.
 
     Raises:
-        DataError: no such file, no questions, or a malformed line (without ``skip_bad``), by ``file:line``.
+        DataError: no such file, no questions, or a malformed line (without ``skip_bad``), by
+            ``file:line``.
     """
     bad: list[str] = []
 
@@ -69,17 +76,22 @@ def read_questions(path: str, skip_bad: bool = False, limit: int | None = None) 
                 except ValidationError as problem:
                     one = problem.errors()[0]
                     why = one["msg"].removeprefix("Value error, ")
-                    bad.append(f"{path}:{number}: {''.join(f'{key}: ' for key in one['loc'][:1])}{why}")
+                    bad.append(
+                        f"{path}:{number}: {''.join(f'{key}: ' for key in one['loc'][:1])}{why}"
+                    )
                 if bad and not skip_bad:
                     raise DataError(f"{bad[0]}\n--skip-bad leaves such lines out")
 
     try:
         questions = list(islice(read(), limit))
     except OSError as problem:
-        raise DataError(f"--choices: got {path}, accepted: a JSONL file that can be read ({problem})") from None
+        raise DataError(
+            f"--choices: got {path}, accepted: a JSONL file that can be read ({problem})"
+        ) from None
     if not questions:
         raise DataError(
-            f'--choices: {path} holds no question, accepted: lines such as {{"context": "2 + 2 =", "choices": '
+            f'--choices: {path} holds no question, accepted: lines such as {{"context": "2 + 2 =", '
+            '"choices": '
             '[" 3", " 4"], "answer": 1}'
         )
     return questions, bad
@@ -96,15 +108,22 @@ class Asked(NamedTuple):
 
 
 def ask(
-    questions: Sequence[Question], tokenizer: Tokenizer, begin: list[int], *, window: int, delimiter: str = ""
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    begin: list[int],
+    *,
+    window: int,
+    delimiter: str = "",
 ) -> Asked:
     """One row for each choice, tokenized as lm-evaluation-harness does it.
 
-    White space at the end of the context is moved to the choice, and the choice's tokens are those of both together
-    beyond the number of the context's alone: a tokenizer may join characters of the two.
+    White space at the end of the context is moved to the choice, and the choice's tokens are those
+    of both together beyond the number of the context's alone: a tokenizer may join characters of
+    the two.
 
-    Ids of ``begin`` stand before every context; without them, the end-of-document id before an empty one. The model
-    reads ``window`` tokens: of a longer context the left is cut. ``delimiter`` is no part of the choice's length.
+    Ids of ``begin`` stand before every context; without them, the end-of-document id before an
+    empty one. The model reads ``window`` tokens: of a longer context the left is cut. ``delimiter``
+    is no part of the choice's length.
 
     Raises:
         DataError: a choice that fills the window, or that is no token of its own, by ``file:line``.
@@ -121,8 +140,10 @@ def ask(
             own = len(whole) - len(before)
             if not 1 <= own <= window:
                 raise DataError(
-                    f"{question.where}: the choice {choice[:40]!r} has {own} tokens of its own behind its context, "
-                    f"accepted: 1 to {window}, without continuing the context's last word (--delimiter ' ')"
+                    f"{question.where}: the choice {choice[:40]!r} has {own} tokens of its own "
+                    "behind its context, "
+                    f"accepted: 1 to {window}, without continuing the context's last word "
+                    "(--delimiter ' ')"
                 )
             ids = [*(begin or ([] if before else [tokenizer.eod])), *whole]
             cut |= len(ids) > window + 1
@@ -136,7 +157,10 @@ def best(likelihoods: Sequence[float], choices: Sequence[str] | None = None) -> 
 
     With the texts of the choices, each total log-likelihood is divided by the number of characters.
     """
-    values = [total / (len(choices[i]) if choices is not None else 1) for i, total in enumerate(likelihoods)]
+    values = [
+        total / (len(choices[i]) if choices is not None else 1)
+        for i, total in enumerate(likelihoods)
+    ]
     return values.index(max(values))
 
 

@@ -38,7 +38,9 @@ class Input:
     name: str
     rows: list[Row]
     counts: dict[str, Any] = field(default_factory=dict)
-    """What the result says of the reading. Text: documents, tokens (without begin tokens), bytes (UTF-8), skipped."""
+    """What the result says of the reading. Text: documents, tokens (without begin tokens), bytes
+    (UTF-8), skipped.
+    """
     questions: list[choices.Question] = field(default_factory=list)
     """Of choices, whose rows follow each other."""
 
@@ -63,7 +65,9 @@ def read_inputs(args: EvaluateOptions, weights: Weights, run: Mapping[str, Any])
     inputs = Inputs()
     longest, vocab = weights.model.seq_length, weights.model.vocab_size or 0
     if (args.window or 0) > longest:
-        raise CoatConfigError(f"--window: got {args.window}, accepted: 2 to the model's longest context ({longest})")
+        raise CoatConfigError(
+            f"--window: got {args.window}, accepted: 2 to the model's longest context ({longest})"
+        )
     if args.text or args.choices:
         _read_files(inputs, args, weights, run)
     if args.data:
@@ -71,23 +75,35 @@ def read_inputs(args: EvaluateOptions, weights: Weights, run: Mapping[str, Any])
     for one in inputs.found:
         if (largest := max(int(row.ids.max()) for row in one.rows)) >= vocab:
             raise CoatConfigError(
-                f"{one.name}: got a token with the id {largest}, or as begin or end token (--bos, --eod), accepted: "
+                f"{one.name}: got a token with the id {largest}, or as begin or end token (--bos, "
+                "--eod), accepted: "
                 f"ids below the model's {vocab}: another --tokenizer"
             )
     return inputs
 
 
-def _read_files(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Mapping[str, Any]) -> None:
+def _read_files(
+    inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Mapping[str, Any]
+) -> None:
     longest, vocab = weights.model.seq_length, weights.model.vocab_size or 0
-    tokenizer, source = tokens.find_tokenizer(args.tokenizer, args.eod, list(weights.travelling().values()), run)
+    tokenizer, source = tokens.find_tokenizer(
+        args.tokenizer, args.eod, list(weights.travelling().values()), run
+    )
     digest, trained = tokenizer.fingerprint(), training_data(run)
     if tokenizer.ids_of_text() > vocab:
-        raise CoatConfigError(f"--tokenizer: got {source} of {tokenizer.vocab_size} ids, accepted: at most {vocab}")
+        raise CoatConfigError(
+            f"--tokenizer: got {source} of {tokenizer.vocab_size} ids, accepted: at most {vocab}"
+        )
     if trained is not None and trained[1].tokenizer_digest not in (None, digest):
         theirs = f"{trained[1].describe()} of {trained[0]}"
-        inputs.notes.append(f"warning: --tokenizer: {source} is not that of the training data, {theirs}")
+        inputs.notes.append(
+            f"warning: --tokenizer: {source} is not that of the training data, {theirs}"
+        )
     begin = tokens.begin_ids(tokenizer, args.bos)
-    inputs.settings |= {"tokenizer": f"tokenizer: {source} ({tokenizer.vocab_size} ids)", "tokenizer_digest": digest}
+    inputs.settings |= {
+        "tokenizer": f"tokenizer: {source} ({tokenizer.vocab_size} ids)",
+        "tokenizer_digest": digest,
+    }
     inputs.settings |= {"bos": f"before every text: {begin or 'nothing'}", "begin_ids": begin}
     if args.text:
         window = args.window or min(longest, LONGEST_TEXT_WINDOW)
@@ -96,20 +112,27 @@ def _read_files(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Ma
             raise CoatConfigError(f"--stride: got {stride}, accepted: 1 to the window ({window})")
         for path in args.text:
             inputs.found.append(_read_text(path, args, tokenizer, begin, window, stride))
-            left = ", ".join(f"{count} {reason}" for reason, count in inputs.found[-1].counts["skipped"].items())
+            left = ", ".join(
+                f"{count} {reason}" for reason, count in inputs.found[-1].counts["skipped"].items()
+            )
             inputs.notes += [f"note: {path}: left out: {left}"] if left else []
         inputs.settings |= {"text_window": window, "stride": stride}
     if args.choices:
         window = args.window or longest
         for path in args.choices:
             asked, bad = choices.read_questions(path, args.skip_bad, args.limit)
-            rows, cut, unspaced = choices.ask(asked, tokenizer, begin, window=window, delimiter=args.delimiter)
+            rows, cut, unspaced = choices.ask(
+                asked, tokenizer, begin, window=window, delimiter=args.delimiter
+            )
             counts = {"truncated": cut, "malformed": bad}
-            inputs.found.append(Input(kind="choices", name=path, rows=rows, counts=counts, questions=asked))
+            inputs.found.append(
+                Input(kind="choices", name=path, rows=rows, counts=counts, questions=asked)
+            )
             notes = {
                 f"left out {len(bad)} malformed lines, such as {bad[:1]}": bad,
                 f"the context of {cut} of {len(asked)} questions was cut from the left": cut,
-                f"{unspaced} of {len(rows)} choices follow their context without white space; --delimiter ' ' puts a "
+                f"{unspaced} of {len(rows)} choices follow their context without white space; "
+                "--delimiter ' ' puts a "
                 "space, as lm-evaluation-harness does": unspaced,
             }
             inputs.notes += [f"note: {path}: {line}" for line, so in notes.items() if so]
@@ -117,16 +140,25 @@ def _read_files(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Ma
 
 
 def _read_text(
-    given: str, args: EvaluateOptions, tokenizer: Tokenizer, begin: list[int], window: int, stride: int
+    given: str,
+    args: EvaluateOptions,
+    tokenizer: Tokenizer,
+    begin: list[int],
+    window: int,
+    stride: int,
 ) -> Input:
-    """Documents of a file or folder, as ``prepare_data.py`` reads them, each tokenized and cut by itself."""
+    """Documents of a file or folder, as ``prepare_data.py`` reads them, each tokenized and cut
+    by itself.
+    """
     separator = args.separator and args.separator.replace("\\n", "\n").replace("\\t", "\t")
     options = ReadOptions(args.text_key, separator or None, args.skip_bad)
     counts, rows = {"documents": 0, "tokens": 0, "bytes": 0}, []
     try:
         files, skipped = find([given])
         pieces = [piece for shard in cut_into_shards(files, 1 << 62) for piece in shard]
-        for document in islice((one for piece in pieces for one in texts(piece, options, skipped)), args.limit):
+        for document in islice(
+            (one for piece in pieces for one in texts(piece, options, skipped)), args.limit
+        ):
             own = tokenizer.encode(document)
             ids = np.asarray([*begin, *own], np.int32)
             counts["documents"] += 1
@@ -139,11 +171,16 @@ def _read_text(
     except DataError as problem:
         raise DataError(str(problem).replace("--input", "--text", 1)) from None
     if not rows:
-        raise DataError(f"--text: got {given} of {counts['tokens']} tokens, accepted: text of two tokens or more")
+        raise DataError(
+            f"--text: got {given} of {counts['tokens']} tokens, accepted: text of two tokens or "
+            "more"
+        )
     return Input(kind="text", name=given, rows=rows, counts={**counts, "skipped": dict(skipped)})
 
 
-def _read_data(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Mapping[str, Any]) -> None:
+def _read_data(
+    inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Mapping[str, Any]
+) -> None:
     with as_typed():
         prefixes, _ = data.parse_blend(args.data)
         infos = [data.read_info(prefix) for prefix in prefixes]
@@ -162,7 +199,9 @@ def _read_data(inputs: Inputs, args: EvaluateOptions, weights: Weights, run: Map
         "seed": args.seed if args.seed is not None else run.get("seed", 1234),
     }
     window = args.window or weights.model.seq_length
-    rows = read_samples(args.data, **given, seq_length=window, samples=args.samples, cache_dir=args.data_cache)
+    rows = read_samples(
+        args.data, **given, seq_length=window, samples=args.samples, cache_dir=args.data_cache
+    )
     inputs.found.append(Input(kind="data", name=f"{' '.join(args.data)} ({args.part})", rows=rows))
     inputs.settings |= {**given, "data_window": window}
 
@@ -177,26 +216,39 @@ def read_samples(
     samples: int | None = None,
     cache_dir: str | None = None,
 ) -> list[Row]:
-    """The first ``samples`` samples of a part of prepared data, in the order in which training evaluates them.
+    """The first ``samples`` samples of a part of prepared data, in the order in which training
+    evaluates them.
 
-    With torch.distributed, call it on all ranks. Every token of a sample but the first is scored, ends of documents
-    included; documents of a sample see each other, as in training. ``samples`` None means every sample of the part
-    once; a blend of data sets needs a number.
+    With torch.distributed, call it on all ranks. Every token of a sample but the first is scored,
+    ends of documents included; documents of a sample see each other, as in training. ``samples``
+    None means every sample of the part once; a blend of data sets needs a number.
 
     Raises:
-        DataError: names the option, or the file; more ``samples`` than the part of one data set has.
+        DataError: names the option, or the file; more ``samples`` than the part of one data set
+            has.
     """
     with as_typed():
         train, valid, test = ((samples or 1) * (name == part) for name in PARTS)
-        without = "take another --part: with other shares than the run's it has trained on what they hold out"
-        built = data.build_datasets(paths, split, seq_length, train, valid, test, seed, cache_dir, without=without)
+        without = (
+            "take another --part: with other shares than the run's it has trained on what "
+            "they hold out"
+        )
+        built = data.build_datasets(
+            paths, split, seq_length, train, valid, test, seed, cache_dir, without=without
+        )
     dataset: Any = built[PARTS.index(part)]
     there: int | None = getattr(dataset, "epoch_samples", None)  # None of a blend, which has no end
     taken = there if samples is None else samples
     if taken is None or (there is not None and taken > there):
         # Samples that come again would make the errors of means too small.
-        accepted = "a number, as --data has several sources" if there is None else f"up to {there}, which {part} has"
+        accepted = (
+            "a number, as --data has several sources"
+            if there is None
+            else f"up to {there}, which {part} has"
+        )
         raise DataError(f"--samples: got {samples}, accepted: {accepted}")
     items = (dataset[i] for i in range(taken))
-    ids = (np.append(one["tokens"].numpy(), one["labels"][-1].item()).astype(np.int32) for one in items)
+    ids = (
+        np.append(one["tokens"].numpy(), one["labels"][-1].item()).astype(np.int32) for one in items
+    )
     return [Row(one, len(one) - 1) for one in ids]

@@ -21,7 +21,9 @@ Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def read_run(weights: Weights) -> tuple[dict[str, Any], int | None]:
-    """Description of the run that saved a checkpoint, and after how many steps; empty of other weights."""
+    """Description of the run that saved a checkpoint, and after how many steps; empty of other
+    weights.
+    """
     manifest = weights.manifest if isinstance(weights, CheckpointWeights) else {}
     return manifest.get("run") or {}, (manifest.get("progress") or {}).get("step")
 
@@ -43,9 +45,13 @@ def choose_coat(deepspeed_config: str | None, run: Mapping[str, Any]) -> Coat:
     """
     own = (run.get("deepspeed") or {}).get("coat")
     if deepspeed_config is not None:
-        block = CoatConfig.from_deepspeed(read_config("--deepspeed_config", deepspeed_config, "deepspeed"))
+        block = CoatConfig.from_deepspeed(
+            read_config("--deepspeed_config", deepspeed_config, "deepspeed")
+        )
         if block is None:
-            raise CoatConfigError(f'--deepspeed_config: got {deepspeed_config}, accepted: one with a "coat" block')
+            raise CoatConfigError(
+                f'--deepspeed_config: got {deepspeed_config}, accepted: one with a "coat" block'
+            )
         source = deepspeed_config
     elif own is not None:
         block, source = CoatConfig.parse(own), "the checkpoint's own"
@@ -57,8 +63,11 @@ def choose_coat(deepspeed_config: str | None, run: Mapping[str, Any]) -> Coat:
     return Coat(block, source)
 
 
-def build(weights: Weights, *, forward: str, coat: Coat | None, tp: int, device: torch.device) -> Any:
-    """A ``GPTModel`` in evaluation mode with the weights in it. Megatron's groups are set up before.
+def build(
+    weights: Weights, *, forward: str, coat: Coat | None, tp: int, device: torch.device
+) -> Any:
+    """A ``GPTModel`` in evaluation mode with the weights in it. Megatron's groups are set up
+    before.
 
     Args:
         forward: "bf16", "fp8" or "fp32". Weights are rounded to bf16 but for "fp32".
@@ -68,7 +77,9 @@ def build(weights: Weights, *, forward: str, coat: Coat | None, tp: int, device:
         CoatConfigError, CheckpointError: names what cannot be built, read or patched.
     """
     weights.model.check_parallel(tp, False)
-    model = build_model(weights.model, tp=tp, dtype=torch.float32 if forward == "fp32" else torch.bfloat16)
+    model = build_model(
+        weights.model, tp=tp, dtype=torch.float32 if forward == "fp32" else torch.bfloat16
+    )
     fill(model, weights)
     if coat is not None:
         from megatron_patches import patch_model
@@ -83,9 +94,9 @@ def token_losses(model: Any, device: torch.device, vocab_size: int | None = None
     Ranks of one tensor-parallel group call it together.
 
     Args:
-        vocab_size: the softmax is over this many ids, without the rows that pad the embedding, as in transformers.
-            None = over the padding too, as ``pretrain.py`` trains and evaluates; a model that was patched with
-            ``loss: "chunked"`` then computes its losses itself.
+        vocab_size: the softmax is over this many ids, without the rows that pad the embedding, as
+            in transformers. None = over the padding too, as ``pretrain.py`` trains and evaluates; a
+            model that was patched with ``loss: "chunked"`` then computes its losses itself.
     """
     from megatron.core import parallel_state
 
@@ -107,7 +118,10 @@ def token_losses(model: Any, device: torch.device, vocab_size: int | None = None
             columns = logits.shape[-1]
             logits[..., min(max(vocab_size - rank * columns, 0), columns) :] = -torch.inf
         # A row at a time: the loss makes fp32 copies of what it gets.
-        rows = [vocab_parallel_cross_entropy(logits[i : i + 1], labels[i : i + 1], group) for i in range(len(tokens))]
+        rows = [
+            vocab_parallel_cross_entropy(logits[i : i + 1], labels[i : i + 1], group)
+            for i in range(len(tokens))
+        ]
         return torch.cat(rows)
 
     return losses

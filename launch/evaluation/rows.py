@@ -23,20 +23,25 @@ class Row:
     """Tokens that one forward pass sees together."""
 
     ids: np.ndarray
-    """Integers ``[n]``, n at least 2. The model reads all but the last and predicts all but the first."""
+    """Integers ``[n]``, n at least 2. The model reads all but the last and predicts all but the
+    first.
+    """
     scored: int
     """How many of the last tokens count: 1 to n - 1."""
 
 
 def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Windows over a document of ``length`` tokens, as in transformers' page on the perplexity of fixed-length models.
+    """Windows over a document of ``length`` tokens, as in transformers' page on the perplexity of
+    fixed-length models.
 
-    Windows of ``window`` (2 or more) tokens begin every ``stride`` (1 to ``window``) tokens, and each scores the tokens
-    that the one before had not reached. The first token of a window has nothing before it and is never scored: with
-    ``stride < window`` that is the document's first alone.
+    Windows of ``window`` (2 or more) tokens begin every ``stride`` (1 to ``window``) tokens, and
+    each scores the tokens that the one before had not reached. The first token of a window has
+    nothing before it and is never scored: with ``stride < window`` that is the document's first
+    alone.
 
     Yields:
-        ``(begin, end, scored)``: the window is ``[begin, end)``, its last ``scored`` tokens count, 1 or more.
+        ``(begin, end, scored)``: the window is ``[begin, end)``, its last ``scored`` tokens count,
+            1 or more.
     """
     reached = 0
     for begin in range(0, length, stride):
@@ -50,16 +55,20 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
 
 
 def batches(rows: Sequence[Row], size: int) -> list[list[int]]:
-    """Indices of rows in batches of at most ``size``, longest first, so that what does not fit fails at once.
+    """Indices of rows in batches of at most ``size``, longest first, so that what does not fit
+    fails at once.
 
-    The same batches for any number of ranks: in FP8 a row's result may depend on the rows beside it.
+    The same batches for any number of ranks: in FP8 a row's result may depend on the rows beside
+    it.
     """
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].ids), i))
     return [order[at : at + size] for at in range(0, len(order), size)]
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Hex digest of what is scored: two evaluations can be compared row by row where it is the same."""
+    """Hex digest of what is scored: two evaluations can be compared row by row where it is the
+    same.
+    """
     total = hashlib.sha256()
     for row in rows:
         total.update(b"%d,%d:" % (len(row.ids), row.scored))
@@ -74,24 +83,34 @@ def score_batch(losses: Losses, rows: Sequence[Row]) -> list[torch.Tensor]:
     """
     longest = max(len(row.ids) for row in rows)
     padded = torch.from_numpy(
-        np.stack([np.pad(np.asarray(r.ids, np.int64), (0, longest - len(r.ids)), "edge") for r in rows])
+        np.stack(
+            [np.pad(np.asarray(r.ids, np.int64), (0, longest - len(r.ids)), "edge") for r in rows]
+        )
     )
     values = losses(padded[:, :-1].contiguous(), padded[:, 1:].contiguous()).double().cpu()
-    return [v[len(row.ids) - 1 - row.scored : len(row.ids) - 1] for v, row in zip(values, rows, strict=True)]
+    return [
+        v[len(row.ids) - 1 - row.scored : len(row.ids) - 1]
+        for v, row in zip(values, rows, strict=True)
+    ]
 
 
-def score(losses: Losses, rows: Sequence[Row], batch_size: int, what: str, tp: int = 1) -> list[float]:
+def score(
+    losses: Losses, rows: Sequence[Row], batch_size: int, what: str, tp: int = 1
+) -> list[float]:
     """Sum of the losses of each row's scored tokens, in nats; collective.
 
-    Batches are dealt out to the data-parallel ranks. Each row's sum is taken in fp64 by the rank that has it, and all
-    ranks get all of them, in order: the result does not depend on the number of ranks.
+    Batches are dealt out to the data-parallel ranks. Each row's sum is taken in fp64 by the rank
+    that has it, and all ranks get all of them, in order: the result does not depend on the number
+    of ranks.
     """
     rank, world = rank_and_world()
     mine = batches(rows, batch_size)[rank // tp :: world // tp]
     silent = rank or os.environ.get("RANK", "0") != "0" or not shows("info")
     hidden = True if silent else None  # None: shown on a terminal
     sums: dict[int, float] = {}
-    for batch in tqdm(mine, desc=what, unit="batch", disable=hidden, dynamic_ncols=True, leave=False):
+    for batch in tqdm(
+        mine, desc=what, unit="batch", disable=hidden, dynamic_ncols=True, leave=False
+    ):
         scored = score_batch(losses, [rows[i] for i in batch])
         sums |= {i: float(one.sum()) for i, one in zip(batch, scored, strict=True)}
     found = {i: value for part in gather(sums) for i, value in part.items()}

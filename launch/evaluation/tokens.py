@@ -18,7 +18,8 @@ __all__ = ["begin_ids", "find_tokenizer"]
 def find_tokenizer(
     given: str | None, eod: str | None, files: Sequence[Path], run: Mapping[str, Any]
 ) -> tuple[Tokenizer, str]:
-    """The tokenizer of ``--tokenizer``, else of the files that travel with the weights or of the run's training data.
+    """The tokenizer of ``--tokenizer``, else of the files that travel with the weights or of the
+    run's training data.
 
     Returns:
         It, and where it is from.
@@ -36,7 +37,8 @@ def find_tokenizer(
         with suppress(DataError):  # ready token files
             return for_data(data[0]), f"{data[0]}.json"
     raise CoatConfigError(
-        "--tokenizer: missing, accepted: hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or bytes; the "
+        "--tokenizer: missing, accepted: hf:PATH (a tokenizer.json or its folder), "
+        "sentencepiece:FILE or bytes; the "
         "checkpoint has none, and the data that it was trained on is not here or does not name one"
     )
 
@@ -44,7 +46,8 @@ def find_tokenizer(
 def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
     """Ids that are put before every text, by ``--bos``.
 
-    "auto" is what the installed transformers puts there for the folder of a ``tokenizer.json``, else none.
+    "auto" is what the installed transformers puts there for the folder of a ``tokenizer.json``,
+    else none.
 
     Raises:
         CoatConfigError: no such token.
@@ -54,11 +57,16 @@ def begin_ids(tokenizer: Tokenizer, given: str) -> list[int]:
     if given == "eod":
         return [tokenizer.eod]
     if given == "auto":
-        return _template(Path(str(tokenizer.file))) if isinstance(tokenizer, HuggingFaceTokenizer) else []
+        return (
+            _template(Path(str(tokenizer.file)))
+            if isinstance(tokenizer, HuggingFaceTokenizer)
+            else []
+        )
     found = int(given) if given.isascii() and given.isdigit() else tokenizer.token_id(given)
     if found is None or found >= tokenizer.vocab_size:
         raise CoatConfigError(
-            f"--bos: got {given!r}, accepted: auto, none, eod, a token of the tokenizer or an id below "
+            f"--bos: got {given!r}, accepted: auto, none, eod, a token of the tokenizer or an id "
+            "below "
             f"{tokenizer.vocab_size}"
         )
     return [found]
@@ -71,11 +79,17 @@ def _template(file: Path) -> list[int]:
     library = tokenizers.Tokenizer.from_file(str(file))
     library.no_truncation()
     whole, bare = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
-    with suppress(Exception):  # of many kinds: missing files, unknown classes, transformers is not installed
+    # Of many kinds: missing files, unknown classes, transformers is not installed.
+    with suppress(Exception):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
         if len(tokenizer):
-            whole, bare = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (True, False))
-    found = (whole[:count] for count in range(len(whole)) if bare == whole[count : count + len(bare)])
+            whole, bare = (
+                list(tokenizer("a", add_special_tokens=special).input_ids)
+                for special in (True, False)
+            )
+    found = (
+        whole[:count] for count in range(len(whole)) if bare == whole[count : count + len(bare)]
+    )
     return next(found, [])

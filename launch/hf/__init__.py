@@ -1,1 +1,3 @@
-"""Hugging Face folders: which families of models are known, and how their names and layouts are Megatron's."""
+"""Hugging Face folders: which families of models are known, and how their names and layouts are
+Megatron's.
+"""

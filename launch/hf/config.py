@@ -1,4 +1,6 @@
-"""config.json to ``ModelConfig``: keys that are honoured, keys without meaning here, and keys that are refused."""
+"""config.json to ``ModelConfig``: keys that are honoured, keys without meaning here, and keys
+that are refused.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,12 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
         raise CoatConfigError(f"{where}: model_type: got {kind}, accepted: {', '.join(FAMILIES)}")
     own = next((name for name in _OF_EXPERTS[:2] if name in family.experts), None)
     if own is not None:  # transformers 4 and 5 have two names for it
-        values = {**values, own: next((values[n] for n in (own, *_OF_EXPERTS[:2]) if values.get(n) is not None), None)}
+        values = {
+            **values,
+            own: next(
+                (values[n] for n in (own, *_OF_EXPERTS[:2]) if values.get(n) is not None), None
+            ),
+        }
     given = {**family.absent, **{k: v for k, v in values.items() if v is not None or k in _NULLS}}
     problems = _refused(values, given, family)
     problems += [f"{key}: missing, accepted: an integer" for key in SIZES if given.get(key) is None]
@@ -100,7 +107,9 @@ def model_from_config(values: dict[str, Any], where: str) -> tuple[ModelConfig, 
         described["head_size"] = head
     if "bias" in family.says and given.get("attention_bias"):
         every = bool(given.get("mlp_bias"))
-        described |= {"linear_bias": True} if every else {"qkv_bias": True, "attention_output_bias": True}
+        described |= (
+            {"linear_bias": True} if every else {"qkv_bias": True, "attention_output_bias": True}
+        )
     if (window := _window(given, family)) is not None:
         # Attention within a window is all attention in sequences that are no longer than it.
         described |= {"sliding_window": window, "seq_length": min(described["seq_length"], window)}
@@ -120,7 +129,11 @@ def _refused(values: dict[str, Any], given: dict[str, Any], family: Family) -> l
     }
     if "bias" in family.says and not given.get("attention_bias"):
         accepted["mlp_bias"] = (None, False)
-    found = {**(values.get("rope_parameters") or {}), **(values.get("rope_scaling") or {}), **values}
+    found = {
+        **(values.get("rope_parameters") or {}),
+        **(values.get("rope_scaling") or {}),
+        **values,
+    }
     found["hidden_act"] = given["hidden_act"]
     lines = [
         f"{key}: got {json.dumps(found[key])}, accepted: {' or '.join(map(json.dumps, good))}"
@@ -131,7 +144,10 @@ def _refused(values: dict[str, Any], given: dict[str, Any], family: Family) -> l
     if "use_sliding_window" in family.says and values.get("use_sliding_window"):
         usual.append("sliding_attention")  # see _window
     if others := set(values.get("layer_types") or ()) - {*usual}:
-        lines.append(f"layer_types: got {', '.join(sorted(others))}, accepted: {' or '.join(usual)} in every layer")
+        lines.append(
+            f"layer_types: got {', '.join(sorted(others))}, accepted: {' or '.join(usual)} in "
+            "every layer"
+        )
     return lines
 
 
@@ -142,13 +158,17 @@ def _experts(given: dict[str, Any], family: Family) -> dict[str, Any]:
     described["moe_aux_loss_coeff"] = float(described["moe_aux_loss_coeff"])
     described["moe_router_pre_softmax"] = not given.get("norm_topk_prob", True)
     step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers") or ()
-    layers = [int((i + 1) % step == 0 and i not in dense) for i in range(given["num_hidden_layers"])]
+    layers = [
+        int((i + 1) % step == 0 and i not in dense) for i in range(given["num_hidden_layers"])
+    ]
     return described if all(layers) else {**described, "moe_layer_freq": layers}
 
 
 def _rope(values: dict[str, Any], usual: float) -> dict[str, Any]:
-    """``rotary_base`` and ``rope_scaling``: transformers 4 has ``rope_theta`` and ``rope_scaling``, transformers 5 both
-    in ``rope_parameters``. Of a file with either, transformers 4 and 5 read ``rope_scaling``."""
+    """``rotary_base`` and ``rope_scaling``: transformers 4 has ``rope_theta`` and ``rope_scaling``,
+    transformers 5 both in ``rope_parameters``. Of a file with either, transformers 4 and 5 read
+    ``rope_scaling``.
+    """
     scaling = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     scaling.pop("partial_rotary_factor", None)
     theta = scaling.pop("rope_theta", None) or values.get("rope_theta") or usual
@@ -166,7 +186,9 @@ def _window(given: dict[str, Any], family: Family) -> int | None:
         return given["sliding_window"]
     if "use_sliding_window" in family.says and given.get("use_sliding_window"):
         # Families with experts differ in the layers that have one, so that it counts for all.
-        slides = bool(family.experts) or given.get("max_window_layers", 28) < given["num_hidden_layers"]
+        slides = (
+            bool(family.experts) or given.get("max_window_layers", 28) < given["num_hidden_layers"]
+        )
         if given.get("layer_types"):
             slides = "sliding_attention" in given["layer_types"]
         return given.get("sliding_window", 4096) if slides else None

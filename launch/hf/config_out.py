@@ -1,4 +1,6 @@
-"""``ModelConfig`` to config.json: the one that came with the weights where it still describes the model."""
+"""``ModelConfig`` to config.json: the one that came with the weights where it still describes
+the model.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ def config_for(
     Args:
         model: what the weights are of.
         dtype: of the tensors.
-        remembered: config.json that came with the initial weights: where it describes this model it stays as it is, but
-            for the dtype; where it does not, keys that decide what the model computes are replaced.
-        family: ``model_type`` to write; None = the remembered one's, or the first that can describe the model.
+        remembered: config.json that came with the initial weights: where it describes this model it
+            stays as it is, but for the dtype; where it does not, keys that decide what the model
+            computes are replaced.
+        family: ``model_type`` to write; None = the remembered one's, or the first that can describe
+            the model.
         end: ``eos_token_id`` of a new config.json.
 
     Raises:
@@ -44,13 +48,22 @@ def config_for(
     tried: dict[str, list[str]] = {}
     for name in [family] if family else FAMILIES:
         kept = {"bos_token_id": None, "pad_token_id": None, "use_cache": True, "eos_token_id": end}
-        if known is not None:  # without keys that another version of transformers spells differently
-            spelt = ("rope_parameters", "rope_theta", "rope_scaling", "num_experts", "num_local_experts")
+        # Without keys that another version of transformers spells differently.
+        if known is not None:
+            spelt = (
+                "rope_parameters",
+                "rope_theta",
+                "rope_scaling",
+                "num_experts",
+                "num_local_experts",
+            )
             kept = {key: value for key, value in known.items() if key not in spelt}
         config = _with_dtype(kept | _described(model, FAMILIES[name]), known or {}, dtype)
         tried[name] = _different(config, model)
         if name == "llama" and known is None and model.hidden_size % model.num_attention_heads:
-            tried[name].append(f"model.head_size: got {model.head_size}, accepted: null, which llama needs")
+            tried[name].append(
+                f"model.head_size: got {model.head_size}, accepted: null, which llama needs"
+            )
         if not tried[name]:
             return config, FAMILIES[name]
     nearest = min(tried.values(), key=len)
@@ -65,7 +78,9 @@ def _different(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
         return [str(problem)]
     lines = model.different(read, family.model_type)
     if read.seq_length < model.seq_length:
-        lines.append(f"model.seq_length: got {model.seq_length}, accepted: at most {read.seq_length}")
+        lines.append(
+            f"model.seq_length: got {model.seq_length}, accepted: at most {read.seq_length}"
+        )
     return lines
 
 
@@ -77,12 +92,14 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
         "model_type": family.model_type,
         **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
         "num_key_value_heads": model.kv_heads,
-        "hidden_act": acts.get(model.activation, "silu"),  # of another one the caller finds the difference
+        # Of another one the caller finds the difference.
+        "hidden_act": acts.get(model.activation, "silu"),
         "initializer_range": model.init_std,
         "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": float(model.rotary_base),
-        "rope_scaling": None if model.rope_scaling is None else dict(model.rope_scaling),  # transformers adds to it
+        # Transformers adds to it.
+        "rope_scaling": None if model.rope_scaling is None else dict(model.rope_scaling),
     }
     if "norm_eps" in family.says:
         config["rms_norm_eps"] = model.norm_eps
@@ -110,8 +127,14 @@ def _described(model: ModelConfig, family: Family) -> dict[str, Any]:
     }
 
 
-def _with_dtype(config: Mapping[str, Any], like: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``config`` with the dtype under the name that ``like`` uses: transformers 5 calls it ``dtype``, and reads the
-    older name too."""
+def _with_dtype(
+    config: Mapping[str, Any], like: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """``config`` with the dtype under the name that ``like`` uses: transformers 5 calls it
+    ``dtype``, and reads the older name too.
+    """
     rest = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    return {**rest, "dtype" if "dtype" in like else "torch_dtype": str(dtype).removeprefix("torch.")}
+    return {
+        **rest,
+        "dtype" if "dtype" in like else "torch_dtype": str(dtype).removeprefix("torch."),
+    }

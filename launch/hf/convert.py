@@ -1,4 +1,6 @@
-"""Both directions of a conversion, streamed: which files and tensors are written, from which rows."""
+"""Both directions of a conversion, streamed: which files and tensors are written, from which
+rows.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Conversion(NamedTuple):
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, weights: Weights, folder: Path, shard_bytes: int, progress: Callable[[int], object]) -> None:
+    def write(
+        self, weights: Weights, folder: Path, shard_bytes: int, progress: Callable[[int], object]
+    ) -> None:
         """Write everything into a folder that is there.
 
         Raises:
@@ -56,13 +60,18 @@ class Conversion(NamedTuple):
             (folder / name).write_text(text, encoding="utf-8")
         for name, path in self.copies.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            # Without the byte order mark that editors put before text and transformers does not read.
+            # Without the byte order mark that editors put before text and transformers does not
+            # read.
             (folder / name).write_bytes(path.read_bytes().removeprefix(BOM_UTF8))
         read = self.reader(weights)
-        write_tensors(folder, self.stem, self.tensors, read, shard_bytes=shard_bytes, progress=progress)
+        write_tensors(
+            folder, self.stem, self.tensors, read, shard_bytes=shard_bytes, progress=progress
+        )
 
     def reader(self, weights: Weights) -> Callable[[str], torch.Tensor]:
-        """A function that makes the written tensors of those of ``weights``; the last one read is kept for the next."""
+        """A function that makes the written tensors of those of ``weights``; the last one read
+        is kept for the next.
+        """
         read = lru_cache(maxsize=1)(weights.read)
         return lambda name: put_together(self.recipes[name], self.tensors[name].dtype, read)
 
@@ -70,11 +79,18 @@ class Conversion(NamedTuple):
 def plan_megatron(weights: Weights, dtype: torch.dtype | None) -> Conversion:
     """The conversion into this program's form; ``dtype``: None = each tensor as it is."""
     shapes = weights.shapes
-    types = {} if dtype else {name: str(one).removeprefix("torch.") for name, one in weights.parts_types().items()}
+    types = (
+        {}
+        if dtype
+        else {name: str(one).removeprefix("torch.") for name, one in weights.parts_types().items()}
+    )
     return Conversion(
         kind=KIND,
         stem="weights",
-        tensors={n: torch.empty(s, dtype=dtype or weights.dtype(n), device="meta") for n, s in shapes.items()},
+        tensors={
+            n: torch.empty(s, dtype=dtype or weights.dtype(n), device="meta")
+            for n, s in shapes.items()
+        },
         recipes={name: Recipe(shape, [Piece(name, 0, shape[0])]) for name, shape in shapes.items()},
         texts={
             MODEL: json.dumps(weights.model.model_dump(exclude_defaults=True), indent=2) + "\n",
@@ -85,20 +101,26 @@ def plan_megatron(weights: Weights, dtype: torch.dtype | None) -> Conversion:
 
 
 def plan_hugging_face(
-    weights: Weights, dtype: torch.dtype | None, travelling: Mapping[str, Path], family: str | None, end: int | None
+    weights: Weights,
+    dtype: torch.dtype | None,
+    travelling: Mapping[str, Path],
+    family: str | None,
+    end: int | None,
 ) -> Conversion:
     """The conversion into a folder that ``AutoModelForCausalLM.from_pretrained`` reads.
 
     Args:
         weights: of any source.
         dtype: None = each tensor as it is.
-        travelling: files that go along, by name; of a config.json among them everything is kept that does not decide
-            what the model computes.
-        family: ``model_type`` to write; None = that of config.json, or the first that can say what the model is.
+        travelling: files that go along, by name; of a config.json among them everything is kept
+            that does not decide what the model computes.
+        family: ``model_type`` to write; None = that of config.json, or the first that can say what
+            the model is.
         end: end-of-document id, ``eos_token_id`` of a new config.json and generation config.
 
     Raises:
-        CoatConfigError: no family has such a model, by its keys, or the config.json that travels cannot be read.
+        CoatConfigError: no family has such a model, by its keys, or the config.json that travels
+            cannot be read.
     """
     copies = dict(travelling)
     remembered = read_config(copies.pop(CONFIG)) if CONFIG in copies else {}
@@ -111,7 +133,11 @@ def plan_hugging_face(
     tensors = {}
     for name, recipe in recipes.items():
         sources = {piece.name for piece in recipe.pieces if piece.name is not None}
-        own = {types[name]} if name in types else {dtype or weights.dtype(source) for source in sources}
+        own = (
+            {types[name]}
+            if name in types
+            else {dtype or weights.dtype(source) for source in sources}
+        )
         one = own.pop() if len(own) == 1 else torch.float32
         tensors[name] = torch.empty(recipe.shape, dtype=one, device="meta")
     texts = {CONFIG: json.dumps(config, indent=2) + "\n"}

@@ -1,14 +1,14 @@
 """The families of models that convert: one table each, read in both directions.
 
-A table's line is ``Megatron's name: (layout, Hugging Face's names)``; ``{}`` is the layer's number and ``{e}`` the
-expert's. Lines of parameters that a model does not have (biases, norms of queries and keys, an output layer of its own)
-are left out for it. Layouts:
+A table's line is ``Megatron's name: (layout, Hugging Face's names)``; ``{}`` is the layer's number
+and ``{e}`` the expert's. Lines of parameters that a model does not have (biases, norms of queries
+and keys, an output layer of its own) are left out for it. Layouts:
 
 * ``same``: the same tensor.
 * ``vocab``: the same, with rows of zeros up to ``ModelConfig.padded_vocab`` in Megatron.
 * ``halves``: gate and up projection one above the other.
-* ``qkv``: for each query group its queries, its key, its value: ``[q .. q k v | q .. q k v | ..]``. Both sides rotate
-  halves of a head's channels, so rows within a head stay where they are.
+* ``qkv``: for each query group its queries, its key, its value: ``[q .. q k v | q .. q k v | ..]``.
+  Both sides rotate halves of a head's channels, so rows within a head stay where they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Line = tuple[str, tuple[str, ...]]
 Table = Mapping[str, Line]
 
 
-def _halves(module: str, one: str = "gate_proj", other: str = "up_proj", kind: str = "weight") -> Line:
+def _halves(
+    module: str, one: str = "gate_proj", other: str = "up_proj", kind: str = "weight"
+) -> Line:
     return "halves", (f"{module}.{one}.{kind}", f"{module}.{other}.{kind}")
 
 
@@ -34,16 +36,31 @@ def _lines(kind: str) -> Table:
         f"{ours}.linear_qkv.{kind}": ("qkv", tuple(f"{theirs}.{one}_proj.{kind}" for one in "qkv")),
         f"{ours}.linear_proj.{kind}": ("same", (f"{theirs}.o_proj.{kind}",)),
         f"decoder.layers.{{}}.mlp.linear_fc1.{kind}": _halves("model.layers.{}.mlp", kind=kind),
-        f"decoder.layers.{{}}.mlp.linear_fc2.{kind}": ("same", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
+        f"decoder.layers.{{}}.mlp.linear_fc2.{kind}": (
+            "same",
+            (f"model.layers.{{}}.mlp.down_proj.{kind}",),
+        ),
     }
 
 
 _LLAMA: Table = {
     "embedding.word_embeddings.weight": ("vocab", ("model.embed_tokens.weight",)),
-    "decoder.layers.{}.input_layernorm.weight": ("same", ("model.layers.{}.input_layernorm.weight",)),
-    "decoder.layers.{}.pre_mlp_layernorm.weight": ("same", ("model.layers.{}.post_attention_layernorm.weight",)),
-    "decoder.layers.{}.self_attention.q_layernorm.weight": ("same", ("model.layers.{}.self_attn.q_norm.weight",)),
-    "decoder.layers.{}.self_attention.k_layernorm.weight": ("same", ("model.layers.{}.self_attn.k_norm.weight",)),
+    "decoder.layers.{}.input_layernorm.weight": (
+        "same",
+        ("model.layers.{}.input_layernorm.weight",),
+    ),
+    "decoder.layers.{}.pre_mlp_layernorm.weight": (
+        "same",
+        ("model.layers.{}.post_attention_layernorm.weight",),
+    ),
+    "decoder.layers.{}.self_attention.q_layernorm.weight": (
+        "same",
+        ("model.layers.{}.self_attn.q_norm.weight",),
+    ),
+    "decoder.layers.{}.self_attention.k_layernorm.weight": (
+        "same",
+        ("model.layers.{}.self_attn.k_norm.weight",),
+    ),
     **_lines("weight"),
     **_lines("bias"),
     "decoder.final_layernorm.weight": ("same", ("model.norm.weight",)),
@@ -52,8 +69,14 @@ _LLAMA: Table = {
 
 _OLMO2: Table = {
     **_LLAMA,
-    "decoder.layers.{}.post_self_attn_layernorm.weight": ("same", ("model.layers.{}.post_attention_layernorm.weight",)),
-    "decoder.layers.{}.post_mlp_layernorm.weight": ("same", ("model.layers.{}.post_feedforward_layernorm.weight",)),
+    "decoder.layers.{}.post_self_attn_layernorm.weight": (
+        "same",
+        ("model.layers.{}.post_attention_layernorm.weight",),
+    ),
+    "decoder.layers.{}.post_mlp_layernorm.weight": (
+        "same",
+        ("model.layers.{}.post_feedforward_layernorm.weight",),
+    ),
 }
 
 _EXPERT = "decoder.layers.{}.mlp.experts.local_experts.{e}"
@@ -61,9 +84,17 @@ _SHARED = "decoder.layers.{}.mlp.shared_experts"
 
 _MIXTRAL: Table = {
     **_LLAMA,
-    "decoder.layers.{}.mlp.router.weight": ("same", ("model.layers.{}.block_sparse_moe.gate.weight",)),
-    f"{_EXPERT}.linear_fc1.weight": _halves("model.layers.{}.block_sparse_moe.experts.{e}", "w1", "w3"),
-    f"{_EXPERT}.linear_fc2.weight": ("same", ("model.layers.{}.block_sparse_moe.experts.{e}.w2.weight",)),
+    "decoder.layers.{}.mlp.router.weight": (
+        "same",
+        ("model.layers.{}.block_sparse_moe.gate.weight",),
+    ),
+    f"{_EXPERT}.linear_fc1.weight": _halves(
+        "model.layers.{}.block_sparse_moe.experts.{e}", "w1", "w3"
+    ),
+    f"{_EXPERT}.linear_fc2.weight": (
+        "same",
+        ("model.layers.{}.block_sparse_moe.experts.{e}.w2.weight",),
+    ),
 }
 
 _QWEN_MOE: Table = {
@@ -73,13 +104,17 @@ _QWEN_MOE: Table = {
     f"{_EXPERT}.linear_fc2.weight": ("same", ("model.layers.{}.mlp.experts.{e}.down_proj.weight",)),
     f"{_SHARED}.gate_weight": ("same", ("model.layers.{}.mlp.shared_expert_gate.weight",)),
     f"{_SHARED}.linear_fc1.weight": _halves("model.layers.{}.mlp.shared_expert"),
-    f"{_SHARED}.linear_fc2.weight": ("same", ("model.layers.{}.mlp.shared_expert.down_proj.weight",)),
+    f"{_SHARED}.linear_fc2.weight": (
+        "same",
+        ("model.layers.{}.mlp.shared_expert.down_proj.weight",),
+    ),
 }
 
 
 def _fused(table: Table) -> Mapping[str, tuple[str, ...]]:
-    """How ``save_pretrained(save_original_format=False)`` of transformers 5 names the same tensors: those of a layer's
-    experts stacked in one."""
+    """How ``save_pretrained(save_original_format=False)`` of transformers 5 names the same tensors:
+    those of a layer's experts stacked in one.
+    """
     mlp = "model.layers.{}.mlp"
     return {
         f"{mlp}.gate.weight": table["decoder.layers.{}.mlp.router.weight"][1],
@@ -101,10 +136,14 @@ class Family:
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What transformers takes for keys that config.json does not have."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of config.json of which one value, or a few, can be honoured: they change what the model computes."""
+    """Keys of config.json of which one value, or a few, can be honoured: they change what the
+    model computes.
+    """
     says: frozenset[str] = frozenset()
-    """Further keys that are honoured: "bias" (attention_bias with mlp_bias), "norm_eps", "sliding_window",
-    "use_sliding_window", "qkv_bias"; with "head_dim" that key, which all families may have, is always written."""
+    """Further keys that are honoured: "bias" (attention_bias with mlp_bias), "norm_eps",
+    "sliding_window", "use_sliding_window", "qkv_bias"; with "head_dim" that key, which all families
+    may have, is always written.
+    """
     experts: Mapping[str, str] = field(default_factory=dict)
     """Keys of a family with experts, and what ``ModelConfig`` calls them."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -122,7 +161,11 @@ _ABSENT = {
 }
 
 _EVERY = {"num_experts_per_tok": "moe_router_topk", "router_aux_loss_coef": "moe_aux_loss_coeff"}
-_QWEN_EXPERTS = {"num_experts": "num_moe_experts", **_EVERY, "moe_intermediate_size": "moe_ffn_hidden_size"}
+_QWEN_EXPERTS = {
+    "num_experts": "num_moe_experts",
+    **_EVERY,
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
 _EVERY_LAYER = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 _ALL = (
@@ -135,7 +178,12 @@ _ALL = (
     Family(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        absent={**_ABSENT, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        absent={
+            **_ABSENT,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
         says=frozenset({"head_dim", "norm_eps", "sliding_window"}),
     ),
     Family(
@@ -149,7 +197,12 @@ _ALL = (
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         implies={"qk_norm": True},
-        absent={**_ABSENT, "num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+        absent={
+            **_ABSENT,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "head_dim": 128,
+        },
         only={"attention_bias": (False,)},
         says=frozenset({"head_dim", "norm_eps", "use_sliding_window"}),
     ),
@@ -193,7 +246,10 @@ _ALL = (
         architecture="Qwen2MoeForCausalLM",
         table=_QWEN_MOE,
         fused=_fused(_QWEN_MOE),
-        experts={**_QWEN_EXPERTS, "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
+        experts={
+            **_QWEN_EXPERTS,
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        },
         implies={"moe_shared_expert_gate": True},
         absent={
             **_ABSENT,

@@ -16,17 +16,39 @@ from launch.hf.recipes import from_hugging_face, put_together, to_hugging_face
 from launch.weights.source import CheckpointError, Weights, check_shapes, own_manifest
 from launch.weights.tensor_files import Entry, TensorFiles, read_header, rounded
 
-__all__ = ["CONFIG", "GENERATION", "HuggingFaceWeights", "has_tokenizer", "refuse_adapter", "travelling_files"]
+__all__ = [
+    "CONFIG",
+    "GENERATION",
+    "HuggingFaceWeights",
+    "has_tokenizer",
+    "refuse_adapter",
+    "travelling_files",
+]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZERS = (
-    *("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *(
+        "tokenizer.json",
+        "tokenizer.model*",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+    ),
     *("tekken.json", "*.tiktoken"),
 )
 """Files that each hold a tokenizer."""
 _TRAVEL = (
-    *(CONFIG, GENERATION, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", *_TOKENIZERS),
+    *(
+        CONFIG,
+        GENERATION,
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "merges.txt",
+        *_TOKENIZERS,
+    ),
     *("chat_template*", "additional_chat_templates/*"),
 )
 """Files that belong to a model beside its tensors."""
@@ -34,7 +56,8 @@ _LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
 
 
 class HuggingFaceWeights(Weights):
-    """A folder as ``save_pretrained`` writes it: config.json and safetensors files, one or several with an index.
+    """A folder as ``save_pretrained`` writes it: config.json and safetensors files, one or several
+    with an index.
 
     Args:
         path: the folder.
@@ -43,7 +66,8 @@ class HuggingFaceWeights(Weights):
 
     Raises:
         CoatConfigError: config.json asks for what cannot be honoured; names the key.
-        CheckpointError: a file or a tensor is missing, of another shape, surplus or cut off; names it.
+        CheckpointError: a file or a tensor is missing, of another shape, surplus or cut off; names
+            it.
     """
 
     kind = "a Hugging Face folder"
@@ -56,14 +80,24 @@ class HuggingFaceWeights(Weights):
         self.shapes = {name: recipe.shape for name, recipe in self.recipes.items()}
         entries = _each_expert(_tensors(path), self.family) if tensors else {}
         if tensors:
-            wanted = {name: recipe.shape for name, recipe in to_hugging_face(self.model, self.family).items()}
+            wanted = {
+                name: recipe.shape
+                for name, recipe in to_hugging_face(self.model, self.family).items()
+            }
             if "lm_head.weight" in entries:  # of tied embeddings a copy may be there
                 wanted.setdefault("lm_head.weight", wanted["model.embed_tokens.weight"])
-            there = {n: e.shape for n, e in entries.items() if not n.endswith(".rotary_emb.inv_freq")}  # a constant
+            # A constant.
+            there = {
+                n: e.shape for n, e in entries.items() if not n.endswith(".rotary_emb.inv_freq")
+            }
             check_shapes(path, there, wanted, CONFIG)
         self._files = TensorFiles(entries)
         # People edit the other files of such a folder.
-        files = {n: sums for n, sums in own_manifest(path).get("files", {}).items() if n.endswith(".safetensors")}
+        files = {
+            n: sums
+            for n, sums in own_manifest(path).get("files", {}).items()
+            if n.endswith(".safetensors")
+        }
         self.manifest = {"files": files}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -74,7 +108,12 @@ class HuggingFaceWeights(Weights):
     def parts_types(self) -> dict[str, torch.dtype]:
         """See :class:`Weights`."""
         every = map(self._types_of_parts, self.recipes)
-        return {name: one for types in every if len(set(types.values())) > 1 for name, one in types.items()}
+        return {
+            name: one
+            for types in every
+            if len(set(types.values())) > 1
+            for name, one in types.items()
+        }
 
     def _types_of_parts(self, name: str) -> dict[str, torch.dtype]:
         parts = (piece.name for piece in self.recipes[name].pieces if piece.name is not None)
@@ -83,7 +122,9 @@ class HuggingFaceWeights(Weights):
     def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""
         dtype = self.dtype(name)
-        return put_together(self.recipes[name], dtype, lambda part: rounded(self._files.read(part), dtype, part))
+        return put_together(
+            self.recipes[name], dtype, lambda part: rounded(self._files.read(part), dtype, part)
+        )
 
     def travelling(self) -> dict[str, Path]:
         """See :class:`Weights`."""
@@ -99,7 +140,8 @@ def refuse_adapter(folder: Path) -> None:
     found = sorted([*folder.glob("adapter_config.json"), *folder.glob("adapter_model*")])
     if found:
         raise CheckpointError(
-            f"{found[0]}: holds an adapter (LoRA) apart from the model, accepted: the merged model; merge it first, "
+            f"{found[0]}: holds an adapter (LoRA) apart from the model, accepted: the merged "
+            "model; merge it first, "
             "with PEFT's merge_and_unload() and save_pretrained"
         )
 
@@ -110,13 +152,17 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def travelling_files(folder: Path) -> dict[str, Path]:
-    """What travels with the tensors, by name in the folder: tokenizer, chat template, generation and model config."""
+    """What travels with the tensors, by name in the folder: tokenizer, chat template, generation
+    and model config.
+    """
     found = {path for pattern in _TRAVEL for path in folder.glob(pattern) if path.is_file()}
     return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
 
 
 def _each_expert(entries: dict[str, Entry], family: Family) -> dict[str, Entry]:
-    """Stacked tensors of experts, under the names and with the places of the tensors that they are stacks of."""
+    """Stacked tensors of experts, under the names and with the places of the tensors that they
+    are stacks of.
+    """
     found = {}
     for name, entry in entries.items():
         number = _LAYER.search(name)
@@ -133,20 +179,29 @@ def _each_expert(entries: dict[str, Entry], family: Family) -> dict[str, Entry]:
         for i in range(experts * len(parts)):
             expert, part = divmod(i, len(parts))
             place = (expert, slice(part * one, (part + 1) * one))
-            found[whole[part].replace("{e}", str(expert))] = entry._replace(shape=(one, width), place=place)
+            found[whole[part].replace("{e}", str(expert))] = entry._replace(
+                shape=(one, width), place=place
+            )
     return found
 
 
 def _tensors(folder: Path) -> dict[str, Entry]:
     """Where each tensor is."""
-    if (folder / _SINGLE).is_file():  # first, as transformers does: an index beside it may be of an earlier save
+    # First, as transformers does: an index beside it may be of an earlier save.
+    if (folder / _SINGLE).is_file():
         return read_header(folder / _SINGLE)
     index = folder / _INDEX
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
     except FileNotFoundError:
-        old = "; pytorch_model.bin may run code when it is read" if list(folder.glob("pytorch_model*.bin")) else ""
-        raise CheckpointError(f"{folder}: has no tensors, accepted: {_SINGLE}, or shards with {_INDEX}{old}") from None
+        old = (
+            "; pytorch_model.bin may run code when it is read"
+            if list(folder.glob("pytorch_model*.bin"))
+            else ""
+        )
+        raise CheckpointError(
+            f"{folder}: has no tensors, accepted: {_SINGLE}, or shards with {_INDEX}{old}"
+        ) from None
     except (OSError, ValueError, KeyError) as problem:
         raise CheckpointError(f"{index}: cannot be read ({problem!r})") from None
     headers = {file: read_header(folder / file) for file in sorted(set(places.values()))}

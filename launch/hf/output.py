@@ -1,4 +1,6 @@
-"""The folder that a conversion writes: what it does not replace, and how it gets its name when it is complete."""
+"""The folder that a conversion writes: what it does not replace, and how it gets its name when
+it is complete.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ class Output:
     Args:
         option: of the command line, for errors.
         final: the folder.
-        overwrite: an earlier conversion, or any Hugging Face folder, may be replaced, if nothing else is in it.
+        overwrite: an earlier conversion, or any Hugging Face folder, may be replaced, if nothing
+            else is in it.
     """
 
     def __init__(self, option: str, final: Path, overwrite: bool) -> None:
-        # Where links lead to: a link would be replaced by a folder, and what it leads to would stay.
+        # Where links lead to: a link would be replaced by a folder, and what it leads to would
+        # stay.
         self.option, self.final, self.overwrite = option, Path(os.path.realpath(final)), overwrite
 
     def check(self, source: Path, needed: int) -> None:
@@ -48,20 +52,25 @@ class Output:
             why = "which is, or is in, or holds what is converted"
         elif (outer := checkpoint_at(final.parent)) is not None:
             why = f"which is in the checkpoint {outer}, and its run may remove both"
-        elif final.exists() and not (final.is_dir() and (self.overwrite or not any(final.iterdir()))):
+        elif final.exists() and not (
+            final.is_dir() and (self.overwrite or not any(final.iterdir()))
+        ):
             why, accepted = "which is there already and not empty", "another folder, or --overwrite"
         elif (other := _not_replaceable(final)) is not None:
-            why = f"which holds something else than a model ({other}): --overwrite does not remove it"
+            why = (
+                f"which holds something else than a model ({other}): --overwrite does not remove it"
+            )
         elif (why := lack_of_room(final.parent, needed)) is not None:
             accepted = "a larger disk"
         if why is not None:
             raise CheckpointError(f"{self.option}: got {final}, {why}, accepted: {accepted}")
 
     def write(self, write: Callable[[Path], object], manifest: Mapping[str, Any]) -> None:
-        """Let ``write`` fill a folder of another name, and give it its own when all of it is on disk.
+        """Let ``write`` fill a folder of another name, and give it its own when all of it is on
+        disk.
 
-        After an error nothing is left; after a kill at most folders whose names start with ``.unfinished-``, which the
-        next conversion to the same place removes.
+        After an error nothing is left; after a kill at most folders whose names start with
+        ``.unfinished-``, which the next conversion to the same place removes.
 
         Raises:
             CheckpointError: a file cannot be written; what was there before is untouched.
@@ -82,19 +91,29 @@ class Output:
             put_in_place(temporary, self.final, replaced if replaces else None)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as problem:
-            raise CheckpointError(f"{self.option}: cannot write {self.final}: {problem}") from problem
+            raise CheckpointError(
+                f"{self.option}: cannot write {self.final}: {problem}"
+            ) from problem
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # after an error; else it has its name
 
 
 def _not_replaceable(folder: Path) -> str | None:
-    """A file in a folder that belongs neither to an earlier conversion nor to a model of Hugging Face's; None where
-    there is none. Checkpoints of a trainer and somebody's notes lie in such folders too."""
-    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    """A file in a folder that belongs neither to an earlier conversion nor to a model of Hugging
+    Face's; None where there is none. Checkpoints of a trainer and somebody's notes lie in such
+    folders too.
+    """
+    names = [
+        path.relative_to(folder)
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or not path.is_dir()
+    ]
     model = {MANIFEST, MODEL, CONFIG, *travelling_files(folder)}
     converted = Path(MODEL) in names
     for name in names:
-        tensors = len(name.parts) == 1 and name.name.endswith((".safetensors", ".safetensors.index.json"))
+        tensors = len(name.parts) == 1 and name.name.endswith(
+            (".safetensors", ".safetensors.index.json")
+        )
         if not (tensors or name.as_posix() in model or (converted and name.parts[0] == CARRIED)):
             return str(name)
     return None if not names or {MODEL, CONFIG} & set(map(str, names)) else str(names[0])

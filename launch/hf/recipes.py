@@ -1,6 +1,7 @@
 """How each tensor is put together from rows of the other side's tensors, in both directions.
 
-Every layout of ``launch/hf/families.py`` is a matter of rows, so a conversion copies ranges of bytes.
+Every layout of ``launch/hf/families.py`` is a matter of rows, so a conversion copies ranges of
+bytes.
 """
 
 from __future__ import annotations
@@ -36,10 +37,17 @@ class Recipe(NamedTuple):
     pieces: list[Piece]
 
 
-def put_together(recipe: Recipe, dtype: torch.dtype, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """A tensor of ``dtype``; ``read`` gives the tensors that its rows are taken from. It shares memory with one that it
-    is the whole of."""
-    parts = {name: read(name) for name in dict.fromkeys(piece.name for piece in recipe.pieces) if name is not None}
+def put_together(
+    recipe: Recipe, dtype: torch.dtype, read: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    """A tensor of ``dtype``; ``read`` gives the tensors that its rows are taken from. It shares
+    memory with one that it is the whole of.
+    """
+    parts = {
+        name: read(name)
+        for name in dict.fromkeys(piece.name for piece in recipe.pieces)
+        if name is not None
+    }
     rows = [
         torch.zeros(p.rows, *recipe.shape[1:], dtype=dtype)
         if p.name is None
@@ -75,7 +83,9 @@ def to_hugging_face(model: ModelConfig, family: Family) -> dict[str, Recipe]:
                 pieces.setdefault(piece.name, []).append(Piece(name, row, piece.rows))
                 inner[piece.name] = recipe.shape[1:]
             row += piece.rows
-    return {name: Recipe((sum(p.rows for p in own), *inner[name]), own) for name, own in pieces.items()}
+    return {
+        name: Recipe((sum(p.rows for p in own), *inner[name]), own) for name, own in pieces.items()
+    }
 
 
 def _pieces(layout: str, parts: tuple[str, ...], rows: int, model: ModelConfig) -> Iterator[Piece]:

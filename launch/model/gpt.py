@@ -23,7 +23,9 @@ def transformer_config(
     dtype: torch.dtype = torch.bfloat16,
     **extra: Any,
 ):
-    """Megatron's ``TransformerConfig`` for ``model``; ``extra`` goes to it as it is (recompute settings)."""
+    """Megatron's ``TransformerConfig`` for ``model``; ``extra`` goes to it as it is (recompute
+    settings).
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_patches.layers.activations import megatron_activation
@@ -53,20 +55,26 @@ def transformer_config(
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel and tp > 1,
         gradient_accumulation_fusion=False,
-        # The CPU initializes the whole weight and keeps its shard, so that all tensor-parallel sizes start equal.
+        # The CPU initializes the whole weight and keeps its shard, so that all tensor-parallel
+        # sizes start equal.
         use_cpu_initialization=not torch.cuda.is_available(),
         **extra,
     )
 
 
 def _expert_options(model: ModelConfig, ep: int) -> dict[str, Any]:
-    """Arguments of ``TransformerConfig`` with ``ep`` ranks that divide the experts; none for a dense model."""
+    """Arguments of ``TransformerConfig`` with ``ep`` ranks that divide the experts; none for a
+    dense model.
+    """
     if model.num_moe_experts is None:
         return {}
     options = {key: getattr(model, key) for key in ("num_moe_experts", *EXPERT_KEYS)}
     if ep > 1:
         options |= {"expert_model_parallel_size": ep, "moe_token_dispatcher_type": "alltoall"}
-    return options | {"moe_ffn_hidden_size": model.expert_size, "moe_router_load_balancing_type": "aux_loss"}
+    return options | {
+        "moe_ffn_hidden_size": model.expert_size,
+        "moe_router_load_balancing_type": "aux_loss",
+    }
 
 
 def layer_spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
@@ -92,13 +100,14 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
     **extra: Any,
 ) -> torch.nn.Module:
-    """The GPT on this rank's device in ``dtype``. Model-parallel groups and seeds must be set up before.
+    """The GPT on this rank's device in ``dtype``. Model-parallel groups and seeds must be set up
+    before.
 
-    With pipeline stages it is this rank's stage, or with interleaved ones a ``ModuleList`` of its parts
-    (``stages.py``). Initial weights are the same for every number of stages.
+    With pipeline stages it is this rank's stage, or with interleaved ones a ``ModuleList`` of its
+    parts (``stages.py``). Initial weights are the same for every number of stages.
 
-    ``tp`` ranks share each layer, ``ep`` ranks divide the experts. ``model(tokens, position_ids, None)`` with int64
-    ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
+    ``tp`` ranks share each layer, ``ep`` ranks divide the experts. ``model(tokens, position_ids,
+    None)`` with int64 ``[b, s]`` gives logits ``[b, s, padded_vocab / tp]``.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -123,10 +132,14 @@ def build_model(
 
     if config.pipeline_model_parallel_size == 1:
         return build()
-    return build_stage(config, build, lambda whole: layer_spec(model, whole), model.padded_vocab, model.seq_length)
+    return build_stage(
+        config, build, lambda whole: layer_spec(model, whole), model.padded_vocab, model.seq_length
+    )
 
 
-def router_losses(model: ModelConfig, tp: int, accumulation: int, stages: int = 1) -> dict[str, torch.Tensor]:
+def router_losses(
+    model: ModelConfig, tp: int, accumulation: int, stages: int = 1
+) -> dict[str, torch.Tensor]:
     """Losses of this rank's routers since the last call, without their factors.
 
     Means over layers with experts and micro-batches; the mean over all ranks is what Megatron logs.
@@ -136,7 +149,10 @@ def router_losses(model: ModelConfig, tp: int, accumulation: int, stages: int = 
         accumulation: micro-batches of a step.
         stages: of a pipeline, each of which adds up those of its own layers.
     """
-    shares = {"load_balancing_loss": tp if model.moe_aux_loss_coeff else 0, "z_loss": int(bool(model.moe_z_loss_coeff))}
+    shares = {
+        "load_balancing_loss": tp if model.moe_aux_loss_coeff else 0,
+        "z_loss": int(bool(model.moe_z_loss_coeff)),
+    }
     if model.num_moe_experts is None or not any(shares.values()):
         return {}
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -146,6 +162,8 @@ def router_losses(model: ModelConfig, tp: int, accumulation: int, stages: int = 
     for key, share in shares.items():
         if share:
             values = kept[key]["values"] if key in kept else torch.zeros(1)
-            found["router_z_loss" if key == "z_loss" else key] = values.sum() * (share * stages / count)
+            found["router_z_loss" if key == "z_loss" else key] = values.sum() * (
+                share * stages / count
+            )
             values.zero_()
     return found

@@ -1,10 +1,11 @@
-"""RoPE scaling: rotary frequencies of a model whose context was extended, as Hugging Face's configurations say it.
+"""RoPE scaling: rotary frequencies of a model whose context was extended, as Hugging Face's
+configurations say it.
 
-``rope_scaling`` is the object of that name in a ``config.json``. Frequencies and attention factors are those of
-transformers (``ROPE_INIT_FUNCTIONS``), in fp32.
+``rope_scaling`` is the object of that name in a ``config.json``. Frequencies and attention factors
+are those of transformers (``ROPE_INIT_FUNCTIONS``), in fp32.
 
-Sources: "linear": Chen et al. (arXiv 2306.15595); "yarn": Peng et al. (arXiv 2309.00071), equations 17 to 22;
-"llama3": the Llama 3.1 release.
+Sources: "linear": Chen et al. (arXiv 2306.15595); "yarn": Peng et al. (arXiv 2309.00071), equations
+17 to 22; "llama3": the Llama 3.1 release.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ __all__ = ["checked_rope_scaling", "rope_frequencies", "scale_rope"]
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
     "yarn": (
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -32,7 +36,8 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def checked_rope_scaling(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """``rope_scaling`` as it is kept: with ``rope_type``, without nulls; None where nothing is scaled ("default").
+    """``rope_scaling`` as it is kept: with ``rope_type``, without nulls; None where nothing is
+    scaled ("default").
 
     Args:
         given: an object in Hugging Face's layout; ``type`` is the older name of ``rope_type``.
@@ -53,15 +58,25 @@ def checked_rope_scaling(given: dict[str, Any] | None) -> dict[str, Any] | None:
             raise ValueError(f'{key}: missing, accepted: a value (rope_type "{kind}" needs one)')
     for key, value in values.items():
         if key not in needed + optional:
-            raise ValueError(f'{key}: unknown key with rope_type "{kind}", accepted: {", ".join(needed + optional)}')
-        if isinstance(value, bool) != (key == "truncate") or not isinstance(value, int | float) or value < 0:
+            raise ValueError(
+                f'{key}: unknown key with rope_type "{kind}", accepted: '
+                f"{', '.join(needed + optional)}"
+            )
+        if (
+            isinstance(value, bool) != (key == "truncate")
+            or not isinstance(value, int | float)
+            or value < 0
+        ):
             accepted = "true or false" if key == "truncate" else "a number of at least 0"
             raise ValueError(f"{key}: got {json.dumps(value)}, accepted: {accepted}")
     return None if kind == "default" else {"rope_type": kind, **values}
 
 
-def rope_frequencies(scaling: dict[str, Any] | None, base: float, dim: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, fp32 ``[dim / 2]`` in radians a position, and the factor on cosines and sines.
+def rope_frequencies(
+    scaling: dict[str, Any] | None, base: float, dim: int
+) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies, fp32 ``[dim / 2]`` in radians a position, and the factor on cosines and
+    sines.
 
     Args:
         scaling: from :func:`checked_rope_scaling`.
@@ -88,7 +103,9 @@ def rope_frequencies(scaling: dict[str, Any] | None, base: float, dim: int) -> t
 
 
 def _llama3(usual: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Wavelengths above ``context / low_freq_factor`` grow by the factor; between the two bounds, by a part of it."""
+    """Wavelengths above ``context / low_freq_factor`` grow by the factor; between the two
+    bounds, by a part of it.
+    """
     factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
     context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / usual
@@ -98,14 +115,20 @@ def _llama3(usual: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
     return torch.where(wavelength < context / high, usual, scaled)
 
 
-def _yarn(usual: torch.Tensor, stretched: torch.Tensor, scaling: dict[str, Any], base: float, dim: int) -> torch.Tensor:
-    """Channels that turn more than ``beta_fast`` times in the old context stay, those below ``beta_slow`` stretch."""
+def _yarn(
+    usual: torch.Tensor, stretched: torch.Tensor, scaling: dict[str, Any], base: float, dim: int
+) -> torch.Tensor:
+    """Channels that turn more than ``beta_fast`` times in the old context stay, those below
+    ``beta_slow`` stretch.
+    """
     context = scaling["original_max_position_embeddings"]
 
     def channel(turns: float) -> float:
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = (channel(scaling.get(key, turns)) for key, turns in (("beta_fast", 32), ("beta_slow", 1)))
+    first, last = (
+        channel(scaling.get(key, turns)) for key, turns in (("beta_fast", 32), ("beta_slow", 1))
+    )
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -117,7 +140,8 @@ def _yarn(usual: torch.Tensor, stretched: torch.Tensor, scaling: dict[str, Any],
 
 
 def scale_rope(built: Any, scaling: dict[str, Any] | None, base: float) -> None:
-    """Give a built Megatron ``GPTModel`` the frequencies and the attention factor of ``scaling``, patched or not.
+    """Give a built Megatron ``GPTModel`` the frequencies and the attention factor of ``scaling``,
+    patched or not.
 
     Raises:
         CoatConfigError: an attention factor with a megatron-core that has none.

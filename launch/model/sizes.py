@@ -20,10 +20,15 @@ def parameter_count(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """Floating-point operations of forward and backward for one token.
 
-    Two a weight and pass, three passes (forward, dgrad, wgrad), and attention's two products over the causal half of
-    the sequence. Recomputation is not counted. Of the experts, only those chosen for a token count.
+    Two a weight and pass, three passes (forward, dgrad, wgrad), and attention's two products over
+    the causal half of the sequence. Recomputation is not counted. Of the experts, only those chosen
+    for a token count.
     """
-    matrices = {n: prod(s) for n, s in parameter_shapes(model).items() if n.startswith("decoder") and len(s) == 2}
+    matrices = {
+        n: prod(s)
+        for n, s in parameter_shapes(model).items()
+        if n.startswith("decoder") and len(s) == 2
+    }
     experts = sum(size for name, size in matrices.items() if ".local_experts." in name)
     weights = sum(matrices.values()) - experts + model.hidden_size * model.padded_vocab
     weights += experts * model.moe_router_topk // (model.num_moe_experts or 1)
@@ -34,7 +39,8 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Shapes of the whole tensors by Megatron's names, in the order of the model.
 
-    Experts have one fc1 and one fc2 each (``local_experts``), numbered over all ranks, however a model stores them.
+    Experts have one fc1 and one fc2 each (``local_experts``), numbered over all ranks, however a
+    model stores them.
     """
     shapes: Shapes = {"embedding.word_embeddings.weight": (model.padded_vocab, model.hidden_size)}
     for i in range(model.num_layers):
@@ -65,14 +71,19 @@ def _layer(model: ModelConfig, i: int) -> Shapes:
         shapes |= _norm("pre_mlp_layernorm", model, h)
     shapes |= _experts(model) if model.has_experts(i) else _mlp("mlp", model, model.ffn_hidden_size)
     if post:
-        shapes |= _norm("post_self_attn_layernorm", model, h) | _norm("post_mlp_layernorm", model, h)
+        shapes |= _norm("post_self_attn_layernorm", model, h) | _norm(
+            "post_mlp_layernorm", model, h
+        )
     return shapes
 
 
 def _mlp(name: str, model: ModelConfig, inner: int) -> Shapes:
     shapes: Shapes = {}
     wide = inner * ACTIVATIONS[model.activation].parts
-    for fc, shape in (("linear_fc1", (wide, model.hidden_size)), ("linear_fc2", (model.hidden_size, inner))):
+    for fc, shape in (
+        ("linear_fc1", (wide, model.hidden_size)),
+        ("linear_fc2", (model.hidden_size, inner)),
+    ):
         shapes[f"{name}.{fc}.weight"] = shape
         if model.linear_bias:
             shapes[f"{name}.{fc}.bias"] = shape[:1]
@@ -83,8 +94,11 @@ def _experts(model: ModelConfig) -> Shapes:
     assert model.num_moe_experts is not None
     shapes: Shapes = {"mlp.router.weight": (model.num_moe_experts, model.hidden_size)}
     experts = (f"mlp.experts.local_experts.{expert}" for expert in range(model.num_moe_experts))
-    # All of one kind, then all of the next: as grouped tensors have them, so that each is read once.
-    for of_all in zip(*(_mlp(name, model, model.expert_size).items() for name in experts), strict=True):
+    # All of one kind, then all of the next: as grouped tensors have them, so that each is read
+    # once.
+    for of_all in zip(
+        *(_mlp(name, model, model.expert_size).items() for name in experts), strict=True
+    ):
         shapes |= dict(of_all)
     if (shared := model.moe_shared_expert_intermediate_size) is not None:
         if model.moe_shared_expert_gate:

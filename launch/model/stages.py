@@ -12,7 +12,9 @@ __all__ = ["build_stage", "pipeline"]
 
 
 def pipeline() -> dict[str, Any]:
-    """Arguments of Megatron's ``TransformerConfig`` for the pipeline whose groups are set up; none for one stage."""
+    """Arguments of Megatron's ``TransformerConfig`` for the pipeline whose groups are set up;
+    none for one stage.
+    """
     from megatron.core import parallel_state
 
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -23,8 +25,8 @@ def pipeline() -> dict[str, Any]:
     return {
         "pipeline_model_parallel_size": stages,
         "virtual_pipeline_model_parallel_size": virtual,
-        # What a stage has sent is not needed any more, only its place in the graph. With overlapped messages Megatron
-        # drops it while it is being sent.
+        # What a stage has sent is not needed any more, only its place in the graph. With overlapped
+        # messages Megatron drops it while it is being sent.
         "deallocate_pipeline_outputs": not overlapped,
         "overlap_p2p_comm": overlapped,
         "batch_p2p_comm": not overlapped,
@@ -33,12 +35,18 @@ def pipeline() -> dict[str, Any]:
 
 
 def build_stage(
-    config: Any, build: Callable[..., torch.nn.Module], layers_of: Callable[[Any], Any], vocab: int, seq_length: int
+    config: Any,
+    build: Callable[..., torch.nn.Module],
+    layers_of: Callable[[Any], Any],
+    vocab: int,
+    seq_length: int,
 ) -> torch.nn.Module:
-    """This rank's stage: its model, or the ``ModuleList`` of its parts where stages are interleaved.
+    """This rank's stage: its model, or the ``ModuleList`` of its parts where stages are
+    interleaved.
 
-    Initial weights are drawn in the order of the whole model: what comes before a part is built and thrown away, one
-    layer at a time, so that all numbers of stages begin alike. Random states of stages differ afterwards, for dropout.
+    Initial weights are drawn in the order of the whole model: what comes before a part is built and
+    thrown away, one layer at a time, so that all numbers of stages begin alike. Random states of
+    stages differ afterwards, for dropout.
 
     Args:
         config: Megatron's, with the pipeline's sizes.
@@ -46,11 +54,16 @@ def build_stage(
         layers_of: the specification of all layers, by a configuration without a pipeline.
     """
     from megatron.core import parallel_state
-    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
 
-    stages, stage = config.pipeline_model_parallel_size, parallel_state.get_pipeline_model_parallel_rank()
+    stages, stage = (
+        config.pipeline_model_parallel_size,
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
     virtual = config.virtual_pipeline_model_parallel_size
     parts = virtual or 1
     each = config.num_layers // (stages * parts)

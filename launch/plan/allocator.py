@@ -8,13 +8,17 @@ from collections.abc import MutableMapping
 __all__ = ["expandable_segments"]
 
 _NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where torch 2.11 to 2.13 look; the first is the name of today, the others are older and still read."""
+"""Where torch 2.11 to 2.13 look; the first is the name of today, the others are older and still
+read.
+"""
 
 
 def expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let segments of the allocator grow, unless the user has set that, or CUDA's allocator, which has none.
+    """Let segments of the allocator grow, unless the user has set that, or CUDA's allocator, which
+    has none.
 
-    Without it free memory is in pieces that no large tensor fits into, and a run dies far from the GPU's size.
+    Without it free memory is in pieces that no large tensor fits into, and a run dies far from the
+    GPU's size.
     """
     name = next((name for name in _NAMES if environment.get(name)), _NAMES[0])
     given = environment.get(name, "")

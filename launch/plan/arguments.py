@@ -24,11 +24,19 @@ from .search import with_largest_micro_batch
 __all__ = ["chosen_gpu", "dry_run", "parse", "silence_deepspeed"]
 
 _CONTEXT = 2**29  # bytes of this process's own CUDA context
-_MEGATRONS = "tensor_parallel", "recompute_granularity", "recompute_method", "recompute_num_layers", "model_override"
+_MEGATRONS = (
+    "tensor_parallel",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "model_override",
+)
 
 
 def chosen_gpu(args: Any) -> GPU:
-    """The GPU that ``--gpu`` and ``--gpu-memory`` mean; without either the one of this machine, else an H100."""
+    """The GPU that ``--gpu`` and ``--gpu-memory`` mean; without either the one of this machine,
+    else an H100.
+    """
     import torch
 
     gpu, changes = GPUS["h100"] if args.gpu is None else find_gpu(args.gpu), {}
@@ -53,7 +61,8 @@ def silence_deepspeed() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
-    """The run that ``planner.py``'s command line describes: that of ``pretrain.py`` with the same options.
+    """The run that ``planner.py``'s command line describes: that of ``pretrain.py`` with the same
+    options.
 
     Raises:
         CoatConfigError: settings that cannot be used or planned.
@@ -70,7 +79,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
     if args.library == "transformers":
         given = [(name, getattr(args, name)) for name in _MEGATRONS]
         wrong = [one for one in given if one[1] not in (None, 1, [], "full")]
-        problems += [f"--{k.replace('_', '-')}: got {v}, accepted: only with --library megatron" for k, v in wrong]
+        problems += [
+            f"--{k.replace('_', '-')}: got {v}, accepted: only with --library megatron"
+            for k, v in wrong
+        ]
     if problems:
         raise CoatConfigError("\n".join(problems))
     shared = {one.name: getattr(args, one.name) for one in fields(RunOptions)}
@@ -92,7 +104,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
         if args.micro_batch is not None or settings.get(MICRO) is not None:
             settings.pop(TOTAL, None)  # it follows
     gpu = chosen_gpu(args)
-    return _planned(assemble(options, args.gpus or 1, settings, coat, model, warning=note), gpu, library), gpu, args
+    return (
+        _planned(
+            assemble(options, args.gpus or 1, settings, coat, model, warning=note), gpu, library
+        ),
+        gpu,
+        args,
+    )
 
 
 def _planned(p: Any, gpu: GPU, library: Any = None) -> Run:
@@ -101,10 +119,16 @@ def _planned(p: Any, gpu: GPU, library: Any = None) -> Run:
 
 
 def _model(args: PlannerOptions) -> tuple[ModelConfig, str | None]:
-    """The model of a description or of a folder of weights (config.json is enough), and a note about it."""
+    """The model of a description or of a folder of weights (config.json is enough), and a note
+    about it.
+    """
     overrides, path, note = list(args.model_override), Path(args.model), None
     overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
-    if path.name == "config.json" and path.is_file() and "model_type" in read_config("--model", path, "models"):
+    if (
+        path.name == "config.json"
+        and path.is_file()
+        and "model_type" in read_config("--model", path, "models")
+    ):
         path = path.parent
     if path.is_dir():
         from launch.train.initial import length_note
@@ -122,20 +146,31 @@ def _model(args: PlannerOptions) -> tuple[ModelConfig, str | None]:
     return model, note
 
 
-def _with_activation(args: PlannerOptions, settings: dict[str, Any], coat: CoatConfig | None) -> CoatConfig | None:
+def _with_activation(
+    args: PlannerOptions, settings: dict[str, Any], coat: CoatConfig | None
+) -> CoatConfig | None:
     """The block with ``--attention`` and ``--loss``, which also go into ``settings``."""
-    given = {key: value for key in ("attention", "loss") if (value := getattr(args, key)) is not None}
+    given = {
+        key: value for key in ("attention", "loss") if (value := getattr(args, key)) is not None
+    }
     if not given:
         return coat
     if coat is None or not coat.activation.enabled:
         key, value = next(iter(given.items()))
-        raise CoatConfigError(f'--{key}: got {value}, accepted: only with a "coat" block that has activation.enabled')
-    settings["coat"] = {**settings["coat"], "activation": {**settings["coat"].get("activation", {}), **given}}
+        raise CoatConfigError(
+            f'--{key}: got {value}, accepted: only with a "coat" block that has activation.enabled'
+        )
+    settings["coat"] = {
+        **settings["coat"],
+        "activation": {**settings["coat"].get("activation", {}), **given},
+    }
     return CoatConfig.parse(settings["coat"])
 
 
 def dry_run(p: Any, rank: int = 0) -> int:
-    """Print, on rank 0, what a ``launch.train`` plan needs, without a process group, a GPU or a model; exit status."""
+    """Print, on rank 0, what a ``launch.train`` plan needs, without a process group, a GPU or a
+    model; exit status.
+    """
     gpu = chosen_gpu(p.args)
     run = _planned(p, gpu)
     if rank == 0:

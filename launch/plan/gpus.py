@@ -1,7 +1,9 @@
-"""GPUs by name: how much memory a program finds on them, and the rates that a step's time is made of.
+"""GPUs by name: how much memory a program finds on them, and the rates that a step's time is made
+of.
 
-Rates were measured on one H200 and, for kernels that pass over tensors, one H100 (`docs/results.md`); those of other
-GPUs follow from it by the ratio of their data sheets' numbers, and are marked so.
+Rates were measured on one H200 and, for kernels that pass over tensors, one H100
+(`docs/results.md`); those of other GPUs follow from it by the ratio of their data sheets' numbers,
+and are marked so.
 """
 
 from __future__ import annotations
@@ -12,7 +14,17 @@ from typing import Any
 
 __all__ = ["GPUS", "GPU", "find_gpu", "memory_bytes"]
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 @dataclass(frozen=True)
@@ -26,8 +38,10 @@ class GPU:
     attention: float  # operations a second of causal attention, forward and backward together
     copy: float  # bytes a second, read plus written
     passes: float
-    """The same of the flow's and the optimizer's kernels that pass over tensors, as though all were copies. An H200's
-    arithmetic bounds some of them, not its memory: an H100, with the same arithmetic, is closer than by its memory."""
+    """The same of the flow's and the optimizer's kernels that pass over tensors, as though all were
+    copies. An H200's arithmetic bounds some of them, not its memory: an H100, with the same
+    arithmetic, is closer than by its memory.
+    """
     link: float  # bytes a second at which a rank gathers or scatters, within a host
     measured: bool = False
     other: int | None = None  # bytes that are not torch's, where that is known
@@ -38,12 +52,26 @@ class GPU:
         return replace(self, **changes)
 
 
-def _like(name: str, gib: float, bf16: float, fp8: float, copy: float, link: float, passes: float = 0.0) -> GPU:
-    """Rates in proportion to an H200's data sheet: 989 and 1979 TFLOP/s, 4.8 TB/s, 900 GB/s; ``passes`` as measured."""
+def _like(
+    name: str, gib: float, bf16: float, fp8: float, copy: float, link: float, passes: float = 0.0
+) -> GPU:
+    """Rates in proportion to an H200's data sheet: 989 and 1979 TFLOP/s, 4.8 TB/s, 900 GB/s;
+    ``passes`` as measured.
+    """
     copies, products = 4.27e12 * copy / 4.8, 660e12 * bf16 / 989
     codes = 1250e12 * fp8 / 1979 if fp8 else products
     memory, attention = int(gib * 2**30), 480e12 * bf16 / 989
-    return GPU(name, memory, products, codes, attention, copies, passes or copies, 400e9 * link / 900, bool(passes))
+    return GPU(
+        name,
+        memory,
+        products,
+        codes,
+        attention,
+        copies,
+        passes or copies,
+        400e9 * link / 900,
+        bool(passes),
+    )
 
 
 GPUS = {
@@ -65,14 +93,18 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """The GPU of the table that ``name`` means, which may be torch's name; CoatConfigError lists the known ones."""
+    """The GPU of the table that ``name`` means, which may be torch's name; CoatConfigError lists
+    the known ones.
+    """
     text = re.sub(r"rtx\W", "rtx", name.lower())
     for key in sorted(GPUS, key=len, reverse=True):  # an "h100-pcie" is an "h100", too
         if all(re.search(rf"(?<![a-z0-9]){part}(?!\d)", text) for part in key.split("-")):
             return GPUS[key]
     from coat_dist import CoatConfigError  # late: it imports torch
 
-    raise CoatConfigError(f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)")
+    raise CoatConfigError(
+        f"--gpu: got {name!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)"
+    )
 
 
 def memory_bytes(text: str, option: str = "--gpu-memory") -> int:

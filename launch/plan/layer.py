@@ -1,8 +1,10 @@
-"""What one transformer layer keeps for backward, and what else it holds at the worst moments of its backward.
+"""What one transformer layer keeps for backward, and what else it holds at the worst moments of its
+backward.
 
-Patched layers follow the flow's own functions (docs/flow.md, "What is saved"): the allocator's peak of a stack of
-layers is this sum to 0.2 % (`benchmarks/speed/layer_memory.py`). BF16 layers follow what torch's and Megatron's
-operations save (`benchmarks/speed/saved_bytes.py`). All bytes are of one rank, tokens those of the whole sequence.
+Patched layers follow the flow's own functions (docs/flow.md, "What is saved"): the allocator's peak
+of a stack of layers is this sum to 0.2 % (`benchmarks/speed/layer_memory.py`). BF16 layers follow
+what torch's and Megatron's operations save (`benchmarks/speed/saved_bytes.py`). All bytes are of
+one rank, tokens those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from launch.model.gpt import ModelConfig
 
 from .run import Run
 
-__all__ = ["Moment", "Sizes", "backward_moments", "bf16_moments", "bf16_saved", "coat_moments", "coat_saved", "saved"]
+__all__ = [
+    "Moment",
+    "Sizes",
+    "backward_moments",
+    "bf16_moments",
+    "bf16_saved",
+    "coat_moments",
+    "coat_saved",
+    "saved",
+]
 
 
 @dataclass(frozen=True)
@@ -33,10 +44,15 @@ class Sizes:
 
     @classmethod
     def of(cls, model: ModelConfig, tp: int = 1, share: int = 1) -> Sizes:
-        q, kv = model.num_attention_heads * model.head_channels // tp, model.kv_heads * model.head_channels // tp
+        q, kv = (
+            model.num_attention_heads * model.head_channels // tp,
+            model.kv_heads * model.head_channels // tp,
+        )
         f = model.ffn_hidden_size // tp
         parts = ACTIVATIONS[model.activation].parts
-        return cls(model.hidden_size, q, q + 2 * kv, f, parts * f, model.num_attention_heads // tp, share)
+        return cls(
+            model.hidden_size, q, q + 2 * kv, f, parts * f, model.num_attention_heads // tp, share
+        )
 
 
 @dataclass(frozen=True)
@@ -45,20 +61,28 @@ class Moment:
 
     name: str
     released: int  # bytes of what the layer saved that are released by then
-    gradients: int  # bytes of weights' gradients of this layer that exist by then, with the one that is being made
+    # Bytes of weights' gradients of this layer that exist by then, with the one that is being made.
+    gradients: int
     own: int  # those of them that the running function has made and not yet handed over
     made: int  # bytes of everything else that the running function holds
 
 
-def coat_saved(model: ModelConfig, settings: ActivationConfig, sizes: Sizes) -> tuple[float, int, float]:
+def coat_saved(
+    model: ModelConfig, settings: ActivationConfig, sizes: Sizes
+) -> tuple[float, int, float]:
     """Bytes a token that a patched layer saves: of norm and qkv, of attention, of norm and MLP."""
     heads = 2 * sizes.q + sizes.w - sizes.q  # q, k, v and the output
-    if model.norm_placement == "post":  # codes with one scale; the norm of the block's output stays BF16
+    # Codes with one scale; the norm of the block's output stays BF16.
+    if model.norm_placement == "post":
         norm = (sizes.h + _post_norm(model, sizes)) / sizes.share
     else:
         norm = (_grouped(sizes.h, settings) + 4) / sizes.share  # and rstd
     attention = _grouped(heads, settings) if settings.attention == "fp8" else 2 * heads
-    return norm, attention + 4 * sizes.heads + _unnormed(model, sizes), norm + _grouped(sizes.wide, settings)
+    return (
+        norm,
+        attention + 4 * sizes.heads + _unnormed(model, sizes),
+        norm + _grouped(sizes.wide, settings),
+    )
 
 
 def _post_norm(model: ModelConfig, sizes: Sizes) -> int:
@@ -80,20 +104,25 @@ def bf16_saved(model: ModelConfig, sizes: Sizes) -> tuple[float, int, float]:
     statistics = 8 if model.normalization == "layernorm" else 4
     norm = (4 * sizes.h + statistics) / sizes.share  # its input and output
     heads = 2 * sizes.q + sizes.w - sizes.q
-    # Of a gated MLP: fc1's output, its two parts' functions (Megatron adds an offset of 0 to the second), the product.
+    # Of a gated MLP: fc1's output, its two parts' functions (Megatron adds an offset of 0 to the
+    # second), the product.
     inner = 2 * sizes.wide + (6 * sizes.f if sizes.wide > sizes.f else 2 * sizes.f)
-    # Queries of several groups are copied out of linear_qkv's output, which stays for the keys that their norm saves.
+    # Queries of several groups are copied out of linear_qkv's output, which stays for the keys that
+    # their norm saves.
     groups = sizes.heads * (sizes.w - sizes.q) // (2 * sizes.q)
     whole = 2 * sizes.q if model.qk_norm is True and 1 < groups < sizes.heads else 0
     return norm, 2 * heads + 4 * sizes.heads + _unnormed(model, sizes) + whole, norm + inner
 
 
 def saved(run: Run, patched: bool) -> tuple[float, float, float]:
-    """Bytes a token that one layer keeps between forward and backward, as its recompute settings say (not "full")."""
+    """Bytes a token that one layer keeps between forward and backward, as its recompute settings
+    say (not "full").
+    """
     sizes = Sizes.of(run.model, run.tp, run.shared)
     stream = 2 * sizes.h / sizes.share
     modules = run.recompute.get("recompute_modules", ()) if run.recompute else ()
-    dropout = 2 * sizes.h / sizes.share if run.model.hidden_dropout else 0  # a byte an element, after both blocks
+    # A byte an element, after both blocks.
+    dropout = 2 * sizes.h / sizes.share if run.model.hidden_dropout else 0
     if patched:
         assert run.flow is not None
         settings = run.flow
@@ -101,7 +130,11 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
             settings = settings.model_copy(update={"attention": "bf16"})
         qkv, attention, mlp = coat_saved(run.model, settings, sizes)
         if "mlp" in modules:
-            mlp = stream + (_post_norm(run.model, sizes) / sizes.share if run.model.norm_placement == "post" else 0)
+            mlp = stream + (
+                _post_norm(run.model, sizes) / sizes.share
+                if run.model.norm_placement == "post"
+                else 0
+            )
     else:
         qkv, attention, mlp = bf16_saved(run.model, sizes)
         if "layernorm" in modules:
@@ -113,16 +146,19 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
     return qkv, attention, mlp + dropout
 
 
-def coat_moments(model: ModelConfig, tokens: int, settings: ActivationConfig, sizes: Sizes) -> Iterator[Moment]:
+def coat_moments(
+    model: ModelConfig, tokens: int, settings: ActivationConfig, sizes: Sizes
+) -> Iterator[Moment]:
     """The largest moments of a patched layer's backward, in its order."""
     h, q, w, f, wide = sizes.h, sizes.q, sizes.w, sizes.f, sizes.wide
     _, attention_saved, mlp_saved = (round(tokens * n) for n in coat_saved(model, settings, sizes))
-    rounded = 2 * (q + w) if settings.attention == "fp8" else 0  # q, k, v and the output read back to bf16
+    # Q, k, v and the output read back to bf16.
+    rounded = 2 * (q + w) if settings.attention == "fp8" else 0
     fc2, fc1, proj, qkv = 2 * h * f, 2 * h * wide, 2 * h * q, 2 * h * w
     mlp = fc1 + fc2
 
-    # Of the output's gradient codes transposed, for fc2; the gradient of the activation (bf16) becomes codes, of fc1's
-    # output in both orders, beside the activation's, transposed.
+    # Of the output's gradient codes transposed, for fc2; the gradient of the activation (bf16)
+    # becomes codes, of fc1's output in both orders, beside the activation's, transposed.
     yield Moment("activation backward", 0, 0, 0, tokens * (h + 2 * f + 2 * wide + f))
     # The same but for the activation's gradient; fc2's is made.
     yield Moment("gradient of fc2", 0, fc2, fc2, tokens * (h + 2 * wide + f))
@@ -133,15 +169,25 @@ def coat_moments(model: ModelConfig, tokens: int, settings: ActivationConfig, si
     # Transposed codes, also of y; dx (bf16).
     yield Moment("gradient of fc1", 0, mlp, mlp, tokens * (wide + h + 2 * h))
     # Transposed codes, also of the input; dx (bf16).
-    yield Moment("gradient of proj", mlp_saved, mlp + proj, proj, tokens * (h + q + 2 * q + (2 * q if rounded else 0)))
+    yield Moment(
+        "gradient of proj",
+        mlp_saved,
+        mlp + proj,
+        proj,
+        tokens * (h + q + 2 * q + (2 * q if rounded else 0)),
+    )
     # Gradients of the output, of q, k and v (bf16); cuDNN sums the gradient of q in fp32.
-    yield Moment("attention backward", mlp_saved, mlp + proj, 0, tokens * (2 * q + 2 * w + 4 * q + rounded))
-    # Gradients of q, k and v, which autograd holds until the function returns, and put together (bf16); codes of both
-    # orders.
+    yield Moment(
+        "attention backward", mlp_saved, mlp + proj, 0, tokens * (2 * q + 2 * w + 4 * q + rounded)
+    )
+    # Gradients of q, k and v, which autograd holds until the function returns, and put together
+    # (bf16); codes of both orders.
     released = mlp_saved + attention_saved
     yield Moment("quantization for qkv", released, mlp + proj, 0, tokens * (2 * w + 2 * w + 2 * w))
     # Those gradients; transposed codes, also of y; dx (bf16).
-    yield Moment("gradient of qkv", released, mlp + proj + qkv, qkv, tokens * (2 * w + w + h + 2 * h))
+    yield Moment(
+        "gradient of qkv", released, mlp + proj + qkv, qkv, tokens * (2 * w + w + h + 2 * h)
+    )
 
 
 def bf16_moments(model: ModelConfig, tokens: int, sizes: Sizes) -> Iterator[Moment]:
@@ -155,17 +201,29 @@ def bf16_moments(model: ModelConfig, tokens: int, sizes: Sizes) -> Iterator[Mome
     if wide > f:
         # Gradients of the product and of its two factors; the activation's output is released.
         yield Moment("activation backward", tokens * 2 * f, fc2, 0, tokens * 6 * f)
-        yield Moment("fc1's output put together", tokens * 6 * f, fc2, 0, tokens * (4 * f + 2 * wide))
+        yield Moment(
+            "fc1's output put together", tokens * 6 * f, fc2, 0, tokens * (4 * f + 2 * wide)
+        )
     else:
         yield Moment("activation backward", tokens * 2 * f, fc2, 0, tokens * 4 * f)
     inner = tokens * (2 * wide + (6 * f if wide > f else 2 * f))
     yield Moment("gradient of fc1", inner, fc1 + fc2, fc1, tokens * (2 * wide + 2 * h + gathered))
     yield Moment("norm backward", inner, fc1 + fc2, 0, tokens * 6 * h)
-    yield Moment("gradient of proj", mlp_saved, fc1 + fc2 + proj, proj, tokens * (2 * q + 2 * h + gathered))
-    yield Moment("attention backward", mlp_saved, fc1 + fc2 + proj, 0, tokens * (2 * q + 2 * w + 4 * q))
+    yield Moment(
+        "gradient of proj", mlp_saved, fc1 + fc2 + proj, proj, tokens * (2 * q + 2 * h + gathered)
+    )
+    yield Moment(
+        "attention backward", mlp_saved, fc1 + fc2 + proj, 0, tokens * (2 * q + 2 * w + 4 * q)
+    )
     released = mlp_saved + attention_saved
     yield Moment("gradients of q, k, v put together", released, fc1 + fc2 + proj, 0, tokens * 4 * w)
-    yield Moment("gradient of qkv", released, fc1 + fc2 + proj + qkv, qkv, tokens * (2 * w + 2 * h + gathered))
+    yield Moment(
+        "gradient of qkv",
+        released,
+        fc1 + fc2 + proj + qkv,
+        qkv,
+        tokens * (2 * w + 2 * h + gathered),
+    )
 
 
 def backward_moments(run: Run, patched: bool) -> list[Moment]:

@@ -22,12 +22,20 @@ def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig]
     try:
         library = OnPaper(path)
     except (OSError, ValueError) as problem:
-        accepted = "a folder with the config.json of a causal language model of transformers, or that file"
+        accepted = (
+            "a folder with the config.json of a causal language model of transformers, or that file"
+        )
         raise CoatConfigError(f"--model: got {path}, accepted: {accepted} ({problem})") from None
     names = {**SIZES, "num_key_value_heads": "num_query_groups", "head_dim": "head_size"}
     sizes = {ours: getattr(library.config, theirs, None) for theirs, ours in names.items()}
-    experts = (getattr(library.config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    sizes |= {"seq_length": seq_length or sizes["seq_length"], "num_moe_experts": next(filter(None, experts), None)}
+    experts = (
+        getattr(library.config, key, None)
+        for key in ("num_local_experts", "num_experts", "n_routed_experts")
+    )
+    sizes |= {
+        "seq_length": seq_length or sizes["seq_length"],
+        "num_moe_experts": next(filter(None, experts), None),
+    }
     tied = "lm_head.weight" not in library.shapes
     return library, described_model({**sizes, "vocab_multiple": 1, "tie_embeddings": tied})
 

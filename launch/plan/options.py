@@ -20,7 +20,10 @@ class ConfiguredOptions(RunOptions):
     model_override: list[str] = option([], group="model", metavar="KEY=VALUE", action="extend")
     """replace values of the description"""
     deepspeed_config: LocalPath = option(
-        "zero2", flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE", meant="config ds-config"
+        "zero2",
+        flags=("--deepspeed_config", "--deepspeed-config"),
+        metavar="FILE",
+        meant="config ds-config",
     )
     """DeepSpeed JSON: a path, or a name such as zero2-bf16"""
     vocab_size: int | None = option(None, group="model", metavar="N", least=1)
@@ -33,13 +36,18 @@ class ConfiguredOptions(RunOptions):
 
 @dataclass(kw_only=True)
 class PlannerOptions(ConfiguredOptions):
-    """What a training run needs of a GPU's memory, whether it fits, the largest micro-batch, with the "coat" block and
-    without, and how long a step takes. Needs no GPU and no data."""
+    """What a training run needs of a GPU's memory, whether it fits, the largest micro-batch, with
+    the "coat" block and without, and how long a step takes. Needs no GPU and no data.
+    """
 
     model: LocalPath = option(group="model", metavar="FILE", meant="model-config")
-    """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a checkpoint"""
+    """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a
+    checkpoint
+    """
     library: Literal["megatron", "transformers"] = option("megatron", group="model")
-    """what builds the model: Megatron-core, as in pretrain.py, or transformers, as in a Trainer's program"""
+    """what builds the model: Megatron-core, as in pretrain.py, or transformers, as in a
+    Trainer's program
+    """
     seq_length: int | None = option(None, group="model", metavar="N", least=1)
     """tokens of a sample"""
     zero_stage: int | None = _settings(type=whole_number, choices=[1, 2, 3], meant="stage zero")

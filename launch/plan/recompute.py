@@ -30,8 +30,8 @@ def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) ->
     """Arguments of Megatron's ``TransformerConfig``; none where nothing is computed again.
 
     Raises:
-        CoatConfigError: parts of BF16 layers with which Megatron's own fail (docs/megatron.md): ``layernorm`` needs
-            Transformer Engine, ``mlp`` with biases never ends.
+        CoatConfigError: parts of BF16 layers with which Megatron's own fail (docs/megatron.md):
+            ``layernorm`` needs Transformer Engine, ``mlp`` with biases never ends.
     """
     if args.recompute_granularity is None:
         return {}
@@ -41,9 +41,14 @@ def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) ->
         fail = _fail_in_bf16(model) if bf16 else set()
         if found := [name for name in modules if name in fail]:
             possible = ", ".join(name for name in _MODULES if name not in fail)
-            why = "needs Transformer Engine" if found[0] == "layernorm" else "never ends with biases (linear_bias)"
+            why = (
+                "needs Transformer Engine"
+                if found[0] == "layernorm"
+                else "never ends with biases (linear_bias)"
+            )
             raise CoatConfigError(
-                f"--recompute-modules: got {found[0]}, accepted: {possible}; in BF16 layers Megatron's {found[0]} {why}"
+                f"--recompute-modules: got {found[0]}, accepted: {possible}; in BF16 layers "
+                f"Megatron's {found[0]} {why}"
             )
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {

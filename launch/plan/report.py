@@ -15,12 +15,15 @@ __all__ = ["answer", "show", "size", "table", "text"]
 
 GIB = 2**30
 _ACCURACY = (
-    "memory: within 5 % of measured peaks, 10 % of a 1B model's; time: within about 20 %, but up to 2.4 times as long "
+    "memory: within 5 % of measured peaks, 10 % of a 1B model's; time: within about 20 %, but up "
+    "to 2.4 times as long "
     "where the host sets the pace, as with micro-batches of 1 and 2 of 1B (docs/memory.md)"
 )
 _GPUS_OF_A_NODE = 8
 _LEAST_WIDTH = 1024
-"""Hidden size below which no times are given: the smallest model whose times were measured has it."""
+"""Hidden size below which no times are given: the smallest model whose times were measured has
+it.
+"""
 _ORDER = {
     "parameters": "",
     "gathered parameters": "parameters, gathered (ZeRO-3)",
@@ -86,7 +89,10 @@ def _time(run: Run, gpu: GPU) -> StepTime | None:
 
 def _speed(run: Run, gpu: GPU) -> dict[str, Any]:
     time = _time(run, gpu)
-    return {"step_seconds": time and time.seconds, "tokens_per_second_per_gpu": time and time.tokens_per_second_per_gpu}
+    return {
+        "step_seconds": time and time.seconds,
+        "tokens_per_second_per_gpu": time and time.tokens_per_second_per_gpu,
+    }
 
 
 def answer(run: Run, gpu: GPU) -> dict[str, Any]:
@@ -119,7 +125,8 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
         "largest_micro_batch": largest_micro_batch(run, gpu),
         "with_block": _variant(with_block(run), "with the block", gpu),
         "without_block": _variant(without_block(run), "without", gpu),
-        "step": time and {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
+        "step": time
+        and {"seconds": time.seconds, "parts_seconds": time.parts, "tokens": time.tokens},
         "tokens_per_second_per_gpu": time and time.tokens_per_second_per_gpu,
         "savings": [{"setting": one.what, "bytes": one.bytes} for one in savings(run)],
         "notes": [*run.notes, *_notes(run, gpu)],
@@ -131,7 +138,10 @@ def _notes(run: Run, gpu: GPU) -> list[str]:
     rates = f"rates of {gpu.name} follow from a measured H200 by the ratio of data sheets"
     links = f"times are those of links within one node, also with more than {_GPUS_OF_A_NODE} GPUs"
     away = f"{states(run).hosted / GIB:.1f} GiB of a rank's states are in host memory"
-    small = f"no times: the hidden size is {run.model.hidden_size}, and rates were measured from {_LEAST_WIDTH} on"
+    small = (
+        f"no times: the hidden size is {run.model.hidden_size}, and rates were measured from "
+        f"{_LEAST_WIDTH} on"
+    )
     notes = [away] * run.hosted
     if run.model.hidden_size < _LEAST_WIDTH:
         return [*notes, small]
@@ -141,10 +151,16 @@ def _notes(run: Run, gpu: GPU) -> list[str]:
 def text(run: Run, gpu: GPU) -> str:
     """The answer for a reader."""
     found = answer(run, gpu)
-    ranks = f"{run.dp} data- x {run.tp} tensor-parallel ranks" + (" (sequence parallel)" if run.shared > 1 else "")
-    verdict, needed = "fits" if found["fits"] else "DOES NOT FIT", found["peak"]["needed_bytes"] / GIB
+    ranks = f"{run.dp} data- x {run.tp} tensor-parallel ranks" + (
+        " (sequence parallel)" if run.shared > 1 else ""
+    )
+    verdict, needed = (
+        "fits" if found["fits"] else "DOES NOT FIT",
+        found["peak"]["needed_bytes"] / GIB,
+    )
     lines = [
-        f"{found['parameters_per_rank']:,} parameters a rank before ZeRO-{run.stage}; {ranks}; micro-batch {run.micro} "
+        f"{found['parameters_per_rank']:,} parameters a rank before ZeRO-{run.stage}; {ranks}; "
+        f"micro-batch {run.micro} "
         f"of {run.model.seq_length} tokens, {run.accumulation} a step",
         table(run, gpu),
         f"{verdict}: needs {needed:.1f} GiB of {gpu.memory / GIB:.1f} GiB ({gpu.name})",
@@ -158,15 +174,21 @@ def text(run: Run, gpu: GPU) -> str:
         if found["step"] and one["largest_micro_batch"]:
             at = f"{one['at_largest']['tokens_per_second_per_gpu']:,.0f}"
         if found["step"] and one["fits"]:
-            step, speed = f"{1e3 * one['step_seconds']:.0f} ms", f"{one['tokens_per_second_per_gpu']:,.0f}"
+            step, speed = (
+                f"{1e3 * one['step_seconds']:.0f} ms",
+                f"{one['tokens_per_second_per_gpu']:,.0f}",
+            )
         lines.append(
-            f"{one['name']:<18}{one['peak_allocated_bytes'] / GIB:>11.1f}{one['needed_bytes'] / GIB:>9.1f}"
+            f"{one['name']:<18}{one['peak_allocated_bytes'] / GIB:>11.1f}"
+            f"{one['needed_bytes'] / GIB:>9.1f}"
             f"{'yes' if one['fits'] else 'no':>6}{one['largest_micro_batch'] or 'none':>9}"
             f"{step:>10}{speed:>14}{at:>16}"
         )
     lines.append("")
     if found["step"] and found["fits"]:
-        parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in found["step"]["parts_seconds"].items())
+        parts = ", ".join(
+            f"{key} {1e3 * value:.0f}" for key, value in found["step"]["parts_seconds"].items()
+        )
         lines.append(f"a step of {1e3 * found['step']['seconds']:.0f} ms: {parts}")
     if found["savings"]:
         lines.append("what would save most:")

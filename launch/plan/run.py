@@ -16,8 +16,12 @@ from launch.model.sizes import parameter_shapes
 
 __all__ = ["Parameter", "Run", "parameters"]
 
-_DIVIDED = re.compile(r"word_embeddings|output_layer|linear_qkv|linear_fc1|linear_(proj|fc2)\.weight")
-"""Parameters of which each tensor-parallel rank has a part; with ``qk_norm`` "full" also those of :data:`_QK_NORM`."""
+_DIVIDED = re.compile(
+    r"word_embeddings|output_layer|linear_qkv|linear_fc1|linear_(proj|fc2)\.weight"
+)
+"""Parameters of which each tensor-parallel rank has a part; with ``qk_norm`` "full" also those
+of :data:`_QK_NORM`.
+"""
 _QK_NORM = re.compile(r"\.[qk]_layernorm\.")
 
 
@@ -33,24 +37,38 @@ class Run:
     sequence_parallel: bool = False
     micro: int = 1  # samples of a forward pass on one rank
     accumulation: int = 1
-    recompute: Mapping[str, Any] = field(default_factory=dict)  # arguments of Megatron's ``TransformerConfig``
+    # Arguments of Megatron's ``TransformerConfig``.
+    recompute: Mapping[str, Any] = field(default_factory=dict)
     library: Any = None  # ``coat_dist.hf.saved.OnPaper`` of a model that transformers builds
     notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
         if (experts := self.model.num_moe_experts) is not None:
-            accepted = "one without (what experts keep depends on the tokens that are routed to them)"
-            raise CoatConfigError(f"--model: got a model with {experts} experts, accepted: {accepted}")
+            accepted = (
+                "one without (what experts keep depends on the tokens that are routed to them)"
+            )
+            raise CoatConfigError(
+                f"--model: got a model with {experts} experts, accepted: {accepted}"
+            )
         for key in ("offload_param", *(() if self.hosted else ("offload_optimizer",))):
-            if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (None, "none"):
+            if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (
+                None,
+                "none",
+            ):
                 accepted = "absent, or offload_optimizer with CoatAdamW (weights are on the GPU)"
-                raise CoatConfigError(f"zero_optimization.{key}: got {json.dumps(device)}, accepted: {accepted}")
+                raise CoatConfigError(
+                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: {accepted}"
+                )
 
     @classmethod
     def of_plan(cls, p: Any) -> Run:
-        """What the planner needs of a ``launch.train`` plan; CoatConfigError names a key that it cannot plan."""
+        """What the planner needs of a ``launch.train`` plan; CoatConfigError names a key that it
+        cannot plan.
+        """
         if (stages := p.args.pipeline_parallel) > 1:
-            accepted = "1 with --dry-run and --micro-batch auto (the planner knows runs of one stage)"
+            accepted = (
+                "1 with --dry-run and --micro-batch auto (the planner knows runs of one stage)"
+            )
             raise CoatConfigError(f"--pipeline-parallel: got {stages}, accepted: {accepted}")
         return cls(
             model=p.model,
@@ -72,7 +90,9 @@ class Run:
     @property
     def flow(self) -> ActivationConfig | None:
         """Settings of the FP8 flow; None where layers are BF16."""
-        return self.coat.activation if self.coat is not None and self.coat.activation.enabled else None
+        return (
+            self.coat.activation if self.coat is not None and self.coat.activation.enabled else None
+        )
 
     @property
     def bf16_layers(self) -> set[int]:
@@ -93,7 +113,9 @@ class Run:
         return self.flow is not None and self.flow.loss == "kept"
 
     def saved_by_library(self, flow: ActivationConfig | None) -> Any:
-        """What transformers saves of one sequence, with the flow or without: ``coat_dist.hf.saved.Saved``."""
+        """What transformers saves of one sequence, with the flow or without:
+        ``coat_dist.hf.saved.Saved``.
+        """
         return self.library.saved(flow, self.model.seq_length)
 
     @property
@@ -109,7 +131,10 @@ class Run:
     @property
     def hosted(self) -> bool:
         """Whether moments and remainders of matrices are in host memory."""
-        return self.fp8_moments and look_up(self.settings, "zero_optimization.offload_optimizer.device") == "cpu"
+        return (
+            self.fp8_moments
+            and look_up(self.settings, "zero_optimization.offload_optimizer.device") == "cpu"
+        )
 
     @property
     def group_size(self) -> int:
@@ -139,7 +164,9 @@ class Run:
 
     @property
     def fp32_gradients_whole(self) -> bool:
-        """Whether every rank sums all gradients in fp32: DeepSpeed's ``BF16_Optimizer``, ZeRO-1 with such sums."""
+        """Whether every rank sums all gradients in fp32: DeepSpeed's ``BF16_Optimizer``, ZeRO-1
+        with such sums.
+        """
         return self.stage == 1 and self.fp32_gradients
 
     @property
@@ -170,5 +197,7 @@ def parameters(run: Run) -> list[Parameter]:
     for name, shape in shapes.items():
         divided = _DIVIDED.search(name) or (run.model.qk_norm == "full" and _QK_NORM.search(name))
         layer = int(name.split(".")[2]) if ".layers." in name else None
-        found.append(Parameter(name, prod(shape) // (run.tp if divided else 1), len(shape) > 1, layer))
+        found.append(
+            Parameter(name, prod(shape) // (run.tp if divided else 1), len(shape) > 1, layer)
+        )
     return found

@@ -1,4 +1,6 @@
-"""Answers: whether a run fits, the largest micro-batch that does, and which settings would save how much."""
+"""Answers: whether a run fits, the largest micro-batch that does, and which settings would save
+how much.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,19 @@ __all__ = ["MARGIN", "candidates", "fits", "largest_micro_batch", "need", "savin
 __all__ += ["with_largest_micro_batch", "without_block"]
 
 MARGIN = 0.02
-"""Part of what the allocator reserves that is added before a run is said to fit: pages that are half used."""
+"""Part of what the allocator reserves that is added before a run is said to fit: pages that are
+half used.
+"""
 _ALONE, _TOGETHER = int(2.2 * 2**30), int(3.2 * 2**30)
-"""What a rank takes that is not torch's, where nothing better is known. 2.05 GiB were seen on each of two H200s: the
-CUDA context 0.51, the first process group 0.91, building the engine 0.48, later 0.15. With several ranks a GiB more, an
-allowance for communicators of more groups and peers."""
+"""What a rank takes that is not torch's, where nothing better is known. 2.05 GiB were seen on each
+of two H200s: the CUDA context 0.51, the first process group 0.91, building the engine 0.48, later
+0.15. With several ranks a GiB more, an allowance for communicators of more groups and peers.
+"""
 _MOST = 2**20
-_REMAINDER = 'master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder (docs/optimizer.md)'
+_REMAINDER = (
+    'master_weights "bf16_remainder" with gradients in bf16, as in zero2-remainder '
+    "(docs/optimizer.md)"
+)
 
 
 class Need(NamedTuple):
@@ -75,12 +83,14 @@ def largest_micro_batch(run: Run, gpu: GPU) -> int:
     return low
 
 
-def candidates(run: Run, gpu: GPU, total: int | None, accumulation: int | None = None) -> Iterator[Run]:
+def candidates(
+    run: Run, gpu: GPU, total: int | None, accumulation: int | None = None
+) -> Iterator[Run]:
     """Runs that fit, the largest micro-batch first.
 
     Args:
-        total: samples of a step on all ranks (``train_batch_size``), or None. With it the micro-batch is a divisor of
-            each rank's samples, and accumulation follows.
+        total: samples of a step on all ranks (``train_batch_size``), or None. With it the
+            micro-batch is a divisor of each rank's samples, and accumulation follows.
         accumulation: ``gradient_accumulation_steps`` where it is given.
     """
     for micro in range(largest_micro_batch(run, gpu), 0, -1):
@@ -91,10 +101,13 @@ def candidates(run: Run, gpu: GPU, total: int | None, accumulation: int | None =
 
 
 def with_largest_micro_batch(run: Run, gpu: GPU) -> Run:
-    """The first of :func:`candidates` for the run's configuration; where nothing fits, the run with micro-batch 1."""
+    """The first of :func:`candidates` for the run's configuration; where nothing fits, the run
+    with micro-batch 1.
+    """
     from launch.train.settings import STEPS, TOTAL, batch_sizes
 
-    smallest = batch_sizes(run.settings, run.dp)  # the micro-batch is 1 in settings in which it is to be found
+    # The micro-batch is 1 in settings in which it is to be found.
+    smallest = batch_sizes(run.settings, run.dp)
     run = run.but(micro=smallest.micro, accumulation=smallest.accumulation)
     return next(candidates(run, gpu, run.settings.get(TOTAL), run.settings.get(STEPS)), run)
 
@@ -131,7 +144,11 @@ def _drop_bf16_states(settings: dict[str, Any]) -> None:
 def without_block(run: Run) -> Run:
     """The run in plain BF16 with torch's AdamW."""
     settings = copy.deepcopy({key: value for key, value in run.settings.items() if key != "coat"})
-    settings["optimizer"] = {**settings.get("optimizer", {}), "type": "AdamW", "params": _shared_params(run)}
+    settings["optimizer"] = {
+        **settings.get("optimizer", {}),
+        "type": "AdamW",
+        "params": _shared_params(run),
+    }
     settings.get("zero_optimization", {}).pop("offload_optimizer", None)
     _drop_bf16_states(settings)
     found = run.but(settings=settings, coat=None)
@@ -150,14 +167,19 @@ def _with_activation(run: Run, **changes: object) -> Run:
 
 def _with_remainder(run: Run) -> Run:
     found = _with(run, "bf16", bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
-    params = {**(look_up(run.settings, "optimizer.params") or {}), "master_weights": "bf16_remainder"}
+    params = {
+        **(look_up(run.settings, "optimizer.params") or {}),
+        "master_weights": "bf16_remainder",
+    }
     return _with(found, "optimizer", params=params)
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Settings that may save memory, as they are written in a configuration or on a command line, and the changed run.
+    """Settings that may save memory, as they are written in a configuration or on a command line,
+    and the changed run.
 
-    A change keeps the samples of a step, and is accepted by ``coat_dist/deepspeed/config/table.py``.
+    A change keeps the samples of a step, and is accepted by
+    ``coat_dist/deepspeed/config/table.py``.
     """
     flow = run.flow
     given = [f"bf16.{key}" for key in _BF16_STATES if look_up(run.settings, f"bf16.{key}")]
@@ -177,25 +199,41 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         )
     if run.fp8_moments and not run.hosted and not run.fp32_gradients_whole:
         exact = run if run.remainder else _with_remainder(run)  # the key switches remainders on
-        hosted = _with(exact, "zero_optimization", offload_optimizer={"device": "cpu", "pin_memory": True})
+        hosted = _with(
+            exact, "zero_optimization", offload_optimizer={"device": "cpu", "pin_memory": True}
+        )
         yield 'zero_optimization.offload_optimizer.device "cpu"', hosted
     if run.micro > 1:
         samples = run.micro * run.accumulation
         half = max(n for n in range(1, run.micro // 2 + 1) if samples % n == 0)
         yield (
-            f"train_micro_batch_size_per_gpu {half} with gradient_accumulation_steps {samples // half}",
+            f"train_micro_batch_size_per_gpu {half} with gradient_accumulation_steps "
+            f"{samples // half}",
             run.but(micro=half, accumulation=samples // half),
         )
     if run.recompute.get("recompute_granularity") != "full":
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        instead = " in place of --recompute-modules" if run.recompute.get("recompute_modules") else ""
-        what = f"--recompute-granularity full{instead}" if run.library is None else "gradient checkpointing"
+        full = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+        instead = (
+            " in place of --recompute-modules" if run.recompute.get("recompute_modules") else ""
+        )
+        what = (
+            f"--recompute-granularity full{instead}"
+            if run.library is None
+            else "gradient checkpointing"
+        )
         yield f"{what} (a third more time)", run.but(recompute=full)
     if run.dp > 1:
         below_stage_3 = flow is not None and (flow.cuda_graphs or flow.weights == "cached")
         for later in range(run.stage + 1, 4 if run.dp > 2 else min(run.stage + 2, 4)):
             if later < 3 or not below_stage_3:
-                yield f"zero_optimization.stage {later}", _with(run, "zero_optimization", stage=later)
+                yield (
+                    f"zero_optimization.stage {later}",
+                    _with(run, "zero_optimization", stage=later),
+                )
     if flow is not None and flow.loss != "chunked":
         yield 'coat.activation.loss "chunked"', _with_activation(run, loss="chunked")
     if flow is not None and flow.attention == "bf16":

@@ -1,7 +1,8 @@
 """How long a training step takes, from rates of matrix products, attention, copies and links.
 
-A sum of parts, none of which overlap: products of layers (FP8 or BF16), attention, element-wise passes, output layer
-and loss, what ZeRO moves, the update. Under `overlap_comm` half of the reduction is taken to be hidden.
+A sum of parts, none of which overlap: products of layers (FP8 or BF16), attention, element-wise
+passes, output layer and loss, what ZeRO moves, the update. Under `overlap_comm` half of the
+reduction is taken to be hidden.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from .zero import states
 __all__ = ["StepTime", "step_time"]
 
 _PASSES = {"FP8": 58.5, "BF16": 92.0, "transformers": 180.0}
-"""Bytes of element-wise traffic a token and channel of h and f, forward and backward: what a measured Llama-2-7B layer
-takes beyond products and attention (docs/flow.md#speed), times the rate of passes; in BF16, those of transformers by
-the 1.3 B model of docs/hugging-face.md."""
+"""Bytes of element-wise traffic a token and channel of h and f, forward and backward: what a
+measured Llama-2-7B layer takes beyond products and attention (docs/flow.md#speed), times the rate
+of passes; in BF16, those of transformers by the 1.3 B model of docs/hugging-face.md.
+"""
 _HOST = {"FP8": 2.2e-3, "BF16": 1.3e-3}
-"""Seconds in which the host starts a layer's kernels, forward and backward: a layer is never faster."""
+"""Seconds in which the host starts a layer's kernels, forward and backward: a layer is never
+faster.
+"""
 _HOST_BUS = 45e9
-"""Bytes a second of each direction between a GPU and its host. benchmarks/speed/offload.py measured 43 to 46e9 on an
-H100 and 50e9 on an H200."""
+"""Bytes a second of each direction between a GPU and its host. benchmarks/speed/offload.py measured
+43 to 46e9 on an H100 and 50e9 on an H200.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
     m, tokens, found = run.model, run.tokens, states(run)
     sizes = Sizes.of(m, run.tp, run.shared)
     weights = sizes.h * (sizes.q + sizes.w + sizes.wide + sizes.f)
-    attention = 7 * tokens * m.seq_length * sizes.q  # two products forward, five backward, half of the keys
+    # Two products forward, five backward, half of the keys.
+    attention = 7 * tokens * m.seq_length * sizes.q
     again = _recomputed(run)
     layers = host_bound = 0.0
     for i in range(m.num_layers):
@@ -72,7 +78,9 @@ def step_time(run: Run, gpu: GPU) -> StepTime:
     if run.dp > 1:
         if run.stage == 1:
             parts["data parallelism"] = _reduction(run, found.elements, gpu)
-        parts["gathering weights"] = 2 * found.elements / gpu.link * (2 * run.accumulation if run.stage == 3 else 1)
+        parts["gathering weights"] = (
+            2 * found.elements / gpu.link * (2 * run.accumulation if run.stage == 3 else 1)
+        )
     parts["step"] = found.shard * _step_of_a_parameter(run) * 4.27e12 / gpu.passes
     parts["step"] = max(parts["step"], found.hosted / _HOST_BUS)
     return StepTime(parts, tokens * run.dp * run.accumulation, run.dp * run.tp)
@@ -82,7 +90,8 @@ def _step_of_a_parameter(run: Run) -> float:
     """Seconds that an H200 takes, the norm included: docs/results.md, "Optimizer"."""
     if not run.fp8_moments:
         return 24.9e-12
-    every_pass = run.stage == 3 or (run.stage == 1 and run.fp32_gradients)  # where DeepSpeed's passes are not left out
+    # Where DeepSpeed's passes are not left out.
+    every_pass = run.stage == 3 or (run.stage == 1 and run.fp32_gradients)
     return 13.0e-12 if every_pass else 6.1e-12
 
 

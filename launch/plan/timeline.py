@@ -1,9 +1,10 @@
 """One training step as a list of what is allocated and freed, and the moment at which most is held.
 
-Forward adds what each layer saves; backward takes it back, layer by layer, while gradients go through DeepSpeed's
-buckets; the step reads gradients. Everything is counted that is larger than a few MiB. Memory of DeepSpeed's second
-stream is kept apart: the allocator never gives what one stream has freed to another, so what it reserves is the sum of
-both streams' peaks, which need not be at the same time.
+Forward adds what each layer saves; backward takes it back, layer by layer, while gradients go
+through DeepSpeed's buckets; the step reads gradients. Everything is counted that is larger than a
+few MiB. Memory of DeepSpeed's second stream is kept apart: the allocator never gives what one
+stream has freed to another, so what it reserves is the sum of both streams' peaks, which need not
+be at the same time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ _WORKSPACE = 2 * 32 * 2**20  # cuBLAS's on Hopper, of two streams; torch allocat
 _BESIDE_FP32 = "BF16 gradients beside fp32 sums"
 _PROJ = "self_attention.linear_proj", "self_attn.o_proj"  # Megatron's name, and transformers'
 _RETURNED = {"gradient of proj": ("mlp.",), "gradient of qkv": _PROJ}
-"""Of a patched layer, whose gradients are complete when a moment comes: those of functions that have returned."""
-_MADE = {"gradient of fc2": ("mlp.linear_fc2", "mlp.down"), "gradient of fc1": ("mlp.",), "gradient of proj": _PROJ}
+"""Of a patched layer, whose gradients are complete when a moment comes: those of functions that
+have returned.
+"""
+_MADE = {
+    "gradient of fc2": ("mlp.linear_fc2", "mlp.down"),
+    "gradient of fc1": ("mlp.",),
+    "gradient of proj": _PROJ,
+}
 """Of a BF16 layer, whose gradient is complete after a moment."""
 _SIDE = ("gradients", "DeepSpeed's reduction")  # allocated on DeepSpeed's second stream
 
@@ -37,7 +44,8 @@ class Peak:
     moment: str
     held: dict[str, int]  # bytes by what they are for; the sum is what torch has allocated
     reserved: int  # what torch's allocator needs for it: each stream's own peak
-    other_peaks: dict[str, int]  # the largest sum of other phases: forward, backward, step, building the engine
+    # The largest sum of other phases: forward, backward, step, building the engine.
+    other_peaks: dict[str, int]
 
     @property
     def allocated(self) -> int:
@@ -50,10 +58,12 @@ class Step:
     def __init__(self, run: Run) -> None:
         self.run, self.states, self.parameters = run, states(run), parameters(run)
         self.local = local_elements(run, run.dp - 1)
-        self.stream = 2 * run.model.hidden_size * run.tokens // run.shared  # bytes of the residual stream
+        # Bytes of the residual stream.
+        self.stream = 2 * run.model.hidden_size * run.tokens // run.shared
         self.units = _units(run)
         self.again = {layer for unit in self.units for layer in unit}
-        # Layers that run as CUDA graphs: what they save and compute is in memory that nothing else can use.
+        # Layers that run as CUDA graphs: what they save and compute is in memory that nothing else
+        # can use.
         on = run.flow is not None and run.flow.cuda_graphs
         self.graphed = set(range(run.model.num_layers)) - run.bf16_layers if on else set()
         own_stream = run.overlap and not run.fp32_gradients_whole
@@ -62,14 +72,17 @@ class Step:
         self.at: dict[str, int] = {}
         self.moment, self.main, self.aside = "", 0, 0
         self.phases: Counter[str] = Counter()
-        self.kept: list[int] = []  # bytes that each layer has saved, 0 for those that are recomputed or in graphs
+        # Bytes that each layer has saved, 0 for those that are recomputed or in graphs.
+        self.kept: list[int] = []
         self.waiting: list[Parameter] = []  # whose gradients are in a bucket
         # ZeRO-2's BF16 gradients of a pass are added to the earlier ones when backward is over.
         self.twice = run.stage == 2 and run.accumulation > 1 and not run.fp32_gradients
 
     def look(self, phase: str, moment: str, **temporary: int) -> None:
         """Note this moment if nothing larger has been seen; ``temporary`` is held at it alone."""
-        now = self.held + Counter({key.replace("_", " "): size for key, size in temporary.items() if size > 0})
+        now = self.held + Counter(
+            {key.replace("_", " "): size for key, size in temporary.items() if size > 0}
+        )
         if "reduction" in now:
             now["DeepSpeed's reduction"] = now.pop("reduction")
         total = sum(now.values())
@@ -80,7 +93,9 @@ class Step:
             self.at, self.moment = {k: v for k, v in now.items() if v}, f"{phase}: {moment}"
 
     def build(self) -> None:
-        """Weights before and after they are laid out, and the copy that becomes the master weights."""
+        """Weights before and after they are laid out, and the copy that becomes the master
+        weights.
+        """
         run, found, phase = self.run, self.states, "building the engine"
         shard, weights = found.shard, found.weights
         master = 2 * shard if run.remainder else 4 * shard
@@ -89,16 +104,28 @@ class Step:
             self.look(phase, "the model", parameters=2 * shard + 2 * largest)
             # Zeros of a first step, then this rank's share.
             gradients = max(4 * found.sub_group, found.gradients)
-            self.look(phase, "copies of the shards", parameters=weights, master_weights=master, gradients=gradients)
+            self.look(
+                phase,
+                "copies of the shards",
+                parameters=weights,
+                master_weights=master,
+                gradients=gradients,
+            )
             return
         self.look(phase, "weights are laid out flat", parameters=2 * found.elements + weights)
         self.look(phase, "master weights", parameters=weights, master_weights=6 * shard)
-        self.look(phase, "states are tried", parameters=weights, master_weights=master, gradients=master)
+        self.look(
+            phase, "states are tried", parameters=weights, master_weights=master, gradients=master
+        )
 
     def begin(self) -> None:
         """What is held between steps, and gradients of earlier micro-batches."""
         run, found, held = self.run, self.states, self.held
-        held["parameters"], held["master weights"], held["moments"] = found.weights, found.master, found.moments
+        held["parameters"], held["master weights"], held["moments"] = (
+            found.weights,
+            found.master,
+            found.moments,
+        )
         per_position = 12 * run.model.seq_length * run.model.head_channels
         held["tables, batch, workspaces"] = _WORKSPACE + 28 * run.tokens + per_position
         if run.stage == 3:
@@ -112,7 +139,9 @@ class Step:
         if run.fp32_gradients_whole and run.accumulation > 1:
             held[_BESIDE_FP32] = found.full_gradients
         if run.flow is not None and run.flow.weights == "cached":
-            held["cached FP8 weights"] = sum(p.numel for p in self.parameters if p.matrix and p.layer is not None)
+            held["cached FP8 weights"] = sum(
+                p.numel for p in self.parameters if p.matrix and p.layer is not None
+            )
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes that a layer saves, with its tables."""
@@ -125,8 +154,9 @@ class Step:
         return round(sum(saved(run, patched)) * run.tokens) + tables
 
     def in_graphs(self) -> int:
-        """Bytes that graphs need besides what layers save: the most that one's backward takes, with all its gradients,
-        its input and the gradient of its output."""
+        """Bytes that graphs need besides what layers save: the most that one's backward takes, with
+        all its gradients, its input and the gradient of its output.
+        """
         moments = backward_moments(self.run, True)
         return max(one.gradients + one.made - one.released for one in moments) + 2 * self.stream
 
@@ -159,19 +189,30 @@ class Step:
             chunk = 2 * min(_CHUNK, run.tokens * columns)
             sums = 2 * dx if run.tokens * columns > _CHUNK else dx  # of several chunks in fp32
             sums += 2 * columns * run.tokens * run.keeps_logits
-            self.look("loss", "logits of a part of the vocabulary", logits=chunk + sums + weight + gathered)
+            self.look(
+                "loss",
+                "logits of a part of the vocabulary",
+                logits=chunk + sums + weight + gathered,
+            )
             self.look("loss", "gradient of the last layer's output", logits=sums + weight + dx)
         else:
             logits = 4 * columns * run.tokens
             if run.library is not None:  # in fp32, with two gradients of that size
                 logits = 2 * logits + run.micro * run.saved_by_library(run.flow).loss
             self.look("loss", "logits and their gradient", logits=logits)
-            self.look("loss", "gradient of the output layer", logits=logits + dx + weight + gathered)
+            self.look(
+                "loss", "gradient of the output layer", logits=logits + dx + weight + gathered
+            )
         self.held["temporary"] = self.stream
 
     def backward(self) -> None:
         """Gradients of all parameters, from the last to the first, and their reduction."""
-        run, held, tied, embedding = self.run, self.held, self.run.model.tie_embeddings, self.parameters[0]
+        run, held, tied, embedding = (
+            self.run,
+            self.held,
+            self.run.model.tie_embeddings,
+            self.parameters[0],
+        )
         if tied:  # autograd holds it until the embedding's part is there
             held["gradients outside of the buckets"] += 2 * embedding.numel
         for p in reversed([p for p in self.parameters[1:] if p.layer is None]):
@@ -219,11 +260,14 @@ class Step:
             self.take(own.pop(name))
 
     def take(self, p: Parameter) -> None:
-        """A parameter's gradient is complete: it goes into a bucket, and what was in there before is reduced."""
+        """A parameter's gradient is complete: it goes into a bucket, and what was in there
+        before is reduced.
+        """
         run, found = self.run, self.states
         if run.stage < 3 and not run.fp32_gradients_whole:  # allocated for the first gradient
             self.held["DeepSpeed's buckets"] = found.bucket_bytes
-        if run.fp32_gradients_whole or (found.full_gradients and not run.overlap):  # reduced when backward is over
+        # Reduced when backward is over.
+        if run.fp32_gradients_whole or (found.full_gradients and not run.overlap):
             if run.accumulation == 1:
                 self.held[_BESIDE_FP32 if run.fp32_gradients_whole else "gradients"] += 2 * p.numel
             return
@@ -254,7 +298,9 @@ class Step:
         self.flush()
         run, found = self.run, self.states
         if run.fp32_gradients_whole:
-            self.look("backward", "gradients are reduced", reduction=_reduction_of_whole_gradients(run))
+            self.look(
+                "backward", "gradients are reduced", reduction=_reduction_of_whole_gradients(run)
+            )
         elif found.full_gradients and not run.overlap:
             self.look("backward", "gradients are reduced", gradients_of_this_rank=found.gradients)
             self.held["gradients"] = found.gradients
@@ -277,10 +323,11 @@ class Step:
 
 
 def simulate(run: Run) -> Peak:
-    """The largest moment of a training step, not of the first one, which lacks moments while it runs.
+    """The largest moment of a training step, not of the first one, which lacks moments while it
+    runs.
 
-    Under ZeRO-2 the last data-parallel rank needs most, and is simulated: it has the last layers' gradients, which come
-    first, while the activations of all other layers are still there.
+    Under ZeRO-2 the last data-parallel rank needs most, and is simulated: it has the last layers'
+    gradients, which come first, while the activations of all other layers are still there.
     """
     step = Step(run)
     step.build()
@@ -304,10 +351,14 @@ def _units(run: Run) -> list[list[int]]:
 
 
 def _reduction_of_whole_gradients(run: Run) -> int:
-    """Bytes sent of fp32 gradients. Each group's are one tensor, reduced alone if it is larger than a bucket: then
-    there is its copy in the dtype of communication alone. Smaller ones are put together before."""
+    """Bytes sent of fp32 gradients. Each group's are one tensor, reduced alone if it is larger than
+    a bucket: then there is its copy in the dtype of communication alone. Smaller ones are put
+    together before.
+    """
     sent = 0 if run.settings.get("communication_data_type") == "fp32" else 2
-    matrices, vectors = (sum(p.numel for p in parameters(run) if p.matrix is matrix) for matrix in GROUPS)
+    matrices, vectors = (
+        sum(p.numel for p in parameters(run) if p.matrix is matrix) for matrix in GROUPS
+    )
     if matrices > BUCKET or not vectors:
         return sent * matrices
     return (4 + sent) * (matrices + vectors)

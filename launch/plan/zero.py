@@ -1,7 +1,8 @@
-"""What DeepSpeed's ZeRO optimizers and our optimizer keep on a rank, and what they take for a moment.
+"""What DeepSpeed's ZeRO optimizers and our optimizer keep on a rank, and what they take for a
+moment.
 
-From `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `bf16_optimizer.py` of DeepSpeed 0.19.8, and from
-`coat_dist/optim/state.py`.
+From `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `bf16_optimizer.py` of DeepSpeed
+0.19.8, and from `coat_dist/optim/state.py`.
 """
 
 from __future__ import annotations
@@ -50,12 +51,17 @@ def states(run: Run) -> States:
     found = parameters(run)
     groups = [[p for p in found if p.matrix is matrix] for matrix in GROUPS]
     elements, bucket = sum(p.numel for p in found), int(run.zero("reduce_bucket_size", BUCKET))
-    gradient, buckets = 4 if run.fp32_gradients else 2, 1 if run.stage == 3 or not run.overlap else 2
+    gradient, buckets = (
+        4 if run.fp32_gradients else 2,
+        1 if run.stage == 3 or not run.overlap else 2,
+    )
     if run.stage == 3:
         shards = [sum(ceil(p.numel / run.dp) for p in group) for group in groups]
         threshold = int(run.zero("param_persistence_threshold", _PERSISTENT))
         persistent = sum(p.numel for p in found if p.numel < threshold) if run.dp > 1 else 0
-        live = int(run.zero("max_live_parameters", _LIVE)) + int(run.zero("prefetch_bucket_size", _PREFETCH))
+        live = int(run.zero("max_live_parameters", _LIVE)) + int(
+            run.zero("prefetch_bucket_size", _PREFETCH)
+        )
         size = int(run.zero("sub_group_size", _SUB_GROUP))
         weights, gradients = 2 * sum(shards) + 2 * persistent, gradient * sum(shards)
         gathered = 2 * min(elements, live) if run.dp > 1 else 0
@@ -110,13 +116,17 @@ def _most_whole(groups: list[list[Parameter]], shards: list[int]) -> int:
 
 
 def local_elements(run: Run, rank: int) -> dict[str, int]:
-    """Elements of each parameter that ZeRO-1 and 2 give to a rank, which holds one stretch of each group."""
+    """Elements of each parameter that ZeRO-1 and 2 give to a rank, which holds one stretch of
+    each group.
+    """
     found: dict[str, int] = {}
     for matrix in GROUPS:
         group = [p for p in parameters(run) if p.matrix is matrix]
         size, begin = _padded_shard(group, run.dp), 0
         for p in group:
-            found[p.name] = max(0, min(begin + p.numel, (rank + 1) * size) - max(begin, rank * size))
+            found[p.name] = max(
+                0, min(begin + p.numel, (rank + 1) * size) - max(begin, rank * size)
+            )
             begin += p.numel
     return found
 
@@ -124,11 +134,14 @@ def local_elements(run: Run, rank: int) -> dict[str, int]:
 def _moments(run: Run, elements: int, matrices: bool) -> int:
     if not run.fp8_moments or not matrices:
         return 8 * elements
-    return 2 * ceil(elements / run.group_size) * (run.group_size + 3)  # codes, a bf16 amax, an exponent
+    # Codes, a bf16 amax, an exponent.
+    return 2 * ceil(elements / run.group_size) * (run.group_size + 3)
 
 
 def _sub_groups(group: list[Parameter], dp: int, size: int) -> int:
-    """Elements of the largest sub-group, which is closed by the parameter that makes it large enough."""
+    """Elements of the largest sub-group, which is closed by the parameter that makes it large
+    enough.
+    """
     largest = now = 0
     for p in group:
         now += ceil(p.numel / dp)

@@ -1,7 +1,11 @@
-"""How ``prepare_data.py`` finds input, reads documents, tokenizes shards and keeps its output consistent."""
+"""How ``prepare_data.py`` finds input, reads documents, tokenizes shards and keeps its output
+consistent.
+"""
 
 __all__ = ["DataError"]
 
 
 class DataError(ValueError):
-    """Input or settings that cannot be used. The message is complete: argument, given value, accepted values."""
+    """Input or settings that cannot be used. The message is complete: argument, given value,
+    accepted values.
+    """

@@ -28,14 +28,17 @@ class ReadOptions:
 
     text_key: str = "text"  # JSON key or Parquet column that holds the text
     separator: str | None = None  # of documents in a text file; None = it is one document
-    skip_bad: bool = False  # count lines and rows without usable text instead of stopping at the first
+    # Count lines and rows without usable text instead of stopping at the first.
+    skip_bad: bool = False
 
 
 def texts(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]:
-    """The documents that start in a piece of a text, JSON-lines or Parquet file; ``skipped`` counts what is left out.
+    """The documents that start in a piece of a text, JSON-lines or Parquet file; ``skipped`` counts
+    what is left out.
 
     Raises:
-        DataError: a line or row has no usable text (unless ``options.skip_bad``), or the file is damaged.
+        DataError: a line or row has no usable text (unless ``options.skip_bad``), or the file is
+            damaged.
     """
     reader = {"text": _text, "jsonl": _lines, "gzip": _lines, "parquet": _rows}[piece.kind]
     try:
@@ -85,13 +88,20 @@ def _lines(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str
                 continue
             text = problem = None
             try:
-                record = json.loads(line.decode("utf-8-sig"))  # files from Windows begin with a mark
+                # Files from Windows begin with a mark.
+                record = json.loads(line.decode("utf-8-sig"))
                 text = record[options.text_key]
             except (ValueError, RecursionError) as error:
                 problem = f"not JSON ({error})"
             except (KeyError, TypeError, IndexError):
-                keys = ", ".join(map(repr, list(record)[:10])) if isinstance(record, dict) else "not an object"
-                problem = f"no key {options.text_key!r} ({keys}); accepted: one with text (--text-key)"
+                keys = (
+                    ", ".join(map(repr, list(record)[:10]))
+                    if isinstance(record, dict)
+                    else "not an object"
+                )
+                problem = (
+                    f"no key {options.text_key!r} ({keys}); accepted: one with text (--text-key)"
+                )
             if problem is None and not _usable(text):
                 problem = f"the value of {options.text_key!r} is not text"
             if problem is None:
@@ -103,7 +113,9 @@ def _lines(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str
 
 def _line_number(file: Any, position: int) -> int:
     file.seek(0)
-    return 1 + sum(file.read(min(1 << 20, position - at)).count(b"\n") for at in range(0, position, 1 << 20))
+    return 1 + sum(
+        file.read(min(1 << 20, position - at)).count(b"\n") for at in range(0, position, 1 << 20)
+    )
 
 
 def _rows(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]:
@@ -111,16 +123,25 @@ def _rows(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]
 
     file, key = open_parquet(piece.path), options.text_key
     if key not in (columns := file.schema_arrow.names):
-        raise DataError(f"--text-key: got {key!r}, accepted: a column of {piece.path}: {', '.join(columns)}")
+        raise DataError(
+            f"--text-key: got {key!r}, accepted: a column of {piece.path}: {', '.join(columns)}"
+        )
     row = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
     try:
-        for batch in file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=[key]):
+        for batch in file.iter_batches(
+            1024, row_groups=range(piece.start, piece.stop), columns=[key]
+        ):
             for value in batch.column(0).to_pylist():
                 row += 1
                 if _usable(value):
                     yield value
                 else:
-                    _bad(f"{piece.path}: row {row}", f"{key!r} is {type(value).__name__}, not text", options, skipped)
+                    _bad(
+                        f"{piece.path}: row {row}",
+                        f"{key!r} is {type(value).__name__}, not text",
+                        options,
+                        skipped,
+                    )
     except pa.ArrowException as problem:
         raise DataError(f"--input: cannot read {piece.path}: {problem}") from None
 

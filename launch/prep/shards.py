@@ -1,6 +1,8 @@
-"""The work of ``prepare_data.py``: tokenize shards of input in several processes, and join them to one output.
+"""The work of ``prepare_data.py``: tokenize shards of input in several processes, and join them to
+one output.
 
-A shard is finished when its ``NUMBER.json`` exists; everything is written under a temporary name first.
+A shard is finished when its ``NUMBER.json`` exists; everything is written under a temporary name
+first.
 """
 
 from __future__ import annotations
@@ -67,9 +69,11 @@ def _documents(job: Job, piece: Piece, counts: Counter) -> Iterator[np.ndarray]:
 
 
 def _run_shard(job: Job, number: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Tokenize one shard into ``NUMBER.bin`` (tokens) and ``.npy`` (int32 document lengths ``[documents]``).
+    """Tokenize one shard into ``NUMBER.bin`` (tokens) and ``.npy`` (int32 document lengths
+    ``[documents]``).
 
-    ``NUMBER.json`` with the counts is written last: where it exists, the shard is complete. Returns its content.
+    ``NUMBER.json`` with the counts is written last: where it exists, the shard is complete. Returns
+    its content.
     """
     counts: Counter = Counter()
     lengths: list[int] = []
@@ -97,7 +101,9 @@ def _run_shard(job: Job, number: int, pieces: Sequence[Piece]) -> dict[str, Any]
 
 
 def _shard_done(job: Job, number: int) -> dict[str, Any] | None:
-    """The counts of a shard that an earlier run finished; None where its files are missing or cut short."""
+    """The counts of a shard that an earlier run finished; None where its files are missing or
+    cut short.
+    """
     stem = job.stem(number)
     try:
         done = _read_json(f"{stem}.json")
@@ -105,12 +111,16 @@ def _shard_done(job: Job, number: int) -> dict[str, Any] | None:
         size = os.path.getsize(f"{stem}.bin")
     except (FileNotFoundError, ValueError, EOFError):
         return None
-    return done if done and tokens == done["tokens"] == size // np.dtype(job.dtype).itemsize else None
+    return (
+        done if done and tokens == done["tokens"] == size // np.dtype(job.dtype).itemsize else None
+    )
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[str]:
-    """A temporary name that becomes ``path`` when the block ends without an error, after the content is on disk."""
+    """A temporary name that becomes ``path`` when the block ends without an error, after the
+    content is on disk.
+    """
     temporary = f"{path}.tmp{secrets.token_hex(8)}"  # a name for which nobody else can plant a link
     try:
         yield temporary
@@ -124,11 +134,15 @@ def replacing(path: str | Path) -> Iterator[str]:
 
 def write_json(path: str | Path, content: dict[str, Any]) -> None:
     with replacing(path) as temporary:
-        Path(temporary).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        Path(temporary).write_text(
+            json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _read_json(path: str | Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none. OSError where it is there and cannot be read."""
+    """The object in a JSON file; None where there is none. OSError where it is there and cannot
+    be read.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, ValueError):
@@ -166,9 +180,12 @@ def tokenize(job: Job, shards: list[list[Piece]], workers: int) -> list[dict[str
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
         try:
-            # Workers inherit what is blocked: Ctrl-C reaches the parent alone, which reports it once.
+            # Workers inherit what is blocked: Ctrl-C reaches the parent alone, which reports it
+            # once.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            futures = {pool.submit(_run_shard, job, number, shards[number]): number for number in todo}
+            futures = {
+                pool.submit(_run_shard, job, number, shards[number]): number for number in todo
+            }
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for future in as_completed(futures):
                 results[futures[future]] = future.result()
@@ -188,13 +205,17 @@ def _compare(then: dict[str, Any], now: dict[str, Any], what: str) -> None:
 
 
 def finished(prefix: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The summary of an output that is complete and of these settings; refuses to replace other files."""
+    """The summary of an output that is complete and of these settings; refuses to replace other
+    files.
+    """
     summary = _read_json(f"{prefix}.json")
     if summary is None or "settings" not in summary:
         there = [kind for kind in ("json", "bin", "idx") if Path(f"{prefix}.{kind}").exists()]
         if there and not Path(f"{prefix}.parts/manifest.json").exists():
             foreign = f"{prefix}.{there[0]} was not made by this program"
-            raise DataError(f"--output: got {prefix}, but {foreign}, accepted: another --output, or --overwrite")
+            raise DataError(
+                f"--output: got {prefix}, but {foreign}, accepted: another --output, or --overwrite"
+            )
         return None
     _compare(summary["settings"], settings, f"{prefix}.bin")
     files = [f"{prefix}.bin", f"{prefix}.idx"]
@@ -220,7 +241,8 @@ def open_parts(prefix: str, parts: Path, settings: dict[str, Any], overwrite: bo
 
 def merge(job: Job, prefix: str, shards: int) -> None:
     """Join the shards, in order, to ``PREFIX.bin`` and ``PREFIX.idx``."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # takes seconds, and workers import this
+    # Takes seconds, and workers import this.
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     with replacing(f"{prefix}.idx") as index, replacing(f"{prefix}.bin") as data:
         builder = IndexedDatasetBuilder(data, dtype=np.dtype(job.dtype).type)

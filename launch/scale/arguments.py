@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from launch.command_line import LocalPath, Parser, check_recompute, option, options_parser, out_of_range
+from launch.command_line import (
+    LocalPath,
+    Parser,
+    check_recompute,
+    option,
+    options_parser,
+    out_of_range,
+)
 from launch.plan.gpus import memory_bytes
 from launch.plan.options import ConfiguredOptions
 
@@ -28,7 +35,9 @@ def _several(convert: Callable[[str], Any], accepted: str) -> Callable[[str], tu
     return several
 
 
-_Variants = Annotated[tuple[str, ...], _several(lambda text: VARIANTS[VARIANTS.index(text)], "coat, bf16")]
+_Variants = Annotated[
+    tuple[str, ...], _several(lambda text: VARIANTS[VARIANTS.index(text)], "coat, bf16")
+]
 _Ranks = Annotated[tuple[int, ...], _several(int, "numbers of ranks")]
 _Sizes = Annotated[tuple[int, ...], _several(memory_bytes, "sizes such as 64KiB,16MiB")]
 
@@ -37,9 +46,10 @@ _measure, _predict = partial(option, group="measuring"), partial(option, group="
 
 @dataclass(kw_only=True)
 class ScalingOptions(ConfiguredOptions):
-    """Measure training and collectives on 1, 2, 4, ... of the ranks that are here, and predict larger clusters. Started
-    by `torchrun launch/scaling.py ...` or `deepspeed launch/scaling.py ...` (srun: `srun python ...`) on one node or
-    several, or by its path on one."""
+    """Measure training and collectives on 1, 2, 4, ... of the ranks that are here, and predict
+    larger clusters. Started by `torchrun launch/scaling.py ...` or `deepspeed launch/scaling.py
+    ...` (srun: `srun python ...`) on one node or several, or by its path on one.
+    """
 
     # No options here: experts and pipelines are not measured.
     expert_parallel: int = 1

@@ -14,7 +14,10 @@ import torch.distributed as dist
 __all__ = ["KINDS", "SIZES", "measure", "share"]
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p")
-SIZES = {"cuda": tuple(2**k for k in range(12, 29, 2)), "cpu": tuple(2**k for k in range(12, 23, 2))}
+SIZES = {
+    "cuda": tuple(2**k for k in range(12, 29, 2)),
+    "cpu": tuple(2**k for k in range(12, 23, 2)),
+}
 """Bytes: 4 KiB to 256 MiB on GPUs."""
 _REPEATS = 5
 
@@ -24,7 +27,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def share(kind: str, ranks: int) -> float:
-    """Part of a collective's bytes, those of the whole tensor, that each rank sends, as in a ring."""
+    """Part of a collective's bytes, those of the whole tensor, that each rank sends, as in a
+    ring.
+    """
     if kind == "p2p":
         return 1.0
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks

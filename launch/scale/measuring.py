@@ -31,13 +31,16 @@ _VOCABULARY = 32_000  # Llama 2's, of a model that names none: its tokens are ra
 
 
 def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
-    """What is trained and on what, as plain values; CoatConfigError names settings that cannot be used."""
+    """What is trained and on what, as plain values; CoatConfigError names settings that cannot
+    be used.
+    """
     found: dict[str, Any] = {
         "tensor_parallel": args.tensor_parallel,
         "world": crew.world,
         "nodes": crew.nodes,
         "gpus_per_node": crew.per_node,
-        "device": "unknown",  # until a measurement names it: this process must not hold memory of a GPU
+        # Until a measurement names it: this process must not hold memory of a GPU.
+        "device": "unknown",
         "versions": {"torch": torch.__version__},
         "settings": {},
     }
@@ -49,28 +52,43 @@ def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
         model = model.with_vocab(args.vocab_size or _VOCABULARY)
     micro = args.micro_batch or settings.get(MICRO)
     if not isinstance(micro, int):
-        raise CoatConfigError(f"{MICRO}: got {micro!r}, accepted: an integer >= 1, or --micro-batch")
+        raise CoatConfigError(
+            f"{MICRO}: got {micro!r}, accepted: an integer >= 1, or --micro-batch"
+        )
     run = Run(model=model, settings=settings, coat=coat, tp=args.tensor_parallel)
     variants = {"coat": with_block(run), "bf16": without_block(run)}
     return found | {
         "model_name": args.model,
         "model": model.model_dump(exclude_defaults=True, mode="json"),
-        "settings": {name: dict(variants[name].settings) for name in VARIANTS if name in args.variants},
+        "settings": {
+            name: dict(variants[name].settings) for name in VARIANTS if name in args.variants
+        },
         "options": {one.name: getattr(args, one.name) for one in fields(RunOptions)},
         "micro_batch": micro,
         "accumulation": args.accumulation or settings.get(STEPS) or 1,
     }
 
 
-def jobs(args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int], crew: Crew) -> list[dict[str, Any]]:
-    """What is to be measured on the first ``nodes`` and ``a_node`` ranks of each; CoatConfigError names what cannot."""
+def jobs(
+    args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int], crew: Crew
+) -> list[dict[str, Any]]:
+    """What is to be measured on the first ``nodes`` and ``a_node`` ranks of each;
+    CoatConfigError names what cannot.
+    """
     found: list[dict[str, Any]] = []
     shapes = [(max(1, size // crew.per_node), min(size, crew.per_node)) for size in sizes]
     if args.only != "training":
         apart = [(2**k, 1) for k in range(1, 20) if 2**k <= crew.nodes]  # the link between nodes
         for nodes, a_node in dict.fromkeys(shapes + apart):
             if nodes * a_node > 1:
-                found.append({"what": "collectives", "nodes": nodes, "a_node": a_node, "sizes": args.message_sizes})
+                found.append(
+                    {
+                        "what": "collectives",
+                        "nodes": nodes,
+                        "a_node": a_node,
+                        "sizes": args.message_sizes,
+                    }
+                )
     most, strong = max(sizes), not args.no_strong
     for size, (nodes, a_node) in zip(sizes, shapes, strict=True):
         for variant in identity["settings"]:
@@ -78,21 +96,42 @@ def jobs(args: ScalingOptions, identity: Mapping[str, Any], sizes: Sequence[int]
             passes = {weak, 2 * weak}  # twice that tells computing from the update
             if strong and weak * most % size == 0:
                 passes.add(weak * most // size)
-            job = {"what": "training", "nodes": nodes, "a_node": a_node, "variant": variant, "most": most}
-            job |= {"strong": strong, "accumulations": sorted(passes), "warmup": args.warmup, "steps": args.steps}
+            job = {
+                "what": "training",
+                "nodes": nodes,
+                "a_node": a_node,
+                "variant": variant,
+                "most": most,
+            }
+            job |= {
+                "strong": strong,
+                "accumulations": sorted(passes),
+                "warmup": args.warmup,
+                "steps": args.steps,
+            }
             plan_of({**job, "identity": identity}, size)
             found.append(job)
     return [{**job, "timeout": 60 * args.timeout_minutes} for job in found]
 
 
-def measure(crew: Crew, identity: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
-    """Run this node's part of the jobs; on node 0 what :data:`FILE` holds, which is written after every measurement."""
+def measure(
+    crew: Crew, identity: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], folder: Path
+) -> dict[str, Any]:
+    """Run this node's part of the jobs; on node 0 what :data:`FILE` holds, which is written
+    after every measurement.
+    """
     there: dict[str, Any] = {"format": 1, "identity": dict(identity), "records": []}
     for number, job in enumerate(jobs):
-        found, ranks = crew.measure(number, {**job, "identity": identity}), job["nodes"] * job["a_node"]
+        found, ranks = (
+            crew.measure(number, {**job, "identity": identity}),
+            job["nodes"] * job["a_node"],
+        )
         if crew.node:
             continue
-        name = f"{job['what']}{', ' + job['variant'] if 'variant' in job else ''} on {ranks} of {crew.world} ranks"
+        name = (
+            f"{job['what']}{', ' + job['variant'] if 'variant' in job else ''} on {ranks} of "
+            f"{crew.world} ranks"
+        )
         if "failed" in found:
             say(f"{name}: failed: {found['failed']}", "warning")
         else:
@@ -107,5 +146,6 @@ def _described(found: Mapping[str, Any]) -> str:
     if "samples" in found:
         return f"{len(found['samples'])} times"
     return ", ".join(
-        f"{1e3 * statistics.median(one['seconds']):.1f} ms a step of {one['accumulation']}" for one in found["steps"]
+        f"{1e3 * statistics.median(one['seconds']):.1f} ms a step of {one['accumulation']}"
+        for one in found["steps"]
     )

@@ -13,7 +13,12 @@ __all__ = ["markdown", "spread_of", "summary"]
 
 def _table(head: str, rows: Iterable[str]) -> list[str]:
     """Lines of a Markdown table; cells are separated by " | "."""
-    return ["", f"| {head} |", "|" + "---|" * (1 + head.count(" | ")), *(f"| {row} |" for row in rows)]
+    return [
+        "",
+        f"| {head} |",
+        "|" + "---|" * (1 + head.count(" | ")),
+        *(f"| {row} |" for row in rows),
+    ]
 
 
 def _between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
@@ -23,7 +28,9 @@ def _between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int =
 
 
 def spread_of(seconds: Sequence[float]) -> float:
-    """Relative standard deviation, from the middle half of the steps: a disturbed step does not count."""
+    """Relative standard deviation, from the middle half of the steps: a disturbed step does not
+    count.
+    """
     if len(seconds) < 2:
         return 0.0
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -31,7 +38,9 @@ def spread_of(seconds: Sequence[float]) -> float:
 
 
 def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values of all tables from ``measured.json`` and predictions: seconds, bytes a second."""
+    """Plain values of all tables from ``measured.json`` and predictions: seconds, bytes a
+    second.
+    """
     records = there["records"]
     return {
         "identity": there["identity"],
@@ -39,13 +48,24 @@ def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str,
         "collectives": [row for one in records if "samples" in one for row in _collectives(one)],
         "predictions": predicted["rows"],
         "links": predicted["links"],
-        "failed": [one["key"] | {"ranks": one["ranks"], "why": one["failed"]} for one in records if "failed" in one],
+        "failed": [
+            one["key"] | {"ranks": one["ranks"], "why": one["failed"]}
+            for one in records
+            if "failed" in one
+        ],
     }
 
 
-def _steps(training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _steps(
+    training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Rows of weak and strong scaling, each with its efficiency against the fewest ranks."""
-    rows = [row for one in training for measured in one["steps"] for row in _of_modes(one, measured, identity)]
+    rows = [
+        row
+        for one in training
+        for measured in one["steps"]
+        for row in _of_modes(one, measured, identity)
+    ]
     rows.sort(key=lambda row: (row["mode"] != "weak", row["variant"] != "coat", row["ranks"]))
     for row in rows:
         first = next(r for r in rows if (r["variant"], r["mode"]) == (row["variant"], row["mode"]))
@@ -81,12 +101,18 @@ def _collectives(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A row for each kind: the smallest and the largest message."""
     a_node, nodes = record["a_node"], -(-record["ranks"] // record["a_node"])
     for kind in dict.fromkeys(one["kind"] for one in record["samples"]):
-        own = sorted((one for one in record["samples"] if one["kind"] == kind), key=lambda one: one["size"])
+        own = sorted(
+            (one for one in record["samples"] if one["kind"] == kind), key=lambda one: one["size"]
+        )
         first, last = own[0], own[-1]
         yield {
             "kind": kind,
             "ranks": last["ranks"],
-            "where": "in a node" if nodes == 1 else "between nodes" if a_node == 1 else f"{nodes} nodes",
+            "where": "in a node"
+            if nodes == 1
+            else "between nodes"
+            if a_node == 1
+            else f"{nodes} nodes",
             "smallest_bytes": first["size"],
             "smallest_seconds": first["seconds"],
             "largest_bytes": last["size"],
@@ -99,45 +125,68 @@ def markdown(found: Mapping[str, Any]) -> str:
     identity = found["identity"]
     nodes = f"{identity['nodes']} node{'s' if identity['nodes'] > 1 else ''}"
     versions = f"torch {identity['versions']['torch']}"
-    lines = ["# Scaling", "", f"Measured on {identity['world']} x {identity['device']} on {nodes}; {versions}."]
+    lines = [
+        "# Scaling",
+        "",
+        f"Measured on {identity['world']} x {identity['device']} on {nodes}; {versions}.",
+    ]
     if found["steps"]:
         model = identity["model"]
         lines += [
             "",
-            f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of {model['seq_length']} tokens, "
-            f"vocabulary {model['vocab_size']}, tensor-parallel {identity['tensor_parallel']}. Times are medians of "
+            f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of "
+            f"{model['seq_length']} tokens, "
+            f"vocabulary {model['vocab_size']}, tensor-parallel {identity['tensor_parallel']}. "
+            "Times are medians of "
             "steps; efficiency is against the fewest ranks.",
         ]
     for mode in ("weak", "strong"):
         if rows := [_step_cells(row) for row in found["steps"] if row["mode"] == mode]:
-            head = "variant | ranks | micro-batches | step, ms | tokens/s | tokens/s/GPU | efficiency | peak, GiB"
+            head = (
+                "variant | ranks | micro-batches | step, ms | tokens/s | tokens/s/GPU | "
+                "efficiency | peak, GiB"
+            )
             lines += ["", f"## {mode.capitalize()} scaling", *_table(head, rows)]
     if found["collectives"]:
         ends = (_bytes(found["collectives"][0][f"{end}_bytes"]) for end in ("smallest", "largest"))
-        lines += ["", "## Collectives", "", "Messages of {} for latency and {} for bandwidth.".format(*ends)]
+        lines += [
+            "",
+            "## Collectives",
+            "",
+            "Messages of {} for latency and {} for bandwidth.".format(*ends),
+        ]
         head = "collective | ranks | link | latency, µs | bandwidth, GB/s"
         lines += _table(head, map(_collective_cells, found["collectives"]))
     if found["predictions"]:
         lines += ["", "## Predicted: weak scaling", "", f"Links: {found['links']}."]
-        head = "variant | from ranks | to ranks | step, ms | tokens/s/GPU | efficiency, % | measured, ms"
+        head = (
+            "variant | from ranks | to ranks | step, ms | tokens/s/GPU | efficiency, % | "
+            "measured, ms"
+        )
         lines += _table(head, map(_prediction_cells, found["predictions"]))
     for one in found["failed"]:
-        lines += ["", f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}"]
+        lines += [
+            "",
+            f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}",
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _step_cells(row: Mapping[str, Any]) -> str:
     peak = "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}"
     return (
-        f"{row['variant']} | {row['ranks']} | {row['accumulation']} | {1e3 * row['seconds']:,.1f} ± "
-        f"{100 * row['spread']:.1f} % | {row['tokens_per_second']:,.0f} | {row['tokens_per_second_per_gpu']:,.0f} | "
+        f"{row['variant']} | {row['ranks']} | {row['accumulation']} | {1e3 * row['seconds']:,.1f} "
+        "± "
+        f"{100 * row['spread']:.1f} % | {row['tokens_per_second']:,.0f} | "
+        f"{row['tokens_per_second_per_gpu']:,.0f} | "
         f"{100 * row['efficiency']:.1f} % | {peak}"
     )
 
 
 def _collective_cells(row: Mapping[str, Any]) -> str:
     return (
-        f"{row['kind'].replace('_', '-')} | {row['ranks']} | {row['where']} | {1e6 * row['smallest_seconds']:,.1f} | "
+        f"{row['kind'].replace('_', '-')} | {row['ranks']} | {row['where']} | "
+        f"{1e6 * row['smallest_seconds']:,.1f} | "
         f"{row['bandwidth'] / 1e9:,.2f}"
     )
 
@@ -146,10 +195,13 @@ def _prediction_cells(row: Mapping[str, Any]) -> str:
     measured = "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}"
     return (
         f"{row['variant']} | {row['from']} | {row['ranks']} | {_between(row['seconds'], 1e3, 1)} | "
-        f"{row['tokens_per_second_per_gpu'][1]:,.0f} | {_between(row['efficiency'], 100)} | {measured}"
+        f"{row['tokens_per_second_per_gpu'][1]:,.0f} | {_between(row['efficiency'], 100)} | "
+        f"{measured}"
     )
 
 
 def _bytes(number: float) -> str:
-    unit, name = (2**20, "MiB") if number >= 2**20 else (2**10, "KiB") if number >= 2**10 else (1, "B")
+    unit, name = (
+        (2**20, "MiB") if number >= 2**20 else (2**10, "KiB") if number >= 2**10 else (1, "B")
+    )
     return f"{number / unit:.0f} {name}"

@@ -19,16 +19,26 @@ __all__ = ["measure", "plan_of"]
 
 
 def plan_of(job: Mapping[str, Any], world: int) -> Plan:
-    """The plan of a run on ``world`` ranks; touches no device. Errors are those of :func:`assemble`.
+    """The plan of a run on ``world`` ranks; touches no device. Errors are those of
+    :func:`assemble`.
 
     Args:
-        job: ``variant``, ``accumulations``, and the ``identity`` of :func:`launch.scale.measuring.identity_of`.
+        job: ``variant``, ``accumulations``, and the ``identity`` of
+            :func:`launch.scale.measuring.identity_of`.
     """
     identity = job["identity"]
-    settings = {key: value for key, value in identity["settings"][job["variant"]].items() if key != TOTAL}
+    settings = {
+        key: value for key, value in identity["settings"][job["variant"]].items() if key != TOTAL
+    }
     settings |= {MICRO: identity["micro_batch"], STEPS: max(job["accumulations"])}
     args = PretrainOptions(deepspeed_config="", data=[], train_steps=1, **identity["options"])
-    return assemble(args, world, settings, CoatConfig.from_deepspeed(settings), described_model(identity["model"]))
+    return assemble(
+        args,
+        world,
+        settings,
+        CoatConfig.from_deepspeed(settings),
+        described_model(identity["model"]),
+    )
 
 
 def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -43,11 +53,16 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
     p = plan_of(job, torch.distributed.get_world_size())
     runtime.seed_python_and_numpy(p.args.seed)
-    initialize_model_parallel(p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False)
+    initialize_model_parallel(
+        p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False
+    )
     engine = build.build_engine(p, lambda text: None)
     loss = build.language_model_loss(p.args.tensor_parallel, device)
     generator = torch.Generator().manual_seed(p.args.seed + parallel_state.get_data_parallel_rank())
-    batch = {name: drawn.to(device) for name, drawn in random_batch(p.model, p.batch.micro, generator).items()}
+    batch = {
+        name: drawn.to(device)
+        for name, drawn in random_batch(p.model, p.batch.micro, generator).items()
+    }
     measured, values = [], []
     for accumulation in job["accumulations"]:
         engine.set_train_batch_size(p.batch.micro * accumulation * p.dp)
@@ -58,7 +73,8 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
                 value = loss(engine, batch)
                 engine.backward(value)
                 engine.step()
-            values += runtime.mean_over_ranks([value.detach()], device)  # waits for the device and for every rank
+            # Waits for the device and for every rank.
+            values += runtime.mean_over_ranks([value.detach()], device)
             if step >= job["warmup"]:
                 seconds.append(time.perf_counter() - began)
         measured.append({"accumulation": accumulation, "seconds": seconds})
@@ -66,7 +82,9 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {"steps": measured, "peak_memory_bytes": peak, "first_loss": values[0]}
 
 
-def random_batch(model: ModelConfig, micro: int, generator: torch.Generator | None = None) -> dict[str, torch.Tensor]:
+def random_batch(
+    model: ModelConfig, micro: int, generator: torch.Generator | None = None
+) -> dict[str, torch.Tensor]:
     """A micro-batch of random tokens: ``[micro, seq]`` int64, on the CPU."""
     shape = (micro, model.seq_length)
     assert model.vocab_size is not None

@@ -1,4 +1,6 @@
-"""One rank of one measurement, a process of its own, started by :mod:`launch.scale.crew` through torchrun."""
+"""One rank of one measurement, a process of its own, started by :mod:`launch.scale.crew` through
+torchrun.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,14 @@ def main() -> None:
     try:
         found = _measure(job)
     except Exception as problem:
-        reason = "out of memory" if is_out_of_memory(problem) else f"{type(problem).__name__}: {problem}"
+        reason = (
+            "out of memory" if is_out_of_memory(problem) else f"{type(problem).__name__}: {problem}"
+        )
         found = {"failed": f"rank {rank}: {reason}".split("\n")[0][:300]}
     if rank == "0" or "failed" in found:
         (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    os._exit(1 if "failed" in found else 0)  # what libraries do at their ends takes seconds, and all is written
+    # What libraries do at their ends takes seconds, and all is written.
+    os._exit(1 if "failed" in found else 0)
 
 
 if __name__ == "__main__":

@@ -8,34 +8,70 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from launch.command_line import LocalPath, Parser, RunOptions, check_recompute, option, options_parser, out_of_range
+from launch.command_line import (
+    LocalPath,
+    Parser,
+    RunOptions,
+    check_recompute,
+    option,
+    options_parser,
+    out_of_range,
+)
 from launch.data.blend import without_suffix
 
-__all__ = ["DEEPSPEED_KEYS", "UNKNOWN_STEPS", "PretrainOptions", "TrainingOptions", "parse", "parser"]
+__all__ = [
+    "DEEPSPEED_KEYS",
+    "UNKNOWN_STEPS",
+    "PretrainOptions",
+    "TrainingOptions",
+    "parse",
+    "parser",
+]
 
 UNKNOWN_STEPS = 10**9
-"""``train_steps`` of a run whose data have not been read: any number will do for checks and batch sizes."""
+"""``train_steps`` of a run whose data have not been read: any number will do for checks and
+batch sizes.
+"""
 DEEPSPEED_KEYS = {
-    **dict.fromkeys(("adam-beta1", "adam-beta2", "adam-eps", "weight-decay"), "optimizer.params in the DeepSpeed file"),
+    **dict.fromkeys(
+        ("adam-beta1", "adam-beta2", "adam-eps", "weight-decay"),
+        "optimizer.params in the DeepSpeed file",
+    ),
     **dict.fromkeys(("clip-grad", "max-grad-norm"), "gradient_clipping in the DeepSpeed file"),
     "global-batch-size": "train_batch_size in the DeepSpeed file",
     "gradient-accumulation-steps": "gradient_accumulation_steps in the DeepSpeed file",
     "use-distributed-optimizer": "zero_optimization.stage in the DeepSpeed file",
 }
 """Options of other programs that are keys of the DeepSpeed file here."""
-_MODEL_KEYS = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups seq_length vocab_size "
-_MODEL_KEYS += "activation normalization norm_eps rotary_base init_std num_moe_experts hidden_dropout attention_dropout"
+_MODEL_KEYS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
+    "seq_length vocab_size "
+)
+_MODEL_KEYS += (
+    "activation normalization norm_eps rotary_base init_std num_moe_experts "
+    "hidden_dropout attention_dropout"
+)
 """Those that are keys of the model's description (``ModelConfig``, which imports torch)."""
-_deepspeed, _memory, _data = (partial(option, group=name) for name in ("DeepSpeed", "memory", "data"))
-_model, _schedule, _output = (partial(option, group=name) for name in ("model", "schedule", "output"))
+_deepspeed, _memory, _data = (
+    partial(option, group=name) for name in ("DeepSpeed", "memory", "data")
+)
+_model, _schedule, _output = (
+    partial(option, group=name) for name in ("model", "schedule", "output")
+)
 
 
 def step_range(text: str) -> tuple[int, int]:
     """First and last step of "10-12" or "10", as a type of an option."""
     first, dash, last = text.partition("-")
-    if first.isdecimal() and (last.isdecimal() or not dash) and 1 <= int(first) <= int(last or first):
+    if (
+        first.isdecimal()
+        and (last.isdecimal() or not dash)
+        and 1 <= int(first) <= int(last or first)
+    ):
         return int(first), int(last or first)
-    raise argparse.ArgumentTypeError(f"got {text!r}, accepted: FIRST-LAST, such as 10-12, or one step, from 1")
+    raise argparse.ArgumentTypeError(
+        f"got {text!r}, accepted: FIRST-LAST, such as 10-12, or one step, from 1"
+    )
 
 
 @dataclass(kw_only=True)
@@ -45,13 +81,17 @@ class TrainingOptions(RunOptions):
     deepspeed_config: LocalPath = _deepspeed(
         flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE", meant="config"
     )
-    """DeepSpeed JSON, with or without a "coat" block: a path, or a name in configs/deepspeed such as zero2"""
+    """DeepSpeed JSON, with or without a "coat" block: a path, or a name in configs/deepspeed
+    such as zero2
+    """
     deepspeed: bool = _deepspeed(False)
     """accepted for habit; DeepSpeed always runs"""
     local_rank: int | None = _deepspeed(None, flags=("--local_rank", "--local-rank"))
     """set by the launcher; LOCAL_RANK works as well"""
     distributed_timeout_minutes: float | None = _deepspeed(None, metavar="MINUTES", least=0.1)
-    """how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with gloo)"""
+    """how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with
+    gloo)
+    """
     seed: int = _model(1234, least=0)
     """of initial weights, data order and dropout"""
     dry_run: bool = _memory(False)
@@ -59,8 +99,9 @@ class TrainingOptions(RunOptions):
     json: bool = _memory(False)
     """with --dry-run: as plain values"""
     data_cache: LocalPath | None = _data(None, metavar="DIR")
-    """where sample indices (default: beside the data) or encoded conversations (default: prepared in --output) are
-    kept"""
+    """where sample indices (default: beside the data) or encoded conversations (default: prepared
+    in --output) are kept
+    """
     train_steps: int = _schedule(least=1, meant="max-steps train-iters iterations steps")
     """optimizer steps of the whole run"""
     stop_at_step: int | None = _schedule(None, least=1)
@@ -69,7 +110,9 @@ class TrainingOptions(RunOptions):
     """peak learning rate (default: optimizer.params.lr)"""
     min_lr: float = _schedule(0.0, least=0.0)
     """learning rate at the end of the decay"""
-    lr_schedule: Literal["cosine", "linear", "constant"] = _schedule("cosine", meant="lr-decay-style lr-scheduler-type")
+    lr_schedule: Literal["cosine", "linear", "constant"] = _schedule(
+        "cosine", meant="lr-decay-style lr-scheduler-type"
+    )
     """shape after warm-up"""
     warmup_steps: int = _schedule(0, least=0, meant="lr-warmup-iters")
     """steps from 0 to the peak"""
@@ -78,40 +121,63 @@ class TrainingOptions(RunOptions):
     max_bad_steps: int = _schedule(5, least=1)
     """stop after so many steps in a row with a non-finite loss or gradient norm"""
     eval_interval: int = _schedule(0, least=0)
-    """steps between evaluations on the held-out data, which the last step is followed by, too; 0 = never"""
+    """steps between evaluations on the held-out data, which the last step is followed by, too; 0
+    = never
+    """
     eval_steps: int = _schedule(10, least=1, meant="eval-iters")
     """micro-batches a rank and evaluation"""
-    output: LocalPath | None = _output(None, flags=("--output", "--run"), metavar="DIR", meant="output-dir")
-    """folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run for its own)"""
-    tensorboard: LocalPath | None = _output(None, metavar="DIR", meant="logging-dir tensorboard-dir")
+    output: LocalPath | None = _output(
+        None, flags=("--output", "--run"), metavar="DIR", meant="output-dir"
+    )
+    """folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run
+    for its own)
+    """
+    tensorboard: LocalPath | None = _output(
+        None, metavar="DIR", meant="logging-dir tensorboard-dir"
+    )
     """also write TensorBoard events"""
     wandb: str | None = _output(None, metavar="PROJECT", meant="report-to wandb-project")
     """also log to Weights & Biases (pip install wandb)"""
-    wandb_name: str | None = _output(None, metavar="NAME", meant="run-name wandb-exp-name wandb-run-name")
+    wandb_name: str | None = _output(
+        None, metavar="NAME", meant="run-name wandb-exp-name wandb-run-name"
+    )
     """of the run there (default: W&B makes one up)"""
     wandb_entity: str | None = _output(None, metavar="NAME")
     """user or team there (default: yours)"""
     wandb_mode: Literal["online", "offline"] | None = _output(None)
-    """offline: into files below --output, for `wandb sync` later (default: what WANDB_MODE says, else online)"""
-    profile_steps: Annotated[tuple[int, int], step_range] | None = _output(None, metavar="FIRST-LAST", meant="profile")
+    """offline: into files below --output, for `wandb sync` later (default: what WANDB_MODE says,
+    else online)
+    """
+    profile_steps: Annotated[tuple[int, int], step_range] | None = _output(
+        None, metavar="FIRST-LAST", meant="profile"
+    )
     """write a trace of these steps of rank 0 into --output, for chrome://tracing or Perfetto"""
-    log_level: Literal["debug", "info", "warning", "error"] = _output("info", meant="logging-level verbosity")
-    """debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines, and libraries'
-    warnings; warning: warnings and errors only; error: errors only"""
+    log_level: Literal["debug", "info", "warning", "error"] = _output(
+        "info", meant="logging-level verbosity"
+    )
+    """debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines,
+    and libraries' warnings; warning: warnings and errors only; error: errors only
+    """
     save: LocalPath | None = _output(None, metavar="DIR")
     """folder for checkpoints; also saves at the end and on SIGTERM, SIGINT"""
     save_interval: int = _output(0, least=0, meant="save-steps")
     """steps between checkpoints; 0 = only at the end"""
     keep_last: int = _output(0, least=0, meant="save-total-limit")
     """checkpoints kept in --save; 0 = all"""
-    load: LocalPath | None = _output(None, metavar="DIR|auto", meant="load-checkpoint resume resume-from-checkpoint")
-    """continue from this folder's latest checkpoint; auto = from --save where it has one, else start"""
+    load: LocalPath | None = _output(
+        None, metavar="DIR|auto", meant="load-checkpoint resume resume-from-checkpoint"
+    )
+    """continue from this folder's latest checkpoint; auto = from --save where it has one, else
+    start
+    """
     overwrite: bool = _output(False)
-    """start anew where an earlier run has written: its checkpoints go when the first new one is complete, its
-    metrics.jsonl is kept under another name"""
+    """start anew where an earlier run has written: its checkpoints go when the first new one is
+    complete, its metrics.jsonl is kept under another name
+    """
 
     def check(self) -> None:
-        """Refuse values that contradict each other, all at once; ``train_steps`` may not be known yet.
+        """Refuse values that contradict each other, all at once; ``train_steps`` may not be known
+        yet.
 
         Raises:
             CoatConfigError: one line for each.
@@ -124,27 +190,64 @@ class TrainingOptions(RunOptions):
     def problems(self) -> list[str]:
         """A line for each value that contradicts another one, or is out of range."""
         last = self.train_steps or UNKNOWN_STEPS
-        end, saves, several = self.lr_decay_steps or last, self.save is not None, self.tensor_parallel > 1
+        end, saves, several = (
+            self.lr_decay_steps or last,
+            self.save is not None,
+            self.tensor_parallel > 1,
+        )
         of_wandb = self.wandb_name or self.wandb_entity or self.wandb_mode
         return [
             *out_of_range(self),
             *self.refused(
-                ("warmup_steps", self.lr_schedule == "constant" or self.warmup_steps <= end, f"0 to the end ({end})"),
-                ("stop_at_step", (self.stop_at_step or 1) <= last, f"1 to the run's last step ({last})"),
+                (
+                    "warmup_steps",
+                    self.lr_schedule == "constant" or self.warmup_steps <= end,
+                    f"0 to the end ({end})",
+                ),
+                (
+                    "stop_at_step",
+                    (self.stop_at_step or 1) <= last,
+                    f"1 to the run's last step ({last})",
+                ),
                 ("save_interval", saves or not self.save_interval, "0 without --save"),
                 ("load", saves or self.load != "auto", "auto only with --save"),
-                ("overwrite", not self.overwrite or self.load != "auto", "not with --load auto, which continues"),
-                ("sequence_parallel", several or not self.sequence_parallel, "only with --tensor-parallel 2 or more"),
-                ("virtual_stages", self.pipeline_parallel > 1 or self.virtual_stages <= 1, "1 with one pipeline stage"),
-                ("profile_steps", self.profile_steps is None or self.output is not None, "only with --output"),
-                ("wandb", self.wandb is not None or not of_wandb, "a project with --wandb-name, -entity and -mode"),
-                *((n, self.dry_run or not getattr(self, n), "only with --dry-run") for n in ("json", "gpu", "gpus")),
+                (
+                    "overwrite",
+                    not self.overwrite or self.load != "auto",
+                    "not with --load auto, which continues",
+                ),
+                (
+                    "sequence_parallel",
+                    several or not self.sequence_parallel,
+                    "only with --tensor-parallel 2 or more",
+                ),
+                (
+                    "virtual_stages",
+                    self.pipeline_parallel > 1 or self.virtual_stages <= 1,
+                    "1 with one pipeline stage",
+                ),
+                (
+                    "profile_steps",
+                    self.profile_steps is None or self.output is not None,
+                    "only with --output",
+                ),
+                (
+                    "wandb",
+                    self.wandb is not None or not of_wandb,
+                    "a project with --wandb-name, -entity and -mode",
+                ),
+                *(
+                    (n, self.dry_run or not getattr(self, n), "only with --dry-run")
+                    for n in ("json", "gpu", "gpus")
+                ),
             ),
             *check_recompute(self),
         ]
 
     def refused(self, *checks: tuple[str, object, str]) -> list[str]:
-        """A line for each field that does not hold: its name, whether it holds, what is accepted."""
+        """A line for each field that does not hold: its name, whether it holds, what is
+        accepted.
+        """
         return [
             f"--{name.replace('_', '-')}: got {getattr(self, name)!r}, accepted: {accepted}"
             for name, good, accepted in checks
@@ -154,24 +257,35 @@ class TrainingOptions(RunOptions):
 
 @dataclass(kw_only=True)
 class PretrainOptions(TrainingOptions):
-    """Pretrain a GPT with DeepSpeed and Megatron-core. Started by `deepspeed launch/pretrain.py ...` or `torchrun
-    launch/pretrain.py ...`."""
+    """Pretrain a GPT with DeepSpeed and Megatron-core. Started by `deepspeed launch/pretrain.py
+    ...` or `torchrun launch/pretrain.py ...`.
+    """
 
     model: LocalPath | None = _model(None, metavar="FILE", meant="model-config")
-    """description: a path, or a name in configs/models such as llama2-7b (default: that of --init-from)"""
-    init_from: LocalPath | None = _model(None, metavar="DIR", meant="model-name-or-path pretrained-checkpoint")
-    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that convert_hf.py wrote, or a
-    training checkpoint. With --load auto, where there is nothing to continue"""
+    """description: a path, or a name in configs/models such as llama2-7b (default: that of
+    --init-from)
+    """
+    init_from: LocalPath | None = _model(
+        None, metavar="DIR", meant="model-name-or-path pretrained-checkpoint"
+    )
+    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that
+    convert_hf.py wrote, or a training checkpoint. With --load auto, where there is nothing to
+    continue
+    """
     model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
     """replace values of the description"""
     data: list[str] = _data(metavar="[WEIGHT ]PREFIX", meant="data-path")
-    """output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token files (JSON, YAML;
-    docs/data.md); several are blended by weight"""
+    """output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token
+    files (JSON, YAML; docs/data.md); several are blended by weight
+    """
     split: str = _data("950,40,10")
     """parts of train, valid and test"""
-    separate_documents: bool = _data(False, meant="eod-mask-loss reset-attention-mask reset-position-ids")
-    """keep the documents of a sequence apart: attention within each, positions that begin again, no loss for what
-    follows the end of one"""
+    separate_documents: bool = _data(
+        False, meant="eod-mask-loss reset-attention-mask reset-position-ids"
+    )
+    """keep the documents of a sequence apart: attention within each, positions that begin again, no
+    loss for what follows the end of one
+    """
     num_workers: int = _data(0, least=0)
     """data loader processes of a rank"""
 

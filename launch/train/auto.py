@@ -1,4 +1,6 @@
-"""The micro-batch "auto": the largest one that fits by the planner, for the rank with the least free memory."""
+"""The micro-batch "auto": the largest one that fits by the planner, for the rank with the least
+free memory.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,24 @@ def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
     if found is None:
         saved = "\n".join(f"  {size(one.bytes):>11}  {one.what}" for one in savings(smallest))
         raise CoatConfigError(
-            f'{MICRO}: got "auto", accepted: settings with which a micro-batch fits that divides {TOTAL} by the ranks; '
-            f"1 sample needs {size(need(smallest, gpu).total)} of {size(gpu.memory)}. What would save most:\n{saved}"
+            f'{MICRO}: got "auto", accepted: settings with which a micro-batch fits that divides '
+            f"{TOTAL} by the ranks; "
+            f"1 sample needs {size(need(smallest, gpu).total)} of {size(gpu.memory)}. What would "
+            f"save most:\n{saved}"
         )
     chosen, needs = _with_micro(p, found.micro), need(found, gpu).total
     steps = chosen.batch.accumulation
-    say(f"micro-batch: {found.micro} found ({steps} a step), needs {size(needs)} of {size(gpu.memory)} by the plan")
+    say(
+        f"micro-batch: {found.micro} found ({steps} a step), needs {size(needs)} of "
+        f"{size(gpu.memory)} by the plan"
+    )
     return chosen
 
 
 def _recorded(p: Plan, source: Path | None) -> int | None:
-    """The micro-batch of the run that is continued, if it was found in the same way and for as many ranks."""
+    """The micro-batch of the run that is continued, if it was found in the same way and for as
+    many ranks.
+    """
     earlier = {} if source is None else read_manifest(source)["run"]
     batch = earlier.get("batch", {})
     if batch.get("found") != "auto" or earlier.get("parallel") != p.identity()["parallel"]:
@@ -68,7 +77,11 @@ def _with_micro(p: Plan, micro: int) -> Plan:
 
 def _usable(p: Plan, device: torch.device) -> GPU:
     """A GPU with the memory that this run may use, the least of all ranks."""
-    other = memory_bytes(p.args.other_memory, "--other-memory") if p.args.other_memory is not None else 0
+    other = (
+        memory_bytes(p.args.other_memory, "--other-memory")
+        if p.args.other_memory is not None
+        else 0
+    )
     memory = memory_bytes(p.args.gpu_memory) if p.args.gpu_memory is not None else 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -77,7 +90,8 @@ def _usable(p: Plan, device: torch.device) -> GPU:
         memory, other = memory or total, other or max(now, need(Run.of_plan(p)).not_torchs)
     elif not memory:
         raise CoatConfigError(
-            f'{MICRO}: got "auto" without a GPU, accepted: an integer >= 1, or --gpu-memory with what may be used'
+            f'{MICRO}: got "auto" without a GPU, accepted: an integer >= 1, or --gpu-memory with '
+            "what may be used"
         )
     usable = torch.tensor([memory - other], dtype=torch.int64, device=device)
     dist.all_reduce(usable, dist.ReduceOp.MIN)

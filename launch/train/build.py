@@ -20,8 +20,11 @@ from launch.weights import fill
 __all__ = ["build_engine", "forward_step", "language_model_loss", "torch_adamw"]
 
 
-def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None) -> Any:
-    """Model, patches, gradient hooks and optimizer behind a DeepSpeed engine. Process groups are set up before.
+def build_engine(
+    p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None
+) -> Any:
+    """Model, patches, gradient hooks and optimizer behind a DeepSpeed engine. Process groups are
+    set up before.
 
     Args:
         universal: whether it will load a universal checkpoint.
@@ -31,26 +34,37 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
     from megatron_patches.parallel.pipeline import chunks_of
 
     a = p.args
-    settings = {**p.settings, "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal}}
-    settings.setdefault("timers", {"throughput": {"enabled": False}})  # it would have the host wait twice a step
+    settings = {
+        **p.settings,
+        "checkpoint": {**(p.settings.get("checkpoint") or {}), "load_universal": universal},
+    }
+    # It would have the host wait twice a step.
+    settings.setdefault("timers", {"throughput": {"enabled": False}})
     if p.coat is not None:
         settings["coat"] = p.coat  # parsed already
     with megatron_patches.zero_init(settings):
         model = build_model(
-            p.model, tp=a.tensor_parallel, ep=a.expert_parallel, sequence_parallel=a.sequence_parallel, **p.recompute
+            p.model,
+            tp=a.tensor_parallel,
+            ep=a.expert_parallel,
+            sequence_parallel=a.sequence_parallel,
+            **p.recompute,
         )
     mark_experts(model, a.expert_parallel)
     if weights is not None:
         for chunk in chunks_of(model):
             fill(chunk, weights)
         note(f"weights: {weights.kind} {weights.path}")
-    optimizer = torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
+    optimizer = (
+        torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
+    )
     note(
         f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "
         f"layers: {'FP8 flow' if p.coat and p.coat.activation.enabled else 'BF16'}; "
         f"ZeRO-{p.settings['zero_optimization']['stage']}"
     )
-    with contextlib.redirect_stdout(io.StringIO()):  # some of DeepSpeed's optimizers print while they are built
+    # Some of DeepSpeed's optimizers print while they are built.
+    with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = megatron_patches.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
@@ -60,7 +74,9 @@ def build_engine(p: Plan, note: Callable[[str], None], universal: bool = False, 
 
 
 def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim.AdamW:
-    """torch's AdamW over the same parameter groups as CoatAdamW: the baseline differs in the moments only."""
+    """torch's AdamW over the same parameter groups as CoatAdamW: the baseline differs in the
+    moments only.
+    """
     from coat_dist import param_groups
 
     options = dict(settings["optimizer"].get("params") or {})
@@ -82,29 +98,38 @@ def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch],
 
 
 def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
-    """Megatron's forward step: ``step(batches, model)`` returns the model's output and the function from it to the
-    loss: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
+    """Megatron's forward step: ``step(batches, model)`` returns the model's output and the function
+    from it to the loss: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
 
-    ``model``: an engine, a model or one stage of it. ``batches`` is None where a stage needs no tokens.
+    ``model``: an engine, a model or one stage of it. ``batches`` is None where a stage needs no
+    tokens.
 
-    ``loss_tokens`` of a batch replaces its own number of such tokens as divisor: the mean number of a step's
-    micro-batches, so that the step's loss is a mean over its tokens. ``cu_seqlens`` are the starts of documents that
-    do not attend to each other, in one row. A model with ``loss: "chunked"`` computes its losses itself.
+    ``loss_tokens`` of a batch replaces its own number of such tokens as divisor: the mean number of
+    a step's micro-batches, so that the step's loss is a mean over its tokens. ``cu_seqlens`` are
+    the starts of documents that do not attend to each other, in one row. A model with ``loss:
+    "chunked"`` computes its losses itself.
     """
     from megatron.core import parallel_state
 
     from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
     from megatron_patches.layers.loss import ChunkedLossGPTModel
 
-    group = TensorParallel(parallel_state.get_tensor_model_parallel_group()) if tp > 1 else TensorParallel()
+    group = (
+        TensorParallel(parallel_state.get_tensor_model_parallel_group())
+        if tp > 1
+        else TensorParallel()
+    )
 
-    def step(batches: Iterator[Batch] | None, model: Any) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
+    def step(
+        batches: Iterator[Batch] | None, model: Any
+    ) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
         module = getattr(model, "module", model)
         if batches is None:
             return model(None, None, None), lambda output: output
         batch = next(batches)
         tokens, labels, mask, positions = (
-            batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask", "position_ids")
+            batch[k].to(device, non_blocking=True)
+            for k in ("tokens", "labels", "loss_mask", "position_ids")
         )
         documents = {}
         if "cu_seqlens" in batch:
@@ -115,7 +140,9 @@ def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
 
         def loss(output: torch.Tensor) -> torch.Tensor:
             per_token = output if chunked else vocab_parallel_cross_entropy(output, labels, group)
-            count = float(batch["loss_tokens"]) if "loss_tokens" in batch else mask.sum().clamp(min=1)
+            count = (
+                float(batch["loss_tokens"]) if "loss_tokens" in batch else mask.sum().clamp(min=1)
+            )
             return (per_token * mask).sum() / count
 
         return output, loss

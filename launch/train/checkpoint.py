@@ -1,7 +1,9 @@
-"""Checkpoints of a training run: what it adds to DeepSpeed's files, and which of them it can continue from.
+"""Checkpoints of a training run: what it adds to DeepSpeed's files, and which of them it can
+continue from.
 
-``coat_dist/checkpoint`` keeps the folders whole, whatever happens. A run adds the states of its random generators, its
-progress and its settings. Before one is loaded, its files are verified and its settings compared with the run's.
+``coat_dist/checkpoint`` keeps the folders whole, whatever happens. A run adds the states of its
+random generators, its progress and its settings. Before one is loaded, its files are verified and
+its settings compared with the run's.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ _LAYOUT = (
     "deepspeed.zero_optimization.sub_group_size",
     "deepspeed.data_types",
 )
-"""How ranks share the state: ``--load auto`` converts a checkpoint where these differ (``launch/train/layout.py``)."""
+"""How ranks share the state: ``--load auto`` converts a checkpoint where these differ
+(``launch/train/layout.py``).
+"""
 _STRUCTURE = (*_LAYOUT, "model.", "deepspeed.optimizer.type", "deepspeed.coat.optimizer", "format")
-"""A checkpoint cannot be loaded where one of these differs. Other differences are printed and apply."""
+"""A checkpoint cannot be loaded where one of these differs. Other differences are printed and
+apply.
+"""
 _UNIVERSAL_STRUCTURE = ("model.", "format")
 _FREE = (
     "model.hidden_dropout",
@@ -46,7 +52,8 @@ _FREE = (
     "model.moe_aux_loss_coeff",
     "model.moe_token_dispatcher_type",
     "parallel.sequence_parallel",
-    "deepspeed.coat.optimizer.stochastic_rounding",  # how the next codes are found; what they mean stays
+    # How the next codes are found; what they mean stays.
+    "deepspeed.coat.optimizer.stochastic_rounding",
 )
 
 
@@ -63,7 +70,8 @@ def save(
 
     Args:
         run: nested plain values that describe this run; compared by :func:`examine`.
-        progress: plain values that :func:`restore` returns; ``progress["step"]`` names the checkpoint.
+        progress: plain values that :func:`restore` returns; ``progress["step"]`` names the
+            checkpoint.
         keep_last, supersedes: see :class:`coat_dist.checkpoint.save.Extras`.
         travelling: files beside the weights, such as the tokenizer's, by name.
 
@@ -80,7 +88,9 @@ def save(
     save_whole_checkpoints(engine)  # an engine without a "coat" block does not have it yet
     content = {"progress": dict(progress), "run": run}
     tag = name_of(progress["step"])
-    engine.save_checkpoint(str(folder), tag, extras=Extras(add_files, content, keep_last, supersedes))
+    engine.save_checkpoint(
+        str(folder), tag, extras=Extras(add_files, content, keep_last, supersedes)
+    )
     return Path(folder) / tag
 
 
@@ -102,10 +112,12 @@ class Examined:
 
 
 def examine(checkpoint: Path, run: Mapping[str, Any]) -> Examined:
-    """Whether a run can load a checkpoint, and whether its files are whole; collective, needs no model.
+    """Whether a run can load a checkpoint, and whether its files are whole; collective, needs no
+    model.
 
     Raises:
-        CheckpointError: damaged or missing files, or a checkpoint of another model or another parallel layout.
+        CheckpointError: damaged or missing files, or a checkpoint of another model or another
+            parallel layout.
     """
     manifest = on_rank_0(lambda: read_manifest(checkpoint))
     changed = differences(manifest["run"], run)
@@ -113,31 +125,42 @@ def examine(checkpoint: Path, run: Mapping[str, Any]) -> Examined:
     if fatal := {key: line for key, line in changed.items() if _among(key, structure)}:
         lines = [f"{checkpoint} was made by a different run:", *fatal.values()]
         if not any(_among(key, _UNIVERSAL_STRUCTURE) for key in fatal):
-            lines.append(f"launch/to_universal.py --load {checkpoint} --output DIR converts it; then --load DIR")
+            lines.append(
+                f"launch/to_universal.py --load {checkpoint} --output DIR converts it; then --load "
+                "DIR"
+            )
         raise CheckpointError("\n".join(lines))
     verify(checkpoint, manifest["files"], everyone())
-    told = [line for key, line in changed.items() if not _among(key, structure) and key != "batch.given"]
+    told = [
+        line for key, line in changed.items() if not _among(key, structure) and key != "batch.given"
+    ]
     return Examined(checkpoint, manifest, run, told)
 
 
 def of_another_layout(manifest: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that differs and makes a conversion necessary; none where a conversion is not enough."""
+    """A line for each setting that differs and makes a conversion necessary; none where a
+    conversion is not enough.
+    """
     changed = {} if manifest.get("universal") else differences(manifest["run"], run)
     fatal = {key: line for key, line in changed.items() if _among(key, _STRUCTURE)}
     return list(fatal.values()) if all(key.startswith(_LAYOUT) for key in fatal) else []
 
 
 def restore(engine: Any, examined: Examined) -> dict[str, Any]:
-    """Restore model, optimizer and random states, and return the ``progress`` given to :func:`save`; collective.
+    """Restore model, optimizer and random states, and return the ``progress`` given to
+    :func:`save`; collective.
 
     A universal checkpoint holds no random states: they restart from the run's seed and the step.
     """
     checkpoint, progress = examined.path, examined.manifest["progress"]
     kept = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     load_whole_checkpoints(engine)
-    engine.load_checkpoint(str(checkpoint.parent), tag=own_name(checkpoint), verify=False)  # examine() has
+    # examine() has.
+    engine.load_checkpoint(str(checkpoint.parent), tag=own_name(checkpoint), verify=False)
     for group, own in zip(engine.optimizer.param_groups, kept, strict=True):
-        group.update(own)  # hyperparameters are the configuration's, also where DeepSpeed restores one group's for all
+        # Hyperparameters are the configuration's, also where DeepSpeed restores one group's for
+        # all.
+        group.update(own)
     if examined.universal:
         reseed(examined.run["seed"] + progress["step"])
     else:
@@ -165,6 +188,7 @@ def require_loadable(folder: str | None, save: str | None) -> Path | None:
     found = find(save if folder == "auto" else folder)  # type: ignore[arg-type]
     if found is None and folder != "auto":
         raise CoatConfigError(
-            f"--load: got {folder}, accepted: a folder with a file `latest`, one checkpoint's folder, or auto"
+            f"--load: got {folder}, accepted: a folder with a file `latest`, one checkpoint's "
+            "folder, or auto"
         )
     return found

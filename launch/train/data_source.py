@@ -1,4 +1,6 @@
-"""Where a run's batches come from: the protocol, and prepared data sets as ``pretrain.py`` reads them."""
+"""Where a run's batches come from: the protocol, and prepared data sets as ``pretrain.py`` reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class DataSource(Protocol):
 
     @property
     def samples(self) -> int | None:
-        """Number in the whole run, if it has an end: the last step may have fewer than the others."""
+        """Number in the whole run, if it has an end: the last step may have fewer than the
+        others.
+        """
 
     def tokens(self, start: int, stop: int) -> int:
         """Tokens of the samples from ``start`` up to ``stop``, of all ranks, without padding."""
@@ -50,9 +54,9 @@ class DataSource(Protocol):
 class TokenData:
     """Prepared data sets.
 
-    The training set ends where the run does: after the samples that were used and those of the steps that are left. A
-    set of ``--train-steps`` times the present batch would restart within what was trained on, if earlier steps had more
-    samples.
+    The training set ends where the run does: after the samples that were used and those of the
+    steps that are left. A set of ``--train-steps`` times the present batch would restart within
+    what was trained on, if earlier steps had more samples.
 
     Args:
         begun: where the run is.
@@ -72,7 +76,8 @@ class TokenData:
                 a.data,
                 a.split,
                 p.model.seq_length,
-                train_samples=begun.consumed_samples + max(a.train_steps - begun.step, 0) * p.batch.total,
+                train_samples=begun.consumed_samples
+                + max(a.train_steps - begun.step, 0) * p.batch.total,
                 valid_samples=asked,
                 test_samples=asked if data.parse_split(a.split)[2] else 0,
                 seed=a.seed,

@@ -1,4 +1,6 @@
-"""The message of a run that is out of memory: what took how much, and which settings would save how much."""
+"""The message of a run that is out of memory: what took how much, and which settings would save
+how much.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from launch.train.plan import Plan
 __all__ = ["OutOfMemory", "explained", "is_out_of_memory"]
 
 _WORDS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In errors that are no ``torch.OutOfMemoryError``: NCCL's, cuBLAS's, those of a CPU's allocator."""
+"""In errors that are no ``torch.OutOfMemoryError``: NCCL's, cuBLAS's, those of a CPU's
+allocator.
+"""
 
 
 class OutOfMemory(RuntimeError):

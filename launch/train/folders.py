@@ -1,4 +1,6 @@
-"""Where a run may write: not into what an earlier run left, unless it continues that run or got ``--overwrite``."""
+"""Where a run may write: not into what an earlier run left, unless it continues that run or got
+``--overwrite``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from launch.train.metrics import read_metrics
 
 __all__ = ["Folders", "open_folders", "open_on_nodes", "sharers"]
 
-_ACCEPTED = "accepted: another folder, --load auto (with --save) to continue that run, or --overwrite to start anew"
+_ACCEPTED = (
+    "accepted: another folder, --load auto (with --save) to continue that run, or "
+    "--overwrite to start anew"
+)
 
 
 @dataclass(frozen=True)
@@ -32,20 +37,24 @@ class Folders:
     source: Path | None
     """The checkpoint to continue from; None = a fresh start."""
     superseded: list[Path] = field(default_factory=list)
-    """Checkpoints of an earlier run in ``--save``, to be removed when the first new one is complete."""
+    """Checkpoints of an earlier run in ``--save``, to be removed when the first new one is
+    complete.
+    """
 
 
 def open_on_nodes(args: TrainingOptions, locks: ExitStack) -> Folders:
     """What :func:`open_folders` finds on rank 0, on every rank; collective.
 
     Raises:
-        CoatConfigError, CheckpointError: on every rank; also where nodes do not share ``--save`` or ``--load``.
+        CoatConfigError, CheckpointError: on every rank; also where nodes do not share ``--save`` or
+            ``--load``.
     """
     folders = on_rank_0(lambda: open_folders(args, locks))
     if args.save is not None and len(shared := sharing(Path(args.save), nodes_of_ranks())) > 1:
         who = " and ".join(say_ranks(ranks) for ranks in shared)
         raise CoatConfigError(
-            f"--save: got {args.save}, which {who} do not share, accepted: a folder that all nodes share"
+            f"--save: got {args.save}, which {who} do not share, accepted: a folder that all nodes "
+            "share"
         )
     if folders.source is not None:
         check_there(folders.source, "--load", CoatConfigError)
@@ -53,7 +62,8 @@ def open_on_nodes(args: TrainingOptions, locks: ExitStack) -> Folders:
 
 
 def sharers(folder: Path, option: str) -> list[list[int]]:
-    """Ranks by the folder that they find under the path of a cache, which is made where it is missing; collective.
+    """Ranks by the folder that they find under the path of a cache, which is made where it is
+    missing; collective.
 
     Raises:
         DataError: on every rank; it cannot be made on some node.
@@ -62,20 +72,25 @@ def sharers(folder: Path, option: str) -> list[list[int]]:
     if len(nodes) > 1:
         _, errors = attempt(lambda: make_folder(folder))
         if errors:
-            lines = "; ".join(f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items())
+            lines = "; ".join(
+                f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items()
+            )
             raise DataError(f"{option}: {folder} cannot be written: {lines}")
     return sharing(folder, nodes)
 
 
 def open_folders(args: TrainingOptions, locks: ExitStack) -> Folders:
-    """Make the folders to write to, lock them and find the checkpoint to load. Call it on one rank, before any writes.
+    """Make the folders to write to, lock them and find the checkpoint to load. Call it on one rank,
+    before any writes.
 
     Args:
         args: ``load``, ``save``, ``output``, ``tensorboard`` and ``overwrite`` of the command line.
-        locks: gets what keeps other runs out of ``save`` and ``output``; close it when the run has ended.
+        locks: gets what keeps other runs out of ``save`` and ``output``; close it when the run has
+            ended.
 
     Raises:
-        CoatConfigError: a folder of an earlier run, one that another run is writing to, or one that cannot be written.
+        CoatConfigError: a folder of an earlier run, one that another run is writing to, or one that
+            cannot be written.
         CheckpointError: a checkpoint that cannot be read.
     """
     locked = set[Path]()
@@ -87,8 +102,11 @@ def open_folders(args: TrainingOptions, locks: ExitStack) -> Folders:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as problem:
-            raise CoatConfigError(f"--{name}: got {folder}, accepted: a folder to write to ({problem})") from problem
-        if name != "tensorboard" and (real := Path(folder).resolve()) not in locked:  # a second lock drops the first
+            raise CoatConfigError(
+                f"--{name}: got {folder}, accepted: a folder to write to ({problem})"
+            ) from problem
+        # A second lock drops the first.
+        if name != "tensorboard" and (real := Path(folder).resolve()) not in locked:
             locked.add(real)
             locks.enter_context(locked_folder(Path(folder), f"--{name}", CoatConfigError))
     source = require_loadable(args.load, args.save)
@@ -103,7 +121,9 @@ def _check_save(args: TrainingOptions, source: Path | None) -> list[Path]:
     folder = Path(args.save)
     found = published(folder)
     if not args.overwrite and (found or (folder / LATEST).exists()):
-        raise CoatConfigError(f"--save: got {args.save}, which holds checkpoints of an earlier run, {_ACCEPTED}")
+        raise CoatConfigError(
+            f"--save: got {args.save}, which holds checkpoints of an earlier run, {_ACCEPTED}"
+        )
     return [p.with_name(own_name(p)) for p in found]  # the first save gives them back their names
 
 
@@ -112,16 +132,21 @@ def _check_output(args: TrainingOptions, source: Path | None) -> None:
     if path is None or not path.exists() or args.overwrite or not (records := read_metrics(path)):
         return
     if source is None:
-        # "auto" without a checkpoint is a run that was killed before its first: its records are put aside.
+        # "auto" without a checkpoint is a run that was killed before its first: its records are put
+        # aside.
         if args.load != "auto":
             raise CoatConfigError(
-                f"--output: got {args.output}, which holds metrics.jsonl of an earlier run, {_ACCEPTED}"
+                f"--output: got {args.output}, which holds metrics.jsonl of an earlier run, "
+                f"{_ACCEPTED}"
             )
         return
     progress = read_manifest(source)["progress"]
     last = {key: progress[key] for key in ("step", "consumed_samples", "loss") if key in progress}
-    if any(r["step"] > progress["step"] for r in records) and not any(last.items() <= r.items() for r in records):
+    if any(r["step"] > progress["step"] for r in records) and not any(
+        last.items() <= r.items() for r in records
+    ):
         raise CoatConfigError(
-            f"--output: got {args.output}, whose metrics.jsonl is not of the run that saved {source}, accepted: that "
+            f"--output: got {args.output}, whose metrics.jsonl is not of the run that saved "
+            f"{source}, accepted: that "
             "run's folder, another one, or --overwrite"
         )

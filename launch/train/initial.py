@@ -1,4 +1,6 @@
-"""The model and the weights of a run's start, ``--model`` and ``--init-from``, and whether they agree."""
+"""The model and the weights of a run's start, ``--model`` and ``--init-from``, and whether they
+agree.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]
         return load_model_config(str(args.model), args.model_override), None
     weights = open_weights(args.init_from, tensors=not args.dry_run)
     if args.model is None:
-        model = described_model(weights.model.model_dump(exclude_defaults=True), args.model_override)
+        model = described_model(
+            weights.model.model_dump(exclude_defaults=True), args.model_override
+        )
     else:
         model = load_model_config(args.model, args.model_override)
         if model.vocab_size is None:
@@ -35,7 +39,10 @@ def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]
     wrong = model.different(weights.model, f"{args.init_from} (--init-from)")
     window = weights.model.sliding_window
     if window is not None and model.seq_length > window:
-        wrong.append(f"model.seq_length: got {model.seq_length}, accepted: at most {window}, the window of --init-from")
+        wrong.append(
+            f"model.seq_length: got {model.seq_length}, accepted: at most {window}, the window of "
+            "--init-from"
+        )
     if wrong:
         raise CoatConfigError("\n".join(wrong))
     return model, weights
@@ -46,13 +53,15 @@ def length_note(seq_length: int, weights: Weights | None, option: str) -> str | 
     if weights is None or seq_length <= weights.model.seq_length:
         return None
     return (
-        f"note: model.seq_length: got {seq_length}, more than the {weights.model.seq_length} that {weights.path} "
+        f"note: model.seq_length: got {seq_length}, more than the {weights.model.seq_length} that "
+        f"{weights.path} "
         f"({option}) is made for: positions beyond are new to the weights"
     )
 
 
 def training_data(run: Any) -> tuple[str, DataInfo] | None:
-    """Prefix and description of the first data set of a run of ``pretrain.py``; None where it is not here.
+    """Prefix and description of the first data set of a run of ``pretrain.py``; None where it is
+    not here.
 
     Args:
         run: of a checkpoint's manifest, or None.
@@ -63,17 +72,24 @@ def training_data(run: Any) -> tuple[str, DataInfo] | None:
     return None
 
 
-def tokenizer_warning(weights: Weights | None, prefix: str, info: DataInfo, option: str = "--init-from") -> str | None:
-    """A line where the tokenizer of the data set ``prefix`` is not the one whose ids the weights of ``option`` know.
+def tokenizer_warning(
+    weights: Weights | None, prefix: str, info: DataInfo, option: str = "--init-from"
+) -> str | None:
+    """A line where the tokenizer of the data set ``prefix`` is not the one whose ids the weights of
+    ``option`` know.
 
-    That is the one of their training data, where these are here, else the tokenizer.json that came with the weights.
+    That is the one of their training data, where these are here, else the tokenizer.json that came
+    with the weights.
     """
     if weights is None or info.tokenizer_digest is None:
         return None
     file = weights.travelling().get("tokenizer.json")
     trained = training_data(weights.manifest.get("run"))
     if trained is not None and trained[1].tokenizer_digest is not None:
-        same, theirs = trained[1].tokenizer_digest, f"{trained[1].describe()} of {trained[0]}, the training data"
+        same, theirs = (
+            trained[1].tokenizer_digest,
+            f"{trained[1].describe()} of {trained[0]}, the training data",
+        )
     elif file is not None:
         same, theirs = tokenizer_digest(file, info.eod), str(file)
     else:
@@ -81,6 +97,7 @@ def tokenizer_warning(weights: Weights | None, prefix: str, info: DataInfo, opti
     if info.tokenizer_digest == same:
         return None
     return (
-        f"warning: --data: {prefix} was prepared with {info.describe()}, which is not {theirs} of {option}: the "
+        f"warning: --data: {prefix} was prepared with {info.describe()}, which is not {theirs} of "
+        f"{option}: the "
         "weights know that one's ids"
     )

@@ -1,7 +1,9 @@
-"""Continuing on other ranks: ``--load auto`` where another parallel layout saved the newest checkpoint.
+"""Continuing on other ranks: ``--load auto`` where another parallel layout saved the newest
+checkpoint.
 
-A step keeps its samples. Rank 0 converts the checkpoint to a universal one in the folder :data:`FOLDER` of ``--save``,
-which is removed when the first checkpoint of the new layout is complete.
+A step keeps its samples. Rank 0 converts the checkpoint to a universal one in the folder
+:data:`FOLDER` of ``--save``, which is removed when the first checkpoint of the new layout is
+complete.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ class KeptBatch(NamedTuple):
     """The three batch sizes of the configuration."""
 
 
-def keep_batch(args: TrainingOptions, settings: dict[str, Any], dp: int, auto: bool) -> KeptBatch | None:
-    """Keep the samples of a step where ``--load auto`` continues a run of another number of data-parallel ranks, or of
-    as many, if that run had kept its samples and has the same configuration; else None.
+def keep_batch(
+    args: TrainingOptions, settings: dict[str, Any], dp: int, auto: bool
+) -> KeptBatch | None:
+    """Keep the samples of a step where ``--load auto`` continues a run of another number of
+    data-parallel ranks, or of as many, if that run had kept its samples and has the same
+    configuration; else None.
 
-    ``settings`` get the three batch sizes: their train_batch_size, or the checkpoint's; their micro-batch, or the
-    largest smaller one that divides the samples of a rank; and the accumulation that follows. With ``auto``, where the
-    micro-batch is to be found, they get the samples of a step only.
+    ``settings`` get the three batch sizes: their train_batch_size, or the checkpoint's; their
+    micro-batch, or the largest smaller one that divides the samples of a rank; and the accumulation
+    that follows. With ``auto``, where the micro-batch is to be found, they get the samples of a
+    step only.
 
     Raises:
         CoatConfigError: the ranks do not divide the samples of a step.
@@ -51,14 +57,22 @@ def keep_batch(args: TrainingOptions, settings: dict[str, Any], dp: int, auto: b
     except CheckpointError:
         return None  # an error later
     saved, batch = run.get("parallel", {}).get("data"), run.get("batch", {})
-    total, given = settings.get(TOTAL) or batch.get("total"), [settings.get(key) for key in (MICRO, STEPS, TOTAL)]
+    total, given = (
+        settings.get(TOTAL) or batch.get("total"),
+        [settings.get(key) for key in (MICRO, STEPS, TOTAL)],
+    )
     again = saved == dp and batch.get("given") == given
     if saved is None or (saved == dp and not again) or type(total) is not int or total < 1:
         return None
     if total % dp:
-        whose = "the DeepSpeed file" if settings.get(TOTAL) else f"{source}, by {saved} data-parallel ranks"
+        whose = (
+            "the DeepSpeed file"
+            if settings.get(TOTAL)
+            else f"{source}, by {saved} data-parallel ranks"
+        )
         raise CoatConfigError(
-            f"{TOTAL}: got {total} (of {whose}) with {dp} data-parallel ranks, accepted: a number of data-parallel "
+            f"{TOTAL}: got {total} (of {whose}) with {dp} data-parallel ranks, accepted: a number "
+            "of data-parallel "
             f"ranks that divides it, or {TOTAL} in the DeepSpeed file as a multiple of {dp}"
         )
     settings[TOTAL], each, micro = total, total // dp, settings.get(MICRO) or batch.get("micro")
@@ -68,17 +82,21 @@ def keep_batch(args: TrainingOptions, settings: dict[str, Any], dp: int, auto: b
     if type(micro) is not int or micro < 1:
         return None
     divisors = [m for m in range(min(micro, each), 0, -1) if each % m == 0]
-    stages = args.pipeline_parallel if args.virtual_stages > 1 else 1  # the interleaved schedule takes multiples of it
+    # The interleaved schedule takes multiples of it.
+    stages = args.pipeline_parallel if args.virtual_stages > 1 else 1
     micro = next((m for m in divisors if each // m % stages == 0), divisors[0])
     settings[MICRO], settings[STEPS] = micro, each // micro
     before = f"as {source} has them" if again else f"as with {saved} data-parallel ranks; now {dp}"
-    line = f"batch: {total} samples a step, {before}, with micro-batches of {micro} and {each // micro} of them a step"
+    line = (
+        f"batch: {total} samples a step, {before}, with micro-batches of {micro} and "
+        f"{each // micro} of them a step"
+    )
     return KeptBatch(line, given)
 
 
 def fitting(source: Path, p: Any) -> Path:
-    """The checkpoint to load where ``--load auto`` means ``source``: that one, or its conversion by rank 0, for which
-    the others wait; collective.
+    """The checkpoint to load where ``--load auto`` means ``source``: that one, or its conversion by
+    rank 0, for which the others wait; collective.
 
     Args:
         p: the :class:`launch.train.plan.Plan` of this start.
@@ -86,7 +104,10 @@ def fitting(source: Path, p: Any) -> Path:
     Raises:
         CheckpointError: on every rank; it cannot be converted, or there is no space for it.
     """
-    return on_rank_0(lambda: _convert(source, checkpoint.of_another_layout(read_manifest(source), p.identity())), True)
+    return on_rank_0(
+        lambda: _convert(source, checkpoint.of_another_layout(read_manifest(source), p.identity())),
+        True,
+    )
 
 
 def _convert(source: Path, different: list[str]) -> Path:

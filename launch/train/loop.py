@@ -50,7 +50,9 @@ class Loop:
     save: Callable[[], Any] | None = None
     """Writes a checkpoint and returns its path."""
     more: Callable[[], Mapping[str, torch.Tensor]] | None = None
-    """Further numbers of a step that is done, by name, of this rank; their means over all ranks are recorded."""
+    """Further numbers of a step that is done, by name, of this rank; their means over all ranks
+    are recorded.
+    """
     memory: MemoryReport | None = None
     """Measures the first step that changes the weights."""
     profiler: Any = None
@@ -70,7 +72,8 @@ class Loop:
         """Train to the last step and evaluate on the valid and test splits.
 
         Returns:
-            None when all steps are done, else the reason of an earlier end ("SIGTERM", "--stop-at-step", ...).
+            None when all steps are done, else the reason of an earlier end ("SIGTERM",
+            "--stop-at-step", ...).
 
         Raises:
             BadSteps: after ``max_bad_steps`` in a row; nothing was saved since ``last_checkpoint``.
@@ -87,7 +90,9 @@ class Loop:
                 self.profiler.step()
             step, at_end = progress.step, progress.step == a.train_steps
             evaluated = ("valid", "test") if at_end else ("valid",)
-            for split in evaluated if at_end or (a.eval_interval and step % a.eval_interval == 0) else ():
+            for split in (
+                evaluated if at_end or (a.eval_interval and step % a.eval_interval == 0) else ()
+            ):
                 if (held_out := self.evaluate(split)) is not None:
                     record[f"{split}_loss"] = held_out
             stopping = record.pop("stopping")
@@ -111,7 +116,9 @@ class Loop:
         return self.progress.step
 
     def _step(self) -> dict[str, Any]:
-        """One optimizer step; advances ``progress`` and returns the record, with ``stopping`` added."""
+        """One optimizer step; advances ``progress`` and returns the record, with ``stopping``
+        added.
+        """
         progress = self.progress
         self.doing = f"in step {progress.step + 1}"
         lr = self.schedule(progress.step + 1)
@@ -119,7 +126,8 @@ class Loop:
             group["lr"] = lr
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        graphs = pool_bytes(self.device)  # before the step: in the one that makes them, torch counts what they take
+        # Before the step: in the one that makes them, torch counts what they take.
+        graphs = pool_bytes(self.device)
         began = time.perf_counter()
         loss = self.steps.step(self._train, None if self._measured else self.memory)
         applied = bool(self.engine.was_step_applied())
@@ -127,13 +135,17 @@ class Loop:
         with self._beside_the_optimizer():
             norm = float(self.engine.get_global_grad_norm())
             more = self.more() if self.more is not None else {}
-            mean_loss, stopping, *means = mean_over_ranks([loss, requested, *more.values()], self.device)
+            mean_loss, stopping, *means = mean_over_ranks(
+                [loss, requested, *more.values()], self.device
+            )
         took = time.perf_counter() - began
 
         progress.step += 1
         began_at = progress.consumed_samples
         consumed = began_at + self.samples_per_step
-        progress.consumed_samples = consumed if self.data.samples is None else min(consumed, self.data.samples)
+        progress.consumed_samples = (
+            consumed if self.data.samples is None else min(consumed, self.data.samples)
+        )
         progress.loss = mean_loss if math.isfinite(mean_loss) else None
         speed = self.data.tokens(began_at, consumed) / took
         record: dict[str, Any] = {
@@ -156,14 +168,18 @@ class Loop:
             self._measured = True
         if not applied:
             progress.skipped_steps += 1
-            record["skipped"] = "non-finite loss" if not math.isfinite(mean_loss) else "non-finite gradient norm"
+            record["skipped"] = (
+                "non-finite loss" if not math.isfinite(mean_loss) else "non-finite gradient norm"
+            )
         progress.bad_in_a_row = 0 if applied else progress.bad_in_a_row + 1
         return record
 
     @contextlib.contextmanager
     def _beside_the_optimizer(self) -> Iterator[None]:
-        """Read a step's numbers while the GPU still writes weights, so that the next step follows without a pause: on a
-        stream of their own, which waits for what was computed before the optimizer began."""
+        """Read a step's numbers while the GPU still writes weights, so that the next step follows
+        without a pause: on a stream of their own, which waits for what was computed before the
+        optimizer began.
+        """
         known = norm_known(self.engine)
         if known is None:
             yield
@@ -178,13 +194,16 @@ class Loop:
         if (bad := self.progress.bad_in_a_row) >= self.options.max_bad_steps:
             last = self.last_checkpoint or "none was saved (--save, --save-interval)"
             raise BadSteps(
-                f"{bad} steps in a row, up to step {record['step']}, had a {record['skipped']}; last good checkpoint: "
+                f"{bad} steps in a row, up to step {record['step']}, had a {record['skipped']}; "
+                "last good checkpoint: "
                 f"{last}"
             )
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float | None:
-        """Mean loss over ``eval_steps`` micro-batches of every rank; None where there is no such split."""
+        """Mean loss over ``eval_steps`` micro-batches of every rank; None where there is no such
+        split.
+        """
         if (batches := self.data.batches(split)) is None:
             return None
         self.doing = f"in the evaluation after step {self.progress.step}"

@@ -28,15 +28,17 @@ __all__ = [
 
 
 def peak_memory_bytes() -> int:
-    """Peak bytes of this rank: tensors on the GPU since the step began, or the process's memory without a GPU."""
+    """Peak bytes of this rank: tensors on the GPU since the step began, or the process's memory
+    without a GPU.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Records of a ``metrics.jsonl`` (or of the folder that holds one), in order. A last line cut by a kill is left
-    out.
+    """Records of a ``metrics.jsonl`` (or of the folder that holds one), in order. A last line cut
+    by a kill is left out.
 
     Raises:
         CoatConfigError: a line that is no record, named by its number.
@@ -54,20 +56,31 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             if number == len(lines):  # no newline behind it: the writer was killed
                 break
-            accepted = 'one JSON object a line, with an integer "step" (remove the line, or rename the file)'
-            raise CoatConfigError(f"{path}:{number}: got {line[:60]!r}, accepted: {accepted}") from None
+            accepted = (
+                'one JSON object a line, with an integer "step" (remove the line, or rename '
+                "the file)"
+            )
+            raise CoatConfigError(
+                f"{path}:{number}: got {line[:60]!r}, accepted: {accepted}"
+            ) from None
         records.append(record)
     return records
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Keep records up to ``step``: what came later is about to be repeated. The file is replaced in one go."""
+    """Keep records up to ``step``: what came later is about to be repeated. The file is replaced
+    in one go.
+    """
     if path.exists():
-        write_text(path, "".join(json.dumps(r) + "\n" for r in read_metrics(path) if r["step"] <= step))
+        write_text(
+            path, "".join(json.dumps(r) + "\n" for r in read_metrics(path) if r["step"] <= step)
+        )
 
 
 def put_aside(path: Path) -> None:
-    """Rename a file, if it is there and holds anything, to the first free of ``NAME.1``, ``NAME.2``, ..."""
+    """Rename a file, if it is there and holds anything, to the first free of ``NAME.1``,
+    ``NAME.2``, ...
+    """
     if not path.exists() or not path.stat().st_size:
         return
     number = 1
@@ -83,7 +96,9 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         return "non-finite" if record.get(key) is None else format(record[key], digits)
 
     held_out = [
-        f"{name} loss {number(f'{name}_loss', '.4f')}" for name in ("valid", "test") if f"{name}_loss" in record
+        f"{name} loss {number(f'{name}_loss', '.4f')}"
+        for name in ("valid", "test")
+        if f"{name}_loss" in record
     ]
     parts = [
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
@@ -96,18 +111,25 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         f"ETA {_duration(eta_seconds)}",
         *held_out,
     ]
-    return " | ".join([*parts, *([f"SKIPPED: {record['skipped']}"] if record.get("skipped") else [])])
+    return " | ".join(
+        [*parts, *([f"SKIPPED: {record['skipped']}"] if record.get("skipped") else [])]
+    )
 
 
 def format_summary(summary: Mapping[str, Any], unit: str) -> str:
     """The line of a run that has ended; ``unit`` as for :func:`format_line`."""
-    parts = [f"summary: step {summary['step']}", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}"]
+    parts = [
+        f"summary: step {summary['step']}",
+        f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}",
+    ]
     if summary["tokens_per_second"] is not None:
         each = summary["tokens_per_second_per_gpu"]
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
     parts.append(f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB")
     if summary["best_valid_loss"] is not None:
-        parts.append(f"best valid loss {summary['best_valid_loss']:.4f} at step {summary['best_valid_step']}")
+        parts.append(
+            f"best valid loss {summary['best_valid_loss']:.4f} at step {summary['best_valid_step']}"
+        )
     if summary["test_loss"] is not None:
         parts.append(f"test loss {summary['test_loss']:.4f}")
     return " | ".join(parts)

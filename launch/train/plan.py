@@ -18,7 +18,15 @@ from launch.plan.recompute import recompute_options
 from launch.train.arguments import PretrainOptions, TrainingOptions
 from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
-from launch.train.settings import STEPS, TOTAL, BatchSizes, auto_batch, batch_sizes, load_settings, peak_lr
+from launch.train.settings import (
+    STEPS,
+    TOTAL,
+    BatchSizes,
+    auto_batch,
+    batch_sizes,
+    load_settings,
+    peak_lr,
+)
 from launch.weights.source import CARRIED, files_in
 
 __all__ = ["Plan", "Schedule", "as_typed", "assemble", "plan"]
@@ -28,7 +36,9 @@ _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate as a pure function of the step, so that a restart needs no state: warm-up, then ``kind``."""
+    """Learning rate as a pure function of the step, so that a restart needs no state: warm-up,
+    then ``kind``.
+    """
 
     lr: float
     """Peak learning rate, reached at step ``warmup_steps``."""
@@ -45,7 +55,9 @@ class Schedule:
             return self.lr * step / self.warmup_steps
         if self.kind == "constant":
             return self.lr
-        left = 1.0 - min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
+        left = 1.0 - min(
+            1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps)
+        )
         share = left if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
         return self.min_lr + (self.lr - self.min_lr) * share
 
@@ -64,7 +76,9 @@ class Plan:
     dp: int
     """Data-parallel ranks."""
     eod: int | None = None
-    """The id with which documents end that are kept apart (``--separate-documents``); None = they are not."""
+    """The id with which documents end that are kept apart (``--separate-documents``); None =
+    they are not.
+    """
     sources: dict[str, Any] = field(default_factory=dict)
     """What descriptions of token files among ``--data`` say, by the sources' names."""
     weights: Any = None
@@ -80,20 +94,26 @@ class Plan:
     """What backward computes again: arguments of Megatron's ``TransformerConfig``."""
 
     def describe(self) -> str:
-        """One line for the log, and another before it where batch sizes are not those of the configuration."""
+        """One line for the log, and another before it where batch sizes are not those of the
+        configuration.
+        """
         a = self.args
         stages = f" x {a.pipeline_parallel} pipeline stages" if a.pipeline_parallel > 1 else ""
         stages += f" of {a.virtual_stages} parts" if a.virtual_stages > 1 else ""
         divided = f", experts divided over {a.expert_parallel}" if a.expert_parallel > 1 else ""
         return (f"{self.kept.line}\n" if self.kept else "") + (
-            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x {a.tensor_parallel} "
-            f"tensor-parallel ranks{stages}{divided}; {self.batch.total} samples of {self.model.seq_length} "
-            f"tokens a step ({self.batch.micro} a micro-batch{'' if self.eod is None else '; documents apart'})"
+            f"model: {parameter_count(self.model):,} parameters; {self.dp} data- x "
+            f"{a.tensor_parallel} "
+            f"tensor-parallel ranks{stages}{divided}; {self.batch.total} samples of "
+            f"{self.model.seq_length} "
+            f"tokens a step ({self.batch.micro} a "
+            f"micro-batch{'' if self.eod is None else '; documents apart'})"
         )
 
     def carried(self, source: Path | None) -> dict[str, bytes]:
-        """Tokenizer files and the like, which every checkpoint keeps so that it can become a Hugging Face folder: those
-        of the checkpoint that is continued, or of the initial weights."""
+        """Tokenizer files and the like, which every checkpoint keeps so that it can become a
+        Hugging Face folder: those of the checkpoint that is continued, or of the initial weights.
+        """
         own = self.weights.travelling() if self.weights is not None else {}
         files = own if source is None else files_in(source / CARRIED)
         return {name: content for name, path in files.items() if (content := path.read_bytes())}
@@ -165,11 +185,22 @@ def plan(args: PretrainOptions, world: int) -> Plan:
     )
     warning = "\n".join(filter(None, warnings)) or None
     sources = {
-        (name if len(mixtures) == 1 else f"{path}#{name}"): source  # of several descriptions names may be the same
+        # Of several descriptions names may be the same.
+        (name if len(mixtures) == 1 else f"{path}#{name}"): source
         for path, mixture in mixtures.items()
         for name, source in mixture.items()
     }
-    return assemble(args, world, settings, coat, model, eod=eod, sources=sources, weights=weights, warning=warning)
+    return assemble(
+        args,
+        world,
+        settings,
+        coat,
+        model,
+        eod=eod,
+        sources=sources,
+        weights=weights,
+        warning=warning,
+    )
 
 
 def assemble(
@@ -197,7 +228,9 @@ def assemble(
     check_parallel(settings, ep=args.expert_parallel, stages=args.pipeline_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
-        raise CoatConfigError(f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})")
+        raise CoatConfigError(
+            f"--min-lr: got {args.min_lr}, accepted: 0 to the peak learning rate ({lr})"
+        )
     schedule = Schedule(
         lr=lr,
         min_lr=args.min_lr,
@@ -212,7 +245,9 @@ def assemble(
     batch = batch_sizes({**settings, STEPS: None, TOTAL: None} if auto else settings, dp)
     if args.virtual_stages > 1:
         _check_interleaved(args, batch)
-    more["warning"] = "\n".join(filter(None, [more.get("warning"), *_notes(args, lr, batch)])) or None
+    more["warning"] = (
+        "\n".join(filter(None, [more.get("warning"), *_notes(args, lr, batch)])) or None
+    )
     return kind(
         args=args,  # type: ignore[arg-type]
         settings=settings,
@@ -257,7 +292,10 @@ def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
     evaluated = args.eval_steps if args.eval_interval else 0
     for name, count in {STEPS: batch.accumulation, "--eval-steps": evaluated}.items():
         if count % args.pipeline_parallel:
-            accepted = f"a multiple of --pipeline-parallel ({args.pipeline_parallel}) with --virtual-stages"
+            accepted = (
+                f"a multiple of --pipeline-parallel ({args.pipeline_parallel}) with "
+                "--virtual-stages"
+            )
             raise CoatConfigError(f"{name}: got {count}, accepted: {accepted}")
 
 
@@ -266,9 +304,11 @@ def _notes(args: TrainingOptions, lr: float, batch: BatchSizes) -> list[str]:
     stages, initialized = args.pipeline_parallel, getattr(args, "init_from", None) is not None
     notes = {
         "--lr: 0, with which no weight changes": not lr,
-        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the first steps may undo "
+        f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the "
+        "first steps may undo "
         "what the weights have learnt": initialized and not args.warmup_steps and lr > 1e-4,
-        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline stages, so "
+        f"{STEPS}: {batch.accumulation} micro-batches a step are fewer than the {stages} pipeline "
+        "stages, so "
         "some of these are idle at any time": batch.accumulation < stages,
     }
     return [f"note: {line}" for line, holds in notes.items() if holds]

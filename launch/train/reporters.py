@@ -1,4 +1,6 @@
-"""Where the records of steps go: lines, ``metrics.jsonl``, TensorBoard, Weights & Biases, a profile. On rank 0."""
+"""Where the records of steps go: lines, ``metrics.jsonl``, TensorBoard, Weights & Biases, a
+profile. On rank 0.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from coat_dist.ranks import on_rank_0
 from launch.log_level import say
 from launch.train.arguments import TrainingOptions
 from launch.train.memory import MemoryReport
-from launch.train.metrics import Summary, format_line, format_summary, put_aside, read_metrics, truncate_metrics
+from launch.train.metrics import (
+    Summary,
+    format_line,
+    format_summary,
+    put_aside,
+    read_metrics,
+    truncate_metrics,
+)
 
 __all__ = ["Files", "Lines", "Reporters", "TensorBoard", "open_reporters", "step_profiler"]
 
@@ -47,7 +56,9 @@ class Reporter:
 
 
 class Lines(Reporter):
-    """Readable lines, with the time until ``end``, where this process stops (default: the last step of the run)."""
+    """Readable lines, with the time until ``end``, where this process stops (default: the last
+    step of the run).
+    """
 
     def __init__(self, total_steps: int, end: int | None = None) -> None:
         self._total, self._end = total_steps, end or total_steps
@@ -69,7 +80,8 @@ class Lines(Reporter):
 class Files(Reporter):
     """``metrics.jsonl``, ``memory.json`` and ``summary.json`` in the folder of a run.
 
-    A run that ``continues`` drops records beyond ``start_step``, which are repeated. Files of another run are renamed.
+    A run that ``continues`` drops records beyond ``start_step``, which are repeated. Files of
+    another run are renamed.
     """
 
     def __init__(self, folder: Path, start_step: int, continues: bool) -> None:
@@ -99,7 +111,9 @@ class Files(Reporter):
 
 
 class TensorBoard(Reporter):
-    """TensorBoard events; ``start_step`` hides what an interrupted run wrote beyond the checkpoint."""
+    """TensorBoard events; ``start_step`` hides what an interrupted run wrote beyond the
+    checkpoint.
+    """
 
     option = "tensorboard"
 
@@ -118,22 +132,31 @@ class TensorBoard(Reporter):
 
 
 class WeightsAndBiases(Reporter):
-    """A run at Weights & Biases. A run that ``continues`` is the one whose id is in ``wandb.json`` of ``--output``.
+    """A run at Weights & Biases. A run that ``continues`` is the one whose id is in ``wandb.json``
+    of ``--output``.
 
     Raises:
-        CoatConfigError: W&B refuses, most often because nobody is logged in; or its package cannot be imported.
+        CoatConfigError: W&B refuses, most often because nobody is logged in; or its package cannot
+            be imported.
     """
 
     def __init__(self, a: TrainingOptions, continues: bool, identity: Mapping[str, Any]) -> None:
         config = {**identity, "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}}
-        given = {"name": a.wandb_name, "entity": a.wandb_entity, "mode": a.wandb_mode, "dir": a.output}
+        given = {
+            "name": a.wandb_name,
+            "entity": a.wandb_entity,
+            "mode": a.wandb_mode,
+            "dir": a.output,
+        }
         kept = None if a.output is None else Path(a.output, "wandb.json")
         if continues and kept is not None and kept.exists():
             given |= {"id": json.loads(kept.read_text(encoding="utf-8"))["id"], "resume": "allow"}
         try:
             import wandb
 
-            self._run = wandb.init(project=a.wandb, config=config, **{k: v for k, v in given.items() if v is not None})
+            self._run = wandb.init(
+                project=a.wandb, config=config, **{k: v for k, v in given.items() if v is not None}
+            )
         except Exception as problem:  # its own classes, which other ranks cannot unpickle
             reason = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
             raise CoatConfigError(
@@ -175,7 +198,10 @@ class Reporters:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Report one step. Numbers that are not finite are None from here on: NaN is not JSON."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
         self._summary.add(clean)
         self._each(lambda reporter: reporter.step(clean))
 
@@ -184,9 +210,15 @@ class Reporters:
         self._each(lambda reporter: reporter.memory(report))
 
     def finish(self, ended: str, step: int, checkpoint: Any, failed: bool = False) -> None:
-        """Report the summary of the run: how it ended, the last step and the last checkpoint, if there is one."""
+        """Report the summary of the run: how it ended, the last step and the last checkpoint, if
+        there is one.
+        """
         wall, ranks = time.monotonic() - self._began, dist.get_world_size()
-        summary = {"ended": ended, "step": step, **self._summary.to_dict(wall_seconds=wall, ranks=ranks)}
+        summary = {
+            "ended": ended,
+            "step": step,
+            **self._summary.to_dict(wall_seconds=wall, ranks=ranks),
+        }
         summary["checkpoint"] = None if checkpoint is None else str(checkpoint)
         self._each(lambda reporter: reporter.finish(summary, failed))
 
@@ -211,7 +243,9 @@ def _one_line(option: str) -> Iterator[None]:
         raise CoatConfigError(f"--{option}: cannot write ({problem})") from problem
 
 
-def open_reporters(a: TrainingOptions, start_step: int, continues: bool, identity: Mapping[str, Any]) -> Reporters:
+def open_reporters(
+    a: TrainingOptions, start_step: int, continues: bool, identity: Mapping[str, Any]
+) -> Reporters:
     """The reporters that the options request; collective.
 
     Args:
@@ -242,8 +276,8 @@ def open_reporters(a: TrainingOptions, start_step: int, continues: bool, identit
 def step_profiler(steps: tuple[int, int], start_step: int, folder: str) -> Any:
     """torch's profiler around the steps ``steps``; in its context, ``step()`` follows each step.
 
-    It writes ``trace-steps10-12.json`` into ``folder``, for chrome://tracing or Perfetto; of a run that continues
-    within these steps, from its first one.
+    It writes ``trace-steps10-12.json`` into ``folder``, for chrome://tracing or Perfetto; of a run
+    that continues within these steps, from its first one.
     """
     from torch.profiler import ProfilerAction, profile
 

@@ -36,7 +36,8 @@ __all__ = [
 def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch.device:
     """Join the other ranks and return this rank's device. Megatron's groups are not set up.
 
-    Collectives fail after ``timeout_minutes``; None = torch's default, 10 under NCCL and 30 under gloo.
+    Collectives fail after ``timeout_minutes``; None = torch's default, 10 under NCCL and 30 under
+    gloo.
 
     Raises:
         CoatConfigError: not started by a launcher.
@@ -45,7 +46,8 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
         if name not in os.environ:
             program = f"launch/{Path(sys.argv[0]).name}"
             raise CoatConfigError(
-                f"{name}: not set, accepted: start with `deepspeed {program} ...` or `torchrun {program} ...`, under "
+                f"{name}: not set, accepted: start with `deepspeed {program} ...` or `torchrun "
+                f"{program} ...`, under "
                 f"SLURM also `srun python {program} ...`"
             )
     gpu = torch.cuda.is_available()
@@ -54,7 +56,8 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
     local = int(os.environ.get("LOCAL_RANK", local_rank if local_rank is not None else 0))
     os.environ["LOCAL_RANK"] = str(local)
     if gpu:
-        torch.cuda.set_device(local)  # under SLURM each task must see all GPUs of its node: --gpus-per-node
+        # Under SLURM each task must see all GPUs of its node: --gpus-per-node.
+        torch.cuda.set_device(local)
     import deepspeed
 
     quiet_libraries()
@@ -63,8 +66,9 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-        # Without `device_id`, with which NCCL would make a communicator for each of Megatron's groups, used or not:
-        # several GiB of the GPU (docs/memory.md). A first collective says which GPU is this rank's.
+        # Without `device_id`, with which NCCL would make a communicator for each of Megatron's
+        # groups, used or not: several GiB of the GPU (docs/memory.md). A first collective says
+        # which GPU is this rank's.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **store_of_restart())
         if gpu:
             dist.all_reduce(torch.zeros(1, device=device))
@@ -79,13 +83,17 @@ def finish() -> None:
 
 
 def seed_python_and_numpy(seed: int) -> None:
-    """Seed Python's and NumPy's generators. ``initialize_model_parallel`` seeds torch's and Megatron's."""
+    """Seed Python's and NumPy's generators. ``initialize_model_parallel`` seeds torch's and
+    Megatron's.
+    """
     random.seed(seed)
     np.random.seed(seed)
 
 
 def reseed(seed: int) -> None:
-    """Seed every generator that training draws from; Megatron's groups exist. Pipeline stages differ, for dropout."""
+    """Seed every generator that training draws from; Megatron's groups exist. Pipeline stages
+    differ, for dropout.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -96,10 +104,12 @@ def reseed(seed: int) -> None:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT ask for a stop after the running step; a second one, later than its echoes, stops at once.
+    """SIGTERM and SIGINT ask for a stop after the running step; a second one, later than its
+    echoes, stops at once.
 
-    Launchers repeat a signal that reached the whole process group, so what comes within ``echo_seconds`` of the first
-    counts as the same request. The end of the launcher counts as a request, too.
+    Launchers repeat a signal that reached the whole process group, so what comes within
+    ``echo_seconds`` of the first counts as the same request. The end of the launcher counts as a
+    request, too.
     """
 
     def __init__(self, echo_seconds: float = 2.0) -> None:
@@ -115,12 +125,17 @@ class StopSignal:
         if self.name is None:
             self.name, self._first = signal.Signals(number).name, now
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, f"{self.name}: stopping after this step; a second one stops at once\n".encode())
+                os.write(
+                    2,
+                    f"{self.name}: stopping after this step; a second one stops at once\n".encode(),
+                )
         elif now - self._first > self._echo:
             os._exit(128 + number)
 
     def requested(self) -> bool:
-        """Whether this rank was asked to stop. Ranks differ for a moment: agree on it before acting."""
+        """Whether this rank was asked to stop. Ranks differ for a moment: agree on it before
+        acting.
+        """
         if self.name is None and _ancestors() != self._launcher:
             self.name = "end of the launcher"
         return self.name is not None
@@ -132,8 +147,10 @@ class StopSignal:
 
 
 def _ancestors() -> list[int]:
-    """Process ids of the parent, and of its parent where the parent is DeepSpeed's launcher: on one machine the
-    ``deepspeed`` command forwards no signal, and leaves the launcher and the ranks running when it is killed."""
+    """Process ids of the parent, and of its parent where the parent is DeepSpeed's launcher: on one
+    machine the ``deepspeed`` command forwards no signal, and leaves the launcher and the ranks
+    running when it is killed.
+    """
     parent = os.getppid()
     try:
         launcher = psutil.Process(parent)
@@ -145,14 +162,18 @@ def _ancestors() -> list[int]:
 
 
 def mean_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
-    """Mean over all ranks of each number, summed in fp64: one collective and one host synchronization."""
+    """Mean over all ranks of each number, summed in fp64: one collective and one host
+    synchronization.
+    """
     stacked = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
     dist.all_reduce(stacked)
     return [total / dist.get_world_size() for total in stacked.tolist()]
 
 
 def get_random_state() -> dict[str, Any]:
-    """States of every generator that training draws from: Python, NumPy, torch on CPU and GPU, Megatron's tracker."""
+    """States of every generator that training draws from: Python, NumPy, torch on CPU and GPU,
+    Megatron's tracker.
+    """
     from megatron_patches import rng_state
 
     kind, keys, *rest = np.random.get_state()

@@ -1,4 +1,6 @@
-"""What ``pretrain.py`` takes from the DeepSpeed configuration: the checked settings, batch sizes, the learning rate."""
+"""What ``pretrain.py`` takes from the DeepSpeed configuration: the checked settings, batch
+sizes, the learning rate.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,29 @@ from coat_dist.deepspeed.config.table import with_remainders
 from coat_dist.deepspeed.config.validate import check_deepspeed
 from launch.find_config import read_config
 
-__all__ = ["MICRO", "STEPS", "TOTAL", "BatchSizes", "auto_batch", "batch_sizes", "load_settings", "peak_lr"]
+__all__ = [
+    "MICRO",
+    "STEPS",
+    "TOTAL",
+    "BatchSizes",
+    "auto_batch",
+    "batch_sizes",
+    "load_settings",
+    "peak_lr",
+]
 
-MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+MICRO, STEPS, TOTAL = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of one forward pass on one rank, forward passes of one step, and samples of one step on all ranks."""
+    """Samples of one forward pass on one rank, forward passes of one step, and samples of one
+    step on all ranks.
+    """
 
     micro: int
     accumulation: int
@@ -31,7 +48,8 @@ class BatchSizes:
 
 
 def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
-    """The three batch sizes for ``dp`` data-parallel ranks; DeepSpeed's rule: total = micro x accumulation x dp.
+    """The three batch sizes for ``dp`` data-parallel ranks; DeepSpeed's rule: total = micro x
+    accumulation x dp.
 
     Raises:
         CoatConfigError: too few given to know the rest, not positive integers, or contradictory.
@@ -46,7 +64,10 @@ def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
     accumulation = accumulation or max(1, (total or 0) // (micro * dp))
     expected = micro * accumulation * dp
     if expected != (total or expected):
-        accepted = f"{MICRO} ({micro}) x {STEPS} ({accumulation}) x data-parallel ranks ({dp}) = {expected}"
+        accepted = (
+            f"{MICRO} ({micro}) x {STEPS} ({accumulation}) x data-parallel ranks ({dp}) = "
+            f"{expected}"
+        )
         raise CoatConfigError(Problem(TOTAL, got(total), accepted))
     return BatchSizes(micro, accumulation, expected)
 
@@ -54,15 +75,33 @@ def batch_sizes(settings: Mapping[str, Any], dp: int) -> BatchSizes:
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
 _DEFAULT = (None, True)
 _ACCEPTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("optimizer.type", ("AdamW", "CoatAdamW"), '"CoatAdamW" (FP8 moments), or "AdamW" (torch\'s, fp32 moments)'),
+    (
+        "optimizer.type",
+        ("AdamW", "CoatAdamW"),
+        '"CoatAdamW" (FP8 moments), or "AdamW" (torch\'s, fp32 moments)',
+    ),
     ("bf16.enabled", (True,), "true: this program trains in bf16"),
-    ("bf16.check_grad_overflow", _DEFAULT, "true (its default): without it a NaN gradient would be applied"),
+    (
+        "bf16.check_grad_overflow",
+        _DEFAULT,
+        "true (its default): without it a NaN gradient would be applied",
+    ),
     ("zero_optimization.stage", (1, 2, 3), "1, 2 or 3"),
-    ("zero_optimization.compute_grad_norm", _DEFAULT, "true (its default): the gradient norm is printed and checked"),
+    (
+        "zero_optimization.compute_grad_norm",
+        _DEFAULT,
+        "true (its default): the gradient norm is printed and checked",
+    ),
     ("managed_gradient_accumulation", _DEFAULT, "true (its default)"),
-    ("checkpoint.use_node_local_storage", (None, False), "false: --save is a folder that all nodes share"),
+    (
+        "checkpoint.use_node_local_storage",
+        (None, False),
+        "false: --save is a folder that all nodes share",
+    ),
 )
-"""Keys of the DeepSpeed configuration, values that this program can run, and how an error describes them."""
+"""Keys of the DeepSpeed configuration, values that this program can run, and how an error
+describes them.
+"""
 
 
 def load_settings(
@@ -71,7 +110,8 @@ def load_settings(
     """The DeepSpeed configuration and its "coat" block, both checked for what this program can run.
 
     Args:
-        given: value of ``--deepspeed_config``: a path, a name in ``configs/deepspeed``, or the content.
+        given: value of ``--deepspeed_config``: a path, a name in ``configs/deepspeed``, or the
+            content.
         tp: tensor-parallel size.
         stage: of ZeRO, in place of the configuration's; None = as it says.
 
@@ -88,8 +128,14 @@ def load_settings(
         settings["zero_optimization"] = {**zero, "stage": stage}
     settings = with_remainders(settings)
     checked = {key: value for key, value in settings.items() if key != "scheduler"}
-    coat = check_deepspeed({**checked, MICRO: 1} if checked.get(MICRO) == "auto" else checked, tp=tp)
-    wrong = [(key, accepted) for key, possible, accepted in _ACCEPTED if look_up(settings, key) not in possible]
+    coat = check_deepspeed(
+        {**checked, MICRO: 1} if checked.get(MICRO) == "auto" else checked, tp=tp
+    )
+    wrong = [
+        (key, accepted)
+        for key, possible, accepted in _ACCEPTED
+        if look_up(settings, key) not in possible
+    ]
     if "scheduler" in settings:
         wrong.append(("scheduler", "absent (--lr-schedule and its companions)"))
     if look_up(settings, "optimizer.type") == "AdamW":
@@ -98,13 +144,17 @@ def load_settings(
         wrong += [(f"optimizer.params.{key}", accepted) for key in others]
     if wrong:
         raise CoatConfigError(
-            "\n".join(f"{key}: got {look_up(settings, key)!r}, accepted: {accepted}" for key, accepted in wrong)
+            "\n".join(
+                f"{key}: got {look_up(settings, key)!r}, accepted: {accepted}"
+                for key, accepted in wrong
+            )
         )
     return settings, coat
 
 
 def auto_batch(args: Any, settings: dict[str, Any], dp: int) -> bool:
-    """Whether the micro-batch is to be found; ``--micro-batch`` goes into ``settings``, which have 1 until it is found.
+    """Whether the micro-batch is to be found; ``--micro-batch`` goes into ``settings``, which have
+    1 until it is found.
 
     Raises:
         CoatConfigError: the other batch sizes leave no choice, or are not divisible.
@@ -117,11 +167,18 @@ def auto_batch(args: Any, settings: dict[str, Any], dp: int) -> bool:
     total, steps = settings.get(TOTAL), settings.get(STEPS)
     for key, value, step in ((STEPS, steps, 1), (TOTAL, total, dp)):
         if value is not None and (type(value) is not int or value < 1 or value % step):
-            accepted = f"a multiple of the data-parallel ranks ({dp})" if key == TOTAL else "an integer >= 1"
-            raise CoatConfigError(f'{key}: got {json.dumps(value)} with {MICRO} "auto", accepted: {accepted}')
+            accepted = (
+                f"a multiple of the data-parallel ranks ({dp})"
+                if key == TOTAL
+                else "an integer >= 1"
+            )
+            raise CoatConfigError(
+                f'{key}: got {json.dumps(value)} with {MICRO} "auto", accepted: {accepted}'
+            )
     if total and steps:
         raise CoatConfigError(
-            f'{MICRO}: got "auto" beside {TOTAL} {total} and {STEPS} {steps}, accepted: "auto" with at most one of them'
+            f'{MICRO}: got "auto" beside {TOTAL} {total} and {STEPS} {steps}, accepted: "auto" '
+            "with at most one of them"
         )
     return True
 
@@ -134,5 +191,7 @@ def peak_lr(args: Any, settings: Mapping[str, Any]) -> float:
     """
     lr = args.lr if args.lr is not None else look_up(settings, "optimizer.params.lr")
     if not isinstance(lr, int | float) or isinstance(lr, bool) or not math.isfinite(lr) or lr < 0:
-        raise CoatConfigError(f"optimizer.params.lr: got {lr!r}, accepted: a finite number >= 0 (or --lr)")
+        raise CoatConfigError(
+            f"optimizer.params.lr: got {lr!r}, accepted: a finite number >= 0 (or --lr)"
+        )
     return float(lr)

@@ -1,4 +1,6 @@
-"""Micro-batches of a step and of an evaluation: one after the other, or over pipeline stages by Megatron."""
+"""Micro-batches of a step and of an evaluation: one after the other, or over pipeline stages by
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | Pipel
     """The runner of a plan's micro-batches on its engine."""
     tp = p.args.tensor_parallel
     if p.args.pipeline_parallel == 1:
-        return MicroBatches(engine, build.language_model_loss(tp, device), p.batch.accumulation, device)
+        return MicroBatches(
+            engine, build.language_model_loss(tp, device), p.batch.accumulation, device
+        )
     shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
     if p.eod is not None:  # a micro-batch is one sequence then
         shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
@@ -30,8 +34,10 @@ def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | Pipel
 
 
 def _nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
-    """The loss times exactly 1, or NaN where it is not finite: then the gradient norm, which DeepSpeed checks on all
-    ranks before it changes anything, is NaN without a further synchronization."""
+    """The loss times exactly 1, or NaN where it is not finite: then the gradient norm, which
+    DeepSpeed checks on all ranks before it changes anything, is NaN without a further
+    synchronization.
+    """
     return loss * (1 + 0 * loss.detach())
 
 
@@ -46,8 +52,8 @@ class MicroBatches:
     device: torch.device
 
     def step(self, batches: Iterator[Batch], memory: MemoryReport | None = None) -> torch.Tensor:
-        """One optimizer step. The mean loss of its micro-batches, fp64, computed before the optimizer begins: it is
-        read while the GPU still writes weights.
+        """One optimizer step. The mean loss of its micro-batches, fp64, computed before the
+        optimizer begins: it is read while the GPU still writes weights.
 
         Args:
             memory: measures the first forward pass, and the gradients.
@@ -55,7 +61,11 @@ class MicroBatches:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
             batch = next(batches)
-            watched = memory.forward(batch["tokens"].numel()) if memory and not index else contextlib.nullcontext()
+            watched = (
+                memory.forward(batch["tokens"].numel())
+                if memory and not index
+                else contextlib.nullcontext()
+            )
             with watched:
                 loss = self.loss(self.engine, batch)
             total += loss.detach().double() / self.accumulation
@@ -75,7 +85,9 @@ class MicroBatches:
 
 @dataclass
 class PipelineSteps:
-    """Steps and evaluations of an engine that holds one stage, with the same results on all stages."""
+    """Steps and evaluations of an engine that holds one stage, with the same results on all
+    stages.
+    """
 
     engine: Any
     forward_step: Callable[..., Any]
@@ -101,20 +113,32 @@ class PipelineSteps:
             return loss, lambda loss: loss
 
         done = None if memory is None else memory.backward_done
-        return train_batch(self.engine, self._read(batches), forward, before_step=done, **self.shape)
+        return train_batch(
+            self.engine, self._read(batches), forward, before_step=done, **self.shape
+        )
 
     def evaluate(self, batches: Iterator[Batch], count: int) -> torch.Tensor:
         """As :meth:`MicroBatches.evaluate`."""
         from megatron_patches import eval_batch
 
-        return eval_batch(self.engine, self._read(batches), self.forward_step, num_microbatches=count, **self.shape)
+        return eval_batch(
+            self.engine,
+            self._read(batches),
+            self.forward_step,
+            num_microbatches=count,
+            **self.shape,
+        )
 
     def _read(self, batches: Iterator[Batch]) -> Any:
-        """``batches`` for each part of the model that needs them: the first one and the last one."""
+        """``batches`` for each part of the model that needs them: the first one and the last
+        one.
+        """
         from megatron_patches.parallel.pipeline import chunks_of
 
         chunks = chunks_of(self.engine.module)
-        needed = [bool(self.documents or chunk.pre_process or chunk.post_process) for chunk in chunks]
+        needed = [
+            bool(self.documents or chunk.pre_process or chunk.post_process) for chunk in chunks
+        ]
         copies = iter(itertools.tee(batches, sum(needed)))
         read = [next(copies) if one else None for one in needed]
         return read if len(chunks) > 1 else read[0]

@@ -1,4 +1,6 @@
-"""Which checkpoint ``to_universal.py`` converts, whichever program saved it, and where the result goes."""
+"""Which checkpoint ``to_universal.py`` converts, whichever program saved it, and where the
+result goes.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,24 @@ class Source:
         self.of_run = {"progress", "run"} <= self.manifest.keys()
         """Whether pretrain.py saved it."""
         if self.manifest.get("universal") or (path / "zero" / "optimizer_state.pt").is_file():
-            raise CheckpointError(f"{path}: is universal already, accepted: what engine.save_checkpoint wrote")
+            raise CheckpointError(
+                f"{path}: is universal already, accepted: what engine.save_checkpoint wrote"
+            )
         if part := self.manifest.get("part"):
             raise CheckpointError(
-                f"{path}: holds the files of {say_part(part)}, saved with {KEY}, accepted: a checkpoint in a folder "
+                f"{path}: holds the files of {say_part(part)}, saved with {KEY}, accepted: a "
+                "checkpoint in a folder "
                 "that all nodes shared"
             )
 
     @property
     def name(self) -> str:
         """Name of its conversion; of a run by the step, because the folder may be a copy."""
-        return tags.name_of(self.manifest["progress"]["step"]) if self.of_run else tags.own_name(self.path)
+        return (
+            tags.name_of(self.manifest["progress"]["step"])
+            if self.of_run
+            else tags.own_name(self.path)
+        )
 
     def identity(self) -> dict[str, Any]:
         """What distinguishes it from another checkpoint of the same step."""
@@ -62,7 +71,11 @@ class Source:
         step = 0
         for path in sorted(self.path.glob("*model_states.pt"))[:1]:
             with suppress(Exception):  # the conversion names damaged files
-                step = int(torch.load(path, map_location="cpu", weights_only=False, mmap=True)["global_steps"])
+                step = int(
+                    torch.load(path, map_location="cpu", weights_only=False, mmap=True)[
+                        "global_steps"
+                    ]
+                )
         return {"progress": {"step": step}, "run": {}, "source": str(self.path)}
 
 
@@ -83,7 +96,8 @@ def find_source(given: str) -> Source:
     found = tags.find(folder)  # of pretrain.py: a kill may have left no `latest`
     if found is None:
         raise CheckpointError(
-            f"--load: got {given}, which is no checkpoint and has no file `latest`, accepted: a checkpoint of "
+            f"--load: got {given}, which is no checkpoint and has no file `latest`, accepted: a "
+            "checkpoint of "
             "DeepSpeed's ZeRO, or a folder with `latest`"
         )
     return Source(found)
@@ -98,8 +112,9 @@ class Output:
     final: Path
     """The folder that becomes the universal checkpoint."""
     exact: bool
-    """``final`` was named itself (``--output_folder``), so its folder may hold anything; ``--output`` is for
-    universal checkpoints alone, and gets ``latest`` too."""
+    """``final`` was named itself (``--output_folder``), so its folder may hold anything;
+    ``--output`` is for universal checkpoints alone, and gets ``latest`` too.
+    """
 
     def check(self, source: Source, identity: Mapping[str, Any]) -> None:
         """Refuse a place in which something would be lost or mixed up.
@@ -113,7 +128,8 @@ class Output:
             raise CheckpointError(f"{self.option}: got {folder}, {what}, accepted: another folder")
 
         if folder.is_relative_to(source.path) or checkpoint_at(self.final.parent) is not None:
-            refuse("which is a checkpoint or in one")  # a run removes its old ones, with all that is in them
+            # A run removes its old ones, with all that is in them.
+            refuse("which is a checkpoint or in one")
         earlier = _earlier(self.final)
         another = earlier is None or {key: earlier.get(key) for key in identity} != identity
         if self.exact:
@@ -130,7 +146,8 @@ class Output:
 
     @contextmanager
     def locked(self) -> Iterator[Path]:
-        """Keep other conversions out, and give a new folder to write into; without :meth:`publish` nothing is left.
+        """Keep other conversions out, and give a new folder to write into; without :meth:`publish`
+        nothing is left.
 
         A run that saves beside an exact folder has another lock.
         """
@@ -149,7 +166,8 @@ class Output:
             yield temporary
 
     def publish(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Give what was written, and is on disk, its name; an earlier conversion is removed afterwards.
+        """Give what was written, and is on disk, its name; an earlier conversion is removed
+        afterwards.
 
         Returns:
             Warnings: what is left and could not be removed.
@@ -162,7 +180,8 @@ class Output:
             write_text(folder / name, self.final.name)
         if not self.exact:
             return tags.retire(folder, self.final)
-        replaced = temporary.with_name(f".unfinished-replaced-{self.final.name}")  # where `finish` puts it
+        # Where `finish` puts it.
+        replaced = temporary.with_name(f".unfinished-replaced-{self.final.name}")
         shutil.rmtree(replaced, ignore_errors=True)
         return [f"{replaced} could not be removed"] if replaced.exists() else []
 

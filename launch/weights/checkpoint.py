@@ -1,4 +1,6 @@
-"""A training checkpoint as a source of weights: of ZeRO-1, 2 or 3 or BF16_Optimizer, or a universal one."""
+"""A training checkpoint as a source of weights: of ZeRO-1, 2 or 3 or BF16_Optimizer, or a
+universal one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ __all__ = ["CheckpointWeights", "Ungrouped", "find_checkpoint"]
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that ``folder`` means: itself, or the one that its ``latest`` names; None where it holds none.
+    """The checkpoint that ``folder`` means: itself, or the one that its ``latest`` names; None
+    where it holds none.
 
     Raises:
         CheckpointError: ``latest`` names what is not there.
@@ -39,35 +42,48 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 class CheckpointWeights(Weights):
-    """What a training run's engine held, read from its files, which are memory-mapped and joined a tensor at a time.
+    """What a training run's engine held, read from its files, which are memory-mapped and joined a
+    tensor at a time.
 
     Args:
         path: the checkpoint's folder.
-        dtype: None = torch.bfloat16, which is what the run multiplies with: its master weights rounded, to the bit.
-            float32 gives the master weights.
-        model: of a checkpoint that does not say (of another program than pretrain.py); else both have to agree.
+        dtype: None = torch.bfloat16, which is what the run multiplies with: its master weights
+            rounded, to the bit. float32 gives the master weights.
+        model: of a checkpoint that does not say (of another program than pretrain.py); else both
+            have to agree.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be read, or does not say which model it is of, or is of another one
-            than is said; names the tensor.
+        CheckpointError: a checkpoint that cannot be read, or does not say which model it is of, or
+            is of another one than is said; names the tensor.
         CoatConfigError: ``model`` has no vocab_size, or is another one than the checkpoint's.
     """
 
     kind = "a training checkpoint"
 
-    def __init__(self, path: Path, dtype: torch.dtype | None = None, model: ModelConfig | None = None) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype | None = None, model: ModelConfig | None = None
+    ) -> None:
         self.path, self._dtype = path, dtype or torch.bfloat16
         self.manifest = read_manifest(path, of_run=False) if (path / MANIFEST).is_file() else {}
         self.model = _model(path, self.manifest, model)
         try:
-            universal = bool(self.manifest.get("universal")) or (path / "zero" / "optimizer_state.pt").is_file()
-            self._source: _Universal | _Zero | Ungrouped = (_Universal if universal else _Zero)(path, self._dtype)
+            universal = (
+                bool(self.manifest.get("universal"))
+                or (path / "zero" / "optimizer_state.pt").is_file()
+            )
+            self._source: _Universal | _Zero | Ungrouped = (_Universal if universal else _Zero)(
+                path, self._dtype
+            )
             if self.model.num_moe_experts is not None:
-                self._source = Ungrouped(self._source, self.model.num_moe_experts, self.model.hidden_size)
+                self._source = Ungrouped(
+                    self._source, self.model.num_moe_experts, self.model.hidden_size
+                )
         except ValueError as problem:
             raise CheckpointError(str(problem)) from None
         self.shapes = parameter_shapes(self.model)
-        check_shapes(path, self._source.shapes, self.shapes, MANIFEST if model is None else "--model")
+        check_shapes(
+            path, self._source.shapes, self.shapes, MANIFEST if model is None else "--model"
+        )
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`."""
@@ -87,16 +103,21 @@ def _model(path: Path, manifest: dict[str, Any], given: ModelConfig | None) -> M
     if described is None:
         if given is None:
             raise CheckpointError(
-                f"{path}: does not say of which model it is, accepted: a checkpoint of launch/pretrain.py, or --model"
+                f"{path}: does not say of which model it is, accepted: a checkpoint of "
+                "launch/pretrain.py, or --model"
             )
         if given.vocab_size is None:
-            raise CoatConfigError("model.vocab_size: got null, accepted: the number of the tokenizer's ids")
+            raise CoatConfigError(
+                "model.vocab_size: got null, accepted: the number of the tokenizer's ids"
+            )
         return given
     try:
         own = ModelConfig.model_validate(described)
     except ValueError as problem:
         raise CheckpointError(f"{path / MANIFEST}: run.model: {problem}") from None
-    if given is not None and (wrong := given.with_vocab(own.vocab_size or 0).different(own, str(path))):
+    if given is not None and (
+        wrong := given.with_vocab(own.vocab_size or 0).different(own, str(path))
+    ):
         raise CoatConfigError("\n".join(wrong))
     return own
 
@@ -104,10 +125,16 @@ def _model(path: Path, manifest: dict[str, Any], given: ModelConfig | None) -> M
 class _Zero:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.checkpoint, self.dtype = ZeroCheckpoint(path), dtype
-        self.rest = {n: v["param"] for n, v in self.checkpoint.untrained().items() if v["param"].is_floating_point()}
+        self.rest = {
+            n: v["param"]
+            for n, v in self.checkpoint.untrained().items()
+            if v["param"].is_floating_point()
+        }
         buffers = self.checkpoint.buffers()
         self.shapes = {name: self.checkpoint.shape(name) for name in self.checkpoint.names}
-        self.shapes |= {name: tuple(value.shape) for name, value in self.rest.items() if name not in buffers}
+        self.shapes |= {
+            name: tuple(value.shape) for name, value in self.rest.items() if name not in buffers
+        }
 
     def divided(self, name: str) -> bool:
         return self.checkpoint.tensor_parallel > 1
@@ -119,7 +146,11 @@ class _Zero:
         def part(shard: Shard) -> torch.Tensor:
             # Of masters in 16 bits and a remainder, the 16 bits are what the engine holds.
             exact = self.dtype == torch.float32
-            return shard.part(name, "fp32") if exact else rounded(shard.weights(name), self.dtype, name)
+            return (
+                shard.part(name, "fp32")
+                if exact
+                else rounded(shard.weights(name), self.dtype, name)
+            )
 
         return self.checkpoint.whole(name, part, "fp32")[0]
 
@@ -127,7 +158,9 @@ class _Zero:
 class _Universal:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.folder = UniversalFolder(path, (0, 1))
-        self.rest = {n: v["param"] for n, v in self.folder.rest.items() if v["param"].is_floating_point()}
+        self.rest = {
+            n: v["param"] for n, v in self.folder.rest.items() if v["param"].is_floating_point()
+        }
         trained = {name: self._saved(name)["param"] for name in self.folder.trained()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in (trained | self.rest).items()}
 
@@ -145,12 +178,14 @@ class Ungrouped:
     """Tensors of a checkpoint, those of grouped experts one by one.
 
     Args:
-        source: has ``shapes`` by name, ``read(name)``, and ``divided(name)``: tensor-parallel ranks were joined.
+        source: has ``shapes`` by name, ``read(name)``, and ``divided(name)``: tensor-parallel ranks
+            were joined.
         experts: of a layer.
         hidden: hidden size.
 
     Raises:
-        CheckpointError: grouped experts that tensor-parallel ranks divide: joined along a dimension, they are mixed up.
+        CheckpointError: grouped experts that tensor-parallel ranks divide: joined along a
+            dimension, they are mixed up.
     """
 
     def __init__(self, source: Any, experts: int, hidden: int) -> None:
@@ -164,7 +199,9 @@ class Ungrouped:
                 self.shapes[name] = shape
                 continue
             if source.divided(name):
-                raise CheckpointError(f"{name}: divided over tensor-parallel ranks, accepted: --tensor-parallel 1")
+                raise CheckpointError(
+                    f"{name}: divided over tensor-parallel ranks, accepted: --tensor-parallel 1"
+                )
             inner = shape[0] * shape[1] // (experts * hidden)
             for i, one in enumerate(names):
                 self.shapes[one] = (inner, hidden) if "linear_fc1" in one else (hidden, inner)

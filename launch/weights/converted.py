@@ -31,7 +31,8 @@ class ConvertedWeights(Weights):
         dtype: of the tensors that are read; None = as they are stored.
 
     Raises:
-        CheckpointError: a file or tensor is missing, of another shape, surplus or cut off; names it.
+        CheckpointError: a file or tensor is missing, of another shape, surplus or cut off; names
+            it.
         CoatConfigError: a model description that cannot be used.
     """
 
@@ -43,7 +44,9 @@ class ConvertedWeights(Weights):
         self.shapes = parameter_shapes(self.model)
         files = [path / name for name in self.manifest["files"] if name.endswith(".safetensors")]
         entries = {name: entry for file in files for name, entry in read_header(file).items()}
-        check_shapes(path, {name: entry.shape for name, entry in entries.items()}, self.shapes, MODEL)
+        check_shapes(
+            path, {name: entry.shape for name, entry in entries.items()}, self.shapes, MODEL
+        )
         self._files, self._dtype = TensorFiles(entries), dtype
 
     def dtype(self, name: str) -> torch.dtype:

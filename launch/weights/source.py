@@ -13,19 +13,30 @@ import torch
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, verify
 from launch.model.config import ModelConfig
 
-__all__ = ["CARRIED", "DTYPES", "CheckpointError", "Weights", "check_shapes", "files_in", "own_manifest"]
+__all__ = [
+    "CARRIED",
+    "DTYPES",
+    "CheckpointError",
+    "Weights",
+    "check_shapes",
+    "files_in",
+    "own_manifest",
+]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Types of weights, by the names that command lines and config.json use."""
 CARRIED = "hugging_face"
-"""Folder, in a converted one and in a checkpoint of pretrain.py, of the files that travel with the weights."""
+"""Folder, in a converted one and in a checkpoint of pretrain.py, of the files that travel with
+the weights.
+"""
 
 
 class Weights(ABC):
     """The weights of one model, whole, read a tensor at a time.
 
-    Names are those of Megatron's ``GPTModel``; layers are numbered over all pipeline stages. The embedding has
-    ``model.padded_vocab`` rows; those from ``model.vocab_size`` on are zero where the source has none.
+    Names are those of Megatron's ``GPTModel``; layers are numbered over all pipeline stages. The
+    embedding has ``model.padded_vocab`` rows; those from ``model.vocab_size`` on are zero where the
+    source has none.
     """
 
     path: Path
@@ -44,8 +55,9 @@ class Weights(ABC):
         """Type of the tensor that :meth:`read` returns."""
 
     def parts_types(self) -> dict[str, torch.dtype]:
-        """Types of Hugging Face's tensors, by name, where parts of one tensor here have several; the tensor here has
-        the type that holds them all."""
+        """Types of Hugging Face's tensors, by name, where parts of one tensor here have several;
+        the tensor here has the type that holds them all.
+        """
         return {}
 
     @abstractmethod
@@ -57,12 +69,14 @@ class Weights(ABC):
         """
 
     def travelling(self) -> dict[str, Path]:
-        """Files that travel with the weights, by their names in a Hugging Face folder: tokenizer, chat template,
-        generation config, config.json."""
+        """Files that travel with the weights, by their names in a Hugging Face folder: tokenizer,
+        chat template, generation config, config.json.
+        """
         return files_in(self.path / CARRIED)
 
     def verify(self) -> None:
-        """Compare every file of the manifest with its checksum; collective, and ranks share the work.
+        """Compare every file of the manifest with its checksum; collective, and ranks share the
+        work.
 
         Raises:
             CheckpointError: on every rank; names the files.
@@ -72,7 +86,9 @@ class Weights(ABC):
 
 
 def own_manifest(folder: Path) -> dict[str, Any]:
-    """``manifest.json`` of a folder that this project wrote; empty where there is none, or another program's."""
+    """``manifest.json`` of a folder that this project wrote; empty where there is none, or
+    another program's.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -83,12 +99,21 @@ def own_manifest(folder: Path) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """Every file in a folder and those in it, by its path there; none where there is no such folder."""
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file in a folder and those in it, by its path there; none where there is no such
+    folder.
+    """
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def check_shapes(
-    folder: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], by: str
+    folder: Path,
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    by: str,
 ) -> None:
     """Compare the tensors of a folder with those of the model that ``by`` describes.
 

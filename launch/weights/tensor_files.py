@@ -1,4 +1,6 @@
-"""Tensors in safetensors files: where each one is, reading it, and writing many, a file at a time."""
+"""Tensors in safetensors files: where each one is, reading it, and writing many, a file at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,24 @@ def read_header(file: Path) -> dict[str, Entry]:
     try:
         with _opened(file) as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            found = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+            found = {
+                name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()
+            }
     except (SafetensorError, OSError) as problem:
-        raise CheckpointError(f"{file}: cannot be read ({problem}), accepted: a whole safetensors file") from None
+        raise CheckpointError(
+            f"{file}: cannot be read ({problem}), accepted: a whole safetensors file"
+        ) from None
     for name, (dtype, _) in found.items():
         if dtype not in _TYPES:
-            raise CheckpointError(f"{file}: tensor {name}: got type {dtype}, accepted: {', '.join(_TYPES)}")
+            raise CheckpointError(
+                f"{file}: tensor {name}: got type {dtype}, accepted: {', '.join(_TYPES)}"
+            )
     return {name: Entry(file, name, _TYPES[dtype], shape) for name, (dtype, shape) in found.items()}
 
 
 def _opened(file: Path) -> Any:
-    return safe_open(file, "pt", backend="pread")  # mapped, a file that is cut off meanwhile would end the process
+    # Mapped, a file that is cut off meanwhile would end the process.
+    return safe_open(file, "pt", backend="pread")
 
 
 class TensorFiles:
@@ -72,9 +81,15 @@ class TensorFiles:
             if self._last is None or self._last[0] != entry.file:
                 self._last = entry.file, _opened(entry.file)
             file = self._last[1]
-            return file.get_tensor(entry.name) if entry.place is ... else file.get_slice(entry.name)[entry.place]
+            return (
+                file.get_tensor(entry.name)
+                if entry.place is ...
+                else file.get_slice(entry.name)[entry.place]
+            )
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{entry.file}: tensor {name} cannot be read ({problem})") from problem
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} cannot be read ({problem})"
+            ) from problem
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -84,8 +99,14 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor
         CheckpointError: values beyond float16's largest, which would become infinite.
     """
     found = tensor.to(dtype)
-    if dtype == torch.float16 and tensor.dtype != dtype and not torch.equal(found.isfinite(), tensor.isfinite()):
-        raise CheckpointError(f"tensor {name}: got values beyond 65504 in float16, accepted: bfloat16 or float32")
+    if (
+        dtype == torch.float16
+        and tensor.dtype != dtype
+        and not torch.equal(found.isfinite(), tensor.isfinite())
+    ):
+        raise CheckpointError(
+            f"tensor {name}: got values beyond 65504 in float16, accepted: bfloat16 or float32"
+        )
     return found
 
 
@@ -98,7 +119,8 @@ def write_tensors(
     shard_bytes: int,
     progress: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Write ``stem.safetensors``, or ``stem-00001-of-0000N.safetensors`` and ``stem.safetensors.index.json``.
+    """Write ``stem.safetensors``, or ``stem-00001-of-0000N.safetensors`` and
+    ``stem.safetensors.index.json``.
 
     The tensors of one file are in memory at once.
 
@@ -131,5 +153,8 @@ def write_tensors(
         path.chmod(mode)
         progress(sum(tensors[one].nbytes for one in shard))
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        index = {
+            "metadata": split.metadata,
+            "weight_map": dict(sorted(split.tensor_to_filename.items())),
+        }
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

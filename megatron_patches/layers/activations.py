@@ -1,8 +1,9 @@
 """Activations: Megatron's functions, by the names of the flow and of model descriptions.
 
-The names are those of ``ACTIVATIONS`` in ``coat_dist/reference/activation.py``; the ``"activation"`` of a model
-description (``configs/models/*.json``) takes them too. A name stands for a function and for whether it has a gate.
-:data:`FUNCTIONS` lists Megatron's functions that compute the same; the first is given to models that are built here.
+The names are those of ``ACTIVATIONS`` in ``coat_dist/reference/activation.py``; the
+``"activation"`` of a model description (``configs/models/*.json``) takes them too. A name stands
+for a function and for whether it has a gate. :data:`FUNCTIONS` lists Megatron's functions that
+compute the same; the first is given to models that are built here.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "quick_gelu": (quick_gelu, *other_quick_gelus()),
     "squared_relu": (squared_relu,),
 }
-"""By the function's name in the flow: what ``config.activation_func`` may be. Models built here get the first."""
+"""By the function's name in the flow: what ``config.activation_func`` may be. Models built here
+get the first.
+"""
 
 
 def megatron_activation(name: str) -> tuple[Callable[..., Any], bool]:
-    """``activation_func`` and ``gated_linear_unit`` of Megatron's configuration for the flow's activation ``name``."""
+    """``activation_func`` and ``gated_linear_unit`` of Megatron's configuration for the flow's
+    activation ``name``.
+    """
     function, gated = ACTIVATIONS[name]
     return FUNCTIONS[function][0], gated
 
@@ -54,14 +59,21 @@ def activation_name(config: TransformerConfig) -> str:
         if wanted == (activation.function, activation.gated):
             return name
     function, gate = config.activation_func, "with" if config.gated_linear_unit else "without"
-    raise ValueError(f"activation_func {getattr(function, '__name__', function)} {gate} gated_linear_unit")
+    raise ValueError(
+        f"activation_func {getattr(function, '__name__', function)} {gate} gated_linear_unit"
+    )
 
 
 def _function_name(config: TransformerConfig) -> str | None:
     """The name of ``config.activation_func`` in :data:`FUNCTIONS`, or None."""
     function = config.activation_func
-    if function is F.gelu and config.bias_activation_fusion:  # Megatron's fused form of it is the tanh approximation
+    # Megatron's fused form of it is the tanh approximation.
+    if function is F.gelu and config.bias_activation_fusion:
         return "gelu_tanh"
     if isinstance(function, functools.partial) and function.func is F.gelu and not function.args:
-        return {"tanh": "gelu_tanh", "none": "gelu"}.get(function.keywords.get("approximate", "none"))
-    return next((name for name, known in FUNCTIONS.items() if any(function is one for one in known)), None)
+        return {"tanh": "gelu_tanh", "none": "gelu"}.get(
+            function.keywords.get("approximate", "none")
+        )
+    return next(
+        (name for name, known in FUNCTIONS.items() if any(function is one for one in known)), None
+    )

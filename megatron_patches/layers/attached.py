@@ -1,4 +1,6 @@
-"""What patched modules have in common: the attribute ``coat``, and parameters of modules that they do not call."""
+"""What patched modules have in common: the attribute ``coat``, and parameters of modules that
+they do not call.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 class Patch:
     """What a patched module needs besides its own attributes; kept as its ``coat`` attribute.
 
-    The norm is held here, out of ``nn.Module``'s sight, so that it stays registered under its own layer only.
+    The norm is held here, out of ``nn.Module``'s sight, so that it stays registered under its own
+    layer only.
     """
 
     settings: ActivationConfig
@@ -35,22 +38,30 @@ class Patch:
     """As it was when the model was patched; a forward pass asks :meth:`tp_now`."""
     norm: nn.Module | None = None
     activation: str = ""
-    """Of an MLP, the flow's name of its activation, found when the model is patched. Functions are told apart by
-    identity, and profilers put others in their places while they run."""
+    """Of an MLP, the flow's name of its activation, found when the model is patched. Functions are
+    told apart by identity, and profilers put others in their places while they run.
+    """
     function: Any = None
     """The function that has this name: what ``config.activation_func`` must still be."""
     residual: bool = False
-    """Whether the block's output carries its :class:`~megatron_patches.layers.residual.Residual`."""
+    """Whether the block's output carries its
+    :class:`~megatron_patches.layers.residual.Residual`.
+    """
     graphs: Any = None
-    """Of a layer that runs as CUDA graphs, the :class:`~coat_dist.flow.graphs.cuda_graphs.GraphedFunction`."""
+    """Of a layer that runs as CUDA graphs, the
+    :class:`~coat_dist.flow.graphs.cuda_graphs.GraphedFunction`.
+    """
     recompute: bool = False
-    """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves the checkpoint too."""
+    """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves
+    the checkpoint too.
+    """
 
     def tp_now(self, linear: Any) -> flow.TensorParallel:
-        """``tp`` with the sequence parallelism that ``linear``, one of Megatron's, has at this moment.
+        """``tp`` with the sequence parallelism that ``linear``, one of Megatron's, has at this
+        moment.
 
-        Megatron's ``set_model_to_sequence_parallel`` switches that flag on built models, and so does ``GPTModel``
-        around an output layer that is asked for the last token's logits only.
+        Megatron's ``set_model_to_sequence_parallel`` switches that flag on built models, and so
+        does ``GPTModel`` around an output layer that is asked for the last token's logits only.
         """
         return self.tp.with_sequence_parallel(linear.sequence_parallel)
 
@@ -58,10 +69,13 @@ class Patch:
 def eager_under_zero3(forward: Forward) -> Forward:
     """A ``forward`` that is not compiled where ZeRO-3 divides the module's parameters.
 
-    ZeRO-3 fetches the parameters of a module before it is called, and those that another module uses when Python reads
-    them. Compiled code reads past that, and would find empty tensors, or with ``fp8_weight_gather`` NaN.
+    ZeRO-3 fetches the parameters of a module before it is called, and those that another module
+    uses when Python reads them. Compiled code reads past that, and would find empty tensors, or
+    with ``fp8_weight_gather`` NaN.
     """
-    eager = torch.compiler.disable(forward, reason="ZeRO-3 fetches parameters of a patched module as Python reads them")
+    eager = torch.compiler.disable(
+        forward, reason="ZeRO-3 fetches parameters of a patched module as Python reads them"
+    )
 
     @functools.wraps(forward)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,27 +90,35 @@ _FORWARDS = ColumnParallelLinear.forward, RowParallelLinear.forward, Folded.forw
 
 
 def check_uncalled(name: str, module: nn.Module) -> None:
-    """Refuse a module that a block does not call, though it uses the parameters, and that is not what was patched.
+    """Refuse a module that a block does not call, though it uses the parameters, and that is not
+    what was patched.
 
     Raises:
-        ValueError: another module is in its place, or a program has set its ``forward``; ``fully_shard`` is around it
-            alone, and gathers its parameters only when it is called.
+        ValueError: another module is in its place, or a program has set its ``forward``;
+            ``fully_shard`` is around it alone, and gathers its parameters only when it is called.
     """
     if "forward" in vars(module) or type(module).forward not in _FORWARDS:
         raise ValueError(
-            f"{name}: got class {type(module).__name__} with another forward, accepted: what was there when the model "
-            "was patched (a patched block uses its parameters without calling it); unpatch_model first"
+            f"{name}: got class {type(module).__name__} with another forward, accepted: what was "
+            "there when the model "
+            "was patched (a patched block uses its parameters without calling it); unpatch_model "
+            "first"
         )
     if isinstance(module.weight, DTensor):
-        raise ValueError(f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole layer")
+        raise ValueError(
+            f"{name}: got fully_shard on this module alone, accepted: fully_shard on the whole "
+            "layer"
+        )
 
 
 def wait_for_fc1(mlp: Any) -> Callable[[], None] | None:
-    """Wait for the parameters of fc1, and return what waits for those of fc2, to be called before they are read.
+    """Wait for the parameters of fc1, and return what waits for those of fc2, to be called before
+    they are read.
 
-    With ``overlap_param_gather`` forward pre-hooks of Megatron's ``DistributedDataParallel`` wait for the all-gather of
-    a module's parameters and start the next one. A patched MLP does not call its linears, so this calls their hooks.
-    fc1's start fc2's gather: to wait for both at once would let the GPU stand still meanwhile.
+    With ``overlap_param_gather`` forward pre-hooks of Megatron's ``DistributedDataParallel`` wait
+    for the all-gather of a module's parameters and start the next one. A patched MLP does not call
+    its linears, so this calls their hooks. fc1's start fc2's gather: to wait for both at once would
+    let the GPU stand still meanwhile.
 
     Raises:
         ValueError: as :func:`check_uncalled`.
@@ -106,7 +128,8 @@ def wait_for_fc1(mlp: Any) -> Callable[[], None] | None:
     _call_gather_hooks(mlp.linear_fc1)
     if not torch.compiler.is_compiling():
         return functools.partial(_call_gather_hooks, mlp.linear_fc2)
-    _call_gather_hooks(mlp.linear_fc2)  # traced, nothing may happen in the middle of the flow's function
+    # Traced, nothing may happen in the middle of the flow's function.
+    _call_gather_hooks(mlp.linear_fc2)
     return None
 
 

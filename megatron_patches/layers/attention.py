@@ -1,4 +1,6 @@
-"""Self-attention: of models built here, which saves no more than it needs, and of patched layers."""
+"""Self-attention: of models built here, which saves no more than it needs, and of patched
+layers.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,26 @@ _HOOKS = {
     "self_attention": INPUT_OR_ITS_GRADIENT,  # its input is what was the norm's
     "self_attention.linear_qkv": CALL,
 }
-"""What a patch changes for hooks: the norm hands its input on, linear_qkv applies the norm and returns heads."""
+"""What a patch changes for hooks: the norm hands its input on, linear_qkv applies the norm and
+returns heads.
+"""
 _FP8_HOOKS = {"self_attention.core_attention": CALL, "self_attention.linear_proj": INPUT}
-"""The same with ``attention: "fp8"``: core_attention is not called, linear_proj takes its input in FP8 as well."""
+"""The same with ``attention: "fp8"``: core_attention is not called, linear_proj takes its input
+in FP8 as well.
+"""
 _OWN_FORWARD = "test_mode", "flash_decode", "attention_output_gate"
 
 
 class CompactSelfAttention(SelfAttention):
     """Self-attention that copies the values, so that linear_qkv's output is freed after forward.
 
-    Megatron's values are a view of that output. Saved for backward, the view keeps queries and keys a second time: 4
-    bytes a token and hidden element. Norms on queries and keys save their inputs, so the output stays in any case and
-    values are not copied. Norms over all heads save copies instead, and values are copied.
+    Megatron's values are a view of that output. Saved for backward, the view keeps queries and keys
+    a second time: 4 bytes a token and hidden element. Norms on queries and keys save their inputs,
+    so the output stays in any case and values are not copied. Norms over all heads save copies
+    instead, and values are copied.
 
-    Several documents in a sequence (``packed_seq_params``) are those of ``packed.py`` where core attention is ours.
+    Several documents in a sequence (``packed_seq_params``) are those of ``packed.py`` where core
+    attention is ours.
     """
 
     def forward(
@@ -67,7 +75,9 @@ class CompactSelfAttention(SelfAttention):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's: ``[s, b, h]`` → output ``[s, b, h]`` and bias (s/TP under sequence parallelism)."""
+        """As Megatron's: ``[s, b, h]`` → output ``[s, b, h]`` and bias (s/TP under sequence
+        parallelism).
+        """
         _, rotary_pos_emb = self._packed(hidden_states, rotary_pos_emb, kwargs)
         leading = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb
         return super().forward(*leading, *args, **kwargs)
@@ -75,15 +85,19 @@ class CompactSelfAttention(SelfAttention):
     def _packed(
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, kwargs: dict[str, Any]
     ) -> tuple[Packed | None, Any]:
-        """The documents of ``packed_seq_params``, which they replace in ``kwargs``, and the angles of all tokens.
+        """The documents of ``packed_seq_params``, which they replace in ``kwargs``, and the angles
+        of all tokens.
 
-        None and ``rotary_pos_emb`` itself where core attention is not ours, or all this is done already.
+        None and ``rotary_pos_emb`` itself where core attention is not ours, or all this is done
+        already.
         """
         given = kwargs.get("packed_seq_params")
         if given is None or isinstance(given, Packed) or not isinstance(self.core_attention, SDPA):
             return None, rotary_pos_emb
         tp = tensor_parallel(self.linear_qkv)
-        documents = packed(given, hidden_states.shape[0] * (tp.size if tp.sharded else 1), hidden_states.shape[1])
+        documents = packed(
+            given, hidden_states.shape[0] * (tp.size if tp.sharded else 1), hidden_states.shape[1]
+        )
         kwargs["packed_seq_params"] = documents
         if getattr(self.config, "mrope_section", None):  # made from position ids, for each token
             return documents, rotary_pos_emb
@@ -92,14 +106,16 @@ class CompactSelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         tensors = super().get_query_key_value_tensors(*args, **kwargs)
         keys_own_copy = isinstance(self.k_layernorm, AllHeadsNorm) or not _normed(self)
-        if not keys_own_copy or len(tensors) < 3:  # fewer: not split, Transformer Engine's fused rotary embedding will
+        # Fewer: not split, Transformer Engine's fused rotary embedding will.
+        if not keys_own_copy or len(tensors) < 3:
             return tensors
         query, key, value, *rest = tensors
         return query, key, value.contiguous(), *rest
 
 
 class PatchedSelfAttention(CompactSelfAttention):
-    """Self-attention of a patched layer, with one pass from linear_qkv's output to rotated heads, or FP8 attention.
+    """Self-attention of a patched layer, with one pass from linear_qkv's output to rotated heads,
+    or FP8 attention.
 
     Megatron's own forward runs wherever a call is not training or evaluation on whole sequences.
     """
@@ -117,14 +133,24 @@ class PatchedSelfAttention(CompactSelfAttention):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's: ``[s, b, h]`` → output ``[s, b, h]`` and bias (s/TP under sequence parallelism).
+        """As Megatron's: ``[s, b, h]`` → output ``[s, b, h]`` and bias (s/TP under sequence
+        parallelism).
 
         Raises:
-            ValueError: ``attention: "fp8"`` with an argument that Megatron's own forward alone can take.
+            ValueError: ``attention: "fp8"`` with an argument that Megatron's own forward alone can
+                take.
         """
         documents, rotary_pos_emb = self._packed(hidden_states, rotary_pos_emb, kwargs)
-        freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        foreign = {"key_value_states": key_value_states, "inference_context": inference_context, **kwargs}
+        freqs, k_freqs = (
+            rotary_pos_emb
+            if isinstance(rotary_pos_emb, tuple)
+            else (rotary_pos_emb, rotary_pos_emb)
+        )
+        foreign = {
+            "key_value_states": key_value_states,
+            "inference_context": inference_context,
+            **kwargs,
+        }
         foreign |= {f"argument {i}": given for i, given in enumerate(args, 6)}
         foreign |= {"rotary_pos_emb": None if freqs is k_freqs else rotary_pos_emb}
         bias = foreign.pop("attention_bias", None)
@@ -134,11 +160,20 @@ class PatchedSelfAttention(CompactSelfAttention):
         for name, given in foreign.items():
             if given is not None and fp8:
                 raise ValueError(
-                    f"{name}: got {type(given).__name__}, accepted: None (rotary_pos_emb: one for queries and keys) "
+                    f"{name}: got {type(given).__name__}, accepted: None (rotary_pos_emb: one for "
+                    "queries and keys) "
                     'with activation.attention "fp8"'
                 )
-        if any(given is not None for given in foreign.values()) or (why_megatron_splits_qkv(self) and not fp8):
-            leading = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb
+        if any(given is not None for given in foreign.values()) or (
+            why_megatron_splits_qkv(self) and not fp8
+        ):
+            leading = (
+                hidden_states,
+                attention_mask,
+                key_value_states,
+                inference_context,
+                rotary_pos_emb,
+            )
             return super().forward(*leading, *args, **kwargs)
 
         residual = Residual(hidden_states) if self.coat.residual else None
@@ -152,7 +187,11 @@ class PatchedSelfAttention(CompactSelfAttention):
         else:
             recompute = self.checkpoint_core_attention and self.training
             core = self._checkpointed_attention_forward if recompute else self.core_attention
-            options = {"attn_mask_type": self.attn_mask_type, "attention_bias": bias, "packed_seq_params": documents}
+            options = {
+                "attn_mask_type": self.attn_mask_type,
+                "attention_bias": bias,
+                "packed_seq_params": documents,
+            }
             out = core(query, key, value, attention_mask, **options)
             y, y_bias = self.linear_proj(out)
         if residual is not None:
@@ -174,14 +213,18 @@ class PatchedSelfAttention(CompactSelfAttention):
             if freqs is not None and not normed:
                 kind = {"interleaved": config.rotary_interleaved, "mscale": rope_mscale(config)}
                 table = _table(freqs, **kind)
-            query, key, value = self.linear_qkv(hidden_states, heads=heads, table=table, residual=residual)[0]
+            query, key, value = self.linear_qkv(
+                hidden_states, heads=heads, table=table, residual=residual
+            )[0]
             if not normed:
                 return query, key, value
             query = query if self.q_layernorm is None else self.q_layernorm(query)
             key = key if self.k_layernorm is None else self.k_layernorm(key)
         if freqs is not None:
             mscale = rope_mscale(config)
-            query, key = (apply_rotary_pos_emb(t, freqs, config=config, mscale=mscale) for t in (query, key))
+            query, key = (
+                apply_rotary_pos_emb(t, freqs, config=config, mscale=mscale) for t in (query, key)
+            )
         return query, key, value
 
 
@@ -189,7 +232,10 @@ class PatchedCompactSelfAttention(PatchedSelfAttention):
     """:class:`PatchedSelfAttention` in the place of :class:`CompactSelfAttention`."""
 
 
-PATCHED: dict[type, type] = {SelfAttention: PatchedSelfAttention, CompactSelfAttention: PatchedCompactSelfAttention}
+PATCHED: dict[type, type] = {
+    SelfAttention: PatchedSelfAttention,
+    CompactSelfAttention: PatchedCompactSelfAttention,
+}
 
 
 def why_bf16_attention(layer: Any, settings: ActivationConfig) -> str | None:
@@ -204,11 +250,19 @@ def why_bf16_attention(layer: Any, settings: ActivationConfig) -> str | None:
         or why_bf16_linear("linear_qkv", attention.linear_qkv, ColumnParallelLinear)
         or why_bf16_linear("linear_proj", attention.linear_proj, RowParallelLinear)
     )
-    if reason is None and attention.linear_qkv.skip_bias_add and attention.linear_qkv.bias is not None:
+    if (
+        reason is None
+        and attention.linear_qkv.skip_bias_add
+        and attention.linear_qkv.bias is not None
+    ):
         reason = "linear_qkv hands its bias on"
     if reason is None and settings.tp_invariant:
-        reason = why_not_invariant_bias("linear_proj", attention.linear_proj) or _why_not_invariant_norms(attention)
-    return reason or why_bf16_hooks(layer, _HOOKS | (_FP8_HOOKS if settings.attention == "fp8" else {}))
+        reason = why_not_invariant_bias(
+            "linear_proj", attention.linear_proj
+        ) or _why_not_invariant_norms(attention)
+    return reason or why_bf16_hooks(
+        layer, _HOOKS | (_FP8_HOOKS if settings.attention == "fp8" else {})
+    )
 
 
 def _why_not_invariant_norms(attention: Any) -> str | None:
@@ -232,8 +286,12 @@ def why_no_fp8_attention(attention: Any) -> str | None:
 
 
 def why_rope_unfused(attention: Any) -> str | None:
-    """Why the rotary embedding of a patched self-attention stays Megatron's, or None where it is part of the split."""
-    return why_megatron_splits_qkv(attention) or ("norms on queries and keys" if _normed(attention) else None)
+    """Why the rotary embedding of a patched self-attention stays Megatron's, or None where it is
+    part of the split.
+    """
+    return why_megatron_splits_qkv(attention) or (
+        "norms on queries and keys" if _normed(attention) else None
+    )
 
 
 def why_megatron_splits_qkv(attention: Any) -> str | None:
@@ -246,7 +304,9 @@ def why_megatron_splits_qkv(attention: Any) -> str | None:
 
 
 def _own_forward(config: TransformerConfig) -> str | None:
-    """The field of ``config`` that only Megatron's own forward honours, or None. Older versions lack the gate."""
+    """The field of ``config`` that only Megatron's own forward honours, or None. Older versions
+    lack the gate.
+    """
     return next((f"config.{key}=True" for key in _OWN_FORWARD if getattr(config, key, False)), None)
 
 

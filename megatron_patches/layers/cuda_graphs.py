@@ -1,7 +1,9 @@
-"""Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host starts too slowly.
+"""Patched layers as CUDA graphs (``activation.cuda_graphs``): for models whose layers the host
+starts too slowly.
 
-``flow/graphs/cuda_graphs.py`` captures and replays. This file decides which layers and calls run as graphs: training on
-whole sequences with Megatron's causal mask. Every other call runs without a graph, and warns if it needs gradients.
+``flow/graphs/cuda_graphs.py`` captures and replays. This file decides which layers and calls run as
+graphs: training on whole sequences with Megatron's causal mask. Every other call runs without a
+graph, and warns if it needs gradients.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ _REQUIRED_VALUES = {
     "recompute_granularity": None,
     "gradient_accumulation_fusion": False,
 }
-"""Fields of the model's configuration and the one value with which layers can be graphs. Experts make the host wait for
-numbers of tokens, Megatron's dropout and recomputation exchange random states; collectives in graphs are not tested."""
+"""Fields of the model's configuration and the one value with which layers can be graphs. Experts
+make the host wait for numbers of tokens, Megatron's dropout and recomputation exchange random
+states; collectives in graphs are not tested.
+"""
 
 
 class _Graphed:
@@ -54,10 +58,19 @@ class _Graphed:
         if torch.compiler.is_compiling():
             _warn_compiled()
             return plain(*args, **kwargs)
-        if not torch.is_grad_enabled() or not isinstance(x, torch.Tensor) or len(args) > len(_ARGUMENTS):
+        if (
+            not torch.is_grad_enabled()
+            or not isinstance(x, torch.Tensor)
+            or len(args) > len(_ARGUMENTS)
+        ):
             return plain(*args, **kwargs)
         modules = dict(self.named_modules(prefix="layer"))  # type: ignore[attr-defined]
-        named = {f"{path}.{key}": p for path, m in modules.items() for key, p in m._parameters.items() if p is not None}
+        named = {
+            f"{path}.{key}": p
+            for path, m in modules.items()
+            for key, p in m._parameters.items()
+            if p is not None
+        }
         own = tuple(named.values())
         why = _why_eager(x, own, modules, given)
         if why is not None:
@@ -68,7 +81,8 @@ class _Graphed:
             if parameters is own:
                 return plain(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
             values = dict(zip(named, parameters, strict=True))
-            # Tied parameters have a name and a value for each place: of what torch ties it restores one place alone.
+            # Tied parameters have a name and a value for each place: of what torch ties it restores
+            # one place alone.
             return torch.func.functional_call(_Plain(self, rope), values, (x,), tie_weights=False)  # type: ignore[arg-type]
 
         return self.coat.graphs(layer, x, own, rope), None
@@ -108,22 +122,32 @@ GRAPHED: dict[type, type] = {
 
 
 def _why_eager(
-    x: torch.Tensor, parameters: Sequence[torch.Tensor], modules: Mapping[str, nn.Module], others: Mapping[str, Any]
+    x: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    modules: Mapping[str, nn.Module],
+    others: Mapping[str, Any],
 ) -> str | None:
-    """Why a call does not run as graphs, or None. ``modules``: the layer, first, and those in it."""
+    """Why a call does not run as graphs, or None. ``modules``: the layer, first, and those in
+    it.
+    """
     if not x.is_cuda:
         return f"the model is on {x.device.type}"
     for name, given in others.items():
         if given is not None:
             return f"a layer was called with {name}"
     if torch.cuda.get_allocator_backend() != "native":
-        return f"PYTORCH_ALLOC_CONF has backend {torch.cuda.get_allocator_backend()}, which has no memory pools"
+        return (
+            f"PYTORCH_ALLOC_CONF has backend {torch.cuda.get_allocator_backend()}, which has no "
+            "memory pools"
+        )
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     if _hooks_of_saved_tensors():
         return "hooks of saved tensors, as for checkpointing or offloading, are on"
     layer, *parts = modules.items()
-    if isinstance(layer[1], FSDPModule) or any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in parameters):
+    if isinstance(layer[1], FSDPModule) or any(
+        hasattr(p, "ds_id") or isinstance(p, DTensor) for p in parameters
+    ):
         return "parameters are divided between ranks (ZeRO-3, fully_shard)"
     for path, module in parts:
         if any(getattr(module, table) for table in CALL):
@@ -142,16 +166,22 @@ def _hooks_of_saved_tensors() -> bool:
 
 
 def layers_to_graph(blocks: Sequence[Block]) -> tuple[dict[str, Any], list[str]]:
-    """Of ``blocks``, which are patched: the layers that are whole, by name, and names of those with a part in BF16."""
+    """Of ``blocks``, which are patched: the layers that are whole, by name, and names of those
+    with a part in BF16.
+    """
     found: dict[int, tuple[str, Any, set[str]]] = {}
     for block in blocks:
         found.setdefault(id(block.layer), (block.layer_name, block.layer, set()))[2].add(block.kind)
-    whole = {name: layer for name, layer, kinds in found.values() if kinds == {"self_attention", "mlp"}}
+    whole = {
+        name: layer for name, layer, kinds in found.values() if kinds == {"self_attention", "mlp"}
+    }
     return whole, [name for name, _, _ in found.values() if name not in whole]
 
 
 def why_no_graphs(config: Any) -> str | None:
-    """The first field of a model's configuration with which its layers cannot be graphs, or None."""
+    """The first field of a model's configuration with which its layers cannot be graphs, or
+    None.
+    """
     for name, accepted in _REQUIRED_VALUES.items():
         if (given := getattr(config, name, accepted)) != accepted:
             return f"config.{name}={given}"

@@ -1,8 +1,9 @@
-"""Megatron's token dispatchers: with FP8 on the wire, and without copies where no token leaves the rank.
+"""Megatron's token dispatchers: with FP8 on the wire, and without copies where no token leaves the
+rank.
 
-Where experts are not divided over ranks, rows that are sorted by expert are all that they want. Megatron (without
-Transformer Engine) copies tokens twice more on each way, adds them up with atomic additions, and waits for the numbers
-of tokens.
+Where experts are not divided over ranks, rows that are sorted by expert are all that they want.
+Megatron (without Transformer Engine) copies tokens twice more on each way, adds them up with atomic
+additions, and waits for the numbers of tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import all_to_all
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
 
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
@@ -21,7 +25,9 @@ __all__ = ["LOCAL", "FP8AlltoAllDispatcher", "may_send_fp8", "may_stay_local"]
 
 
 class FP8AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Sends tokens to experts as codes and row scales; probabilities, and what experts send back, as they are."""
+    """Sends tokens to experts as codes and row scales; probabilities, and what experts send
+    back, as they are.
+    """
 
     coat_settings: ActivationConfig
     tokens_per_expert: Any
@@ -29,15 +35,23 @@ class FP8AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
     def token_dispatch(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens ``[rows, h]`` and probabilities ``[rows]`` that other ranks' experts get, to those that ours get."""
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
+        """Tokens ``[rows, h]`` and probabilities ``[rows]`` that other ranks' experts get, to
+        those that ours get.
+        """
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_ep_alltoall", self.tokens_per_expert
+        )
         received, sent = self.output_splits, self.input_splits
-        tokens = flow.dispatch_rows(permutated_local_input_tokens, self.ep_group, received, sent, self.coat_settings)
+        tokens = flow.dispatch_rows(
+            permutated_local_input_tokens, self.ep_group, received, sent, self.coat_settings
+        )
         return tokens, all_to_all(self.ep_group, permuted_probs, received, sent)
 
 
 def may_send_fp8(dispatcher: Any, settings: ActivationConfig) -> bool:
-    """Whether tokens go to experts of other ranks, by Megatron's alltoall dispatcher, and FP8 is wanted."""
+    """Whether tokens go to experts of other ranks, by Megatron's alltoall dispatcher, and FP8 is
+    wanted.
+    """
     divided = type(dispatcher) is MoEAlltoAllTokenDispatcher and dispatcher.ep_size > 1
     return settings.dispatches_fp8 and divided and not dispatcher.drop_and_pad
 
@@ -51,31 +65,44 @@ _OTHERWISE = (
     "moe_shared_expert_overlap",
     "moe_latent_size",
 )
-"""Settings with which a token does not go to ``moe_router_topk`` experts, or others want the dispatcher's steps."""
+"""Settings with which a token does not go to ``moe_router_topk`` experts, or others want the
+dispatcher's steps.
+"""
 
 
 class LocalDispatcher:
-    """The steps that ``MoELayer`` calls, one after the other, for experts that are all on this rank."""
+    """The steps that ``MoELayer`` calls, one after the other, for experts that are all on this
+    rank.
+    """
 
     def dispatch_preprocess(
         self: Any, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[s, b, h]``, bool and floating ``[tokens, experts]`` → rows sorted by expert, and their probabilities."""
+        """``[s, b, h]``, bool and floating ``[tokens, experts]`` → rows sorted by expert, and
+        their probabilities.
+        """
         self.hidden_shape = hidden_states.shape
         self.coat_order = flow.token_order(routing_map, self.config.moe_router_topk)
         self.tokens_per_expert = counts = routing_map.sum(0)
         self.coat_copied = None
-        weight = self.config.hidden_size * (self.config.moe_ffn_hidden_size or self.config.ffn_hidden_size)
+        weight = self.config.hidden_size * (
+            self.config.moe_ffn_hidden_size or self.config.ffn_hidden_size
+        )
         if counts.is_cuda and one_by_one(self.coat_order.token.shape[0], counts.shape[0], weight):
-            # Copied before the tokens are, so that the host, which will wait for it, does not wait for them.
+            # Copied before the tokens are, so that the host, which will wait for it, does not wait
+            # for them.
             self.tokens_per_expert = torch.empty_like(counts, device="cpu", pin_memory=True)
             self.tokens_per_expert.copy_(counts, non_blocking=True)
             self.coat_copied = torch.cuda.Event()
             self.coat_copied.record()
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
-        return flow.permute(tokens, self.coat_order), probs.t().reshape(-1).index_select(0, self.coat_order.chosen)
+        return flow.permute(tokens, self.coat_order), probs.t().reshape(-1).index_select(
+            0, self.coat_order.chosen
+        )
 
-    def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, tokens: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return tokens, probs
 
     def dispatch_postprocess(
@@ -114,7 +141,9 @@ LOCAL: dict[type, type] = {
 
 
 def may_stay_local(dispatcher: Any) -> bool:
-    """Whether a dispatcher of Megatron's has nothing to send and every token goes to as many experts."""
+    """Whether a dispatcher of Megatron's has nothing to send and every token goes to as many
+    experts.
+    """
     if type(dispatcher) not in LOCAL or dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
         return False
     return not any(getattr(dispatcher.config, key, None) for key in _OTHERWISE)

@@ -1,4 +1,6 @@
-"""The experts of a patched layer, those that tokens are routed to and those that all tokens share."""
+"""The experts of a patched layer, those that tokens are routed to and those that all tokens
+share.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ from .attached import Patch, eager_under_zero3, wait_for_fc1
 from .grouped import GROUPED, why_bf16_grouped
 from .mlp import NormMLP, checked_activation, why_bf16_products
 
-__all__ = ["ExpertMLP", "SharedExperts", "has_experts", "why_bf16_experts", "why_bf16_shared_experts"]
+__all__ = [
+    "ExpertMLP",
+    "SharedExperts",
+    "has_experts",
+    "why_bf16_experts",
+    "why_bf16_shared_experts",
+]
 
 
 class ExpertMLP(MLP):
-    """One expert: fc1, the activation and fc2 in FP8. The norm comes before the router and stays as it is.
+    """One expert: fc1, the activation and fc2 in FP8. The norm comes before the router and stays as
+    it is.
 
-    Experts that are split over ranks leave communication to Megatron's token dispatcher: each rank works by itself.
+    Experts that are split over ranks leave communication to Megatron's token dispatcher: each rank
+    works by itself.
     """
 
     coat_patched = True
@@ -36,10 +46,12 @@ class ExpertMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[tokens, h]`` → the same, times the router's ``per_token_scale`` ``[tokens]``; any number of tokens.
+        """``[tokens, h]`` → the same, times the router's ``per_token_scale`` ``[tokens]``; any
+        number of tokens.
 
-        Megatron multiplies the activation by it, before fc2. Here the output is multiplied: the same but for rounding.
-        As in Megatron, fc2's bias is returned if there is no scale; otherwise it is scaled and added.
+        Megatron multiplies the activation by it, before fc2. Here the output is multiplied: the
+        same but for rounding. As in Megatron, fc2's bias is returned if there is no scale;
+        otherwise it is scaled and added.
         """
         before_fc2 = wait_for_fc1(self)
         y = flow.mlp(
@@ -62,19 +74,24 @@ class ExpertMLP(MLP):
 
 
 class SharedExperts(SharedExpertMLP, ExpertMLP):
-    """Megatron's shared experts, whose ``forward`` calls that of an MLP (:class:`ExpertMLP`) and applies their gate."""
+    """Megatron's shared experts, whose ``forward`` calls that of an MLP (:class:`ExpertMLP`) and
+    applies their gate.
+    """
 
     coat_patched = True
 
 
 def has_experts(layer: Any) -> bool:
-    """Whether the MLP of a ``TransformerLayer`` is a mixture of experts, of the class that is known here."""
+    """Whether the MLP of a ``TransformerLayer`` is a mixture of experts, of the class that is
+    known here.
+    """
     return type(getattr(layer, "mlp", None)) is MoELayer
 
 
 def why_bf16_experts(layer: Any, settings: ActivationConfig) -> str | None:
-    """Why the experts of a ``TransformerLayer``, all of them together, cannot become :class:`ExpertMLP`, or what
-    ``grouped.py`` has for grouped products."""
+    """Why the experts of a ``TransformerLayer``, all of them together, cannot become
+    :class:`ExpertMLP`, or what ``grouped.py`` has for grouped products.
+    """
     experts = layer.mlp.experts
     if type(experts) in GROUPED:
         return why_bf16_grouped(experts, settings)
@@ -87,11 +104,15 @@ def why_bf16_experts(layer: Any, settings: ActivationConfig) -> str | None:
             return f"expert class {type(expert).__name__}"
         if (reason := why_bf16_products(expert, expert=True)) is not None:
             return reason
-    return why_bf16_hooks(layer, _hooked(f"mlp.experts.local_experts.{i}" for i in range(len(experts.local_experts))))
+    return why_bf16_hooks(
+        layer, _hooked(f"mlp.experts.local_experts.{i}" for i in range(len(experts.local_experts)))
+    )
 
 
 def why_bf16_shared_experts(layer: Any, settings: ActivationConfig) -> str | None:
-    """Why the shared experts of a ``TransformerLayer`` that has some cannot become :class:`SharedExperts`."""
+    """Why the shared experts of a ``TransformerLayer`` that has some cannot become
+    :class:`SharedExperts`.
+    """
     shared = layer.mlp.shared_experts
     if type(shared) is not SharedExpertMLP:
         return f"shared experts class {type(shared).__name__}"

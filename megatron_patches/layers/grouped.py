@@ -1,5 +1,6 @@
-"""Experts in grouped products (``moe_grouped_gemm``): Megatron's ``GroupedMLP`` without the package ``grouped_gemm``,
-and its patched form."""
+"""Experts in grouped products (``moe_grouped_gemm``): Megatron's ``GroupedMLP`` without the package
+``grouped_gemm``, and its patched form.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +34,13 @@ __all__ = [
 _ALIGNMENT = 16
 
 
-def grouped_matmul(x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(
+    x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor
+) -> torch.Tensor:
     """Rows of each expert times its matrix, with autograd.
 
-    One grouped product of torch in BF16 on a GPU of compute capability 8.0 or above; elsewhere one product an expert.
+    One grouped product of torch in BF16 on a GPU of compute capability 8.0 or above; elsewhere one
+    product an expert.
 
     Args:
         x: ``[tokens, k]``, sorted by expert.
@@ -55,28 +59,40 @@ def grouped_matmul(x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: to
 
 
 class GroupedExperts(GroupedMLP):
-    """Megatron's ``GroupedMLP`` with :func:`grouped_matmul` in place of the package ``grouped_gemm``.
+    """Megatron's ``GroupedMLP`` with :func:`grouped_matmul` in place of the package
+    ``grouped_gemm``.
 
-    The same parameters, state dicts and distributed checkpoints. ``weight1`` ``[h, experts * f]`` (twice that with a
-    gate) holds the memory of ``[experts, h, f]``, ``weight2`` that of ``[experts, f, h]``.
+    The same parameters, state dicts and distributed checkpoints. ``weight1`` ``[h, experts * f]``
+    (twice that with a gate) holds the memory of ``[experts, h, f]``, ``weight2`` that of
+    ``[experts, f, h]``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"):  # its product is not used here
+        # Its product is not used here.
+        with mock.patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"):
             super().__init__(*args, **kwargs)
 
     def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """``[tokens, h]``, sorted by expert → the same; as in Megatron the probabilities weight the activation."""
+        """``[tokens, h]``, sorted by expert → the same; as in Megatron the probabilities weight
+        the activation.
+        """
         x, probs = _probs_on_input(self.config, permuted_local_hidden_states, permuted_probs)
         w1 = self.weight1.view(self.num_local_experts, self.config.hidden_size, -1)
         w2 = self.weight2.view(self.num_local_experts, -1, self.config.hidden_size)
         given = grouped_matmul(x, w1, tokens_per_expert), probs.unsqueeze(-1)
         if not self.activation_recompute:
-            return grouped_matmul(self.activation_func_with_probs(*given), w2, tokens_per_expert), None
+            return grouped_matmul(
+                self.activation_func_with_probs(*given), w2, tokens_per_expert
+            ), None
         checkpoint = tensor_parallel.CheckpointWithoutOutput()
-        y = grouped_matmul(checkpoint.checkpoint(self.activation_func_with_probs, *given), w2, tokens_per_expert)
+        y = grouped_matmul(
+            checkpoint.checkpoint(self.activation_func_with_probs, *given), w2, tokens_per_expert
+        )
         checkpoint.discard_output_and_register_recompute(y)
         return y, None
 
@@ -92,15 +108,26 @@ class FP8GroupedMLP(GroupedMLP):
 
     @eager_under_zero3
     def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """``[tokens, h]``, sorted by expert → the same, times the router's ``permuted_probs`` ``[tokens]``.
+        """``[tokens, h]``, sorted by expert → the same, times the router's ``permuted_probs``
+        ``[tokens]``.
 
-        Megatron multiplies the activation by them, before fc2; here the output is multiplied, which is the same but
-        for rounding.
+        Megatron multiplies the activation by them, before fc2; here the output is multiplied, which
+        is the same but for rounding.
         """
         x, probs = _probs_on_input(self.config, permuted_local_hidden_states, permuted_probs)
-        args = x, tokens_per_expert, self.weight1, self.weight2, checked_activation(self), self.coat.settings
+        args = (
+            x,
+            tokens_per_expert,
+            self.weight1,
+            self.weight2,
+            checked_activation(self),
+            self.coat.settings,
+        )
         return flow.grouped_mlp(*args, probs), None
 
 
@@ -120,7 +147,10 @@ def why_bf16_grouped(experts: Any, settings: ActivationConfig) -> str | None:
         return "tp_invariant with a mixture of experts"
     width = experts.weight2.numel() // (experts.num_local_experts * experts.config.hidden_size)
     if experts.config.hidden_size % _ALIGNMENT or width % _ALIGNMENT:
-        return f"experts of {experts.config.hidden_size} x {width} a rank, not multiples of {_ALIGNMENT}"
+        return (
+            f"experts of {experts.config.hidden_size} x {width} a rank, not multiples of "
+            f"{_ALIGNMENT}"
+        )
     try:
         grouped_activation(experts.config)
     except ValueError as problem:
@@ -129,15 +159,23 @@ def why_bf16_grouped(experts: Any, settings: ActivationConfig) -> str | None:
 
 
 def grouped_activation(config: Any) -> str:
-    """The flow's name of the activation. ``GroupedMLP`` has no fused form, in which GELU is the tanh approximation."""
+    """The flow's name of the activation. ``GroupedMLP`` has no fused form, in which GELU is the
+    tanh approximation.
+    """
     if config.activation_func is F.gelu:
         return "geglu" if config.gated_linear_unit else "gelu"
     return activation_name(config)
 
 
-def _probs_on_input(config: Any, x: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``config.moe_apply_probs_on_input``: the input times the probabilities, and ones in their place."""
+def _probs_on_input(
+    config: Any, x: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``config.moe_apply_probs_on_input``: the input times the probabilities, and ones in their
+    place.
+    """
     if not getattr(config, "moe_apply_probs_on_input", False):
         return x, probs
-    assert config.moe_router_topk == 1, "moe_apply_probs_on_input: got True, accepted: with moe_router_topk 1 only"
+    assert config.moe_router_topk == 1, (
+        "moe_apply_probs_on_input: got True, accepted: with moe_router_topk 1 only"
+    )
     return (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)

@@ -1,4 +1,6 @@
-"""Linear modules of a patched model. Each replaces the class of a built Megatron module and touches no parameter."""
+"""Linear modules of a patched model. Each replaces the class of a built Megatron module and
+touches no parameter.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ __all__ = [
 ]
 
 _ALIGNMENT = 16
-"""FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding every time."""
+"""FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding
+every time.
+"""
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """``linear_qkv``: applies the layer's ``input_layernorm``, if any, then the column-parallel linear in FP8."""
+    """``linear_qkv``: applies the layer's ``input_layernorm``, if any, then the column-parallel
+    linear in FP8.
+    """
 
     coat_patched = True
     coat: Patch
@@ -49,15 +55,19 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         residual: Residual | None = None,
         **_: object,
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], None]:
-        """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or with ``heads`` queries, keys and
-        values, rotated by ``table``. Where ``input_`` is ``residual.x``, ``residual.alias`` is set."""
+        """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or with ``heads``
+        queries, keys and values, rotated by ``table``. Where ``input_`` is ``residual.x``,
+        ``residual.alias`` is set.
+        """
         norm, tp, settings = None, self.coat.tp_now(self), self.coat.settings
         if self.coat.norm is not None:
             check_uncalled("input_layernorm", self.coat.norm)
             norm = describe(self.coat.norm)
         if heads is not None:
             alias = residual is not None and residual.x is input_
-            outs = flow.norm_qkv(input_, norm, self.weight, self.bias, heads, table, tp, settings, residual=alias)
+            outs = flow.norm_qkv(
+                input_, norm, self.weight, self.bias, heads, table, tp, settings, residual=alias
+            )
             if residual is not None and alias:
                 *outs, residual.alias = outs  # type: ignore[assignment]
             return tuple(outs), None
@@ -65,7 +75,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class FP8RowParallelLinear(RowParallelLinear):
-    """``linear_proj``: the row-parallel linear in FP8. The bias, if any, is handed on or added in BF16 as before."""
+    """``linear_proj``: the row-parallel linear in FP8. The bias, if any, is handed on or added
+    in BF16 as before.
+    """
 
     coat_patched = True
     coat: Patch
@@ -75,7 +87,9 @@ class FP8RowParallelLinear(RowParallelLinear):
     def forward(
         self, input_: torch.Tensor, compressed: QuantizedTensor | None = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[s, b, in/TP]`` → ``[s, b, h]`` (s/TP under sequence parallelism). ``compressed``: see flow.linear."""
+        """``[s, b, in/TP]`` → ``[s, b, h]`` (s/TP under sequence parallelism). ``compressed``:
+        see flow.linear.
+        """
         y = flow.linear(input_, self.weight, self.coat.tp_now(self), self.coat.settings, compressed)
         if self.bias is None or self.skip_bias_add:
             return y, self.bias
@@ -90,14 +104,17 @@ def whole_shape(weight: Any) -> torch.Size:
 def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
     """Why a linear of Megatron cannot be replaced, or its weight not be used by a patched MLP.
 
-    A subclass of ``kind`` may compute something else. An ``expert`` leaves communication to the token dispatcher.
+    A subclass of ``kind`` may compute something else. An ``expert`` leaves communication to the
+    token dispatcher.
     """
     if type(linear) is not kind:
         return f"{name} class {type(linear).__name__}"
     if (reason := why_own_forward(name, linear)) is not None:
         return reason
     for attribute in ("gather_output", "explicit_expert_comm", "disable_grad_reduce"):
-        if not (expert and attribute == "explicit_expert_comm") and getattr(linear, attribute, False):
+        if not (expert and attribute == "explicit_expert_comm") and getattr(
+            linear, attribute, False
+        ):
             return f"{name} with {attribute}"
     if not getattr(linear, "input_is_parallel", True):
         return f"{name} with input_is_parallel=False"
@@ -115,7 +132,9 @@ def why_not_invariant_bias(name: str, linear: Any) -> str | None:
 
 
 class InvariantColumnParallelLinear(ColumnParallelLinear):
-    """``output_layer`` with ``tp_invariant``: BF16, with sums that do not depend on the tensor-parallel size."""
+    """``output_layer`` with ``tp_invariant``: BF16, with sums that do not depend on the
+    tensor-parallel size.
+    """
 
     coat_patched = True
     coat: Patch
@@ -127,8 +146,12 @@ class InvariantColumnParallelLinear(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or ``[s, b, out]`` where gathered."""
-        y = flow.invariant_linear(input_, self.weight if weight is None else weight, self.coat.tp_now(self))
+        """``[s, b, h]`` (s/TP under sequence parallelism) → ``[s, b, out/TP]``, or ``[s, b,
+        out]`` where gathered.
+        """
+        y = flow.invariant_linear(
+            input_, self.weight if weight is None else weight, self.coat.tp_now(self)
+        )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
         return y, None

@@ -1,9 +1,11 @@
-"""The chunked loss of a patched model: output layer and cross entropy in one, without logits of the whole vocabulary.
+"""The chunked loss of a patched model: output layer and cross entropy in one, without logits of the
+whole vocabulary.
 
-``GPTModel`` calls ``output_layer(hidden)`` and then ``compute_language_model_loss(labels, logits)``. Where labels are
-given, the model hands them to its output layer beforehand, which returns losses instead of logits, and
-``compute_language_model_loss`` passes them on. So whatever surrounds the output layer's call (ZeRO-3 gathers its weight
-there) still does. Without labels logits are returned.
+``GPTModel`` calls ``output_layer(hidden)`` and then ``compute_language_model_loss(labels,
+logits)``. Where labels are given, the model hands them to its output layer beforehand, which
+returns losses instead of logits, and ``compute_language_model_loss`` passes them on. So whatever
+surrounds the output layer's call (ZeRO-3 gathers its weight there) still does. Without labels
+logits are returned.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from ..patch.hooks import why_own_forward
 from .attached import Patch
 from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
 
-__all__ = ["ChunkedLossGPTModel", "ChunkedLossLinear", "InvariantChunkedLossLinear", "why_plain_loss"]
+__all__ = [
+    "ChunkedLossGPTModel",
+    "ChunkedLossLinear",
+    "InvariantChunkedLossLinear",
+    "why_plain_loss",
+]
 
 
 class _Given(threading.local):
@@ -33,13 +40,17 @@ class _Given(threading.local):
 
 
 _given = _Given()
-"""Labels ``[s, b]`` on their way to an output layer. Of each thread its own: several may call one model at a time, as
-they may call Megatron's. torch.compile would trace what one thread has, once and for all: it does not look in here."""
+"""Labels ``[s, b]`` on their way to an output layer. Of each thread its own: several may call one
+model at a time, as they may call Megatron's. torch.compile would trace what one thread has, once
+and for all: it does not look in here.
+"""
 
 
 @outside_of_graphs
 def give(layer: Any, labels: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
-    """Hand labels to an output layer; returns what was on its way before, of a call one of whose hooks calls this."""
+    """Hand labels to an output layer; returns what was on its way before, of a call one of whose
+    hooks calls this.
+    """
     before = _given.to, _given.labels
     _given.to, _given.labels = layer, labels
     return before
@@ -64,13 +75,19 @@ class _ChunkedLoss:
         runtime_gather_output: bool | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        """``[s, b, h]`` (s/TP under sequence parallelism) → losses ``[s, b]`` fp32, or logits ``[s, b, out/TP]``."""
+        """``[s, b, h]`` (s/TP under sequence parallelism) → losses ``[s, b]`` fp32, or logits
+        ``[s, b, out/TP]``.
+        """
         if (labels := given_to(self)) is None:
             return super().forward(input_, weight, runtime_gather_output, **rest)  # type: ignore[misc]
         weight = self.weight if weight is None else weight
         settings = self.coat.settings
         z_loss = settings.z_loss if self.training else 0.0  # type: ignore[attr-defined]
-        options = {"exact": settings.tp_invariant, "z_loss": z_loss, "keep": settings.loss == "kept"}
+        options = {
+            "exact": settings.tp_invariant,
+            "z_loss": z_loss,
+            "keep": settings.loss == "kept",
+        }
         tp = self.coat.tp_now(self)
         return flow.linear_cross_entropy(input_, weight, labels, tp, **options), None
 
@@ -88,22 +105,33 @@ class ChunkedLossGPTModel(GPTModel):
 
     coat_patched = True
 
-    def _postprocess(self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args, **kwargs) -> Any:
+    def _postprocess(
+        self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args, **kwargs
+    ) -> Any:
         if labels is None:
             if self.training and (z_loss := self.output_layer.coat.settings.z_loss):
                 raise ValueError(
-                    f"activation.z_loss: got {z_loss} and a training model called without labels, accepted: labels "
+                    f"activation.z_loss: got {z_loss} and a training model called without labels, "
+                    "accepted: labels "
                     "(a loss of the caller's own would lack it), or 0, or model.eval()"
                 )
-            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+            return super()._postprocess(
+                hidden_states, input_ids, position_ids, labels, *args, **kwargs
+            )
         before = give(self.output_layer, labels.transpose(0, 1).contiguous())
         try:
-            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+            return super()._postprocess(
+                hidden_states, input_ids, position_ids, labels, *args, **kwargs
+            )
         finally:
             give(*before)
 
-    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Losses ``[b, s]`` from what the output layer returned: losses ``[s, b]``, or logits ``[s, b, out/TP]``."""
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses ``[b, s]`` from what the output layer returned: losses ``[s, b]``, or logits
+        ``[s, b, out/TP]``.
+        """
         if logits.dim() == labels.dim():
             return logits.transpose(0, 1).contiguous()
         return super().compute_language_model_loss(labels, logits)
@@ -112,8 +140,8 @@ class ChunkedLossGPTModel(GPTModel):
 def why_plain_loss(model: Any) -> str | None:
     """Why the loss of a language model stays plain, or None.
 
-    In a pipeline stage without output layer only class and configuration are looked at, which are the same in the stage
-    that has one.
+    In a pipeline stage without output layer only class and configuration are looked at, which are
+    the same in the stage that has one.
     """
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"

@@ -1,7 +1,8 @@
 """Norms: the module that models built here use, and the classes of norms in a patched layer.
 
-A patched layer fuses the norm with the linear that follows. Its ``input_layernorm`` and ``pre_mlp_layernorm`` keep
-their parameters, names and state-dict keys, and return their input as it is (:class:`Folded`); the linear applies them.
+A patched layer fuses the norm with the linear that follows. Its ``input_layernorm`` and
+``pre_mlp_layernorm`` keep their parameters, names and state-dict keys, and return their input as it
+is (:class:`Folded`); the linear applies them.
 """
 
 from __future__ import annotations
@@ -20,17 +21,28 @@ from coat_dist import flow
 
 from ..parallel.groups import tensor_parallel
 
-__all__ = ["EXACT", "FOLDED", "AllHeadsNorm", "ExactNorm", "Folded", "Norm", "describe", "why_bf16_norm"]
+__all__ = [
+    "EXACT",
+    "FOLDED",
+    "AllHeadsNorm",
+    "ExactNorm",
+    "Folded",
+    "Norm",
+    "describe",
+    "why_bf16_norm",
+]
 
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, as ``config.normalization`` says; works under sequence parallelism.
+    """RMSNorm or LayerNorm over the last dimension, as ``config.normalization`` says; works under
+    sequence parallelism.
 
-    Statistics are taken in fp32, the output has the input's dtype. ``weight`` and ``bias`` are ``[hidden_size]`` of
-    ``config.params_dtype``; RMSNorm has no bias. They carry ``sequence_parallel`` as Megatron's own do, and never
-    ``tensor_model_parallel``: they are replicated over tensor-parallel ranks.
+    Statistics are taken in fp32, the output has the input's dtype. ``weight`` and ``bias`` are
+    ``[hidden_size]`` of ``config.params_dtype``; RMSNorm has no bias. They carry
+    ``sequence_parallel`` as Megatron's own do, and never ``tensor_model_parallel``: they are
+    replicated over tensor-parallel ranks.
 
     Args:
         affine: False for a norm without parameters (OLMo).
@@ -38,10 +50,13 @@ class Norm(nn.Module):
     """
 
     reduce_grad_over_tp = False
-    """Sum parameter gradients over tensor-parallel ranks inside backward; set by ``install_replicated_grad_hooks``."""
+    """Sum parameter gradients over tensor-parallel ranks inside backward; set by
+    ``install_replicated_grad_hooks``.
+    """
     partial_by_heads = False
-    """Whether each rank applies the norm to its own heads (norms on queries and keys). Then gradients are summed over
-    ranks without sequence parallelism too."""
+    """Whether each rank applies the norm to its own heads (norms on queries and keys). Then
+    gradients are summed over ranks without sequence parallelism too.
+    """
     exact = False
     """Sum parameter gradients so that they do not depend on how tokens are spread over ranks."""
 
@@ -64,9 +79,13 @@ class Norm(nn.Module):
         self.weight = self.bias = None
         if affine:
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+            self.weight = nn.Parameter(
+                torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+            )
             if self.kind == "layernorm":
-                self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+                self.bias = nn.Parameter(
+                    torch.zeros(hidden_size, dtype=config.params_dtype, device=device)
+                )
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -79,17 +98,21 @@ class Norm(nn.Module):
 
 
 class AllHeadsNorm(Norm):
-    """RMSNorm over all heads of queries or keys together (OLMo-2). Ranks hold, and normalize, their own heads' part.
+    """RMSNorm over all heads of queries or keys together (OLMo-2). Ranks hold, and normalize, their
+    own heads' part.
 
-    ``weight`` is ``[heads * head_size / TP]``, divided along dimension 0 as the rows of linear_qkv are: each rank's
-    gradient is whole.
+    ``weight`` is ``[heads * head_size / TP]``, divided along dimension 0 as the rows of linear_qkv
+    are: each rank's gradient is whole.
 
     Args:
-        hidden_size: channels of a head, as Megatron's attention hands it to norms on queries and keys.
+        hidden_size: channels of a head, as Megatron's attention hands it to norms on queries and
+            keys.
         heads: of the whole model.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__(config, heads * hidden_size // tensor_parallel(self).size, eps)
         assert self.weight is not None
         del self.weight.sequence_parallel  # type: ignore[attr-defined]
@@ -100,27 +123,35 @@ class AllHeadsNorm(Norm):
         y = flow.split_norm(x.flatten(-2), describe(self), tensor_parallel(self), exact=self.exact)
         return y.view(x.shape)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """For Megatron's distributed checkpoints."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 def describe(module: Any) -> flow.Norm:
-    """The norm module as the flow describes it. Raises ValueError where it computes something else."""
+    """The norm module as the flow describes it. Raises ValueError where it computes something
+    else.
+    """
     if getattr(module, "zero_centered_gamma", False):
         raise ValueError("layernorm_zero_centered_gamma")
     if module.eps is None:
         raise ValueError("norm eps None")
     if len(getattr(module, "normalized_shape", (0,))) != 1:
         raise ValueError(f"norm over {len(module.normalized_shape)} dimensions")
-    kind: Any = getattr(module, "kind", "rmsnorm" if isinstance(module, nn.RMSNorm) else "layernorm")
+    kind: Any = getattr(
+        module, "kind", "rmsnorm" if isinstance(module, nn.RMSNorm) else "layernorm"
+    )
     bias = getattr(module, "bias", None)
     return flow.Norm(kind, module.eps, module.weight, bias, reduce_grad=_reduces_now(module))
 
 
 def _reduces_now(module: Any) -> bool:
-    """Whether each rank has a part of the gradient only, at this moment: sequence parallelism can be switched."""
+    """Whether each rank has a part of the gradient only, at this moment: sequence parallelism
+    can be switched.
+    """
     if not getattr(module, "reduce_grad_over_tp", False):
         return False
     return module.partial_by_heads or module.config.sequence_parallel
@@ -175,7 +206,9 @@ EXACT: dict[type, type] = {Norm: ExactNorm, AllHeadsNorm: ExactAllHeadsNorm}
 
 
 def why_bf16_norm(norm: nn.Module) -> str | None:
-    """Why the norm before a block cannot be folded into the block's first linear; None too where there is no norm."""
+    """Why the norm before a block cannot be folded into the block's first linear; None too where
+    there is no norm.
+    """
     if type(norm) is IdentityOp:
         return None
     if type(norm) not in FOLDED:

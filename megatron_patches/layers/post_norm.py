@@ -1,4 +1,6 @@
-"""Transformer layers whose norms come after attention and MLP (OLMo-2): x + norm(f(x)) instead of x + f(norm(x))."""
+"""Transformer layers whose norms come after attention and MLP (OLMo-2): x + norm(f(x)) instead
+of x + f(norm(x)).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,22 @@ _NORMS = {"self_attn_bda": "post_self_attn_layernorm", "mlp_bda": "post_mlp_laye
 
 
 class NormedAdd:
-    """Called as ``get_bias_dropout_add`` is; normalizes the block's output, bias included, before it is added."""
+    """Called as ``get_bias_dropout_add`` is; normalizes the block's output, bias included,
+    before it is added.
+    """
 
-    def __init__(self, add: Callable[[bool, bool], Callable[..., torch.Tensor]], norm: nn.Module) -> None:
+    def __init__(
+        self, add: Callable[[bool, bool], Callable[..., torch.Tensor]], norm: nn.Module
+    ) -> None:
         self.add = add
         self.norm = norm
 
     def __call__(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         add = self.add(training, fused)
 
-        def bias_dropout_add(x_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor, prob: float) -> Any:
+        def bias_dropout_add(
+            x_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor, prob: float
+        ) -> Any:
             x, bias = x_with_bias
             return add((self.norm(x if bias is None else x + bias), None), residual, prob)
 
@@ -39,12 +47,14 @@ class PostNormTransformerLayer(TransformerLayer):
     """A ``TransformerLayer`` with ``post_self_attn_layernorm`` and ``post_mlp_layernorm``.
 
     Args:
-        affine: of these norms; ``input_layernorm`` and ``pre_mlp_layernorm`` are what the submodules say, none.
+        affine: of these norms; ``input_layernorm`` and ``pre_mlp_layernorm`` are what the
+            submodules say, none.
     """
 
     def __init__(self, *args: Any, affine: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron adds with gradients on, also inside no_grad and inference_mode: a norm would save its input there.
+        # Megatron adds with gradients on, also inside no_grad and inference_mode: a norm would save
+        # its input there.
         self.bias_dropout_add_exec_handler = nullcontext
         for add, name in _NORMS.items():
             norm = Norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon, affine)

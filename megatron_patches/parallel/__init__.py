@@ -1,1 +1,3 @@
-"""Process groups, engines of DeepSpeed, pipeline stages, and what ranks exchange beside DeepSpeed."""
+"""Process groups, engines of DeepSpeed, pipeline stages, and what ranks exchange beside
+DeepSpeed.
+"""

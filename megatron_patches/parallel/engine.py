@@ -1,4 +1,6 @@
-"""``megatron_patches.initialize``: everything that a Megatron model needs under DeepSpeed, in one call."""
+"""``megatron_patches.initialize``: everything that a Megatron model needs under DeepSpeed, in
+one call.
+"""
 
 from __future__ import annotations
 
@@ -44,36 +46,41 @@ def initialize(
     config_params: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """A DeepSpeed engine around a Megatron-core model; arguments and return values of ``deepspeed.initialize``.
+    """A DeepSpeed engine around a Megatron-core model; arguments and return values of
+    ``deepspeed.initialize``.
 
     Call it after :func:`~megatron_patches.initialize_model_parallel`, on the built model. It
 
-    1. patches the layers (:func:`~megatron_patches.patch_model`), if there is a ``"coat"`` block whose
-       ``activation.enabled`` is true; what is patched already must have the same settings;
-    2. installs the hooks that sum replicated gradients (:func:`~megatron_patches.install_replicated_grad_hooks`);
+    1. patches the layers (:func:`~megatron_patches.patch_model`), if there is a ``"coat"`` block
+       whose ``activation.enabled`` is true; what is patched already must have the same settings;
+    2. installs the hooks that sum replicated gradients
+       (:func:`~megatron_patches.install_replicated_grad_hooks`);
     3. makes the ``mpu`` (:class:`~megatron_patches.MPUAdapter`);
     4. sets ``model.universal_checkpoint_info``;
     5. calls :func:`coat_dist.initialize`.
 
     What is there already (hooks, mpu, info) stays. ``engine.coat_patch_report`` is the
-    :class:`~megatron_patches.PatchReport`, or None where nothing is patched. If this raises, layers that it has patched
-    are as before; hooks stay, and the next call finds them.
+    :class:`~megatron_patches.PatchReport`, or None where nothing is patched. If this raises, layers
+    that it has patched are as before; hooks stay, and the next call finds them.
 
     Args:
-        model: a Megatron-core model, one in Megatron's ``Float16Module``, or a module that holds one; or the list with
-            one model that Megatron's programs keep, or with this rank's interleaved pipeline stages; the engine's
-            ``module`` is then a ``ModuleList``. Megatron's and torch's ``DistributedDataParallel`` are
-            refused: DeepSpeed does their work.
+        model: a Megatron-core model, one in Megatron's ``Float16Module``, or a module that holds
+            one; or the list with one model that Megatron's programs keep, or with this rank's
+            interleaved pipeline stages; the engine's ``module`` is then a ``ModuleList``.
+            Megatron's and torch's ``DistributedDataParallel`` are refused: DeepSpeed does their
+            work.
 
     Raises:
-        CoatConfigError: the model or its settings cannot be used; and whatever :func:`coat_dist.initialize` refuses.
+        CoatConfigError: the model or its settings cannot be used; and whatever
+            :func:`coat_dist.initialize` refuses.
     """
     model = _one_module(model)
     _check_stage(model)
     mark_stage(model)
     mpu = MPUAdapter() if mpu is None else mpu
     sources = configurations({"args": args, "config": config, "config_params": config_params})
-    coat = read_block(load_json(sources[0])) if len(sources) == 1 else None  # any other number is refused below
+    # Any other number is refused below.
+    coat = read_block(load_json(sources[0])) if len(sources) == 1 else None
     report, patched_here = _patch(model, coat)
     try:
         if not any(hasattr(p, SUMMED) for p in model.parameters()):
@@ -108,29 +115,43 @@ def _one_module(model: Any) -> nn.Module:
     if isinstance(model, Sequence) and not isinstance(model, nn.Module):
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         if len(model) != chunks:
-            raise CoatConfigError(f"model: got a list of {len(model)} model chunks, accepted: {chunks} on this rank")
+            raise CoatConfigError(
+                f"model: got a list of {len(model)} model chunks, accepted: {chunks} on this rank"
+            )
         model = model[0] if chunks == 1 else nn.ModuleList(model)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel | nn.parallel.DistributedDataParallel):
             raise CoatConfigError(
-                f"model: got {type(module).__module__}.{type(module).__name__}, which reduces gradients as DeepSpeed "
+                f"model: got {type(module).__module__}.{type(module).__name__}, which reduces "
+                "gradients as DeepSpeed "
                 "does too; accepted: the model inside it"
             )
     return model
 
 
 def _check_stage(model: nn.Module) -> None:
-    """Raises CoatConfigError, on every rank, where a model was not built for the pipeline whose groups are set up.
+    """Raises CoatConfigError, on every rank, where a model was not built for the pipeline whose
+    groups are set up.
 
     Its stages would train on their own.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    sizes = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
-    stage, chunks, problems = parallel_state.get_pipeline_model_parallel_rank(), chunks_of(model), []
+    sizes = {
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": virtual,
+    }
+    stage, chunks, problems = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        chunks_of(model),
+        [],
+    )
     for i, chunk in enumerate(chunks):
         where = f"stage {stage}" + (f", chunk {i}" if len(chunks) > 1 else "")
-        ends = {"pre_process": stage == 0 and i == 0, "post_process": stage == stages - 1 and i == len(chunks) - 1}
+        ends = {
+            "pre_process": stage == 0 and i == 0,
+            "post_process": stage == stages - 1 and i == len(chunks) - 1,
+        }
         for _, one in language_models(chunk):
             problems += [
                 f"config.{key}: got {given}, accepted: {wanted}"

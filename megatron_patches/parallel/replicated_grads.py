@@ -1,8 +1,10 @@
-"""Gradients of parameters that every tensor-parallel (TP) rank holds, when DeepSpeed drives training.
+"""Gradients of parameters that every tensor-parallel (TP) rank holds, when DeepSpeed drives
+training.
 
-DeepSpeed reduces gradients over data-parallel ranks only. Megatron's own loop also sums, over TP ranks, those of
-parameters for which each rank sees a part of the data only: norms under sequence parallelism (SP), norms on queries and
-keys, biases added after a reduce-scatter. Left out, the replicas drift apart without any error.
+DeepSpeed reduces gradients over data-parallel ranks only. Megatron's own loop also sums, over TP
+ranks, those of parameters for which each rank sees a part of the data only: norms under sequence
+parallelism (SP), norms on queries and keys, biases added after a reduce-scatter. Left out, the
+replicas drift apart without any error.
 """
 
 from __future__ import annotations
@@ -28,18 +30,21 @@ __all__ = ["check_replicas", "install_replicated_grad_hooks"]
 
 
 def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
-    """Sum (or average, where Megatron does) gradients of TP-replicated parameters over TP ranks, inside backward.
+    """Sum (or average, where Megatron does) gradients of TP-replicated parameters over TP ranks,
+    inside backward.
 
-    Call it once, on the built model, **before** ``deepspeed.initialize``: ZeRO reads gradients in hooks of its own,
-    which must run after these. Our own :class:`~megatron_patches.layers.norm.Norm` sums inside its backward, before
-    rounding; every other parameter gets a tensor hook that sums in fp32. Not for Megatron's own training loop, which
-    does this itself.
+    Call it once, on the built model, **before** ``deepspeed.initialize``: ZeRO reads gradients in
+    hooks of its own, which must run after these. Our own
+    :class:`~megatron_patches.layers.norm.Norm` sums inside its backward, before rounding; every
+    other parameter gets a tensor hook that sums in fp32. Not for Megatron's own training loop,
+    which does this itself.
 
     Returns:
         Names of the parameters concerned; empty without tensor parallelism.
 
     Raises:
-        RuntimeError: installed already, too late (DeepSpeed holds the parameters), or Megatron drives this model.
+        RuntimeError: installed already, too late (DeepSpeed holds the parameters), or Megatron
+            drives this model.
         ValueError: parameters whose kind cannot be told, and multi-latent attention.
     """
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
@@ -52,7 +57,9 @@ def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
             operations[id(parameter)] = operation
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, Norm) and any(id(p) in operations for p in module.parameters(recurse=False)):
+        if isinstance(module, Norm) and any(
+            id(p) in operations for p in module.parameters(recurse=False)
+        ):
             module.reduce_grad_over_tp, module.partial_by_heads = True, is_head_norm(name)
             inside.update(id(p) for p in module.parameters(recurse=False))
     group = parallel_state.get_tensor_model_parallel_group()
@@ -73,33 +80,46 @@ def _check_installable(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             raise RuntimeError(
-                "model: wrapped in Megatron's DistributedDataParallel, whose training loop reduces these gradients "
+                "model: wrapped in Megatron's DistributedDataParallel, whose training loop reduces "
+                "these gradients "
                 "itself; hooks would count them twice"
             )
         if isinstance(module, MultiLatentAttention):
             raise ValueError(
-                "multi_latent_attention: got true, accepted: false with tensor parallelism under DeepSpeed"
+                "multi_latent_attention: got true, accepted: false with tensor parallelism under "
+                "DeepSpeed"
             )
-    zero3 = any(hasattr(module, "ds_id") for module in model.modules())  # parameters have one from zero.Init on
+    # Parameters have one from zero.Init on.
+    zero3 = any(hasattr(module, "ds_id") for module in model.modules())
     for name, parameter in model.named_parameters():
         if hasattr(parameter, SUMMED):
             raise RuntimeError(f"replicated-gradient hooks are installed already (seen on {name})")
         if zero3 or hasattr(parameter, "_hp_mapping"):
-            raise RuntimeError(f"DeepSpeed already holds {name}; install replicated-gradient hooks before initialize")
-    kinds = (megatron_tp.ColumnParallelLinear, megatron_tp.RowParallelLinear, megatron_tp.VocabParallelEmbedding)
+            raise RuntimeError(
+                f"DeepSpeed already holds {name}; install replicated-gradient hooks before "
+                "initialize"
+            )
+    kinds = (
+        megatron_tp.ColumnParallelLinear,
+        megatron_tp.RowParallelLinear,
+        megatron_tp.VocabParallelEmbedding,
+    )
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None) if isinstance(module, kinds) else None
         if weight is not None and not getattr(weight, "tensor_model_parallel", False):
             raise ValueError(
-                f"{name}.weight: got no mark tensor_model_parallel (as with perform_initialization=False), accepted: "
+                f"{name}.weight: got no mark tensor_model_parallel (as with "
+                "perform_initialization=False), accepted: "
                 "marked parameters; DeepSpeed's gradient norm would count it wrongly too"
             )
 
 
 def _configs(model: nn.Module) -> dict[int, Any]:
-    """By the id of a parameter: the configuration in which Megatron switches its sequence parallelism on and off.
+    """By the id of a parameter: the configuration in which Megatron switches its sequence
+    parallelism on and off.
 
-    A vision tower and the GPT beside it have two. Modules inside a block may have copies, which are not switched.
+    A vision tower and the GPT beside it have two. Modules inside a block may have copies, which are
+    not switched.
     """
     found: dict[int, Any] = {}
     for kinds in ((MegatronModule,), (LanguageModule, TransformerBlock)):
@@ -114,7 +134,8 @@ def _configs(model: nn.Module) -> dict[int, Any]:
 def _reducer(group: dist.ProcessGroup, operation: str, config: Any = None) -> Any:
     """A tensor hook that sums or averages a gradient over ``group``, in fp32.
 
-    With ``config`` it does so only while ``config.sequence_parallel`` is true: without, each rank's gradient is whole.
+    With ``config`` it does so only while ``config.sequence_parallel`` is true: without, each rank's
+    gradient is whole.
     """
 
     def reduce(grad: torch.Tensor) -> torch.Tensor:
@@ -134,7 +155,8 @@ def check_replicas(model: nn.Module) -> dict[str, float]:
     """How far each TP-replicated parameter differs between TP ranks; collective over the TP group.
 
     Returns:
-        name → max |difference| over the group, 0.0 where replicas agree. ZeRO-3's have to be gathered first.
+        name → max |difference| over the group, 0.0 where replicas agree. ZeRO-3's have to be
+        gathered first.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     differences = {}

@@ -1,15 +1,19 @@
-"""What Megatron's schedules and ``finalize_model_grads`` do around a step's micro-batches, under DeepSpeed.
+"""What Megatron's schedules and ``finalize_model_grads`` do around a step's micro-batches, under
+DeepSpeed.
 
-For every way of driving an engine (``engine(...)``, ``backward``, ``step``; ``train_batch``), by Megatron's functions:
+For every way of driving an engine (``engine(...)``, ``backward``, ``step``; ``train_batch``), by
+Megatron's functions:
 
-- losses of routers and of multi-token prediction are added inside backward, out of reach of the engine: before each
-  backward their scale becomes fp16's loss scale / ``gradient_accumulation_steps`` (``forward_step_calc_loss``). With
-  several stages Megatron's schedule does it. After a step the scale is 1 again, for other models of the process;
-- before a step the bias of routers (``moe_router_enable_expert_bias``) moves by the tokens that experts have had, and
-  what is counted for a step (those tokens, ``global_aux_loss``) begins again (``finalize_model_grads``).
+- losses of routers and of multi-token prediction are added inside backward, out of reach of the
+  engine: before each backward their scale becomes fp16's loss scale /
+  ``gradient_accumulation_steps`` (``forward_step_calc_loss``). With several stages Megatron's
+  schedule does it. After a step the scale is 1 again, for other models of the process;
+- before a step the bias of routers (``moe_router_enable_expert_bias``) moves by the tokens that
+  experts have had, and what is counted for a step (those tokens, ``global_aux_loss``) begins again
+  (``finalize_model_grads``).
 
-Elsewhere: DeepSpeed reduces gradients, ``replicated_grads.py`` sums them over tensor-parallel ranks, ``pipeline.py``
-those of tied embeddings.
+Elsewhere: DeepSpeed reduces gradients, ``replicated_grads.py`` sums them over tensor-parallel
+ranks, ``pipeline.py`` those of tied embeddings.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ _REDUCES = "accepted: None under DeepSpeed, which reduces and scales gradients"
 
 
 def check_config(model: nn.Module) -> None:
-    """Refuse fields of ``TransformerConfig`` that Megatron's schedules honour and an engine of DeepSpeed cannot.
+    """Refuse fields of ``TransformerConfig`` that Megatron's schedules honour and an engine of
+    DeepSpeed cannot.
 
     Raises:
         CoatConfigError: names the field.
@@ -42,10 +47,16 @@ def check_config(model: nn.Module) -> None:
     for config in {id(one.config): one.config for _, one in language_models(model)}.values():
         if config.calculate_per_token_loss:
             raise CoatConfigError(
-                "config.calculate_per_token_loss: got True, accepted: False under DeepSpeed, which takes means over "
+                "config.calculate_per_token_loss: got True, accepted: False under DeepSpeed, which "
+                "takes means over "
                 "micro-batches and ranks"
             )
-        for name in ("finalize_model_grads_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
+        for name in (
+            "finalize_model_grads_func",
+            "grad_sync_func",
+            "param_sync_func",
+            "grad_scale_func",
+        ):
             if getattr(config, name, None) is not None:
                 raise CoatConfigError(f"config.{name}: got a function, {_REDUCES}")
 
@@ -57,7 +68,9 @@ def has_step_jobs(engine: Any) -> bool:
         CoatConfigError: :func:`check_config` refuses the model.
     """
     check_config(engine.module)
-    predicts = any(getattr(one.config, "mtp_num_layers", None) for _, one in language_models(engine.module))
+    predicts = any(
+        getattr(one.config, "mtp_num_layers", None) for _, one in language_models(engine.module)
+    )
     return predicts or any(isinstance(module, Router) for module in engine.module.modules())
 
 
@@ -66,7 +79,8 @@ def attach_step_jobs(engine: Any) -> None:
     routers = [module for module in engine.module.modules() if isinstance(module, Router)]
     _set_scale(torch.ones(1, device=engine.device))
     for router in routers:
-        router._maintain_float32_expert_bias()  # DeepSpeed has cast it, and a checkpoint may be loaded before a forward
+        # DeepSpeed has cast it, and a checkpoint may be loaded before a forward.
+        router._maintain_float32_expert_bias()
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         _scale_before_backward(engine)
     step = engine.step
@@ -81,11 +95,17 @@ def attach_step_jobs(engine: Any) -> None:
 
 
 def _scale_before_backward(engine: Any) -> None:
-    """Also where a program calls ``loss.backward()``, or runs another engine between forward and backward."""
+    """Also where a program calls ``loss.backward()``, or runs another engine between forward and
+    backward.
+    """
 
     def set_scale(*_: Any) -> None:
         loss_scale = engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0
-        _set_scale(torch.full((1,), loss_scale / engine.gradient_accumulation_steps(), device=engine.device))
+        _set_scale(
+            torch.full(
+                (1,), loss_scale / engine.gradient_accumulation_steps(), device=engine.device
+            )
+        )
 
     forward, backward = engine.forward, engine.backward
 
@@ -104,7 +124,8 @@ def _scale_before_backward(engine: Any) -> None:
 
 
 def _set_scale(scale: torch.Tensor) -> None:
-    # set_loss_scale copies into the tensor that is there: of no dimension after a backward without a scale.
+    # set_loss_scale copies into the tensor that is there: of no dimension after a backward without
+    # a scale.
     for scaler in loss_scalers():
         scaler.main_loss_backward_scale = scale.clone()
 

@@ -1,6 +1,8 @@
-"""Last step of :func:`~megatron_patches.patch_model`: change classes and attributes as planned, all or none.
+"""Last step of :func:`~megatron_patches.patch_model`: change classes and attributes as planned, all
+or none.
 
-Layers may share a block, and one layer may stand in several places: what is patched already is passed over.
+Layers may share a block, and one layer may stand in several places: what is patched already is
+passed over.
 """
 
 from __future__ import annotations
@@ -22,12 +24,21 @@ from coat_dist.patching.report import PatchReport
 
 from ..layers.activations import activation_name
 from ..layers.attached import Patch
-from ..layers.attention import PATCHED, PatchedSelfAttention, why_megatron_splits_qkv, why_rope_unfused
+from ..layers.attention import (
+    PATCHED,
+    PatchedSelfAttention,
+    why_megatron_splits_qkv,
+    why_rope_unfused,
+)
 from ..layers.cuda_graphs import GRAPHED, layers_to_graph
 from ..layers.dispatch import LOCAL, FP8AlltoAllDispatcher, may_send_fp8, may_stay_local
 from ..layers.experts import ExpertMLP, SharedExperts
 from ..layers.grouped import GROUPED, grouped_activation
-from ..layers.linear import FP8RowParallelLinear, InvariantColumnParallelLinear, NormColumnParallelLinear
+from ..layers.linear import (
+    FP8RowParallelLinear,
+    InvariantColumnParallelLinear,
+    NormColumnParallelLinear,
+)
 from ..layers.loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
 from ..layers.mlp import NormMLP
 from ..layers.norm import EXACT, FOLDED
@@ -40,8 +51,12 @@ from .plan import Plan
 __all__ = ["apply_plan"]
 
 # Megatron's flag on a layer that recomputes a norm's output, by the norm.
-_RECOMPUTE = {"input_layernorm": "recompute_input_layernorm", "pre_mlp_layernorm": "recompute_pre_mlp_layernorm"}
-# The attribute that makes the addition of bias, dropout and residual, with the block before it and its patched class.
+_RECOMPUTE = {
+    "input_layernorm": "recompute_input_layernorm",
+    "pre_mlp_layernorm": "recompute_pre_mlp_layernorm",
+}
+# The attribute that makes the addition of bias, dropout and residual, with the block before it and
+# its patched class.
 _ADDITIONS: dict[str, tuple[str, Any]] = {
     "self_attn_bda": ("self_attention", PatchedSelfAttention),
     "mlp_bda": ("mlp", NormMLP),
@@ -63,21 +78,27 @@ def apply_plan(plan: Plan, model: nn.Module, settings: ActivationConfig) -> None
                 patch = Patch(settings, tensor_parallel(output_layer))
                 changes.swap(output_layer, InvariantColumnParallelLinear, patch)
                 report.patched.append(name)
-            for module in model.modules():  # what is left: the final norm, norms of queries and keys
+            # What is left: the final norm, norms of queries and keys.
+            for module in model.modules():
                 if type(module) in EXACT:
                     changes.swap(module, EXACT[type(module)])
         for module in plan.chunked:
             swapped = InvariantChunkedLossLinear if settings.tp_invariant else ChunkedLossLinear
-            changes.swap(module.output_layer, swapped, Patch(settings, tensor_parallel(module.output_layer)))
+            changes.swap(
+                module.output_layer, swapped, Patch(settings, tensor_parallel(module.output_layer))
+            )
             changes.swap(module, ChunkedLossGPTModel)
         if settings.cuda_graphs:
             _patch_layers(plan, settings, changes)
-        for whole in list(model) if type(model) is nn.ModuleList else [model]:  # or the chunks of a list
+        # Or the chunks of a list.
+        for whole in list(model) if type(model) is nn.ModuleList else [model]:
             changes.set(whole, "coat_patch_report", report)
             changes.set(whole, "coat_changes", changes)
 
 
-def _patch_attention(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+def _patch_attention(
+    layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport
+) -> None:
     attention = layer.self_attention
     norm = _fold_norm(layer, "self_attention", changes, report)
     if type(attention) in PATCHED:
@@ -88,7 +109,9 @@ def _patch_attention(layer: Any, settings: ActivationConfig, changes: Changes, r
         changes.swap(attention, PATCHED[type(attention)], Patch(settings, tp))
 
 
-def _patch_mlp(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+def _patch_mlp(
+    layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport
+) -> None:
     norm = _fold_norm(layer, "mlp", changes, report)
     if not isinstance(layer.mlp, NormMLP):
         tp = tensor_parallel(layer.mlp.linear_fc1)
@@ -97,7 +120,9 @@ def _patch_mlp(layer: Any, settings: ActivationConfig, changes: Changes, report:
     changes.set(layer, "recompute_mlp", False)
 
 
-def _patch_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+def _patch_experts(
+    layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport
+) -> None:
     experts = layer.mlp.experts
     if type(experts) in GROUPED:
         config = experts.config
@@ -116,7 +141,9 @@ def _patch_experts(layer: Any, settings: ActivationConfig, changes: Changes, rep
         changes.set(dispatcher, "__class__", LOCAL[type(dispatcher)])
 
 
-def _patch_shared_experts(layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport) -> None:
+def _patch_shared_experts(
+    layer: Any, settings: ActivationConfig, changes: Changes, report: PatchReport
+) -> None:
     shared = layer.mlp.shared_experts
     if not isinstance(shared, SharedExperts):
         patch = Patch(settings, tensor_parallel(shared.linear_fc1), **_activation(shared))
@@ -144,9 +171,13 @@ def _fold_norm(layer: Any, block: str, changes: Changes, report: PatchReport) ->
         changes.swap(norm, FOLDED[type(norm)])
     flag = _RECOMPUTE[NORMS[block]]
     if getattr(layer, flag, False):
-        # Megatron would free the norm's "output", which now is the layer's input. There is nothing to recompute either.
+        # Megatron would free the norm's "output", which now is the layer's input. There is nothing
+        # to recompute either.
         changes.set(layer, flag, False)
-        report.note("recompute_modules 'layernorm' is off in patched blocks: they never keep a norm's output")
+        report.note(
+            "recompute_modules 'layernorm' is off in patched blocks: they never keep a norm's "
+            "output"
+        )
     return norm
 
 
@@ -154,7 +185,9 @@ def _patch_layers(plan: Plan, settings: ActivationConfig, changes: Changes) -> N
     """Let layers run as CUDA graphs whose blocks are all patched."""
     whole, parted = layers_to_graph(plan.blocks)
     for layer in whole.values():
-        changes.swap(layer, GRAPHED[type(layer)], Patch(settings, TensorParallel(), graphs=GraphedFunction()))
+        changes.swap(
+            layer, GRAPHED[type(layer)], Patch(settings, TensorParallel(), graphs=GraphedFunction())
+        )
     for name in parted:
         plan.report.note(f"{name} runs without CUDA graphs: a part of it stays BF16")
     plan.report.note(f"forward and backward of {len(whole)} layers run as CUDA graphs in training")
@@ -165,14 +198,17 @@ def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> 
     if not layer.config.gradient_accumulation_fusion or settings.wgrad == "main_grad":
         return settings
     report.note(
-        "weight gradients of patched blocks are added to main_grad, as config.gradient_accumulation_fusion asks"
+        "weight gradients of patched blocks are added to main_grad, as "
+        "config.gradient_accumulation_fusion asks"
     )
     return settings.model_copy(update={"wgrad": "main_grad"})
 
 
 @functools.cache
 def _mark_zeroed() -> None:
-    """Have Megatron's DistributedDataParallel tell weights when their main_grad is zero (``flow/main_grad.py``)."""
+    """Have Megatron's DistributedDataParallel tell weights when their main_grad is zero
+    (``flow/main_grad.py``).
+    """
     original = DistributedDataParallel.zero_grad_buffer
 
     def zero_grad_buffer(self: Any) -> None:
@@ -187,16 +223,23 @@ def _patch_residuals(model: nn.Module, changes: Changes, report: PatchReport) ->
     done: dict[int, dict[str, str]] = {}
     for name, layer in layers_of(model):
         attention = f"{name}.self_attention"
-        if attention in report.patched and (reason := why_rope_unfused(layer.self_attention)) is not None:
+        if (
+            attention in report.patched
+            and (reason := why_rope_unfused(layer.self_attention)) is not None
+        ):
             report.unfused[attention] = reason
-        report.unfused |= {f"{name}.{norm}": "a norm after its block, BF16" for norm in post_norms(layer)}
+        report.unfused |= {
+            f"{name}.{norm}": "a norm after its block, BF16" for norm in post_norms(layer)
+        }
         if id(layer) not in done:
             done[id(layer)] = _alias_residuals(layer, changes)
         report.unfused |= {f"{name}.{add}": reason for add, reason in done[id(layer)].items()}
 
 
 def _alias_residuals(layer: Any, changes: Changes) -> dict[str, str]:
-    """Let the norms' backward of patched blocks add the residual's gradient; where it stays autograd's, why."""
+    """Let the norms' backward of patched blocks add the residual's gradient; where it stays
+    autograd's, why.
+    """
     reasons = {}
     for add, (block, swapped) in _ADDITIONS.items():
         module = getattr(layer, block)

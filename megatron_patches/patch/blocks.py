@@ -25,7 +25,9 @@ class Block:
     layer_name: str
     layer: Any
     kind: str
-    """One of "self_attention", "mlp", "mlp.experts", "mlp.shared_experts"; also its name in the layer."""
+    """One of "self_attention", "mlp", "mlp.experts", "mlp.shared_experts"; also its name in the
+    layer.
+    """
 
     @property
     def name(self) -> str:
@@ -35,16 +37,27 @@ class Block:
         """The modules whose class a patch changes, by their name in the layer."""
         if self.kind == "mlp.experts":
             experts = getattr(self.layer.mlp.experts, "local_experts", None)
-            paths = [self.kind] if experts is None else [f"{self.kind}.local_experts.{i}" for i in range(len(experts))]
+            paths = (
+                [self.kind]
+                if experts is None
+                else [f"{self.kind}.local_experts.{i}" for i in range(len(experts))]
+            )
         elif self.kind == "self_attention":
-            paths = [NORMS[self.kind], self.kind, "self_attention.linear_qkv", "self_attention.linear_proj"]
+            paths = [
+                NORMS[self.kind],
+                self.kind,
+                "self_attention.linear_qkv",
+                "self_attention.linear_proj",
+            ]
         else:
             paths = [NORMS[self.kind], self.kind] if self.kind in NORMS else [self.kind]
         return {path: self.layer.get_submodule(path) for path in paths}
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of every layer of every transformer block. One layer may have several names."""
+    """Name and module of every layer of every transformer block. One layer may have several
+    names.
+    """
     for name, block in model.named_modules():
         if isinstance(block, TransformerBlock):
             for i, layer in enumerate(block.layers):
@@ -55,21 +68,31 @@ def blocks_of(name: str, layer: Any) -> list[Block]:
     """What can be patched in a ``TransformerLayer``."""
     kinds = ["self_attention", "mlp"]
     if has_experts(layer):
-        kinds = ["self_attention", "mlp.experts"] + ["mlp.shared_experts"] * (layer.mlp.shared_experts is not None)
+        kinds = ["self_attention", "mlp.experts"] + ["mlp.shared_experts"] * (
+            layer.mlp.shared_experts is not None
+        )
     return [Block(name, layer, kind) for kind in kinds]
 
 
 def language_models(model: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every language model; ``model`` itself has the name ""."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LanguageModule)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, LanguageModule)
+    ]
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The configurations of Megatron's models and transformer blocks in ``model``, none of them twice."""
+    """The configurations of Megatron's models and transformer blocks in ``model``, none of them
+    twice.
+    """
     kinds = (LanguageModule, TransformerBlock)
     return list({id(m.config): m.config for m in model.modules() if isinstance(m, kinds)}.values())
 
 
 def pipelined(model: nn.Module) -> bool:
     """Whether other ranks hold other layers of the model."""
-    return any(getattr(config, "pipeline_model_parallel_size", 1) > 1 for config in configs_of(model))
+    return any(
+        getattr(config, "pipeline_model_parallel_size", 1) > 1 for config in configs_of(model)
+    )

@@ -1,7 +1,9 @@
-"""Hooks and ``forward`` of a program's own, on modules whose calls a patch changes: they keep a block in BF16.
+"""Hooks and ``forward`` of a program's own, on modules whose calls a patch changes: they keep a
+block in BF16.
 
-Such a hook would not run, or see other values. ``module.forward = ...``, as activation checkpointing, accelerate and
-adapters set it, holds the method of the class before, and would run in place of the patched one, or not at all.
+Such a hook would not run, or see other values. ``module.forward = ...``, as activation
+checkpointing, accelerate and adapters set it, holds the method of the class before, and would run
+in place of the patched one, or not at all.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ CALL = INPUT + OUTPUT
 INPUT_OR_ITS_GRADIENT = ("_forward_pre_hooks", "_backward_hooks")
 
 _HANDLED = ("megatron.core.distributed.", "deepspeed.")
-"""Packages whose hooks gather parameters; patched modules take care of these themselves (see ``NormMLP``)."""
+"""Packages whose hooks gather parameters; patched modules take care of these themselves (see
+``NormMLP``).
+"""
 
 
 def why_bf16_hooks(layer: Any, changed: dict[str, tuple[str, ...]]) -> str | None:
-    """The first hook of a program in the tables that a patch ``changed``, by the path of a module in ``layer``."""
+    """The first hook of a program in the tables that a patch ``changed``, by the path of a
+    module in ``layer``.
+    """
     for path, tables in changed.items():
         module = layer.get_submodule(path)
         if (reason := why_own_forward(path, module)) is not None:
@@ -35,5 +41,11 @@ def why_bf16_hooks(layer: Any, changed: dict[str, tuple[str, ...]]) -> str | Non
 
 
 def why_own_forward(name: str, module: Any) -> str | None:
-    """That a program has set ``forward`` on a module itself, or None; ``name`` is the module's in the reason."""
-    return f"{name} has a forward of its own, which a patch would pass by" if "forward" in vars(module) else None
+    """That a program has set ``forward`` on a module itself, or None; ``name`` is the module's
+    in the reason.
+    """
+    return (
+        f"{name} has a forward of its own, which a patch would pass by"
+        if "forward" in vars(module)
+        else None
+    )

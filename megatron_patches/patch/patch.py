@@ -1,9 +1,10 @@
-"""Patch a built Megatron model in place: its layers keep their parameters and names, and run the FP8 precision flow.
+"""Patch a built Megatron model in place: its layers keep their parameters and names, and run the
+FP8 precision flow.
 
-Patching sets ``__class__`` of built modules to a subclass with another ``forward`` and gives it one attribute,
-``coat``. Undoing it sets the class back. Each layer has two blocks that are patched independently, attention
-(input_layernorm, linear_qkv, linear_proj) and MLP (pre_mlp_layernorm, linear_fc1, activation, linear_fc2); of a mixture
-of experts, the experts and the shared experts.
+Patching sets ``__class__`` of built modules to a subclass with another ``forward`` and gives it one
+attribute, ``coat``. Undoing it sets the class back. Each layer has two blocks that are patched
+independently, attention (input_layernorm, linear_qkv, linear_proj) and MLP (pre_mlp_layernorm,
+linear_fc1, activation, linear_fc2); of a mixture of experts, the experts and the shared experts.
 """
 
 from __future__ import annotations
@@ -24,28 +25,33 @@ from .plan import check_model, check_plan, make_plan
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
 
-def patch_model(model: nn.Module | Sequence[nn.Module], config: Config | ActivationConfig) -> PatchReport:
-    """Let the transformer layers of ``model`` run the FP8 precision flow. Nothing changes unless this returns.
+def patch_model(
+    model: nn.Module | Sequence[nn.Module], config: Config | ActivationConfig
+) -> PatchReport:
+    """Let the transformer layers of ``model`` run the FP8 precision flow. Nothing changes unless
+    this returns.
 
-    Under pipeline parallelism every rank calls this for its own stage. A stage in which nothing can be patched, because
-    it has no layers or all of them are ``bf16_layers``, is no error: other stages go on. Settings of the whole model
-    that rule out patching are one, on every rank.
+    Under pipeline parallelism every rank calls this for its own stage. A stage in which nothing can
+    be patched, because it has no layers or all of them are ``bf16_layers``, is no error: other
+    stages go on. Settings of the whole model that rule out patching are one, on every rank.
 
     Args:
         model: a built ``GPTModel``, or a module that holds Megatron transformer blocks; before
-            ``deepspeed.initialize``. Or the list of a rank's model chunks (interleaved pipeline stages); names in the
-            report then begin with the chunk's index.
-        config: what ``deepspeed.initialize`` takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"``
-            block; or that block as ``CoatConfig``, or its ``"activation"`` as ``ActivationConfig``.
+            ``deepspeed.initialize``. Or the list of a rank's model chunks (interleaved pipeline
+            stages); names in the report then begin with the chunk's index.
+        config: what ``deepspeed.initialize`` takes (path of a JSON file, dict, base64 of JSON),
+            with a ``"coat"`` block; or that block as ``CoatConfig``, or its ``"activation"`` as
+            ``ActivationConfig``.
 
     Returns:
         What was patched, which is also ``model.coat_patch_report`` (of a list, that of each chunk).
 
     Raises:
         CoatConfigError: ``config`` has no block, or a wrong one.
-        ValueError: the model is patched already, holds no transformer block, or nothing in it can be patched (lists
-            why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that would not be; ``attention: "fp8"``
-            with attention that cannot; ``z_loss`` with a loss that stays plain.
+        ValueError: the model is patched already, holds no transformer block, or nothing in it can
+            be patched (lists why); ``bf16_layers`` out of range; ``tp_invariant`` with blocks that
+            would not be; ``attention: "fp8"`` with attention that cannot; ``z_loss`` with a loss
+            that stays plain.
         ImportError: unsupported megatron-core.
     """
     check_version()
@@ -59,23 +65,34 @@ def patch_model(model: nn.Module | Sequence[nn.Module], config: Config | Activat
 
 
 def unpatch_model(model: nn.Module | Sequence[nn.Module]) -> None:
-    """Undo :func:`patch_model` on the model that it was given: every class is what it was, and outputs to the bit.
+    """Undo :func:`patch_model` on the model that it was given: every class is what it was, and
+    outputs to the bit.
 
     Modules may have been wrapped by ``fully_shard``, or parametrized, since.
 
     Raises:
         ValueError: the model is not patched.
     """
-    made = [changes for m in _one_module(model).modules() if (changes := vars(m).get("coat_changes")) is not None]
+    made = [
+        changes
+        for m in _one_module(model).modules()
+        if (changes := vars(m).get("coat_changes")) is not None
+    ]
     if not made:
-        raise ValueError("model: got one that is not patched, accepted: what patch_model has patched")
+        raise ValueError(
+            "model: got one that is not patched, accepted: what patch_model has patched"
+        )
     for changes in made:  # chunks share theirs, and the second time there is nothing to undo
         changes.undo()
 
 
 @contextmanager
-def patched(model: nn.Module | Sequence[nn.Module], config: Config | ActivationConfig) -> Iterator[PatchReport]:
-    """``model`` runs the flow inside the ``with``, and is as it was after it. Arguments as for :func:`patch_model`."""
+def patched(
+    model: nn.Module | Sequence[nn.Module], config: Config | ActivationConfig
+) -> Iterator[PatchReport]:
+    """``model`` runs the flow inside the ``with``, and is as it was after it. Arguments as for
+    :func:`patch_model`.
+    """
     report = patch_model(model, config)
     try:
         yield report

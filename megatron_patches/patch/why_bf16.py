@@ -1,7 +1,9 @@
-"""Why blocks of a layer stay BF16: what concerns a layer as a whole, and modules that stand in several places.
+"""Why blocks of a layer stay BF16: what concerns a layer as a whole, and modules that stand in
+several places.
 
-A reason is a sentence for the report, None means "none". Those of one kind of block stand beside the classes that would
-replace it, those of the loss in ``loss.py``, those of Megatron's settings in ``fields.py``.
+A reason is a sentence for the report, None means "none". Those of one kind of block stand beside
+the classes that would replace it, those of the loss in ``loss.py``, those of Megatron's settings in
+``fields.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ WHY_BF16: dict[str, Callable[[Any, ActivationConfig], str | None]] = {
     "mlp.experts": why_bf16_experts,
     "mlp.shared_experts": why_bf16_shared_experts,
 }
-"""By the kind of block: the function of the layer and the settings that says why this block stays BF16, by itself."""
+"""By the kind of block: the function of the layer and the settings that says why this block
+stays BF16, by itself.
+"""
 
 
 def why_bf16_layer(layer: nn.Module, settings: ActivationConfig) -> str | None:
@@ -41,7 +45,9 @@ def why_bf16_layer(layer: nn.Module, settings: ActivationConfig) -> str | None:
     if type(layer) not in (TransformerLayer, PostNormTransformerLayer):
         wrapped = "fully_shard" if isinstance(layer, FSDPModule) else None
         wrapped = "torch.compile" if isinstance(layer, OptimizedModule) else wrapped
-        return f"layer class {type(layer).__name__}" + (f" (patch before {wrapped})" if wrapped else "")
+        return f"layer class {type(layer).__name__}" + (
+            f" (patch before {wrapped})" if wrapped else ""
+        )
     if (reason := why_bf16_config(layer.config)) is not None:
         return reason
     for key in ("hidden_dropout", "attention_dropout"):  # random states of ranks differ
@@ -54,9 +60,11 @@ def why_bf16_layer(layer: nn.Module, settings: ActivationConfig) -> str | None:
 
 
 def why_bf16_sharing(model: nn.Module, blocks: list[Block]) -> dict[str, str]:
-    """Why blocks that could be patched by themselves stay BF16 all the same, by name: a module has several places.
+    """Why blocks that could be patched by themselves stay BF16 all the same, by name: a module has
+    several places.
 
-    Each place may want another patch of it, or none. A layer that stands in several places is one block.
+    Each place may want another patch of it, or none. A layer that stands in several places is one
+    block.
     """
     places: dict[int, list[str]] = defaultdict(list)
     for name, parent in model.named_modules():

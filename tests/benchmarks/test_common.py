@@ -14,7 +14,16 @@ from benchmarks import common
 @pytest.mark.parametrize("option", ["--peers", "--data", "--extend", "--plot"])
 def test_the_command_holds_no_paths(monkeypatch, option) -> None:
     for given in ([option, "/home/me/a"], [f"{option}=/home/me/a=b"]):
-        arguments = ["--runs", "a b:0", *given, "--steps=20", "--output=/home/me", "--tiny", "--output", "/home/me"]
+        arguments = [
+            "--runs",
+            "a b:0",
+            *given,
+            "--steps=20",
+            "--output=/home/me",
+            "--tiny",
+            "--output",
+            "/home/me",
+        ]
         monkeypatch.setattr(sys, "argv", ["program.py", *arguments])
         assert common.command().endswith(f" --runs 'a b:0' {option} PATH --steps=20 --tiny")
 
@@ -22,10 +31,18 @@ def test_the_command_holds_no_paths(monkeypatch, option) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        {}, [], None, "a\n", 1e-30, (1, 2), {3: {4: "é"}}, [[0.1] * 100, [1 / 3] * 100], {"a": [{}, {"b": [[]] * 90}]},
+        {},
+        [],
+        None,
+        "a\n",
+        1e-30,
+        (1, 2),
+        {3: {4: "é"}},
+        [[0.1] * 100, [1 / 3] * 100],
+        {"a": [{}, {"b": [[]] * 90}]},
         {"curve": list(range(1000)), "records": [{"name": "x" * 90, "shape": [1, 2]}] * 4},
     ],
-)  # fmt: skip
+)
 def test_the_writer_keeps_everything(value) -> None:
     assert json.loads(common.dumps(value)) == json.loads(json.dumps(value))
 
@@ -35,7 +52,9 @@ def test_what_is_measured_is_written_without_paths_and_names() -> None:
     parser.add_argument("--name")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--runs", nargs="+")
-    arguments = parser.parse_args(["--output", "somewhere", "--name", "a", "--steps", "3", "--runs", "b"])
+    arguments = parser.parse_args(
+        ["--output", "somewhere", "--name", "a", "--steps", "3", "--runs", "b"]
+    )
     assert common.options(arguments, "runs") == {"steps": 3}
     assert parser.description == "Title." and arguments.output == "somewhere"
 
@@ -53,7 +72,10 @@ def test_what_is_no_number_is_not_written(tmp_path, value) -> None:
     path = tmp_path / "a.json"
     common.write_json(path, {"rows": [{"errors": [1.0]}]})
     before = path.read_text()
-    with pytest.raises(ValueError, match=rf"a.json: not written; rows\[0\].errors\[1\]: got {value}, accepted: finite"):
+    with pytest.raises(
+        ValueError,
+        match=rf"a.json: not written; rows\[0\].errors\[1\]: got {value}, accepted: finite",
+    ):
         common.write_json(path, {"rows": [{"errors": (1.0, value)}]})
     assert path.read_text() == before
     common.write_json(path, {"rows": [{"errors": (1.0, value)}]}, nan=True)

@@ -1,4 +1,6 @@
-"""That commands in the documentation can be typed, and that benchmarks/README.md leads to every figure."""
+"""That commands in the documentation can be typed, and that benchmarks/README.md leads to every
+figure.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ def commands(page: Path) -> list[tuple[str, str]]:
     """Module and arguments of every ``-m benchmarks.X ...`` in inline code and in code blocks."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    code = [*inline, *(line for block in blocks for line in block.replace("\\\n", " ").splitlines())]
+    inline = re.findall(
+        r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
+    code = [
+        *inline,
+        *(line for block in blocks for line in block.replace("\\\n", " ").splitlines()),
+    ]
     return [(m[1], m[2]) for m in map(COMMAND.search, code) if m]
 
 
@@ -30,7 +37,9 @@ FOUND = {(module, arguments): page for page in PAGES for module, arguments in co
 
 
 def test_commands_are_found() -> None:
-    """In a code block with a comment behind it, broken over lines, and behind another program's name."""
+    """In a code block with a comment behind it, broken over lines, and behind another program's
+    name.
+    """
     found = {(module, *shlex.split(rest, comments=True)[:2]) for module, rest in FOUND}
     assert ("benchmarks.accuracy.trajectories",) in found
     assert ("benchmarks.speed.engine_step",) in found
@@ -54,7 +63,9 @@ def test_the_index_names_every(folder) -> None:
     for file in files:
         room, name = file.parent.name, file.name
         ways = {".json": [f"`{room}/{name}`"], ".png": [f"`{name}`"]}
-        named = ways.get(file.suffix, [f"`{name}`", f"`{room}/{name}`", f"-m benchmarks.{room}.{file.stem}"])
+        named = ways.get(
+            file.suffix, [f"`{name}`", f"`{room}/{name}`", f"-m benchmarks.{room}.{file.stem}"]
+        )
         assert any(way in index for way in named), file.relative_to(ROOT)
 
 

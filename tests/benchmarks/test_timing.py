@@ -1,4 +1,6 @@
-"""How times are taken, with events and a clock that count: order, warm-up, repetitions and medians."""
+"""How times are taken, with events and a clock that count: order, warm-up, repetitions and
+medians.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def log(monkeypatch) -> list[str]:
 
 
 def test_the_median_is_one_of_the_values() -> None:
-    assert timing.median([5, 1, 3]) == 3 and timing.median([4, 1, 3, 2]) == 3 and timing.median([7]) == 7
+    assert (
+        timing.median([5, 1, 3]) == 3
+        and timing.median([4, 1, 3, 2]) == 3
+        and timing.median([7]) == 7
+    )
 
 
 def test_stages_are_timed_one_after_the_other(log) -> None:

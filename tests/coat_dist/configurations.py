@@ -8,7 +8,12 @@ BASE = {
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-4}},
     "coat": {
-        "optimizer": {"first_moment": "e4m3", "second_moment": "e4m3", "expand": True, "group_size": 128},
+        "optimizer": {
+            "first_moment": "e4m3",
+            "second_moment": "e4m3",
+            "expand": True,
+            "group_size": 128,
+        },
         "activation": {
             "enabled": True,
             "forward": "exact",

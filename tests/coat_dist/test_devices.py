@@ -11,10 +11,14 @@ from coat_dist import devices
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Says which compute capabilities the GPUs of a machine have; what is known of the real one is forgotten."""
+    """Says which compute capabilities the GPUs of a machine have; what is known of the real one
+    is forgotten.
+    """
     capabilities = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capabilities[device])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: f"kind {capabilities[device]}")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device=0: f"kind {capabilities[device]}"
+    )
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", None)
     for name in ("COAT_FP8_ARITHMETIC", "RANK"):
@@ -39,7 +43,9 @@ def on(device):
 
 
 def asked(*gpus):
-    """For each GPU whether it runs kernels and whether it has FP8, asked three times; and what was said."""
+    """For each GPU whether it runs kernels and whether it has FP8, asked three times; and what
+    was said.
+    """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -49,9 +55,15 @@ def asked(*gpus):
 
 @pytest.mark.parametrize(
     ("capability", "kernels", "fp8"),
-    [((7, 5), False, False), ((8, 0), True, False), ((8, 6), True, False), ((8, 9), True, True), ((9, 0), True, True),
-     ((10, 0), True, True)],
-)  # fmt: skip
+    [
+        ((7, 5), False, False),
+        ((8, 0), True, False),
+        ((8, 6), True, False),
+        ((8, 9), True, True),
+        ((9, 0), True, True),
+        ((10, 0), True, True),
+    ],
+)
 def test_capabilities(machine, capability, kernels, fp8):
     machine(capability)
     found, said = asked(0)

@@ -1,4 +1,6 @@
-"""``python -m coat_dist PROGRAM``: the program runs as by itself, with DeepSpeed's initialize honouring the block."""
+"""``python -m coat_dist PROGRAM``: the program runs as by itself, with DeepSpeed's initialize
+honouring the block.
+"""
 
 import json
 import os
@@ -16,13 +18,18 @@ PROGRAM = """
 import json, pickle, subprocess, sys
 class Mine: pass
 assert __name__ == "__main__" and pickle.loads(pickle.dumps(Mine())).__class__ is Mine
-honoured = "import deepspeed, json; print(json.dumps(hasattr(deepspeed, 'initialize_without_coat')))"
+honoured = (
+    "import deepspeed, json; "
+    "print(json.dumps(hasattr(deepspeed, 'initialize_without_coat')))"
+)
 child = [sys.executable, "-c", honoured]
 quiet = [sys.executable, "-c", "import sys, json; print(json.dumps('coat_dist' in sys.modules))"]
 import deepspeed
 print(json.dumps({
-    "argv": sys.argv, "path": sys.path[0], "file": __file__, "honoured": hasattr(deepspeed, "initialize_without_coat"),
-    "child": [json.loads(subprocess.run(c, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    "argv": sys.argv, "path": sys.path[0], "file": __file__,
+    "honoured": hasattr(deepspeed, "initialize_without_coat"),
+    "child": [json.loads(subprocess.run(
+                  c, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
               for c in (child, quiet)],
 }))
 """
@@ -30,7 +37,9 @@ print(json.dumps({
 
 def run(folder, *arguments, **environment):
     line = [sys.executable, "-m", "coat_dist", *map(str, arguments)]
-    done = subprocess.run(line, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(
+        line, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+    )
     return done, (json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None)
 
 
@@ -42,8 +51,12 @@ def test_a_file_a_module_and_their_children(tmp_path):
     (tmp_path / "site" / "sitecustomize.py").write_text("import os; os.environ['SEEN'] = 'yes'")
     done, found = run(tmp_path, "--local_rank=3", "sub/train.py", "-m", "x")
     assert done.returncode == 0, done.stderr
-    assert found["argv"] == ["sub/train.py", "--local_rank=3", "-m", "x"] and found["path"] == str(tmp_path / "sub")
-    assert found["honoured"] and found["child"] == [True, False], "only what imports DeepSpeed imports coat_dist"
+    assert found["argv"] == ["sub/train.py", "--local_rank=3", "-m", "x"] and found["path"] == str(
+        tmp_path / "sub"
+    )
+    assert found["honoured"] and found["child"] == [True, False], (
+        "only what imports DeepSpeed imports coat_dist"
+    )
     done, found = run(tmp_path, "-m", "sub.train", "--flag")
     assert done.returncode == 0, done.stderr
     assert found["argv"][1:] == ["--flag"] and found["path"] == str(tmp_path) and found["honoured"]
@@ -64,7 +77,12 @@ if __name__ == "__main__":
 """
 COAT, TORCHRUN = ["-m", "coat_dist"], ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus=2"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--deepspeed_config_file=ds.json"]
+ACCELERATE = [
+    "-m",
+    "accelerate.commands.launch",
+    "--use_deepspeed",
+    "--deepspeed_config_file=ds.json",
+]
 ACCELERATE += ["--num_processes=2", "--num_machines=1"]
 LAUNCHERS = {
     "torchrun": [*TORCHRUN, *COAT, "train.py"],
@@ -81,7 +99,9 @@ def test_launchers(launcher, tmp_path):
     (tmp_path / "train.py").write_text(RANK)
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     line = [sys.executable, *LAUNCHERS[launcher], "-m", "x"]
-    paths = os.pathsep.join([str(Path(coat_dist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(coat_dist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -126,7 +146,9 @@ def test_a_program_runs_as_under_python_alone(way, tmp_path):
     *safe, program = way.split(" ", way.startswith("-P"))
     given = ["-c", FACTS] if program == "-c" else program.split()
     lines = [[sys.executable, *safe, *under, *given, "-x"] for under in ([], COAT)]
-    alone, found = (subprocess.run(one, cwd=tmp_path, capture_output=True, text=True) for one in lines)
+    alone, found = (
+        subprocess.run(one, cwd=tmp_path, capture_output=True, text=True) for one in lines
+    )
     assert (found.stdout, found.returncode) == (alone.stdout, 7), found.stderr
 
 
@@ -136,7 +158,9 @@ def test_a_folder_does_not_hide_a_command(tmp_path):
     (tmp_path / "tool").mkdir()
     (tmp_path / "bin" / "tool").write_text("import sys; print(len(sys.argv))")
     (tmp_path / "bin" / "tool").chmod(0o755)
-    done, found = run(tmp_path, "tool", "x", PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    done, found = run(
+        tmp_path, "tool", "x", PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    )
     assert found == 2, done.stderr
 
 
@@ -151,7 +175,10 @@ def test_children_of_other_environments_are_left_alone(tmp_path):
 
 
 MISSING = f"{sys.executable}: No module named missing\n"
-NOTHING = "python -m coat_dist: got 'nothing.py', accepted: a Python file, a folder or zip file with __main__.py, or a "
+NOTHING = (
+    "python -m coat_dist: got 'nothing.py', accepted: a Python file, a folder or zip file "
+    "with __main__.py, or a "
+)
 NOTHING += "command that is a Python script\n"
 
 

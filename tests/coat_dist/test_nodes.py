@@ -12,7 +12,9 @@ def test_a_free_port_is_none_that_is_used_and_none_that_systems_give_away(monkey
         other.bind(("", port))  # it is free
         other.listen()
         monkeypatch.setattr(nodes, "_PORTS", range(port, port + 1))
-        monkeypatch.setattr(nodes.random.SystemRandom, "sample", lambda self, ports, count: list(ports))
+        monkeypatch.setattr(
+            nodes.random.SystemRandom, "sample", lambda self, ports, count: list(ports)
+        )
         with pytest.raises(OSError, match="no free port: tried"):
             nodes.free_port()
     assert nodes.free_port() == port

@@ -14,7 +14,9 @@ from tests.support import run_ranks
 
 
 def compare(monkeypatch, *everyone):
-    """The message on every rank of a world whose ranks hold these values; the exchanges are played in lockstep."""
+    """The message on every rank of a world whose ranks hold these values; the exchanges are
+    played in lockstep.
+    """
     barrier, box = threading.Barrier(len(everyone)), {}
     local = threading.local()
 
@@ -40,7 +42,11 @@ def compare(monkeypatch, *everyone):
 
 def test_keys_values_and_ranks(monkeypatch):
     base = {"gradient_clipping": 1.0, "optimizer": {"params": {"betas": [0.9, 0.95], "lr": 1e-3}}}
-    other = {"gradient_clipping": 1.0, "optimizer": {"params": {"betas": [0.9, 0.99], "lr": 1e-3}}, "more": True}
+    other = {
+        "gradient_clipping": 1.0,
+        "optimizer": {"params": {"betas": [0.9, 0.99], "lr": 1e-3}},
+        "more": True,
+    }
     assert compare(monkeypatch, base, base, other, base) == (
         "optimizer.params.betas: [0.9, 0.95] on ranks 0-1, 3, [0.9, 0.99] on rank 2; "
         "more: absent on ranks 0-1, 3, true on rank 2"
@@ -67,10 +73,16 @@ def test_the_message_is_of_bounded_length(monkeypatch):
 
 
 def patient_rank(rank, world, folder):
-    """A new group, whose collectives fail after five seconds; less, and a busy machine could not build it."""
+    """A new group, whose collectives fail after five seconds; less, and a busy machine could not
+    build it.
+    """
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world, timeout=timedelta(seconds=5)
+        "gloo",
+        init_method=f"file://{folder}/again",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=5),
     )
 
     def long():
@@ -94,5 +106,7 @@ def test_patience_is_longer_than_the_timeout_of_collectives(tmp_path):
 
 def test_what_comes_from_another_rank():
     text = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24466"
-    assert ranks.of_another_rank(RuntimeError(text)) and ranks.of_another_rank(dist.DistBackendError("NCCL"))
+    assert ranks.of_another_rank(RuntimeError(text)) and ranks.of_another_rank(
+        dist.DistBackendError("NCCL")
+    )
     assert not ranks.of_another_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

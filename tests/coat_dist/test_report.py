@@ -29,25 +29,47 @@ def test_supported_versions_raise_nothing():
     ],
 )
 def test_versions_out_of_range(name, version, level):
-    found = [(lev, text) for lev, text in problems(**{name: version}) if text.startswith(name.replace("_", "-"))]
+    found = [
+        (lev, text)
+        for lev, text in problems(**{name: version})
+        if text.startswith(name.replace("_", "-"))
+    ]
     assert len(found) == 1 and found[0][0] == level
     assert "accepted" in found[0][1] and (version is None or version in found[0][1])
 
 
 def test_report_program():
-    done = subprocess.run([sys.executable, "-m", "coat_dist.report"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "coat_dist.report"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("python", "torch", "deepspeed", "megatron-core", "GPU", "optimizer step", "FP8 GEMM"):
+    for word in (
+        "python",
+        "torch",
+        "deepspeed",
+        "megatron-core",
+        "GPU",
+        "optimizer step",
+        "FP8 GEMM",
+    ):
         assert word in done.stdout
 
 
 def test_paths_of_each_kind_of_gpu():
-    native, old, none = (report.paths_with(*has) for has in ((True, True), (True, False), (False, False)))
+    native, old, none = (
+        report.paths_with(*has) for has in ((True, True), (True, False), (False, False))
+    )
     assert native.keys() == old.keys() == none.keys()
-    assert native["FP8 GEMM"] == "torch._scaled_mm" and "BF16" in old["FP8 GEMM"] and "definition" in none["FP8 GEMM"]
+    assert (
+        native["FP8 GEMM"] == "torch._scaled_mm"
+        and "BF16" in old["FP8 GEMM"]
+        and "definition" in none["FP8 GEMM"]
+    )
     assert "arithmetic" in old["optimizer step"] and "arithmetic" not in native["optimizer step"]
 
 
 def test_switches_of_the_environment_are_named(monkeypatch):
     monkeypatch.setenv("COAT_FP8_ARITHMETIC", "1")
-    assert [level for level, text in report.check(GOOD) if text.startswith("COAT_FP8_ARITHMETIC=1")] == ["warning"]
+    assert [
+        level for level, text in report.check(GOOD) if text.startswith("COAT_FP8_ARITHMETIC=1")
+    ] == ["warning"]

@@ -1,7 +1,9 @@
-"""Start the programs of examples/ as their first lines say, or run one in a rank that exists already.
+"""Start the programs of examples/ as their first lines say, or run one in a rank that exists
+already.
 
-``torchrun -m tests.examples.run NAME FOLDER`` and ``deepspeed --module tests.examples.run NAME FOLDER`` run an example
-under a launcher, check it from inside and leave each rank's losses in FOLDER.
+``torchrun -m tests.examples.run NAME FOLDER`` and ``deepspeed --module tests.examples.run NAME
+FOLDER`` run an example under a launcher, check it from inside and leave each rank's losses in
+FOLDER.
 """
 
 from __future__ import annotations
@@ -30,15 +32,26 @@ MODULES = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher
 
 
 def commands(name: str) -> list[str]:
-    """The indented lines of an example's docstring: how it is started, from the root of the repository."""
-    text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")), clean=False)
+    """The indented lines of an example's docstring: how it is started, from the root of the
+    repository.
+    """
+    text = ast.get_docstring(
+        ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")), clean=False
+    )
     found = [line.strip() for line in (text or "").splitlines() if line.startswith("    ")]
     assert found, f"examples/{name}.py does not say how it is started"
     return found
 
 
-def start(command: str, folder: Path | None = None, ranks: bool = False, limit: float = 300, **environment: str) -> str:
-    """Run a command with the launcher that stands beside this Python, and a port of its own; what it printed.
+def start(
+    command: str,
+    folder: Path | None = None,
+    ranks: bool = False,
+    limit: float = 300,
+    **environment: str,
+) -> str:
+    """Run a command with the launcher that stands beside this Python, and a port of its own; what
+    it printed.
 
     Args:
         folder: Exists; the launcher, which is no part of the project, is then forked.
@@ -70,7 +83,9 @@ def start(command: str, folder: Path | None = None, ranks: bool = False, limit: 
 
 
 def _launcher(name: str) -> list[str]:
-    """``python`` is this Python; a launcher is the script beside it, or the module that the script would run."""
+    """``python`` is this Python; a launcher is the script beside it, or the module that the
+    script would run.
+    """
     script = Path(sys.executable).with_name(name)
     if name == "python":
         return [sys.executable]
@@ -78,7 +93,9 @@ def _launcher(name: str) -> list[str]:
 
 
 def check(name: str) -> list[float]:
-    """Run an example in this process, a rank: it learns with what it claims, and uses no other rank's GPU."""
+    """Run an example in this process, a rank: it learns with what it claims, and uses no other
+    rank's GPU.
+    """
     sys.argv = [f"examples/{name}.py"]
     names = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     losses = names["losses"]
@@ -91,7 +108,9 @@ def check(name: str) -> list[float]:
         assert names["report"].patched and not names["report"].left
     for i in range(torch.cuda.device_count()):
         mine = i == int(os.environ["LOCAL_RANK"])
-        assert (torch.cuda.max_memory_reserved(i) > 0) == mine, f"rank {os.environ['RANK']} and GPU {i}"
+        assert (torch.cuda.max_memory_reserved(i) > 0) == mine, (
+            f"rank {os.environ['RANK']} and GPU {i}"
+        )
     return losses
 
 

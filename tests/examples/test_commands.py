@@ -16,10 +16,13 @@ CPU = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # no process imports torch.compile's backends, which Megatron asks for
+    # No process imports torch.compile's backends, which Megatron asks for.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None
+]
 
 
 def test_all_are_here():
@@ -35,7 +38,10 @@ def test_all_are_here():
 
 SELDOM = (
     "torchrun --nproc_per_node 2 examples/megatron_loop",
-    *(f"deepspeed --num_gpus 2 examples/{name}" for name in ("deepspeed_any_model", "megatron_deepspeed")),
+    *(
+        f"deepspeed --num_gpus 2 examples/{name}"
+        for name in ("deepspeed_any_model", "megatron_deepspeed")
+    ),
 )
 CASES = [
     pytest.param(name, command, marks=pytest.mark.slow if command.startswith(SELDOM) else ())
@@ -64,7 +70,10 @@ def test_command(name, command, tmp_path):
 @pytest.mark.parametrize("name", ["megatron_loop", "torch_loop"])
 def test_what_it_is_not_told_to_do_is_refused(name, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    for argument, status, words in ("--help", 0, commands(name)[-1]), ("--steps", 2, "unrecognized arguments: --steps"):
+    for argument, status, words in (
+        ("--help", 0, commands(name)[-1]),
+        ("--steps", 2, "unrecognized arguments: --steps"),
+    ):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", argument])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

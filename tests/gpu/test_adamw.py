@@ -28,7 +28,9 @@ def test_launches_of_a_step_do_not_grow_with_the_number_of_tensors(moments):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             optimizer.step()
             torch.cuda.synchronize()
-        launches.append(len([e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]))
+        launches.append(
+            len([e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA])
+        )
     assert 0 < launches[1] <= 2 * launches[0] + 4, launches
 
 
@@ -37,10 +39,15 @@ def test_the_optimizer_with_remainders_has_the_bits_of_fp32_masters():
     runs = []
     for remainder in (True, False):
         torch.manual_seed(0)
-        start = [torch.randn(s, device="cuda").bfloat16() for s in ((512, 512), (64, 16), (128, 8), (1031,), (4096,))]
+        start = [
+            torch.randn(s, device="cuda").bfloat16()
+            for s in ((512, 512), (64, 16), (128, 8), (1031,), (4096,))
+        ]
         params = [torch.nn.Parameter(x if remainder else x.float()) for x in start]
         options = {"master_weights": "bf16_remainder"} if remainder else {}
-        optimizer = CoatAdamW([{"params": params[:4]}, {"params": params[4:], "moments": "fp32"}], lr=1e-2, **options)
+        optimizer = CoatAdamW(
+            [{"params": params[:4]}, {"params": params[4:], "moments": "fp32"}], lr=1e-2, **options
+        )
         for _ in range(10):
             for p in params:
                 p.grad = (torch.randn(p.shape, device="cuda") ** 3).bfloat16().to(p.dtype)
@@ -54,17 +61,24 @@ def test_the_optimizer_with_remainders_has_the_bits_of_fp32_masters():
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_every_code_survives_a_step_that_changes_nothing(fp8, normalize):
-    """Nothing drifts: the hardware's approximations never carry a decoded code over to a neighbour, nor the amax up."""
+    """Nothing drifts: the hardware's approximations never carry a decoded code over to a
+    neighbour, nor the amax up.
+    """
     codec_m = MomentCodec(fp8, False, over_root=normalize)
     codec_v = MomentCodec(fp8, False, keep_nonzero=normalize, keep_grid=normalize)
     codes = torch.arange(256, device="cuda").byte().view(codec_m.fp8.dtype).float().view(2, 128)
     x = torch.where(codes.isfinite() & (codes != 0), codes, 0.0)  # the step turns -0 into 0
     x[:, 0] = codec_m.fp8.max
     for scale in (1.0, 0.7, 1e-6, 1e-30, 1e30):
-        m, v = encode(x * (0.7 if normalize else scale), MomentCodec(fp8, False)), encode(x.abs() * scale, codec_v)
+        m, v = (
+            encode(x * (0.7 if normalize else scale), MomentCodec(fp8, False)),
+            encode(x.abs() * scale, codec_v),
+        )
         before = [t.clone() for t in (*m, *v)]
         zero = torch.zeros(256, device="cuda")
-        still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+        still = AdamWStep(
+            lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1
+        )
         for _ in range(5):
             one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, still)
         assert all(map(torch.equal, (*m, *v), before)), scale
@@ -75,11 +89,19 @@ def test_more_than_two_to_the_31_elements(normalize):
     n = 2**31 + 128 * 3 + 5
     if torch.cuda.mem_get_info()[0] < 34 * 2**30:
         pytest.skip("needs 34 GiB of free GPU memory")
-    codec_m, codec_v = MomentCodec(over_root=normalize), MomentCodec(keep_nonzero=True, keep_grid=normalize)
+    codec_m, codec_v = (
+        MomentCodec(over_root=normalize),
+        MomentCodec(keep_nonzero=True, keep_grid=normalize),
+    )
     param, grad = torch.ones(n, device="cuda"), torch.full((n,), 0.5, device="cuda")
     m, v = codec_m.zeros(n, "cuda"), codec_v.zeros(n, "cuda")
     one_step(kernels, param, grad, m, v, codec_m, codec_v, NUMBERS, seed=1)
-    small = [torch.ones(1024, device="cuda"), grad[:1024], codec_m.zeros(1024, "cuda"), codec_v.zeros(1024, "cuda")]
+    small = [
+        torch.ones(1024, device="cuda"),
+        grad[:1024],
+        codec_m.zeros(1024, "cuda"),
+        codec_v.zeros(1024, "cuda"),
+    ]
     one_step(kernels, *small, codec_m, codec_v, NUMBERS, seed=1)
     for end in (param[:1024], param[-1024:]):
         assert torch.equal(end, small[0])
@@ -112,7 +134,9 @@ def test_the_optimizer_uses_the_kernel_and_follows_the_definition(normalize, mon
 
 @pytest.mark.parametrize("remainder", [False, True])
 def test_a_step_allocates_nothing(remainder):
-    p = torch.nn.Parameter(torch.randn(1 << 22, device="cuda").to(torch.bfloat16 if remainder else torch.float32))
+    p = torch.nn.Parameter(
+        torch.randn(1 << 22, device="cuda").to(torch.bfloat16 if remainder else torch.float32)
+    )
     optimizer = CoatAdamW([p], master_weights="bf16_remainder" if remainder else "parameter")
     p.grad = torch.randn_like(p)
     optimizer.step()

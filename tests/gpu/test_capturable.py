@@ -64,7 +64,11 @@ def assert_equal(mine, theirs, steps):
         a, b = optimizer.state[p], other.state[q]
         assert a.keys() == b.keys()
         assert float(a["step"]) == float(b["step"]) == steps
-        assert all(torch.equal(a[k], b[k]) for k in a if k.startswith("coat_") and k != "coat_seed" or "exp" in k)
+        assert all(
+            torch.equal(a[k], b[k])
+            for k in a
+            if k.startswith("coat_") and k != "coat_seed" or "exp" in k
+        )
 
 
 @pytest.mark.parametrize("moments", ["fp8", "fp32"])
@@ -107,7 +111,8 @@ def test_a_capture_after_one_step_and_a_second_capture():
         graphs[1].replay()
         other.step()
     torch.cuda.empty_cache()
-    junk = [torch.full((1 << 16,), 7, device="cuda") for _ in range(50)]  # over whatever has been freed
+    # Over whatever has been freed.
+    junk = [torch.full((1 << 16,), 7, device="cuda") for _ in range(50)]
     for i in range(6):
         for ps in (params, others):
             new_grads(ps, i)
@@ -119,9 +124,14 @@ def test_a_capture_after_one_step_and_a_second_capture():
 
 def test_gradients_made_inside_the_graph():
     torch.manual_seed(0)
-    nets = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda() for _ in range(2)]
+    nets = [
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda()
+        for _ in range(2)
+    ]
     nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [CoatAdamW(n.parameters(), capturable=c) for n, c in zip(nets, (True, False), strict=True)]
+    optimizers = [
+        CoatAdamW(n.parameters(), capturable=c) for n, c in zip(nets, (True, False), strict=True)
+    ]
     x = torch.randn(16, 64, device="cuda")
 
     def train(i):
@@ -142,7 +152,9 @@ def test_gradients_made_inside_the_graph():
     for _ in range(3):
         train(1)
     for i in range(8):
-        x.copy_(torch.randn(16, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(i)))
+        x.copy_(
+            torch.randn(16, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(i))
+        )
         graph.replay()
         train(1)
     for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
@@ -180,7 +192,9 @@ def test_the_state_travels_with_the_option():
     assert all(group["capturable"] for group in other.param_groups)
     for p, q in zip(params, others, strict=True):
         step = other.state[q]["step"]
-        assert step.is_cuda and step.dtype == torch.float32 and step.shape == () and float(step) == 3
+        assert (
+            step.is_cuda and step.dtype == torch.float32 and step.shape == () and float(step) == 3
+        )
         with torch.no_grad():
             q.copy_(p)
     graph = capture(other)

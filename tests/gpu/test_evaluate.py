@@ -1,4 +1,6 @@
-"""evaluate.py on a GPU: rows of any length in BF16 and FP8, beside transformers in fp32 on the CPU."""
+"""evaluate.py on a GPU: rows of any length in BF16 and FP8, beside transformers in fp32 on the
+CPU.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The examples started by torchrun and deepspeed on one and two GPUs: no device is chosen before they run."""
+"""The examples started by torchrun and deepspeed on one and two GPUs: no device is chosen before
+they run.
+"""
 
 import json
 
@@ -37,5 +39,8 @@ def test_vision_language(options, tmp_path):
 def test_vision_language_describes_pictures(tmp_path):
     output = tmp_path / "results.json"
     start(f"python examples/vision_language.py --size large --output {output}", limit=900)
-    found = {block: r["held_out"]["captions"] for block, r in json.loads(output.read_text())["results"].items()}
+    found = {
+        block: r["held_out"]["captions"]
+        for block, r in json.loads(output.read_text())["results"].items()
+    }
     assert min(found.values()) > 0.9 and abs(found["bf16"] - found["coat"]) < 0.05, found

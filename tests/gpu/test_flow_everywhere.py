@@ -1,4 +1,6 @@
-"""What holds for every function of the flow, on a GPU: no tokens, outputs changed in place, means of a LayerNorm."""
+"""What holds for every function of the flow, on a GPU: no tokens, outputs changed in place,
+means of a LayerNorm.
+"""
 
 import pytest
 import torch
@@ -12,14 +14,19 @@ ONE = TensorParallel()
 
 
 def layer_for(name):
-    layer = Layer.random(h=H, n=HEADS.width if "qkv" in name else 48, kind="layernorm", dtype=torch.bfloat16)
+    layer = Layer.random(
+        h=H, n=HEADS.width if "qkv" in name else 48, kind="layernorm", dtype=torch.bfloat16
+    )
     return layer.copy("cuda")
 
 
 def run(call, layer, x, change=lambda t: t):
     outs = [change(t) for t in call(x)]
     return outs, torch.autograd.grad(
-        outs, [x, *layer.parameters().values()], [torch.ones_like(t) for t in outs], allow_unused=True
+        outs,
+        [x, *layer.parameters().values()],
+        [torch.ones_like(t) for t in outs],
+        allow_unused=True,
     )
 
 

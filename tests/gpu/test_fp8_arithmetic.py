@@ -1,4 +1,5 @@
-"""FP8 conversion by arithmetic against the GPU's instructions: the same bits, number by number and kernel by kernel.
+"""FP8 conversion by arithmetic against the GPU's instructions: the same bits, number by number and
+kernel by kernel.
 
 ``COAT_FP8_ARITHMETIC=1`` has a GPU that has the instructions run what older GPUs run.
 """
@@ -52,7 +53,9 @@ def flat(result):
         return [result]
     if isinstance(result, QuantizedTensor):
         return [result.codes, result.scales]
-    return [t for one in result or () for t in flat(one)] if isinstance(result, (tuple, list)) else []
+    return (
+        [t for one in result or () for t in flat(one)] if isinstance(result, (tuple, list)) else []
+    )
 
 
 def same(results):
@@ -104,7 +107,10 @@ def _decode(codes, out, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("typed", [torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_every_code_is_read_as_torch_reads_it(typed):
-    codes, out = torch.arange(256, dtype=torch.uint8, device="cuda"), torch.empty(256, device="cuda")
+    codes, out = (
+        torch.arange(256, dtype=torch.uint8, device="cuda"),
+        torch.empty(256, device="cuda"),
+    )
     _decode[(1,)](codes.view(typed), out, BLOCK=256)
     same([out, codes.view(torch.float8_e4m3fn if typed == torch.uint8 else typed).float()])
 
@@ -129,17 +135,34 @@ def test_steps_of_the_optimizer(ways, name):
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("saved", [None, E3M4, INT8], ids=["as operands", "e3m4", "int8"])
 def test_kernels_of_the_flow(ways, fmt, scale, tokens, exact, saved):
-    """Every kernel that converts, on numbers of many magnitudes, with infinities and NaN in one row."""
+    """Every kernel that converts, on numbers of many magnitudes, with infinities and NaN in one
+    row.
+    """
     torch.manual_seed(0)
-    x = (torch.randn(tokens, 256) * torch.exp2(torch.randint(-12, 12, (tokens, 256)).float())).bfloat16().cuda()
+    x = (
+        (torch.randn(tokens, 256) * torch.exp2(torch.randint(-12, 12, (tokens, 256)).float()))
+        .bfloat16()
+        .cuda()
+    )
     x[3, 5], x[3, 70] = torch.inf, torch.nan
-    dy, gain, bias = torch.randn_like(x), torch.rand(256, device="cuda"), torch.rand(256, device="cuda")
-    pre, da = torch.randn(tokens, 2 * 384, device="cuda").bfloat16(), torch.randn(tokens, 384, device="cuda").bfloat16()
+    dy, gain, bias = (
+        torch.randn_like(x),
+        torch.rand(256, device="cuda"),
+        torch.rand(256, device="cuda"),
+    )
+    pre, da = (
+        torch.randn(tokens, 2 * 384, device="cuda").bfloat16(),
+        torch.randn(tokens, 384, device="cuda").bfloat16(),
+    )
     factor = torch.tensor(0.01, device="cuda")
 
     def run():
         grouped = quantize.quantize_groups(x, saved or fmt, 32, scale)
-        found = [grouped, quantize.dequantize(grouped), quantize.dequantize(grouped, torch.bfloat16)]
+        found = [
+            grouped,
+            quantize.dequantize(grouped),
+            quantize.dequantize(grouped, torch.bfloat16),
+        ]
         found += [quantize.quantize_rows(x, fmt), quantize.quantize_both(x, fmt, factor)]
         found += [quantize.quantize_tensor(x, fmt, factor, turn) for turn in (False, True)]
         for kind, more in (("rmsnorm", None), ("layernorm", bias)):
@@ -147,7 +170,10 @@ def test_kernels_of_the_flow(ways, fmt, scale, tokens, exact, saved):
             x8, stats, top = norm.norm_compress(x, *settings)
             found += [x8, tuple(stats), top, norm.norm_compress_rows(x, *settings)]
             for source in (x, x8):
-                found += [norm.norm_quantize(source, stats, gain, more, fmt, factor, turn) for turn in (False, True)]
+                found += [
+                    norm.norm_quantize(source, stats, gain, more, fmt, factor, turn)
+                    for turn in (False, True)
+                ]
             found.append(norm.norm_backward(dy, x8, kind, stats, gain, bias=more is not None))
         for name in ("swiglu", "geglu"):
             settings = name, fmt, 32, scale, exact, None, saved
@@ -176,7 +202,9 @@ def test_products_of_small_integers_are_exact_without_fp8(monkeypatch, fmt, layo
     def operand(rows):
         codes = torch.randint(-4, 5, (rows, k), device="cuda").float().to(fmt.dtype)
         scales = (
-            torch.rand(rows, 1, device="cuda").log2().ceil().exp2() if layout == "row" else torch.tensor(0.5).cuda()
+            torch.rand(rows, 1, device="cuda").log2().ceil().exp2()
+            if layout == "row"
+            else torch.tensor(0.5).cuda()
         )
         return QuantizedTensor(codes, scales, layout)
 

@@ -1,4 +1,6 @@
-"""Weights in shards, with the kernels and NCCL: codes of shards are those of the whole weight, to the bit."""
+"""Weights in shards, with the kernels and NCCL: codes of shards are those of the whole weight,
+to the bit.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from tests.support import run_ranks
 
 def _on_gpus(rank, world):
     torch.set_default_device("cuda")
-    SHAPES.append((20_000, 4096))  # more tiles than a kernel's grid has in one direction of a single row
+    # More tiles than a kernel's grid has in one direction of a single row.
+    SHAPES.append((20_000, 4096))
     return _gathered(rank, world)
 
 

@@ -1,4 +1,6 @@
-"""Experts in grouped products on a GPU: torch's grouped FP8 product against one product an expert."""
+"""Experts in grouped products on a GPU: torch's grouped FP8 product against one product an
+expert.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,27 @@ def on_gpu(counts):
 
 
 @pytest.mark.parametrize(
-    "counts", [*COUNTS.values(), [300, 17, 0, 999, 64], [3000, 17, 0, 999, 1700]], ids=[*COUNTS, "more", "many"]
+    "counts",
+    [*COUNTS.values(), [300, 17, 0, 999, 64], [3000, 17, 0, 999, 1700]],
+    ids=[*COUNTS, "more", "many"],
 )
-@pytest.mark.parametrize("options", [{}, {"forward_scales": "tensor"}, {"grad_format": "e5m2"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"forward_scales": "tensor"}, {"grad_format": "e5m2"}], ids=str
+)
 def test_one_expert_after_the_other(counts, options, monkeypatch):
-    """Sums of tensor cores differ in their last bits, so FP8 codes may: 2 % of the norm; wherever numbers are known."""
+    """Sums of tensor cores differ in their last bits, so FP8 codes may: 2 % of the norm;
+    wherever numbers are known.
+    """
     settings = ActivationConfig(**options)
     inputs, dout = on_gpu(counts)
     monkeypatch.setattr(grouped_gemm, "MUCH_WORK", 1024 * H * F)
     expected = run(lambda *t: one_by_one(counts, *t, "swiglu", settings), inputs, dout)
     for given in (torch.tensor(counts), torch.tensor(counts, device="cuda")):
-        got = run(lambda x, p, w1, w2: grouped_mlp(x, given, w1, w2, "swiglu", settings, p), inputs, dout)  # noqa: B023
+        got = run(
+            lambda x, p, w1, w2, n=given: grouped_mlp(x, n, w1, w2, "swiglu", settings, p),
+            inputs,
+            dout,
+        )
         for a, b in zip(got, expected, strict=True):
             assert a.isfinite().all() and (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
     weights = got[3].view(len(counts), H, -1), got[4].view(len(counts), F, H)
@@ -51,7 +63,10 @@ def test_torchs_grouped_product_is_taken_without_waiting(monkeypatch):
     monkeypatch.setattr(grouped_gemm, "scaled_mm", None)
     counts = torch.tensor(COUNTS["any"], device="cuda")
     inputs, dout = on_gpu(COUNTS["any"])
-    call = lambda x, p, w1, w2: grouped_mlp(x, counts, w1, w2, "swiglu", ActivationConfig(), p)  # noqa: E731
+
+    def call(x, p, w1, w2):
+        return grouped_mlp(x, counts, w1, w2, "swiglu", ActivationConfig(), p)
+
     run(call, inputs, dout)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -29,10 +29,15 @@ def fresh_lanes():
 
 
 def pair(shapes=SHAPES, **options):
-    """Equal parameters with states on the GPU, and in host memory; the vector has fp32 moments in both."""
+    """Equal parameters with states on the GPU, and in host memory; the vector has fp32 moments
+    in both.
+    """
     dtype = torch.bfloat16 if "master_weights" in options else torch.float32
     first = [torch.nn.Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in shapes]
-    return [kept(params, place, **options) for params, place in ((first, "parameter"), (copy.deepcopy(first), "cpu"))]
+    return [
+        kept(params, place, **options)
+        for params, place in ((first, "parameter"), (copy.deepcopy(first), "cpu"))
+    ]
 
 
 def kept(params, place, **options):
@@ -47,7 +52,9 @@ def on_host(optimizer):
 
 @pytest.mark.parametrize("chunk", [1 << 14, 3 << 16, 1 << 24])
 @pytest.mark.parametrize(
-    "options", [REMAINDER, {}, {**REMAINDER, "group_size": 64, "stochastic_rounding": True}], ids=str
+    "options",
+    [REMAINDER, {}, {**REMAINDER, "group_size": 64, "stochastic_rounding": True}],
+    ids=str,
 )
 def test_twenty_steps_give_equal_bits(monkeypatch, chunk, options):
     monkeypatch.setattr(host, "CHUNK", chunk)
@@ -62,7 +69,9 @@ def test_twenty_steps_give_equal_bits(monkeypatch, chunk, options):
 @pytest.mark.parametrize("slow", ["loads", "kernels", "stores", "nothing"])
 @pytest.mark.parametrize("stream", ["current", "another"])
 def test_no_stream_overtakes_another_one(monkeypatch, slow, stream):
-    """Each kind of work in turn is late by a millisecond; weights and states are read as soon as a step returns."""
+    """Each kind of work in turn is late by a millisecond; weights and states are read as soon as
+    a step returns.
+    """
     monkeypatch.setattr(host, "CHUNK", 1 << 19)
     moved, kernels = host._copy, host.adamw_steps
 
@@ -89,7 +98,9 @@ def test_no_stream_overtakes_another_one(monkeypatch, slow, stream):
         assert_equal(resident, hosted)
         saved = [pickle.loads(pickle.dumps(x[1].state_dict())) for x in (resident, hosted)]
     for mine, theirs in zip(*(s["state"].values() for s in saved), strict=True):
-        assert all(equal_bytes(v.cpu(), theirs[k].cpu()) for k, v in mine.items() if torch.is_tensor(v))
+        assert all(
+            equal_bytes(v.cpu(), theirs[k].cpu()) for k, v in mine.items() if torch.is_tensor(v)
+        )
 
 
 def test_a_state_that_is_freed_while_it_travels(monkeypatch):
@@ -105,7 +116,8 @@ def test_a_state_that_is_freed_while_it_travels(monkeypatch):
         del hosted
         gc.collect()
         monkeypatch.undo()
-        torch.cuda.synchronize()  # an error of a copy into memory that is not pinned any more shows here
+        # An error of a copy into memory that is not pinned any more shows here.
+        torch.cuda.synchronize()
 
 
 def test_restarts_copies_and_other_places():
@@ -131,7 +143,13 @@ def test_states_that_somebody_moved_come_home(device):
         train(resident, hosted, steps=2)
         for _, optimizer in (resident, hosted):
             for state in optimizer.state.values():
-                state.update({k: t.to(device, non_blocking=True) for k, t in state.items() if torch.is_tensor(t)})
+                state.update(
+                    {
+                        k: t.to(device, non_blocking=True)
+                        for k, t in state.items()
+                        if torch.is_tensor(t)
+                    }
+                )
         torch.cuda.synchronize()
     train(resident, hosted, steps=2)
     assert_equal(resident, hosted)
@@ -170,7 +188,8 @@ def test_memory_that_cannot_be_pinned_is_named(monkeypatch):
     p = torch.nn.Parameter(torch.ones(256, 128, device="cuda"))
     p.grad = torch.ones_like(p)
     with pytest.raises(
-        RuntimeError, match=r"state_device: got 'cpu', and 0.00 GiB .* cannot be pinned \(CUDA error 2\)"
+        RuntimeError,
+        match=r"state_device: got 'cpu', and 0.00 GiB .* cannot be pinned \(CUDA error 2\)",
     ):
         CoatAdamW([p], state_device="cpu").step()
 
@@ -178,7 +197,8 @@ def test_memory_that_cannot_be_pinned_is_named(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeeds_key_changes_no_bit(case, tmp_path):
     resident, hosted = (
-        run_ranks(1, trajectory, CASES[case], on, str(tmp_path / str(on)), backend="nccl")[0] for on in (False, True)
+        run_ranks(1, trajectory, CASES[case], on, str(tmp_path / str(on)), backend="nccl")[0]
+        for on in (False, True)
     )
     assert_same(resident[0], hosted[0])
     assert_same(resident[0][5:], resident[1])
@@ -189,5 +209,8 @@ def test_deepspeeds_key_changes_no_bit(case, tmp_path):
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
 @pytest.mark.parametrize("offloaded, remainder", [(True, True), (False, True), (False, False)])
 def test_engines_states_go_and_come_back(case, offloaded, remainder, include):
-    still, away = (run_ranks(1, moved, CASES[case], offloaded, remainder, x, backend="nccl")[0] for x in ("", include))
+    still, away = (
+        run_ranks(1, moved, CASES[case], offloaded, remainder, x, backend="nccl")[0]
+        for x in ("", include)
+    )
     assert_same(still, away)

@@ -1,4 +1,6 @@
-"""On a GPU: CUDA graphs of layers, experts without tokens, Megatron's own optimizer over a patched model."""
+"""On a GPU: CUDA graphs of layers, experts without tokens, Megatron's own optimizer over a
+patched model.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,16 @@ ONE = TensorParallel()
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize(("forward", "scales"), [("exact", "tensor"), ("quantized", "tensor"), ("exact", "row")])
+@pytest.mark.parametrize(
+    ("forward", "scales"), [("exact", "tensor"), ("quantized", "tensor"), ("exact", "row")]
+)
 def test_a_layer_in_a_cuda_graph(forward, scales, activation):
-    """Forward and backward captured once; replayed on new inputs they give the bits of eager execution."""
-    layer = Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16, activation=activation, biased=True).copy("cuda")
+    """Forward and backward captured once; replayed on new inputs they give the bits of eager
+    execution.
+    """
+    layer = Layer.random(
+        h=128, n=192, f=256, dtype=torch.bfloat16, activation=activation, biased=True
+    ).copy("cuda")
     config = ActivationConfig(forward=forward, forward_scales=scales)
     x = torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weighting = torch.randn_like(x)
@@ -62,7 +70,9 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_graphed_callables(scales):
-    """torch.cuda.make_graphed_callables captures forward and backward apart; both give the bits of eager execution."""
+    """torch.cuda.make_graphed_callables captures forward and backward apart; both give the bits
+    of eager execution.
+    """
     layer = Layer.random(h=128, f=256, dtype=torch.bfloat16).copy("cuda")
     eager, graphed = (Block(layer, ActivationConfig(forward_scales=scales)) for _ in range(2))
     x = torch.randn(64, 4, 128, device="cuda", dtype=torch.bfloat16)
@@ -101,13 +111,19 @@ def _megatron_training(rank, world):
     from tests.megatron_patches.test_optimizer import Run
 
     initialize_model_parallel(1)
-    biased = {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False, "add_bias_linear": True}
+    biased = {
+        "activation_func": torch.nn.functional.gelu,
+        "gated_linear_unit": False,
+        "add_bias_linear": True,
+    }
     return [Run(model=biased, patch=patch).train(range(20)) for patch in (False, True)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_megatrons_distributed_optimizer(world):
-    """Its DistributedDataParallel and DistributedOptimizer over NCCL, without DeepSpeed: FP8 learns as BF16 does."""
+    """Its DistributedDataParallel and DistributedOptimizer over NCCL, without DeepSpeed: FP8
+    learns as BF16 does.
+    """
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     for plain, fp8 in run_ranks(world, _megatron_training, backend="nccl"):

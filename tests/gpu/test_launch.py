@@ -1,4 +1,6 @@
-"""Launches through the wrapper on a GPU: the same bits as Triton's path, for every alignment and size."""
+"""Launches through the wrapper on a GPU: the same bits as Triton's path, for every alignment and
+size.
+"""
 
 import threading
 
@@ -25,13 +27,16 @@ def _mix(x, y, n, stride, shift, factor, FLAG: tl.constexpr, BLOCK: tl.constexpr
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at.to(tl.int64) * stride, mask=at < n, other=0.0).to(tl.float32) * factor
     if FLAG:
-        value += ((tl.zeros((), tl.int64) + shift) % 1000).to(tl.float32)  # a shift of 1 is a constant
+        # A shift of 1 is a constant.
+        value += ((tl.zeros((), tl.int64) + shift) % 1000).to(tl.float32)
     if y is not None:
         tl.store(y + at, value.to(y.dtype.element_ty), mask=at < n)
 
 
 def _both(monkeypatch, kernel, call):
-    """Bytes that ``call(kernel, out)`` writes: by Triton's path, then twice by the wrapper, the second time a hit."""
+    """Bytes that ``call(kernel, out)`` writes: by Triton's path, then twice by the wrapper, the
+    second time a hit.
+    """
     out = [torch.full((4096,), 0xA5, dtype=torch.uint8, device="cuda") for _ in range(3)]
     call(kernel.jit, out[0])
     call(kernel, out[1])
@@ -41,11 +46,14 @@ def _both(monkeypatch, kernel, call):
     return out
 
 
-@pytest.mark.skipif(not triton.__version__.startswith(launch.COMPARED), reason="Triton's own path is taken")
+@pytest.mark.skipif(
+    not triton.__version__.startswith(launch.COMPARED), reason="Triton's own path is taken"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_every_alignment_and_size_gives_tritons_bits(monkeypatch, dtype):
     base = torch.randn(4096, device="cuda").to(dtype)
-    starts = [(0, 0), (1, 0), (0, 4), (3, 8), (16, 16), (8, 1)]  # elements of base, words of the output
+    # Elements of base, words of the output.
+    starts = [(0, 0), (1, 0), (0, 4), (3, 8), (16, 16), (8, 1)]
     sizes = [(1, 1), (15, 1), (16, 16), (17, 2), (160, 3), (161, 16)]
     shifts = [0, 1, 7, 16, 2**31, 2**31 + 7, -5, -(2**33)]
     cases = [(s, n, shifts[(i + j) % 8]) for i, s in enumerate(starts) for j, n in enumerate(sizes)]
@@ -54,7 +62,9 @@ def test_every_alignment_and_size_gives_tritons_bits(monkeypatch, dtype):
 
         def call(kernel, out, x=base[x_at:], at=4 * y_at, n=n, stride=stride, shift=shift):
             grid = (triton.cdiv(n, 64),)
-            kernel[grid](x, out[at:].view(torch.float32), n, stride, shift, 0.37, FLAG=True, BLOCK=64)
+            kernel[grid](
+                x, out[at:].view(torch.float32), n, stride, shift, 0.37, FLAG=True, BLOCK=64
+            )
 
         plain, first, hit = _both(monkeypatch, _mix, call)
         assert torch.equal(plain, first) and torch.equal(plain, hit), (x_at, y_at, n, stride, shift)
@@ -69,7 +79,17 @@ def test_none_and_options(monkeypatch):
 
                 def call(kernel, out, warps=warps, flag=flag, shift=shift):
                     if isinstance(shift, int):
-                        kernel[(8, 1, 1)](x, out.view(torch.float32), 500, 1, shift, 2, flag, BLOCK=64, num_warps=warps)
+                        kernel[(8, 1, 1)](
+                            x,
+                            out.view(torch.float32),
+                            500,
+                            1,
+                            shift,
+                            2,
+                            flag,
+                            BLOCK=64,
+                            num_warps=warps,
+                        )
                     else:
                         kernel[(8, 1)](x, None, 500, 1, 3, shift, flag, BLOCK=64, num_warps=warps)
 
@@ -144,7 +164,9 @@ def test_replays_of_a_graph_start_from_zero():
     for value in (5.0, 3.0, 7.0):
         x.fill_(value)
         graph.replay()
-        assert top.item() == value and torch.equal(scale.cpu(), reference.tensor_scale(torch.tensor(value), E4M3))
+        assert top.item() == value and torch.equal(
+            scale.cpu(), reference.tensor_scale(torch.tensor(value), E4M3)
+        )
         assert torch.equal(rows.top, scale)
 
 

@@ -4,7 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_dist.flow import TensorParallel, invariant_linear, linear_cross_entropy, vocab_parallel_cross_entropy
+from coat_dist.flow import (
+    TensorParallel,
+    invariant_linear,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from tests.coat_dist.flow.common import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -22,23 +27,32 @@ def problem(tokens=2048, h=512, v=32000, dtype=torch.bfloat16):
 @pytest.mark.parametrize("chunk", [None, 4096, 4001])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 def test_chunks_against_all_logits(chunk, z_loss):
-    """The GEMM library may take another kernel for another shape: a logit may then be its BF16 neighbour."""
+    """The GEMM library may take another kernel for another shape: a logit may then be its BF16
+    neighbour.
+    """
     x, weight, labels, upstream = problem()
     expected = vocab_parallel_cross_entropy(F.linear(x, weight), labels, ONE, z_loss=z_loss)
     got = linear_cross_entropy(x, weight, labels, ONE, chunk=chunk, z_loss=z_loss)
     kept = linear_cross_entropy(x, weight, labels, ONE, chunk=chunk, z_loss=z_loss, keep=True)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=2.0**-4)  # a step of the largest label logits
+    # A step of the largest label logits.
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=2.0**-4)
     assert (got - expected).abs().mean() < 1e-3 and not got[::100].any()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     logits = wide[0] @ wide[1].t()
     log_sum = logits.logsumexp(-1)
-    true = log_sum - logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) + z_loss * log_sum.square()
+    true = (
+        log_sum
+        - logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+        + z_loss * log_sum.square()
+    )
     true = torch.where(labels < 0, 0.0, true)
     truth = torch.autograd.grad(true, wide, upstream.double())
     plain = torch.autograd.grad(expected, [x, weight], upstream)
     chunked = torch.autograd.grad(got, [x, weight], upstream)
     of_kept = torch.autograd.grad(kept, [x, weight], upstream)
-    assert torch.equal(kept, got) and all(torch.equal(a, b) for a, b in zip(of_kept, chunked, strict=True))
+    assert torch.equal(kept, got) and all(
+        torch.equal(a, b) for a, b in zip(of_kept, chunked, strict=True)
+    )
     for mine, theirs, exact in zip(chunked, plain, truth, strict=True):
         assert mine.dtype == torch.bfloat16
         assert relative_error(mine, exact) <= 1.05 * relative_error(theirs, exact) + 1e-5
@@ -80,13 +94,17 @@ def test_peak_memory_has_one_chunk_of_logits():
     ours = peak(lambda: linear_cross_entropy(x, weight, labels, ONE, chunk=chunk))
     theirs = peak(lambda: vocab_parallel_cross_entropy(F.linear(x, weight), labels, ONE))
     # One chunk in BF16, dx in fp32 and BF16, dweight, and per token the statistics of every chunk.
-    assert ours < 2 * tokens * chunk + 6 * tokens * h + 2 * v * h + 12 * tokens * (v // chunk + 1) + 2**22
+    assert (
+        ours
+        < 2 * tokens * chunk + 6 * tokens * h + 2 * v * h + 12 * tokens * (v // chunk + 1) + 2**22
+    )
     assert theirs > 4 * tokens * v  # logits and their gradient
 
 
 def test_nothing_waits_for_the_gpu():
     x, weight, labels, upstream = problem()
-    linear_cross_entropy(x, weight, labels, ONE, chunk=4096).backward(upstream)  # handles, workspaces
+    # Handles, workspaces.
+    linear_cross_entropy(x, weight, labels, ONE, chunk=4096).backward(upstream)
     torch.cuda.set_sync_debug_mode("error")
     try:
         linear_cross_entropy(x, weight, labels, ONE, chunk=4096, z_loss=1e-4).backward(upstream)

@@ -18,7 +18,13 @@ def _model(tp=1, sp=False, layers=2, **changes):
     from tests.megatron_patches.tiny import tiny_gpt
 
     gpt = {"vocab_size": VOCAB, "max_sequence_length": SEQ}
-    return tiny_gpt(num_layers=layers, tensor_model_parallel_size=tp, sequence_parallel=sp, gpt=gpt, **SHAPE | changes)
+    return tiny_gpt(
+        num_layers=layers,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        gpt=gpt,
+        **SHAPE | changes,
+    )
 
 
 def _loss(model, seed=0):
@@ -28,7 +34,9 @@ def _loss(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator).cuda()
     logits = model(text[:, :-1], torch.arange(SEQ, device="cuda").expand(BATCH, -1), None)
-    return flow.vocab_parallel_cross_entropy(logits, text[:, 1:], tensor_parallel(model.output_layer)).mean()
+    return flow.vocab_parallel_cross_entropy(
+        logits, text[:, 1:], tensor_parallel(model.output_layer)
+    ).mean()
 
 
 def _activation_bytes(layers, patch):
@@ -38,7 +46,8 @@ def _activation_bytes(layers, patch):
     if patch:
         patch_model(model, ActivationConfig())
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # a tensor counts with the whole of the cached block it happens to be given
+    # A tensor counts with the whole of the cached block it happens to be given.
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     loss = _loss(model)
     torch.cuda.synchronize()
@@ -55,8 +64,12 @@ def one_rank():
 
 def test_a_layer_holds_the_planned_bytes(one_rank):
     for patch in (False, True):
-        _activation_bytes(1, patch)  # libraries allocate their workspaces on first use, and keep them
-    held = {patch: (_activation_bytes(3, patch) - _activation_bytes(1, patch)) / 2 for patch in (False, True)}
+        # Libraries allocate their workspaces on first use, and keep them.
+        _activation_bytes(1, patch)
+    held = {
+        patch: (_activation_bytes(3, patch) - _activation_bytes(1, patch)) / 2
+        for patch in (False, True)
+    }
     h, f, heads = SHAPE["hidden_size"], SHAPE["ffn_hidden_size"], SHAPE["num_attention_heads"]
     # both norm inputs; q, k, v and attention's output with its statistics; gate and up
     planned = 2 * (h + h // 32 + 4) + 4 * 2 * h + 4 * heads + 2 * f + 2 * f // 32
@@ -67,7 +80,12 @@ def test_a_layer_holds_the_planned_bytes(one_rank):
 
 
 def _two_ranks(rank, world, sp, scales):
-    from megatron_patches import check_replicas, initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from megatron_patches import (
+        check_replicas,
+        initialize_model_parallel,
+        install_replicated_grad_hooks,
+        patch_model,
+    )
 
     initialize_model_parallel(2)
     model = _model(2, sp, qk_layernorm=True)

@@ -14,7 +14,9 @@ from coat_dist.optim import CoatAdamW
 @pytest.mark.parametrize("moments", ["fp8", "fp32"])
 @pytest.mark.parametrize("n", [256, 257])
 def test_a_state_follows_its_parameter(n, moments):
-    """As after ``model.cuda()`` between steps: a kernel would take the address for one of its own device."""
+    """As after ``model.cuda()`` between steps: a kernel would take the address for one of its
+    own device.
+    """
     params = [torch.nn.Parameter(torch.ones(n)) for _ in range(2)]
     optimizer = CoatAdamW([{"params": params, "moments": moments}])
     for p in params:
@@ -27,4 +29,9 @@ def test_a_state_follows_its_parameter(n, moments):
     before = [p.detach().clone() for p in params]
     optimizer.step()
     assert all(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
-    assert all(t.is_cuda for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
+    assert all(
+        t.is_cuda
+        for state in optimizer.state.values()
+        for t in state.values()
+        if torch.is_tensor(t)
+    )

@@ -1,4 +1,6 @@
-"""Several documents in a sequence on a GPU: flash attention against one SDPA a document, bytes, no waiting."""
+"""Several documents in a sequence on a GPU: flash attention against one SDPA a document, bytes,
+no waiting.
+"""
 
 import itertools
 
@@ -36,7 +38,10 @@ def documents(lengths, known=True):
 
 
 def qkv(tokens, heads, groups, d, dtype=torch.bfloat16):
-    return [torch.randn(tokens, 1, n, d, device="cuda", dtype=dtype).requires_grad_() for n in (heads, groups, groups)]
+    return [
+        torch.randn(tokens, 1, n, d, device="cuda", dtype=dtype).requires_grad_()
+        for n in (heads, groups, groups)
+    ]
 
 
 def kinds(which):
@@ -47,7 +52,9 @@ def kinds(which):
 
 def each_alone(attend, inputs, lengths, **options):
     ends = [0, *itertools.accumulate(lengths)]
-    return torch.cat([attend(*(t[a:b] for t in inputs), **options) for a, b in itertools.pairwise(ends) if a < b])
+    return torch.cat(
+        [attend(*(t[a:b] for t in inputs), **options) for a, b in itertools.pairwise(ends) if a < b]
+    )
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
@@ -67,7 +74,8 @@ def test_documents_are_as_each_alone(which, shape, case):
         grads, wanted = (torch.autograd.grad(o, inputs, dout) for o in (out, alone))
         assert relative_error(out, alone) < (0.006 if which == "bf16" else 0.02)
         for got, expected in zip(grads, wanted, strict=True):
-            if expected.norm() > 1e-3 * dout.norm():  # a document of one token has no gradient of its scores
+            # A document of one token has no gradient of its scores.
+            if expected.norm() > 1e-3 * dout.norm():
                 assert relative_error(got, expected) < (0.015 if which == "bf16" else 0.05)
 
 
@@ -112,20 +120,28 @@ def test_saved_bytes(which):
     def block(d):
         if which == "bf16":
             return linear(sdpa(*inputs, documents=d), weight, TensorParallel(), FP8)
-        return linear(*(r := attention(*inputs, FP8, documents=d))[:1], weight, TensorParallel(), FP8, r[1])
+        return linear(
+            *(r := attention(*inputs, FP8, documents=d))[:1], weight, TensorParallel(), FP8, r[1]
+        )
 
     kept = [sum(saved(lambda d=d: block(d), weight, *ignored).values()) for d in (None, docs)]
     assert kept[1] <= kept[0] + 64
 
 
 def batch(lengths, seed=0):
-    tokens = torch.randint(0, 512, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed)).cuda()
+    tokens = torch.randint(
+        0, 512, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed)
+    ).cuda()
     positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
     return tokens, positions
 
 
-@pytest.mark.parametrize("settings", [None, ActivationConfig(), FP8, ActivationConfig(forward="quantized")])
-@pytest.mark.parametrize("options", [{}, {"num_query_groups": 2, "qk_layernorm": True}], ids=["llama", "gqa_qk_norm"])
+@pytest.mark.parametrize(
+    "settings", [None, ActivationConfig(), FP8, ActivationConfig(forward="quantized")]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_query_groups": 2, "qk_layernorm": True}], ids=["llama", "gqa_qk_norm"]
+)
 def test_a_model_does_not_wait_and_sees_each_document_alone(settings, options):
     """Other lengths in every batch; from the second on, nothing may wait for the GPU."""
     from tests.megatron_patches.tiny import tiny_gpt
@@ -150,6 +166,11 @@ def test_a_model_does_not_wait_and_sees_each_document_alone(settings, options):
         for (tokens, positions, _), lengths, out in zip(given, packs, outs, strict=True):
             ends = itertools.pairwise([0, *itertools.accumulate(lengths)])
             with torch.no_grad():
-                alone = torch.cat([model(tokens[:, a:b], positions[:, a:b], None) for a, b in ends], 1)
+                alone = torch.cat(
+                    [model(tokens[:, a:b], positions[:, a:b], None) for a, b in ends], 1
+                )
             assert relative_error(out, alone) < 0.08
-            assert relative_error(model(tokens, torch.arange(512, device="cuda")[None], None), alone) > 0.1
+            assert (
+                relative_error(model(tokens, torch.arange(512, device="cuda")[None], None), alone)
+                > 0.1
+            )

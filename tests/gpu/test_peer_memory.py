@@ -1,4 +1,6 @@
-"""Rows read from other GPUs' memory are those that NCCL brings, however exchanges follow each other."""
+"""Rows read from other GPUs' memory are those that NCCL brings, however exchanges follow each
+other.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ M, H, F = 2048, 1024, 2048
 
 
 def exchanges(rank, world):
-    """Facts about many exchanges in a row, of two kinds and several sizes, without a wait of the host."""
+    """Facts about many exchanges in a row, of two kinds and several sizes, without a wait of the
+    host.
+    """
     group, device = dist.group.WORLD, torch.device("cuda", rank)
     torch.manual_seed(rank)
     peers = peer_memory(group, FEWEST, 1, device)  # rooms grow on the way
@@ -33,7 +37,9 @@ def exchanges(rank, world):
     for step in range(60):
         rows, k, n = M * (1 + step % 3), H, F if step % 2 else H
         x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
-        w8 = quantize_rows(torch.randn(n, k, device=device, dtype=torch.bfloat16), E4M3, aligned=True)
+        w8 = quantize_rows(
+            torch.randn(n, k, device=device, dtype=torch.bfloat16), E4M3, aligned=True
+        )
         x8 = quantize_rows(x, E4M3, aligned=True)
 
         def product(part, out, w8=w8):
@@ -49,12 +55,15 @@ def exchanges(rank, world):
         wrong += (whole.codes.view(torch.uint8) != codes).sum() + (whole.scales != scales).sum()
         for r in range(world):
             part = slice(r * rows, (r + 1) * rows)
-            wrong += (scaled_mm(rows_of(whole, r * rows, rows), w8, torch.bfloat16, True) != got[part]).sum()
+            wrong += (
+                scaled_mm(rows_of(whole, r * rows, rows), w8, torch.bfloat16, True) != got[part]
+            ).sum()
 
         pending = scattered_product(peers, x8, product, n, torch.bfloat16)
         torch.mm(x, x.t())
         parts = [
-            scaled_mm(rows_of(x8, r * rows // world, rows // world), w8, torch.bfloat16, True) for r in range(world)
+            scaled_mm(rows_of(x8, r * rows // world, rows // world), w8, torch.bfloat16, True)
+            for r in range(world)
         ]
         theirs = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(theirs, torch.cat(parts))
@@ -74,11 +83,17 @@ def layers(rank, world):
             os.environ["COAT_PEER_MEMORY"] = way
             torch.manual_seed(seed * world + rank)
             made = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-            x, gain = made(M, 2, H).requires_grad_(), torch.ones(H, device="cuda", requires_grad=True)
+            x, gain = (
+                made(M, 2, H).requires_grad_(),
+                torch.ones(H, device="cuda", requires_grad=True),
+            )
             weights = [(made(*shape) * shape[1] ** -0.5).requires_grad_() for shape in
                        ((H, H), (H, H), (2 * F, H), (H, F))]  # fmt: skip
             norm = Norm("rmsnorm", 1e-5, gain)
-            y = linear(norm_linear(x, norm, weights[0], None, tp, config), weights[1], tp, config) + x
+            y = (
+                linear(norm_linear(x, norm, weights[0], None, tp, config), weights[1], tp, config)
+                + x
+            )
             y = norm_mlp(y, norm, *weights[2:], "swiglu", tp, config) + y
             grads = torch.autograd.grad(y, [x, gain, *weights], made(*y.shape))
             found.append([y.detach(), *grads])

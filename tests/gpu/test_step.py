@@ -11,7 +11,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs"
 
 
 def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
-    """Losses, norms and weights of steps in which gradients of several sizes are reduced in many small buckets."""
+    """Losses, norms and weights of steps in which gradients of several sizes are reduced in many
+    small buckets.
+    """
     from coat_dist import initialize
     from coat_dist.deepspeed.step import step as passes
     from coat_dist.deepspeed.step.step import norm_known
@@ -27,7 +29,11 @@ def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
         "gradient_accumulation_steps": 2,
         "gradient_clipping": clip,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "overlap_comm": overlap, "contiguous_gradients": contiguous}
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": overlap,
+            "contiguous_gradients": contiguous,
+        }
         | {"reduce_bucket_size": 200_000},
         "data_types": {"grad_accum_dtype": "fp32" if stage == 2 else "bf16"},
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
@@ -51,14 +57,18 @@ def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):
             with torch.cuda.stream(aside if known is not None else torch.cuda.current_stream()):
                 norm = float(engine.get_global_grad_norm())
             torch.cuda.synchronize()
-            found.append((float(loss), norm, float(engine.get_global_grad_norm()), engine.was_step_applied()))
+            found.append(
+                (float(loss), norm, float(engine.get_global_grad_norm()), engine.was_step_applied())
+            )
     return left_out, found, [p.detach().float().cpu() for p in net.parameters()]
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_same_bits_without_the_waits(stage, contiguous):
-    runs = [run_ranks(2, train, stage, overlap, contiguous, backend="nccl") for overlap in (True, False)]
+    runs = [
+        run_ranks(2, train, stage, overlap, contiguous, backend="nccl") for overlap in (True, False)
+    ]
     for (left_out, found, weights), (none, expected, wanted) in zip(*runs, strict=True):
         assert left_out == contiguous and not none
         assert repr(found) == repr(expected)
@@ -70,7 +80,10 @@ def test_the_same_bits_without_the_waits(stage, contiguous):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_same_bits_as_deepspeed(stage):
     """Buckets reduced in place. Without clipping: the norm's sums have another order."""
-    runs = [run_ranks(2, train, stage, True, True, plain, 0.0, backend="nccl") for plain in (False, True)]
+    runs = [
+        run_ranks(2, train, stage, True, True, plain, 0.0, backend="nccl")
+        for plain in (False, True)
+    ]
     for (_, found, weights), (_, expected, wanted) in zip(*runs, strict=True):
         assert [one[3] for one in found] == [one[3] for one in expected]
         assert repr([one[0] for one in found]) == repr([one[0] for one in expected])

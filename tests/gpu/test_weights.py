@@ -1,10 +1,20 @@
-"""Weights of the flow on a GPU: cached codes are those of every use, main_grad takes no second copy, graphs replay."""
+"""Weights of the flow on a GPU: cached codes are those of every use, main_grad takes no second
+copy, graphs replay.
+"""
 
 import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import TensorParallel, invalidate_weights, linear, main_grad, norm_linear, norm_mlp, weights
+from coat_dist.flow import (
+    TensorParallel,
+    invalidate_weights,
+    linear,
+    main_grad,
+    norm_linear,
+    norm_mlp,
+    weights,
+)
 from coat_dist.formats import E4M3, QuantizedTensor
 from coat_dist.ops import amax, quantize_tensor, tensor_scale
 from coat_dist.reference import gemm as reference
@@ -32,10 +42,24 @@ def test_cached_and_on_use_are_the_same_bits(dtype, scales):
         for x in xs:
             runs = []
             for mode in ("on_use", "cached"):
-                settings, leaf = ActivationConfig(weights=mode, forward_scales=scales), x.clone().requires_grad_()
+                settings, leaf = (
+                    ActivationConfig(weights=mode, forward_scales=scales),
+                    x.clone().requires_grad_(),
+                )
                 out = layer.flow(leaf, settings)
-                weighting = torch.sin(torch.arange(out.numel(), device="cuda")).view(out.shape).to(out.dtype)
-                runs.append((out, *torch.autograd.grad(out, [leaf, *(getattr(layer, n) for n in NAMES)], weighting)))
+                weighting = (
+                    torch.sin(torch.arange(out.numel(), device="cuda"))
+                    .view(out.shape)
+                    .to(out.dtype)
+                )
+                runs.append(
+                    (
+                        out,
+                        *torch.autograd.grad(
+                            out, [leaf, *(getattr(layer, n) for n in NAMES)], weighting
+                        ),
+                    )
+                )
             assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     invalidate_weights()
 
@@ -45,7 +69,9 @@ def test_cached_and_on_use_are_the_same_bits(dtype, scales):
 @pytest.mark.parametrize(("n", "k", "m"), [(768, 512, 1024), (336, 64, 4096), (1040, 48, 160)])
 @pytest.mark.parametrize("offset", [None, 0, 1, 64])
 def test_main_grad_against_the_definition(monkeypatch, main_dtype, chunk, n, k, m, offset):
-    """Added to what is there; or, with an offset, written so many elements into a buffer that is said to be zero."""
+    """Added to what is there; or, with an offset, written so many elements into a buffer that is
+    said to be zero.
+    """
     monkeypatch.setattr(main_grad, "_CHUNK", chunk)
     d8_t, x8_t = quantized(n, m), quantized(k, m)
     parameter = torch.nn.Parameter(torch.randn(n, k, device="cuda", dtype=torch.bfloat16))
@@ -62,7 +88,8 @@ def test_main_grad_against_the_definition(monkeypatch, main_dtype, chunk, n, k, 
     expected = before.float().cpu() + product
     rounding = 2.0**-8 * expected.abs() if main_dtype == torch.bfloat16 else 0.0
     error = (parameter.main_grad.float().cpu() - expected).abs()
-    assert (error <= rounding + 0.003 * product.square().mean().sqrt()).all()  # as tests/gpu/test_flow.py, split
+    # As tests/gpu/test_flow.py, split.
+    assert (error <= rounding + 0.003 * product.square().mean().sqrt()).all()
 
 
 def test_main_grad_needs_no_second_copy():
@@ -104,7 +131,9 @@ def test_a_captured_graph_quantizes_the_weights_of_each_replay():
 
     def forward(mode):
         settings = ActivationConfig(weights=mode)
-        y = linear(norm_linear(x, layer.norm, layer.weight, None, ONE, settings), layer.back, ONE, settings)
+        y = linear(
+            norm_linear(x, layer.norm, layer.weight, None, ONE, settings), layer.back, ONE, settings
+        )
         return norm_mlp(y, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, settings)
 
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""What the tests of several programs are given: data and a model to train, Megatron's groups, a tokenizer."""
+"""What the tests of several programs are given: data and a model to train, Megatron's groups, a
+tokenizer.
+"""
 
 import io
 import json
@@ -29,7 +31,9 @@ def work(tmp_path_factory):
     builder = IndexedDatasetBuilder(str(folder / "data.bin"), dtype=np.uint16)
     for _ in range(60):
         tokens = torch.randint(1, 250, (int(torch.randint(30, 90, ())),))
-        builder.add_document(torch.cat([tokens, torch.zeros(1, dtype=torch.long)]), [len(tokens) + 1])
+        builder.add_document(
+            torch.cat([tokens, torch.zeros(1, dtype=torch.long)]), [len(tokens) + 1]
+        )
     builder.finalize(str(folder / "data.idx"))
     (folder / "data.json").write_text(json.dumps({"vocab_size": 250, "eod": 0}))
     (folder / "model.json").write_text(json.dumps(MODEL))
@@ -49,7 +53,11 @@ def sentencepiece_file(tmp_path_factory):
     lines = [" ".join(rng.choices(words, k=12)) for _ in range(200)]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=28, minloglevel=2, num_threads=1
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=28,
+        minloglevel=2,
+        num_threads=1,
     )
     file = tmp_path_factory.mktemp("spm") / "words.model"
     file.write_bytes(model.getvalue())

@@ -1,4 +1,6 @@
-"""Pretraining on ranks: models, configurations, command lines, and `pretrain.train` in a process group that exists."""
+"""Pretraining on ranks: models, configurations, command lines, and `pretrain.train` in a process
+group that exists.
+"""
 
 import json
 import math
@@ -60,8 +62,13 @@ def rank_main(rank, world, argv, poisoned=()):
 
         def loss(engine, batch):
             value = inner(engine, batch)
-            now = [kind for step, kind, who in poisoned if (step, who) == (loop.progress.step + 1, rank)]
-            if not engine.training or loop.progress.step == seen[0]:  # an evaluation, or not the first micro-batch
+            now = [
+                kind
+                for step, kind, who in poisoned
+                if (step, who) == (loop.progress.step + 1, rank)
+            ]
+            # An evaluation, or not the first micro-batch.
+            if not engine.training or loop.progress.step == seen[0]:
                 return value
             seen[0] = loop.progress.step
             if "loss" in now:
@@ -99,7 +106,9 @@ def without_a_model(rank, world, argv):
     """:func:`rank_main` of a run that is refused before a model is built, or fails here."""
     from launch.train import build
 
-    with mock.patch.object(build, "build_engine", side_effect=AssertionError("a model was going to be built")):
+    with mock.patch.object(
+        build, "build_engine", side_effect=AssertionError("a model was going to be built")
+    ):
         return rank_main(rank, world, argv)
 
 
@@ -112,7 +121,12 @@ def hyperparameters(rank, world, argv):
     device = runtime.start(rank)
 
     def look(loop):
-        seen.extend([[g[k] for k in ("name", "weight_decay", "betas")] for g in loop.engine.optimizer.param_groups])
+        seen.extend(
+            [
+                [g[k] for k in ("name", "weight_decay", "betas")]
+                for g in loop.engine.optimizer.param_groups
+            ]
+        )
 
     pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=look)
     return seen
@@ -124,14 +138,25 @@ def weights(engine):
     values = [torch.as_tensor(v).clone() for s in state.values() for v in s.values()]
     master = next(
         getattr(engine.optimizer, n)
-        for n in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+        for n in (
+            "single_partition_of_fp32_groups",
+            "fp32_partitioned_groups_flat",
+            "fp32_groups_flat_partition",
+        )
         if hasattr(engine.optimizer, n)
     )
     return [*values, *(m.detach().clone() for m in master)]
 
 
 def command(work, run, config, *more, steps=20):
-    data = ["--model", str(work / "model.json"), "--data", str(work / "data"), "--split", "80,10,10"]
+    data = [
+        "--model",
+        str(work / "model.json"),
+        "--data",
+        str(work / "data"),
+        "--split",
+        "80,10,10",
+    ]
     schedule = ["--train-steps", str(steps), "--warmup-steps", "1"]
     return ["--deepspeed_config", config, *data, *schedule, "--output", str(run), *map(str, more)]
 
@@ -140,4 +165,5 @@ def losses(run):
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in read_metrics(run)]
 
 
-FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}  # with ZeRO-1: another optimizer class of DeepSpeed
+# With ZeRO-1: another optimizer class of DeepSpeed.
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}

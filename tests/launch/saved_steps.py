@@ -18,7 +18,9 @@ class Writer:
 
 
 class Engine:
-    """Writes what DeepSpeed would, by the same methods: one file a rank under ``folder/tag``, and a script."""
+    """Writes what DeepSpeed would, by the same methods: one file a rank under ``folder/tag``,
+    and a script.
+    """
 
     optimizer = None
 

@@ -14,7 +14,10 @@ from tests.support import run_ranks
 
 def save_steps(rank, world, folder, steps, keep):
     start()
-    return [str(checkpoint.save(Engine(), folder, {"model": {"a": 1}}, progress(s), keep)) for s in steps]
+    return [
+        str(checkpoint.save(Engine(), folder, {"model": {"a": 1}}, progress(s), keep))
+        for s in steps
+    ]
 
 
 class Killed(BaseException):
@@ -22,7 +25,9 @@ class Killed(BaseException):
 
 
 def killed_while_replacing(rank, world, folder):
-    """Save a step for the second time and die between moving the old one away and the new one in."""
+    """Save a step for the second time and die between moving the old one away and the new one
+    in.
+    """
     start()
     checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "first"})
     original, calls = os.rename, []
@@ -60,7 +65,9 @@ def test_keep_last_counts_by_time_of_writing(tmp_path):
 
 
 def test_a_kill_while_a_step_is_saved_again_leaves_the_old_one(tmp_path):
-    assert run_ranks(1, killed_while_replacing, str(tmp_path)) == [("first", "third", ["latest", "step00000001"])]
+    assert run_ranks(1, killed_while_replacing, str(tmp_path)) == [
+        ("first", "third", ["latest", "step00000001"])
+    ]
 
 
 def test_find(tmp_path):
@@ -71,7 +78,9 @@ def test_find(tmp_path):
         checkpoint.require_loadable(str(tmp_path), None)
     (tmp_path / "step00000003").mkdir()
     (tmp_path / "latest").write_text("step00000003\n")
-    with pytest.raises(CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"):
+    with pytest.raises(
+        CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"
+    ):
         find(tmp_path)
     manifest = tmp_path / "step00000003" / "manifest.json"
     manifest.write_text('{"format": 1}')
@@ -88,15 +97,24 @@ def test_a_damaged_manifest_is_one_line(tmp_path):
         rest = {k: v for k, v in good.items() if k != key}
         for damaged in (rest, *({**rest, key: value} for value in values)):
             (tmp_path / "manifest.json").write_text(json.dumps(damaged))
-            with pytest.raises(CheckpointError, match=rf"^\S+manifest.json: is damaged, {key} missing"):
+            with pytest.raises(
+                CheckpointError, match=rf"^\S+manifest.json: is damaged, {key} missing"
+            ):
                 read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps(good))
     assert read_manifest(tmp_path) == good
 
 
 def test_differences_name_the_key():
-    old = {"model": {"layers": 2, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": (1,)}}}}
-    new = {"model": {"layers": 4, "eps": 1e-5}, "deepspeed": {"coat": {"activation": {"bf16_layers": [1]}}}, "seed": 3}
+    old = {
+        "model": {"layers": 2, "eps": 1e-5},
+        "deepspeed": {"coat": {"activation": {"bf16_layers": (1,)}}},
+    }
+    new = {
+        "model": {"layers": 4, "eps": 1e-5},
+        "deepspeed": {"coat": {"activation": {"bf16_layers": [1]}}},
+        "seed": 3,
+    }
     assert list(differences(old, new)) == ["model.layers", "seed"]
     assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
     assert differences(old, new)["seed"] == "seed: checkpoint has nothing, this run has 3"

@@ -41,17 +41,35 @@ def said(capsys, call, *argv):
         (["--tran-steps", "4"], "--tran-steps: no such option (did you mean --train-steps?)"),
         (["--train-step=4"], "--train-step: no such option (did you mean --train-steps?)"),
         (["--train_steps", "4"], "--train_steps: no such option (did you mean --train-steps?)"),
-        (["--num-layers", "8"], "--num-layers: no such option (did you mean --model-override num_layers=...?)"),
-        (["--clip-grad", "1"], "--clip-grad: no such option (did you mean gradient_clipping in the DeepSpeed file?)"),
+        (
+            ["--num-layers", "8"],
+            "--num-layers: no such option (did you mean --model-override num_layers=...?)",
+        ),
+        (
+            ["--clip-grad", "1"],
+            "--clip-grad: no such option (did you mean gradient_clipping in the DeepSpeed file?)",
+        ),
         (["--learning-rate", "1"], "--learning-rate: no such option (did you mean --lr?)"),
-        (["--reset_attention_mask"], "--reset_attention_mask: no such option (did you mean --separate-documents?)"),
+        (
+            ["--reset_attention_mask"],
+            "--reset_attention_mask: no such option (did you mean --separate-documents?)",
+        ),
         (["-lr", "1"], "-lr: no such option (did you mean --lr?)"),
         (["--nonsense"], "--nonsense: no such option, accepted: what pretrain.py --help lists"),
         (["--lr"], "--lr: expected one argument"),
         (["--overwrite=1"], "--overwrite: ignored explicit argument '1'"),
-        (["--lr-schedule", "cosin"], "--lr-schedule: got 'cosin', accepted: cosine, linear, constant"),
-        (["--train-steps", "1e6"], "--train-steps: got '1e6', accepted: a whole number in digits, below 1e+12"),
-        (["--train-steps", "9" * 30], f"--train-steps: got '{'9' * 30}', accepted: a whole number in digits"),
+        (
+            ["--lr-schedule", "cosin"],
+            "--lr-schedule: got 'cosin', accepted: cosine, linear, constant",
+        ),
+        (
+            ["--train-steps", "1e6"],
+            "--train-steps: got '1e6', accepted: a whole number in digits, below 1e+12",
+        ),
+        (
+            ["--train-steps", "9" * 30],
+            f"--train-steps: got '{'9' * 30}', accepted: a whole number in digits",
+        ),
         (["--lr", "nan"], "--lr: got 'nan', accepted: a number, such as 3e-4"),
         (["--save", ""], "--save: got '', accepted: a path"),
         (["--overwrite", "junk"], "'junk' belongs to no option"),
@@ -62,7 +80,16 @@ def test_pretrain_says_one_line(capsys, wrong, message):
     assert said(capsys, parse, *REQUIRED, *wrong).startswith(f"error: {message}")
 
 
-PROGRAMS = ["convert_hf", "index_tokens", "planner", "plot", "prepare_data", "pretrain", "scaling", "to_universal"]
+PROGRAMS = [
+    "convert_hf",
+    "index_tokens",
+    "planner",
+    "plot",
+    "prepare_data",
+    "pretrain",
+    "scaling",
+    "to_universal",
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -71,7 +98,9 @@ def test_a_misspelt_option_is_refused_before_torch_is_imported(program, tmp_path
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}"}
     line = [sys.executable, Path(command_line.__file__).with_name(f"{program}.py"), "--qqq"]
     done = subprocess.run(line, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "error: --qqq: no such option, accepted: what " in done.stderr, done.stderr
+    assert (
+        done.returncode == 2 and "error: --qqq: no such option, accepted: what " in done.stderr
+    ), done.stderr
 
 
 def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsys):
@@ -84,11 +113,23 @@ def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsy
 @pytest.mark.parametrize(
     ("program", "argv", "message"),
     [
-        (prepare_data.main, ["--tokeniser", "x"], "prepare_data: error: --tokeniser: no such option (did you mean --t"),
+        (
+            prepare_data.main,
+            ["--tokeniser", "x"],
+            "prepare_data: error: --tokeniser: no such option (did you mean --t",
+        ),
         (evaluate.main, ["--compare", "a"], "error: --compare: expected 2 arguments"),
-        (planner.main, ["--micro-batch", "Auto"], "error: --micro-batch: got 'Auto', accepted: a whole number from"),
+        (
+            planner.main,
+            ["--micro-batch", "Auto"],
+            "error: --micro-batch: got 'Auto', accepted: a whole number from",
+        ),
         (plot.main, [], "error: the following arguments are required: RUN"),
-        (to_universal.main, ["--load", "x"], "error: one of the arguments --output --output_folder"),
+        (
+            to_universal.main,
+            ["--load", "x"],
+            "error: one of the arguments --output --output_folder",
+        ),
     ],
 )
 def test_so_do_the_others(capsys, program, argv, message):
@@ -105,7 +146,9 @@ def test_other_ranks_wait_for_rank_0_and_print_no_help(capsys, monkeypatch):
     slept = []
     monkeypatch.setattr(command_line.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "3")
-    assert said(capsys, parse, *REQUIRED, "--nonsense").startswith("rank 3: error: --nonsense") and slept == [10]
+    assert said(capsys, parse, *REQUIRED, "--nonsense").startswith(
+        "rank 3: error: --nonsense"
+    ) and slept == [10]
     with pytest.raises(SystemExit):
         parse(["--help"])
     assert capsys.readouterr().out == ""
@@ -122,17 +165,31 @@ def test_torchrun_repeats_the_line(capsys, monkeypatch, tmp_path):
 
 
 def test_overrides_given_twice_all_count():
-    args = parse([*REQUIRED, "--model-override", "num_layers=1", "--model-override", "seq_length=8", "num_layers=3"])
+    args = parse(
+        [
+            *REQUIRED,
+            "--model-override",
+            "num_layers=1",
+            "--model-override",
+            "seq_length=8",
+            "num_layers=3",
+        ]
+    )
     model = load_model_config(args.model, args.model_override)
     assert (model.num_layers, model.seq_length) == (3, 8)
 
 
 def test_a_file_that_describes_no_model_is_one_line(tmp_path):
     (tmp_path / "data.json").write_text('{"tokens": 4, "documents": 1, "settings": {}}')
-    with pytest.raises(CoatConfigError, match=r"^--model: \S+data.json describes no model, accepted: an object with"):
+    with pytest.raises(
+        CoatConfigError,
+        match=r"^--model: \S+data.json describes no model, accepted: an object with",
+    ):
         load_model_config(tmp_path / "data.json")
     (tmp_path / "empty.json").write_text("")
-    with pytest.raises(CoatConfigError, match=r"^--model: \S+empty.json holds nothing, accepted: a JSON object"):
+    with pytest.raises(
+        CoatConfigError, match=r"^--model: \S+empty.json holds nothing, accepted: a JSON object"
+    ):
         load_model_config(tmp_path / "empty.json")
 
 
@@ -163,7 +220,10 @@ def test_a_home_folder_also_behind_an_equals_sign(monkeypatch):
         ("--stop-at-step 101", "--stop-at-step: got 101, accepted: 1 to the run's last step"),
         ("--save-interval 5", "--save-interval: got 5, accepted: 0 without --save"),
         ("--load auto", "--load: got 'auto', accepted: auto only with --save"),
-        ("--sequence-parallel", "--sequence-parallel: got True, accepted: only with --tensor-parallel 2"),
+        (
+            "--sequence-parallel",
+            "--sequence-parallel: got True, accepted: only with --tensor-parallel 2",
+        ),
         ("--wandb-mode offline", "--wandb: got None, accepted: a project"),
         ("--profile-steps 10-12", r"--profile-steps: got \(10, 12\), accepted: only with --output"),
     ],
@@ -190,7 +250,10 @@ def test_files_of_a_data_set_are_its_prefix(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="every prefix once"):
         parse_blend([prefix, str(tmp_path / ".." / tmp_path.name / "a dätaset")])
     really = make(tmp_path / "x.bin")  # a prefix that ends so
-    assert parse_blend([really]) == ([really], None) and parse_blend([f"{really}.idx"]) == ([really], None)
+    assert parse_blend([really]) == ([really], None) and parse_blend([f"{really}.idx"]) == (
+        [really],
+        None,
+    )
     with pytest.raises(DataError, match=r"data: .*b\.bin does not exist"):
         read_info(str(tmp_path / "b"))
 
@@ -200,15 +263,28 @@ def test_errors_name_what_was_typed(tmp_path):
     two = make(tmp_path / "two", tokenizer="hf:org/name", tokenizer_digest="e" * 64)
     (tmp_path / "bad.json").write_text("{")
     mistakes = {
-        f"--data: {two} was made with another tokenizer than {one}: with hf:org/name .*, not bpe:512 .*; accepted: one "
+        f"--data: {two} was made with another tokenizer than {one}: with hf:org/name .*, not "
+        "bpe:512 .*; accepted: one "
         "tokenizer for all": ["--data", one, two],
         "--data: .*none.bin does not exist, accepted: ": ["--data", str(tmp_path / "none.bin")],
-        "--model: got tinny, accepted: a file, or one of configs/models: .*tiny, tiny-moe": ["--model", "tinny"],
+        "--model: got tinny, accepted: a file, or one of configs/models: .*tiny, tiny-moe": [
+            "--model",
+            "tinny",
+        ],
         "--model: .*bad.json is not JSON": ["--model", str(tmp_path / "bad.json")],
-        "--deepspeed_config: got zero4, accepted: .*zero2, zero2-bf16": ["--deepspeed_config", "zero4"],
-        "--deepspeed_config: .*bad.json is not JSON": ["--deepspeed_config", str(tmp_path / "bad.json")],
+        "--deepspeed_config: got zero4, accepted: .*zero2, zero2-bf16": [
+            "--deepspeed_config",
+            "zero4",
+        ],
+        "--deepspeed_config: .*bad.json is not JSON": [
+            "--deepspeed_config",
+            str(tmp_path / "bad.json"),
+        ],
         "--min-lr: got 1.0, accepted: 0 to the peak learning rate": ["--min-lr", "1"],
-        "--tensor-parallel: got 3, accepted: a divisor of the number of ranks": ["--tensor-parallel", "3"],
+        "--tensor-parallel: got 3, accepted: a divisor of the number of ranks": [
+            "--tensor-parallel",
+            "3",
+        ],
     }
     for message, typed in mistakes.items():
         with pytest.raises((CoatConfigError, DataError), match=f"^{message}"):
@@ -227,15 +303,21 @@ def test_an_output_that_cannot_be_written_is_found_first(tmp_path, capsys):
 
 
 def test_outputs_are_tried_first(tmp_path, capsys):
-    """In ways that stop root, too: a file as a folder, a system's own folder, a link to nowhere, a name too long."""
+    """In ways that stop root, too: a file as a folder, a system's own folder, a link to nowhere,
+    a name too long.
+    """
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("some text")
     prepare = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--output"]
     for folder in (tmp_path / "file", tmp_path / "file/x", tmp_path / "link", "/proc/x"):
         line = said(capsys, prepare_data.main, *prepare, f"{folder}/x")
-        assert line.startswith(f"prepare_data: error: --output: got {folder}/x.parts, accepted: a folder to write to")
-    assert "a folder to write to" in said(capsys, prepare_data.main, *prepare, str(tmp_path / ("x" * 300)))
+        assert line.startswith(
+            f"prepare_data: error: --output: got {folder}/x.parts, accepted: a folder to write to"
+        )
+    assert "a folder to write to" in said(
+        capsys, prepare_data.main, *prepare, str(tmp_path / ("x" * 300))
+    )
 
 
 def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
@@ -265,6 +347,13 @@ def test_ctrl_c_while_preparing(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(prepare_data, "tokenize", interrupted)
     (tmp_path / "a.txt").write_text("text")
-    argv = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "x"), "--tokenizer", "bytes"]
+    argv = [
+        "--input",
+        str(tmp_path / "a.txt"),
+        "--output",
+        str(tmp_path / "x"),
+        "--tokenizer",
+        "bytes",
+    ]
     assert prepare_data.main(argv) == 130
     assert capsys.readouterr().err == "prepare_data: interrupted; the same command continues\n"

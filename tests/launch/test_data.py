@@ -32,14 +32,22 @@ def test_items(tmp_path):
         assert item["loss_mask"].all() and torch.equal(item["position_ids"], torch.arange(32))
     seen = {t for split in sets[:2] for i in range(len(split)) for t in split[i]["tokens"].tolist()}
     assert len(seen) > 500
-    parts = [{t for i in range(s.epoch_samples) for t in s[i]["tokens"].tolist()} - {0} for s in sets[:2]]
+    parts = [
+        {t for i in range(s.epoch_samples) for t in s[i]["tokens"].tolist()} - {0} for s in sets[:2]
+    ]
     assert not parts[0] & parts[1]  # no document is in two splits
 
 
 @pytest.mark.parametrize("weights", [None, [0.25, 0.75]])
 def test_first_epoch_is_megatrons(tmp_path, weights):
     prefixes = [make(tmp_path / "x"), make(tmp_path / "y", seed=1)][: len(weights or "1")]
-    ours = train(prefixes if weights is None else [f"{w} {p}" for w, p in zip(weights, prefixes, strict=True)], 30, 3)
+    ours = train(
+        prefixes
+        if weights is None
+        else [f"{w} {p}" for w, p in zip(weights, prefixes, strict=True)],
+        30,
+        3,
+    )
     config = GPTDatasetConfig(
         random_seed=3,
         sequence_length=32,
@@ -50,7 +58,8 @@ def test_first_epoch_is_megatrons(tmp_path, weights):
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        path_to_cache=str(tmp_path / "theirs") if weights is None else None,  # BlendedDataset needs ranks for it
+        # BlendedDataset needs ranks for it.
+        path_to_cache=str(tmp_path / "theirs") if weights is None else None,
     )
     theirs = BlendedMegatronDatasetBuilder(GPTDataset, [30, 0, 0], lambda: True, config).build()[0]
     assert rows(ours, 30) == rows(theirs, 30)
@@ -65,7 +74,8 @@ def test_order_does_not_depend_on_the_length_of_the_run(tmp_path):
     order = rows(long, 5 * n)
     assert rows(train(prefix, 2 * n + 3), 2 * n + 3) == order[: 2 * n + 3]
     epochs = [order[i * n : (i + 1) * n] for i in range(5)]
-    assert all(set(e) == set(epochs[0]) and len(set(e)) == n for e in epochs)  # each sample once an epoch
+    # Each sample once an epoch.
+    assert all(set(e) == set(epochs[0]) and len(set(e)) == n for e in epochs)
     assert len({tuple(e) for e in epochs}) == 5
     assert rows(train(prefix, 5 * n, seed=8), n) != epochs[0]
     backwards = [tuple(long[i]["tokens"].tolist()) for i in reversed(range(5 * n))]
@@ -83,7 +93,9 @@ def test_blend(tmp_path):
     sizes = [os.path.getsize(f"{p}.bin") for p in (a, b)]
     by_tokens = train([a, b], 300)
     assert abs(shares(by_tokens, 300)[1] - 300 * sizes[1] / sum(sizes)) <= 1
-    assert rows(train([f"1 {a}", f"3 {b}"], 100), 100) == rows(train([f"1 {a}", f"3 {b}"], 2000), 100)
+    assert rows(train([f"1 {a}", f"3 {b}"], 100), 100) == rows(
+        train([f"1 {a}", f"3 {b}"], 2000), 100
+    )
     batch = next(iter(batches(by_tokens, PretrainSampler(300, 0, 2, 0, 1))))
     assert set(batch) == by_tokens[0].keys() - {"dataset_id"}
 
@@ -117,7 +129,9 @@ def test_cache_is_used_and_an_interrupted_one_is_not(tmp_path, monkeypatch):
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "x.cache").rglob("*.npy")}
     assert len(files) == 3
     assert rows(train(prefix, 77), 10) == expected  # another length of run, the same index
-    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "x.cache").rglob("*.npy")} == files
+    assert {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "x.cache").rglob("*.npy")
+    } == files
     real = np.save
 
     def dies(file, *args, **options):
@@ -137,7 +151,8 @@ def test_cache_is_used_and_an_interrupted_one_is_not(tmp_path, monkeypatch):
 def test_cache_goes_elsewhere_if_the_data_cannot_be_written(tmp_path, monkeypatch):
     prefix = make(tmp_path / "x")
     expected = rows(train(prefix, 10, cache_dir=str(tmp_path / "c")), 10)
-    (tmp_path / "x.cache").write_text("a file where the folder would be")  # permissions do not stop root
+    # Permissions do not stop root.
+    (tmp_path / "x.cache").write_text("a file where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert rows(train(prefix, 10), 10) == expected
     assert len(list((tmp_path / "home/coat_dist").glob("*/*.npy"))) == 3

@@ -14,7 +14,10 @@ from tests.launch.tiny_data import VOCAB, make, train
 
 def test_too_little_data(tmp_path):
     prefix = make(tmp_path / "x", 100)
-    for split, words in (("99,1,0", "split: valid gets 1 of the 100 documents"), ("1,0,0", "split: valid gets 0 ")):
+    for split, words in (
+        ("99,1,0", "split: valid gets 1 of the 100 documents"),
+        ("1,0,0", "split: valid gets 0 "),
+    ):
         with pytest.raises(DataError, match=words + r".*, \d+ tokens, accepted: at least 257"):
             build_datasets([prefix], split, 256, 10, 1, 0, 0)
     with pytest.raises(DataError, match=r"split: test gets 0 of .*ask for 0 test samples"):
@@ -23,7 +26,8 @@ def test_too_little_data(tmp_path):
     assert build_datasets([prefix], "1", total - 1, 3, 0, 0, 0)[0].epoch_samples == 1
     with pytest.raises(DataError, match=f"{total} tokens, accepted: at least {total + 1}"):
         build_datasets([prefix], "1", total, 3, 0, 0, 0)
-    sets = build_datasets([prefix], "0.00001,99.99,0.00999", 32, 0, 5, 0, 0)  # small shares are not rounded to 0
+    # Small shares are not rounded to 0.
+    sets = build_datasets([prefix], "0.00001,99.99,0.00999", 32, 0, 5, 0, 0)
     assert sets[0] is None and len(sets[1]) == 5
 
 
@@ -66,12 +70,18 @@ def test_splits_refused(split):
         parse_split(split)
 
 
-@pytest.mark.parametrize("paths", [[], ["0.5 a", "b"], ["0 a"], [""], ["-1 a", "2 b"], ["nan a"], ["a", "a"]])
+@pytest.mark.parametrize(
+    "paths", [[], ["0.5 a", "b"], ["0 a"], [""], ["-1 a", "2 b"], ["nan a"], ["a", "a"]]
+)
 def test_blends_refused(paths):
     with pytest.raises(DataError, match="data: got"):
         parse_blend(paths)
 
 
 def test_splits_and_blends_accepted():
-    assert parse_split("969,30,1") == pytest.approx([0.969, 0.03, 0.001]) and parse_split("5") == [1.0, 0.0, 0.0]
+    assert parse_split("969,30,1") == pytest.approx([0.969, 0.03, 0.001]) and parse_split("5") == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert parse_blend(["2 a b", "3 c"]) == (["a b", "c"], [2.0, 3.0])

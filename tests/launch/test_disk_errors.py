@@ -1,4 +1,6 @@
-"""Every call that touches the disk fails in turn while a checkpoint is saved: a whole one is there all the time."""
+"""Every call that touches the disk fails in turn while a checkpoint is saved: a whole one is
+there all the time.
+"""
 
 import errno
 import importlib
@@ -37,7 +39,9 @@ def attempt(folder, step, name):
 
 
 def fail_everywhere(rank, world, folder, place, for_good, failing_rank, second):
-    """Let the place fail at its first call, its second, ... until a save passes without; how often it failed."""
+    """Let the place fail at its first call, its second, ... until a save passes without; how
+    often it failed.
+    """
     folder += f"/{place}"
     nth = 0
     while True:
@@ -51,14 +55,17 @@ def fail_everywhere(rank, world, folder, place, for_good, failing_rank, second):
         state = which(folder)
         everyone = [None] * world
         torch.distributed.all_gather_object(everyone, (problem is None, failure.failed > 0))
-        assert len({passed for passed, _ in everyone}) == 1, f"{place}, call {nth}: ranks differ: {everyone}"
+        assert len({passed for passed, _ in everyone}) == 1, (
+            f"{place}, call {nth}: ranks differ: {everyone}"
+        )
         if problem is not None:
             assert "Input/output error" in problem or "file write failed" in problem, problem
         else:
             assert state == "new", f"{place}, call {nth}"
         torch.distributed.barrier()
         assert attempt(folder, 3, "next") is None and which(folder) == "next"
-        left = sorted(os.listdir(folder)) if rank == 0 else ["latest", "step00000003"]  # rank 0 removes
+        # Rank 0 removes.
+        left = sorted(os.listdir(folder)) if rank == 0 else ["latest", "step00000003"]
         assert left == ["latest", "step00000003"], f"{place}, call {nth}: left {left}"
         torch.distributed.barrier()
         if not any(failed for _, failed in everyone):
@@ -67,19 +74,34 @@ def fail_everywhere(rank, world, folder, place, for_good, failing_rank, second):
 
 @pytest.mark.parametrize(
     ("for_good", "second"),
-    [(True, 2), (False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 1)))],
+    [
+        (True, 2),
+        (False, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 1))),
+    ],
 )
 def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, for_good, second):
     """Also while a step is saved for the second time, with --keep-last 1."""
     times = run_ranks(1, all_places, str(tmp_path), for_good, 0, second)[0]
-    for place in ("fsync", "rename", "replace", "open", "torch.save", "copyfile", "scandir", "listdir"):
+    for place in (
+        "fsync",
+        "rename",
+        "replace",
+        "open",
+        "torch.save",
+        "copyfile",
+        "scandir",
+        "listdir",
+    ):
         assert times[place] >= 1, times
     assert times["fsync"] >= 5 and times["open"] >= 5
 
 
 def all_places(rank, world, folder, for_good, failing_rank, second, places=tuple(PLACES)):
     start()
-    return {p: fail_everywhere(rank, world, folder, p, for_good, failing_rank, second) for p in places}
+    return {
+        p: fail_everywhere(rank, world, folder, p, for_good, failing_rank, second) for p in places
+    }
 
 
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
@@ -89,7 +111,9 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
 
 
 def real_engine(rank, world, folder):
-    """DeepSpeed's own writing fails on one rank, once in its torch.save for want of room and once beside it."""
+    """DeepSpeed's own writing fails on one rank, once in its torch.save for want of room and
+    once beside it.
+    """
     import coat_dist
 
     import deepspeed  # isort: skip
@@ -132,7 +156,11 @@ def test_an_error_in_deepspeeds_own_writing_is_an_error_on_all_ranks(tmp_path):
     for first, room, script, found, last in run_ranks(2, real_engine, str(tmp_path)):
         assert (first, found, last) == (one, one, two)
         unfinished = f"cannot write {tmp_path}/.unfinished-step00000002: "
-        assert room.startswith(f"{unfinished}rank 1: ") and "optim_states.pt" in room and "rank 0" not in room
+        assert (
+            room.startswith(f"{unfinished}rank 1: ")
+            and "optim_states.pt" in room
+            and "rank 0" not in room
+        )
         assert script.startswith(f"{unfinished}rank 0: ") and "Input/output error" in script
     assert [p.name for p in tmp_path.glob("*step*")] == ["step00000002"]
 
@@ -175,7 +203,9 @@ def test_folders_that_cannot_be_synced_are_no_error(tmp_path):
 
 
 def bad_files(rank, world, folder):
-    """A file that cannot be read is told from a missing and a damaged one; an empty new one is an error."""
+    """A file that cannot be read is told from a missing and a damaged one; an empty new one is
+    an error.
+    """
     start()
     assert attempt(folder, 1, "old") is None
     found = find(folder)
@@ -214,5 +244,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path):
 
 def test_changed_bytes_are_not_said_to_be_a_length(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"abc")
-    with pytest.raises(CheckpointError, match=r"x.pt: damaged \(its checksum is not that of the manifest\)"):
+    with pytest.raises(
+        CheckpointError, match=r"x.pt: damaged \(its checksum is not that of the manifest\)"
+    ):
         verify(tmp_path, {"x.pt": [3, 1]})

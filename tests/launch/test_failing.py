@@ -37,7 +37,9 @@ def fail(rank, world, lines, folder):
 def test_one_line(lines, screens, tmp_path):
     found = run_ranks(2, fail, lines, str(tmp_path))
     assert tuple(screen for screen, _ in found) == screens
-    assert [told for _, told in found] == [f"error: {line or 'Connection closed by peer'}" for line in lines]
+    assert [told for _, told in found] == [
+        f"error: {line or 'Connection closed by peer'}" for line in lines
+    ]
 
 
 def test_one_rank_tells_a_consequence(tmp_path):
@@ -46,19 +48,31 @@ def test_one_rank_tells_a_consequence(tmp_path):
 
 def test_a_port_that_is_taken_is_named(monkeypatch):
     """Two jobs on one machine: not another rank that has ended."""
-    given = argparse.Namespace(log_level="info", dry_run=False, gpus=None, local_rank=0, distributed_timeout_minutes=1)
+    given = argparse.Namespace(
+        log_level="info", dry_run=False, gpus=None, local_rank=0, distributed_timeout_minutes=1
+    )
     said = []
     monkeypatch.setattr(failing, "end", lambda line, rank, **how: said.append(line))
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         for name, value in ranks.items():
             monkeypatch.setenv(name, value)
         assert pretrain.run(lambda: given, lambda args, world: None, list) == 4
     (line,) = said
-    assert line.startswith("the ranks cannot meet: ") and f"port: {port}" in line and "EADDRINUSE" in line, line
+    assert (
+        line.startswith("the ranks cannot meet: ")
+        and f"port: {port}" in line
+        and "EADDRINUSE" in line
+    ), line
 
 
 def plan_on_nodes(rank, world):
@@ -77,15 +91,21 @@ def plan_on_nodes(rank, world):
 
 def test_all_nodes_learn_what_one_lacks():
     for error in run_ranks(2, plan_on_nodes):
-        assert error.startswith("rank 1") and error.endswith(": data: got nowhere, accepted: a data set")
+        assert error.startswith("rank 1") and error.endswith(
+            ": data: got nowhere, accepted: a data set"
+        )
 
 
 def test_tasks_of_slurm_that_find_the_same_wrong_say_it_once(monkeypatch):
-    """They have no ranks yet, and no store: each knows its number, and all but the first let it speak."""
+    """They have no ranks yet, and no store: each knows its number, and all but the first let it
+    speak.
+    """
     for name in ("RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS"):
         monkeypatch.delenv(name, raising=False)
     said = []
-    monkeypatch.setattr(failing, "end", lambda line, rank: said.append((line.partition(":")[0], rank)))
+    monkeypatch.setattr(
+        failing, "end", lambda line, rank: said.append((line.partition(":")[0], rank))
+    )
     for task in ("0", "3", "x"):
         monkeypatch.setenv("SLURM_PROCID", task)
         assert pretrain.run(list, list, list) == 2

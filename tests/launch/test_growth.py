@@ -1,4 +1,6 @@
-"""Memory of a long run: after its first evaluations and checkpoints nothing that a process holds grows."""
+"""Memory of a long run: after its first evaluations and checkpoints nothing that a process holds
+grows.
+"""
 
 import gc
 import threading
@@ -52,7 +54,10 @@ def test_nothing_grows(work, tmp_path):
     config = configuration(tmp_path, 2)
     more = ["--save", tmp_path / "save", "--keep-last", "2", "--save-interval", EVERY]
     more += ["--eval-interval", EVERY, "--eval-steps", "2"]
-    (found,) = run_ranks(1, looks, command(work, tmp_path / "run", config, *more, steps=6 * EVERY + 2))
+    (found,) = run_ranks(
+        1, looks, command(work, tmp_path / "run", config, *more, steps=6 * EVERY + 2)
+    )
     assert found[6]["objects"] - found[3]["objects"] < 3 * EVERY, "fewer than one a step"
-    for key in ("tensors", "bytes", "files", "threads"):  # what leaks grows from each look to the next
+    # What leaks grows from each look to the next.
+    for key in ("tensors", "bytes", "files", "threads"):
         assert not found[3][key] < found[4][key] < found[5][key] < found[6][key], (key, found)

@@ -1,4 +1,6 @@
-"""SIGKILL at random points of saving: the last finished checkpoint is always there, whole, and continues."""
+"""SIGKILL at random points of saving: the last finished checkpoint is always there, whole, and
+continues.
+"""
 
 import random
 import time
@@ -15,7 +17,9 @@ KILLS = 20
 
 
 def save_for_ever(rank, world, folder, config):
-    """Continue from the latest checkpoint and save one step after the other; a file says which are done."""
+    """Continue from the latest checkpoint and save one step after the other; a file says which
+    are done.
+    """
     import coat_dist
     from megatron_patches import initialize_model_parallel
 
@@ -50,11 +54,18 @@ def digest(engine):
     import torch.distributed as dist
 
     tensors = [p for g in engine.optimizer.optimizer.param_groups for p in g["params"]]
-    tensors += [t for p in tensors for t in engine.optimizer.optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+    tensors += [
+        t
+        for p in tensors
+        for t in engine.optimizer.optimizer.state[p].values()
+        if isinstance(t, torch.Tensor)
+    ]
     tensors += list(engine.module.parameters())
     mine = 0
     for t in tensors:
-        mine = zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), mine)
+        mine = zlib.crc32(
+            t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), mine
+        )
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -69,7 +80,9 @@ def number(path):
 
 def test_kills_lose_no_finished_checkpoint(tmp_path):
     chance = random.Random()
-    config = configuration(tmp_path, 2, {"activation": {"enabled": False}}, gradient_accumulation_steps=1)
+    config = configuration(
+        tmp_path, 2, {"activation": {"enabled": False}}, gradient_accumulation_steps=1
+    )
     done, interrupted = 0, set()
     for kill in range(KILLS):
         for name in ("loaded0", "loaded1"):
@@ -80,12 +93,15 @@ def test_kills_lose_no_finished_checkpoint(tmp_path):
         give_up, came_back = time.monotonic() + 120, 0.0
         while number(tmp_path / "done0") <= done:  # one step and save more than before
             failed = [(out / f"{r}.pt").exists() for r in range(2)]
-            assert not any(failed) and time.monotonic() < give_up, f"kill {kill}: ranks did not come back: {failed}"
+            assert not any(failed) and time.monotonic() < give_up, (
+                f"kill {kill}: ranks did not come back: {failed}"
+            )
             if not came_back and (tmp_path / "loaded0").exists():
                 came_back = time.monotonic()
             time.sleep(0.005)
         assert number(tmp_path / "loaded0") >= done, f"kill {kill}: a finished checkpoint was lost"
-        time.sleep(chance.uniform(0, time.monotonic() - came_back))  # any point of the next step and save
+        # Any point of the next step and save.
+        time.sleep(chance.uniform(0, time.monotonic() - came_back))
         for process in ranks:
             process.kill()
             process.join()

@@ -16,10 +16,20 @@ from tests.launch.pretrain_runs import command, configuration
 from tests.support import Program, free_port
 
 ROOT = Path(__file__).parents[2]
-DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--log_level", "error", "--master_port"]
+DEEPSPEED = [
+    "-m",
+    "deepspeed.launcher.runner",
+    "--num_gpus",
+    "2",
+    "--log_level",
+    "error",
+    "--master_port",
+]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
 
-pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="starts two ranks on the CPU")
+pytestmark = pytest.mark.skipif(
+    __import__("torch").cuda.is_available(), reason="starts two ranks on the CPU"
+)
 
 
 ENVIRONMENT = {
@@ -71,8 +81,18 @@ def output_of(process):
 @pytest.mark.slow
 def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
-    shared = [configuration(tmp_path, 2), "--save", save, "--load", "auto", "--lr-schedule", "constant"]
-    process = begin_from_nothing(DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)])
+    shared = [
+        configuration(tmp_path, 2),
+        "--save",
+        save,
+        "--load",
+        "auto",
+        "--lr-schedule",
+        "constant",
+    ]
+    process = begin_from_nothing(
+        DEEPSPEED, ["--deepspeed", *command(work, run, *shared, steps=100_000)]
+    )
     wait_for_steps(process, run, 2)
     os.kill(process.pid, signal.SIGTERM)
     text = output_of(process)
@@ -94,7 +114,11 @@ def test_killed_launcher_saves_and_torchrun_continues(work, tmp_path):
 def test_interrupt_from_the_keyboard_saves(work, tmp_path):
     """Ctrl-C reaches every process of the group, and launchers repeat it to their ranks."""
     run, save = tmp_path / "run", tmp_path / "save"
-    process = begin(DEEPSPEED, command(work, run, configuration(tmp_path, 1), "--save", save, steps=100_000), tmp_path)
+    process = begin(
+        DEEPSPEED,
+        command(work, run, configuration(tmp_path, 1), "--save", save, steps=100_000),
+        tmp_path,
+    )
     wait_for_steps(process, run, 2)
     os.killpg(process.pid, signal.SIGINT)
     text = output_of(process)
@@ -107,10 +131,12 @@ def test_interrupt_from_the_keyboard_saves(work, tmp_path):
 def test_a_misspelt_option_is_one_line_of_one_rank(launcher, work, tmp_path):
     """``-m slow``: the ranks import everything before they look at their arguments."""
     process = begin_from_nothing(
-        launcher, [*command(work, tmp_path / "run", configuration(tmp_path, 2)), "--learning-rate", "1"]
+        launcher,
+        [*command(work, tmp_path / "run", configuration(tmp_path, 2)), "--learning-rate", "1"],
     )
     text = output_of(process)
     assert process.returncode != 0 and "usage: " not in text
-    assert len(re.findall("^error: .*no such option", text, re.M)) == 1, text  # torchrun's report may repeat it
+    # torchrun's report may repeat it.
+    assert len(re.findall("^error: .*no such option", text, re.M)) == 1, text
     assert "error: --learning-rate: no such option (did you mean --lr?)\n" in text
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,6 @@
-"""``--load auto`` on other ranks, ZeRO stages and tensor-parallel sizes: converted by itself, the batch kept."""
+"""``--load auto`` on other ranks, ZeRO stages and tensor-parallel sizes: converted by itself,
+the batch kept.
+"""
 
 import argparse
 import json
@@ -13,7 +15,14 @@ from launch.train import arguments, checkpoint, layout
 from launch.train.metrics import read_metrics
 from launch.train.plan import assemble
 from launch.train.settings import load_settings
-from tests.launch.pretrain_runs import FP32_GRADIENTS, MODEL, command, configuration, losses, rank_main
+from tests.launch.pretrain_runs import (
+    FP32_GRADIENTS,
+    MODEL,
+    command,
+    configuration,
+    losses,
+    rank_main,
+)
 from tests.support import run_ranks
 
 NO_DROPOUT = ["--model-override", "hidden_dropout=0.0"]
@@ -31,29 +40,43 @@ def legs(work, folder, config, parts, *more, steps):
     """One command, started again and again: of each start (ranks, last step, further options)."""
     for world, end, *own in parts:
         stop = ["--save", folder / "save", "--load", "auto", "--stop-at-step", end, *own]
-        said = run_ranks(world, rank_main, command(work, folder / "run", config, *more, *stop, steps=steps))[0]
+        said = run_ranks(
+            world, rank_main, command(work, folder / "run", config, *more, *stop, steps=steps)
+        )[0]
         assert f"finished {end} steps" in said or f"after step {end};" in said, said
 
 
 @pytest.mark.slow
 def test_two_ranks_then_one_then_two_are_one_run(work, tmp_path):
-    """To the last bit, losses and learning rates, where sums over ranks have one order only: of two numbers, in fp32.
+    """To the last bit, losses and learning rates, where sums over ranks have one order only: of two
+    numbers, in fp32.
 
     The same command each time: a rank alone does both samples of a step.
     """
     config = configuration(tmp_path, 2, ROUNDED_TO_NEAREST, **EXACT)
     straight = tmp_path / "straight"
-    assert "finished 6" in run_ranks(2, rank_main, command(work, straight, config, *NO_DROPOUT, steps=6))[0]
+    assert (
+        "finished 6"
+        in run_ranks(2, rank_main, command(work, straight, config, *NO_DROPOUT, steps=6))[0]
+    )
     legs(work, tmp_path, config, [(2, 2), (1, 3), (1, 4), (2, 6)], *NO_DROPOUT, steps=6)
-    assert not (tmp_path / "save" / layout.FOLDER).exists(), "the first checkpoint of a leg takes its place"
+    assert not (tmp_path / "save" / layout.FOLDER).exists(), (
+        "the first checkpoint of a leg takes its place"
+    )
     assert [(s, loss, lr) for s, loss, _, lr in losses(tmp_path / "run")] == [
         (s, loss, lr) for s, loss, _, lr in losses(straight)
     ]
     assert [r["consumed_samples"] for r in read_metrics(tmp_path / "run")] == list(range(2, 14, 2))
     parts = [read_manifest(tmp_path / "save" / f"step{n:08d}")["run"]["batch"] for n in (2, 4, 6)]
-    assert [(b["micro"], b["accumulation"], b["total"]) for b in parts] == [(1, 1, 2), (1, 2, 2), (1, 1, 2)]
+    assert [(b["micro"], b["accumulation"], b["total"]) for b in parts] == [
+        (1, 1, 2),
+        (1, 2, 2),
+        (1, 1, 2),
+    ]
     run = read_manifest(tmp_path / "save" / "step00000004")["run"]
-    only_what_a_conversion_can_change(tmp_path / "save", {**run, "parallel": {**run["parallel"], "data": 4}})
+    only_what_a_conversion_can_change(
+        tmp_path / "save", {**run, "parallel": {**run["parallel"], "data": 4}}
+    )
 
 
 def only_what_a_conversion_can_change(save, run):
@@ -72,11 +95,17 @@ def only_what_a_conversion_can_change(save, run):
 @pytest.mark.slow
 def test_stages_and_tensor_parallel_sizes(work, tmp_path):
     """The run goes on: losses as close as after a conversion by hand (``test_to_universal.py``)."""
-    config = {stage: configuration(tmp_path, stage, **FP32_GRADIENTS, train_batch_size=8) for stage in (1, 2, 3)}
+    config = {
+        stage: configuration(tmp_path, stage, **FP32_GRADIENTS, train_batch_size=8)
+        for stage in (1, 2, 3)
+    }
     wide = ["--model-override", "hidden_dropout=0.0", "hidden_size=256"]
     two = ["--tensor-parallel", "2"]
     straight = tmp_path / "straight"
-    assert "finished 8" in run_ranks(2, rank_main, command(work, straight, config[2], *wide, steps=8))[0]
+    assert (
+        "finished 8"
+        in run_ranks(2, rank_main, command(work, straight, config[2], *wide, steps=8))[0]
+    )
     for stage, *part in ((2, 2, 2), (3, 2, 4), (1, 2, 6, *two), (2, 4, 8, *two)):
         legs(work, tmp_path, config[stage], [part], *wide, steps=8)
     ours, theirs = losses(tmp_path / "run"), losses(straight)
@@ -87,18 +116,25 @@ def test_stages_and_tensor_parallel_sizes(work, tmp_path):
 
 
 def kept(tmp_path, settings, dp, saved=2, total=8, micro=2, auto=False, given=None, **options):
-    """Of a checkpoint with ``total`` samples a step of ``saved`` ranks, what ``settings`` become."""
+    """Of a checkpoint with ``total`` samples a step of ``saved`` ranks, what ``settings``
+    become.
+    """
     folder = tmp_path / "step00000001"
     folder.mkdir(exist_ok=True)
     manifest = {
         **{"format": 1, "files": {}, "progress": {"step": 1}},
-        "run": {"parallel": {"data": saved}, "batch": {"micro": micro, "total": total, "given": given}},
+        "run": {
+            "parallel": {"data": saved},
+            "batch": {"micro": micro, "total": total, "given": given},
+        },
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     stages = {"pipeline_parallel": 1, "virtual_stages": 1}
     args = argparse.Namespace(**{"save": str(tmp_path), **stages, **options})
     found = layout.keep_batch(args, settings, dp, auto)
-    return found and found.line, [settings.get(k) for k in (layout.MICRO, layout.STEPS, layout.TOTAL)]
+    return found and found.line, [
+        settings.get(k) for k in (layout.MICRO, layout.STEPS, layout.TOTAL)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +150,11 @@ def kept(tmp_path, settings, dp, saved=2, total=8, micro=2, auto=False, given=No
     ],
 )
 def test_a_step_keeps_its_samples(tmp_path, given, dp, expected):
-    settings = {k: v for k, v in zip((layout.MICRO, layout.STEPS, layout.TOTAL), given, strict=True) if v is not None}
+    settings = {
+        k: v
+        for k, v in zip((layout.MICRO, layout.STEPS, layout.TOTAL), given, strict=True)
+        if v is not None
+    }
     line, values = kept(tmp_path, settings, dp)
     assert values == expected and (line is None) == (dp == 2)
 
@@ -126,30 +166,54 @@ def test_a_second_start_on_as_many_ranks_keeps_them_too(tmp_path, given, auto):
     line, values = kept(tmp_path, settings, 1, saved=1, given=list(given), auto=auto)
     assert values == ([1, None, 8] if auto else [2, 4, 8]) and "8 samples a step, as" in line
     changed = {layout.MICRO: 4, layout.STEPS: 1}
-    assert kept(tmp_path, changed, 1, saved=1, given=list(given), auto=auto) == (None, [4, 1, None]), "as wanted"
+    assert kept(tmp_path, changed, 1, saved=1, given=list(given), auto=auto) == (
+        None,
+        [4, 1, None],
+    ), "as wanted"
 
 
 def test_a_plan_is_made_twice_of_the_same_settings(work, tmp_path):
     """``finetune.py`` does, before and after it knows the number of steps."""
     kept(tmp_path, {}, 1)  # a checkpoint of two ranks
     config = configuration(tmp_path, 2)
-    args = arguments.parse(command(work, tmp_path / "run", config, "--save", tmp_path, "--load", "auto"))
+    args = arguments.parse(
+        command(work, tmp_path / "run", config, "--save", tmp_path, "--load", "auto")
+    )
     settings, coat = load_settings(config, tp=1)
     known = args, 1, settings, coat, ModelConfig(**MODEL).with_vocab(250)
     one, other = assemble(*known), assemble(*known)
-    assert one.kept == other.kept and one.kept.given == [2, 2, None] and one.identity() == other.identity()
-    assert one.identity()["batch"] == {"micro": 2, "accumulation": 4, "total": 8, "given": [2, 2, None]}
+    assert (
+        one.kept == other.kept
+        and one.kept.given == [2, 2, None]
+        and one.identity() == other.identity()
+    )
+    assert one.identity()["batch"] == {
+        "micro": 2,
+        "accumulation": 4,
+        "total": 8,
+        "given": [2, 2, None],
+    }
 
 
 def test_interleaved_stages_get_micro_batches_that_they_can_run(tmp_path):
     interleaved = {"pipeline_parallel": 2, "virtual_stages": 2}
-    assert kept(tmp_path, {layout.MICRO: 3, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [3, 2, 6]
-    assert kept(tmp_path, {layout.MICRO: 2, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [1, 6, 6]
+    assert kept(tmp_path, {layout.MICRO: 3, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [
+        3,
+        2,
+        6,
+    ]
+    assert kept(tmp_path, {layout.MICRO: 2, layout.STEPS: 2}, 1, total=6, **interleaved)[1] == [
+        1,
+        6,
+        6,
+    ]
     assert kept(tmp_path, {layout.MICRO: 2, layout.STEPS: 2}, 1, total=6)[1] == [2, 3, 6]
 
 
 def test_ranks_that_do_not_divide_the_samples_are_one_error(tmp_path):
-    with pytest.raises(CoatConfigError, match=r"^train_batch_size: got 8 \(of .* with 3 data-parallel ranks"):
+    with pytest.raises(
+        CoatConfigError, match=r"^train_batch_size: got 8 \(of .* with 3 data-parallel ranks"
+    ):
         kept(tmp_path, {layout.MICRO: 2}, 3)
     line, values = kept(tmp_path, {layout.MICRO: 1, layout.STEPS: 4}, 4, auto=True)
     assert values == [1, None, 8] and "8 samples a step" in line

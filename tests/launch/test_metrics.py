@@ -17,7 +17,14 @@ from coat_dist import CoatConfigError
 from launch import log_level
 from launch.train import arguments
 from launch.train.metrics import Summary, read_metrics
-from launch.train.reporters import Files, Lines, Reporters, TensorBoard, open_reporters, step_profiler
+from launch.train.reporters import (
+    Files,
+    Lines,
+    Reporters,
+    TensorBoard,
+    open_reporters,
+    step_profiler,
+)
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import run_ranks
 
@@ -25,13 +32,24 @@ BASE = ["--deepspeed_config", "x", "--model", "y", "--data", "z", "--train-steps
 
 
 FIXED = {
-    **{"lr": 1e-3 / 3, "tokens_per_second": 1234.5, "tokens_per_second_per_gpu": 617.25, "tflops_per_gpu": 0.5},
+    **{
+        "lr": 1e-3 / 3,
+        "tokens_per_second": 1234.5,
+        "tokens_per_second_per_gpu": 617.25,
+        "tflops_per_gpu": 0.5,
+    },
     **{"step_time": 2.0, "peak_memory_bytes": 3 * 2**30},
 }
 
 
 def record(step, **more):
-    return {"step": step, "loss": random.random() * 10, "grad_norm": random.random(), **FIXED, **more}
+    return {
+        "step": step,
+        "loss": random.random() * 10,
+        "grad_norm": random.random(),
+        **FIXED,
+        **more,
+    }
 
 
 def report(folder, *records, start=0, end=None):
@@ -47,9 +65,18 @@ def report(folder, *records, start=0, end=None):
 def test_one_object_a_step_with_all_digits(tmp_path):
     records = [record(i) for i in range(1, 6)]
     lines = report(tmp_path, *records).splitlines()
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == records
+    assert [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == records
     assert len(lines) == 5
-    parts = ("step   3/100", "lr 3.333e-04", "617 tokens/s/", "0.5 TFLOP/s/", "peak 3.00 GiB", "ETA 0:03:14")
+    parts = (
+        "step   3/100",
+        "lr 3.333e-04",
+        "617 tokens/s/",
+        "0.5 TFLOP/s/",
+        "peak 3.00 GiB",
+        "ETA 0:03:14",
+    )
     assert all(part in lines[2] for part in parts), lines[2]
     assert "ETA 0:00:14" in report(tmp_path / "b", record(3), end=10), "that of --stop-at-step"
 
@@ -64,10 +91,19 @@ def test_resume_drops_what_is_repeated_and_a_cut_line(tmp_path):
 
 
 def test_non_finite_is_null_and_named(tmp_path):
-    bad = record(1, loss=float("nan"), grad_norm=float("inf"), skipped="non-finite loss", valid_loss=float("nan"))
+    bad = record(
+        1,
+        loss=float("nan"),
+        grad_norm=float("inf"),
+        skipped="non-finite loss",
+        valid_loss=float("nan"),
+    )
     line = report(tmp_path, bad)
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["loss"] is None
+    assert (
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["loss"]
+        is None
+    )
     assert "SKIPPED: non-finite loss" in line and "valid loss non-finite" in line
 
 
@@ -90,10 +126,14 @@ def test_steps_are_hidden_above_info(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("text", "line"), [('{"step": 1}\nrubbish\n{"step": 2}\n', 2), ('{"loss": 1}\n', 1)])
+@pytest.mark.parametrize(
+    ("text", "line"), [('{"step": 1}\nrubbish\n{"step": 2}\n', 2), ('{"loss": 1}\n', 1)]
+)
 def test_damaged_file_names_the_line(tmp_path, text, line):
     (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=f"metrics.jsonl:{line}: got .*, accepted: one JSON object a line"):
+    with pytest.raises(
+        ValueError, match=f"metrics.jsonl:{line}: got .*, accepted: one JSON object a line"
+    ):
         read_metrics(tmp_path)
 
 
@@ -119,13 +159,27 @@ def test_a_disk_without_room_is_an_error_of_the_option(tmp_path, monkeypatch):
 
 def test_summary(tmp_path):
     summary = Summary()
-    for loss, more in ((4.0, {"valid_loss": 2.5}), (1.25, {"valid_loss": None}), (2.0, {"valid_loss": 3.0})):
-        summary.add(record(summary.steps + 1, loss=loss, tokens_per_second=100.0, **more, test_loss=7.0))
+    for loss, more in (
+        (4.0, {"valid_loss": 2.5}),
+        (1.25, {"valid_loss": None}),
+        (2.0, {"valid_loss": 3.0}),
+    ):
+        summary.add(
+            record(summary.steps + 1, loss=loss, tokens_per_second=100.0, **more, test_loss=7.0)
+        )
     assert summary.to_dict(wall_seconds=9.0, ranks=2) == {
-        "recorded_steps": 3, "tokens": 600, "seconds": 6.0, "wall_seconds": 9.0, "tokens_per_second": 100.0,
-        "tokens_per_second_per_gpu": 50.0, "peak_memory_bytes": 3 * 2**30, "loss": 2.0, "best_valid_loss": 2.5,
-        "best_valid_step": 1, "test_loss": 7.0,
-    }  # fmt: skip
+        "recorded_steps": 3,
+        "tokens": 600,
+        "seconds": 6.0,
+        "wall_seconds": 9.0,
+        "tokens_per_second": 100.0,
+        "tokens_per_second_per_gpu": 50.0,
+        "peak_memory_bytes": 3 * 2**30,
+        "loss": 2.0,
+        "best_valid_loss": 2.5,
+        "best_valid_step": 1,
+        "test_loss": 7.0,
+    }
     assert Summary().to_dict(wall_seconds=0.0, ranks=1)["tokens_per_second"] is None
     for continues, names in ((False, ["summary.json.1"]), (True, [])):  # that of an earlier run
         folder = tmp_path / str(continues)
@@ -174,9 +228,25 @@ def read(path):
 
 
 def test_a_run_and_its_continuation_at_wandb_with_trace_and_summary(work, tmp_path):
-    """Two ranks; stopped by a signal after step 4, continued to step 6; steps 3 to 5 are to be traced."""
-    config, run, save, calls = configuration(tmp_path, 2), tmp_path / "run", tmp_path / "save", tmp_path / "calls"
-    asked = ["--wandb", "project", "--wandb-name", "first", "--wandb-mode", "offline", "--profile-steps", "3-5"]
+    """Two ranks; stopped by a signal after step 4, continued to step 6; steps 3 to 5 are to be
+    traced.
+    """
+    config, run, save, calls = (
+        configuration(tmp_path, 2),
+        tmp_path / "run",
+        tmp_path / "save",
+        tmp_path / "calls",
+    )
+    asked = [
+        "--wandb",
+        "project",
+        "--wandb-name",
+        "first",
+        "--wandb-mode",
+        "offline",
+        "--profile-steps",
+        "3-5",
+    ]
     more = [*asked, "--save", save, "--load", "auto", "--eval-interval", "2", "--eval-steps", "1"]
     argv = command(work, run, config, *more, steps=6)
     end = run_ranks(2, with_wandb, argv, str(calls), [(4, "signal", 0)])[0]
@@ -185,7 +255,9 @@ def test_a_run_and_its_continuation_at_wandb_with_trace_and_summary(work, tmp_pa
     expected = {"project": "project", "name": "first", "mode": "offline", "dir": str(run)}
     assert {k: start["init"][k] for k in expected} == expected
     assert "id" not in start["init"] and start["init"]["config"]["model"]["num_layers"] == 2
-    assert [(c["step"], c["log"]["loss"]) for c in logged] == [(r["step"], r["loss"]) for r in read_metrics(run)]
+    assert [(c["step"], c["log"]["loss"]) for c in logged] == [
+        (r["step"], r["loss"]) for r in read_metrics(run)
+    ]
     assert finish["finish"] == 0 and finish["summary"]["tokens"] == first["tokens"] == 4 * 8 * 32
     assert (first["ended"], first["step"]) == ("stopped by SIGTERM after step 4", 4)
     assert first["checkpoint"] == str(save / "step00000004")
@@ -196,17 +268,32 @@ def test_a_run_and_its_continuation_at_wandb_with_trace_and_summary(work, tmp_pa
     records, summary = read_metrics(run), json.loads((run / "summary.json").read_text())
     assert [c["step"] for c in read(calls) if "log" in c] == [1, 2, 3, 4, 5, 6]
     valid = {r["valid_loss"]: r["step"] for r in records if "valid_loss" in r}
-    assert (summary["best_valid_loss"], summary["best_valid_step"]) == (min(valid), valid[min(valid)])
-    assert summary["tokens"] == 6 * 8 * 32 and summary["seconds"] == pytest.approx(sum(r["step_time"] for r in records))
-    assert sorted(p.name for p in run.glob("*trace*")) == ["trace-steps3-5.json", "trace-steps5-5.json"]
-    names = {e.get("name") for e in json.loads((run / "trace-steps3-5.json").read_text())["traceEvents"]}
+    assert (summary["best_valid_loss"], summary["best_valid_step"]) == (
+        min(valid),
+        valid[min(valid)],
+    )
+    assert summary["tokens"] == 6 * 8 * 32 and summary["seconds"] == pytest.approx(
+        sum(r["step_time"] for r in records)
+    )
+    assert sorted(p.name for p in run.glob("*trace*")) == [
+        "trace-steps3-5.json",
+        "trace-steps5-5.json",
+    ]
+    names = {
+        e.get("name") for e in json.loads((run / "trace-steps3-5.json").read_text())["traceEvents"]
+    }
     assert {"ProfilerStep#3", "ProfilerStep#4"} <= names and "ProfilerStep#2" not in names
 
 
 def test_a_run_that_wandb_refuses(work, tmp_path):
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--wandb", "refused", steps=6)
+    argv = command(
+        work, tmp_path / "run", configuration(tmp_path, 2), "--wandb", "refused", steps=6
+    )
     for end in run_ranks(2, with_wandb, argv, str(tmp_path / "calls")):
-        assert end.startswith("CoatConfigError: --wandb: got refused, accepted: a project") and "wandb login" in end
+        assert (
+            end.startswith("CoatConfigError: --wandb: got refused, accepted: a project")
+            and "wandb login" in end
+        )
 
 
 def test_the_steps_that_were_asked_for_are_profiled(tmp_path):
@@ -217,6 +304,8 @@ def test_the_steps_that_were_asked_for_are_profiled(tmp_path):
                 profiler.step()
         return sorted(p.name for p in tmp_path.iterdir())
 
-    assert names(step_profiler((5, 6), 9, str(tmp_path)), 3) == [], "a run that continues after them"
+    assert names(step_profiler((5, 6), 9, str(tmp_path)), 3) == [], (
+        "a run that continues after them"
+    )
     assert names(step_profiler((5, 6), 3, str(tmp_path)), 1) == [], "a run that ends before them"
     assert names(step_profiler((5, 6), 3, str(tmp_path)), 4) == ["trace-steps5-6.json"]

@@ -11,8 +11,8 @@ from megatron_patches import patch_model
 from megatron_patches.layers.activations import activation_name
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
-# Parameter counts, to four digits: in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B, OLMo), for the others
-# those of the published weights.
+# Parameter counts, to four digits: in the papers' tables (Llama 2 and 3, LLaMA 33B called 30B,
+# OLMo), for the others those of the published weights.
 PUBLISHED = {
     "llama2-7b": 6.738e9,
     "llama2-13b": 13.02e9,
@@ -58,18 +58,34 @@ def test_flops_are_six_a_weight_and_attention():
 
 def test_overrides():
     model = load_model_config(
-        CONFIGS / "llama3-8b.json", ["num_layers=8", "rotary_base=1000", "activation=geglu", "tie_embeddings=true"]
+        CONFIGS / "llama3-8b.json",
+        ["num_layers=8", "rotary_base=1000", "activation=geglu", "tie_embeddings=true"],
     )
-    assert (model.num_layers, model.rotary_base, model.activation, model.tie_embeddings) == (8, 1000, "geglu", True)
+    assert (model.num_layers, model.rotary_base, model.activation, model.tie_embeddings) == (
+        8,
+        1000,
+        "geglu",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["activation=gelu_tanh", "linear_bias=true", "normalization=layernorm", "tie_embeddings=true"],
+        [
+            "activation=gelu_tanh",
+            "linear_bias=true",
+            "normalization=layernorm",
+            "tie_embeddings=true",
+        ],
         ["qkv_bias=true", "num_query_groups=2", "qk_norm=true"],
         ["activation=squared_relu", "normalization=layernorm", "norm_affine=false"],
-        ["activation=quick_geglu", "linear_bias=true", "hidden_dropout=0.1", "attention_dropout=0.1"],
+        [
+            "activation=quick_geglu",
+            "linear_bias=true",
+            "hidden_dropout=0.1",
+            "attention_dropout=0.1",
+        ],
         ["norm_placement=post", "qk_norm=full", "num_query_groups=2"],
         ["attention_output_bias=true", "normalization=layernorm", "norm_placement=post"],
     ],
@@ -84,7 +100,10 @@ def test_every_kind_of_layer_is_built_counted_and_patched(one_rank, overrides):
     assert built.config.hidden_dropout == model.hidden_dropout
     mlp = built.decoder.layers[0].mlp
     rows = model.ffn_hidden_size * (2 if "glu" in model.activation else 1)
-    assert mlp.linear_fc1.weight.shape[0] == rows and (mlp.linear_fc2.bias is not None) == model.linear_bias
+    assert (
+        mlp.linear_fc1.weight.shape[0] == rows
+        and (mlp.linear_fc2.bias is not None) == model.linear_bias
+    )
     assert activation_name(built.config) == model.activation
 
 
@@ -103,13 +122,30 @@ def test_padding_does_not_depend_on_the_parallel_size():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("num_layer=8", r"model.num_layer: unknown key \(did you mean 'num_layers'\?\), accepted: .*num_layers, "),
+        (
+            "num_layer=8",
+            r"model.num_layer: unknown key \(did you mean 'num_layers'\?\), accepted: "
+            r".*num_layers, ",
+        ),
         ("num_layers=0", r"model.num_layers: got 0, accepted: greater than 0"),
-        ("activation=relu", r'model.activation: got "relu", accepted: \'swiglu\', \'geglu\', .* or \'squared_relu\''),
-        ("num_query_groups=3", r"model.num_query_groups: got 3, accepted: a divisor of num_attention_heads \(32\)"),
-        ("num_attention_heads=33", r"model.hidden_size: got 4096, accepted: a multiple of num_attention_heads \(33\)"),
+        (
+            "activation=relu",
+            r'model.activation: got "relu", accepted: \'swiglu\', \'geglu\', .* or '
+            r"\'squared_relu\'",
+        ),
+        (
+            "num_query_groups=3",
+            r"model.num_query_groups: got 3, accepted: a divisor of num_attention_heads \(32\)",
+        ),
+        (
+            "num_attention_heads=33",
+            r"model.hidden_size: got 4096, accepted: a multiple of num_attention_heads \(33\)",
+        ),
         ("num_layers", r"--model-override: got 'num_layers', accepted: key=value"),
-        ("sliding_window=2048", r"model.sliding_window: got 2048 with seq_length 4096, accepted: at least seq_length"),
+        (
+            "sliding_window=2048",
+            r"model.sliding_window: got 2048 with seq_length 4096, accepted: at least seq_length",
+        ),
         (
             "qk_norm=full normalization=layernorm",
             r'model.qk_norm: got "full" with normalization "layernorm", accepted: ',
@@ -124,13 +160,18 @@ def test_errors_name_the_key(override, message):
 def test_sizes_that_ranks_cannot_share():
     model = load_model_config(CONFIGS / "llama3-8b.json")
     with pytest.raises(
-        CoatConfigError, match=r"^model.num_query_groups: got 8, accepted: a multiple of --tensor-parallel \(16\)$"
+        CoatConfigError,
+        match=r"^model.num_query_groups: got 8, accepted: a multiple of --tensor-parallel \(16\)$",
     ):
         model.check_parallel(16, False)
-    with pytest.raises(CoatConfigError, match=r"model.vocab_size: got 128256, accepted: at least the 200000 ids"):
+    with pytest.raises(
+        CoatConfigError, match=r"model.vocab_size: got 128256, accepted: at least the 200000 ids"
+    ):
         model.with_vocab(200_000)
 
 
 def test_identity_of_a_dense_model_has_no_keys_of_experts():
-    assert not any(key.startswith("moe_") for key in load_model_config(CONFIGS / "tiny.json").identity())
+    assert not any(
+        key.startswith("moe_") for key in load_model_config(CONFIGS / "tiny.json").identity()
+    )
     assert load_model_config(CONFIGS / "tiny-moe.json").identity()["num_moe_experts"] == 8

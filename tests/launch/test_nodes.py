@@ -19,7 +19,9 @@ from tests.support import Nodes, Program, free_port
 ROOT = Path(__file__).parents[2]
 PRETRAIN = str(ROOT / "launch" / "pretrain.py")
 
-pytestmark = pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="starts two ranks on the CPU")
+pytestmark = pytest.mark.skipif(
+    __import__("torch").cuda.is_available(), reason="starts two ranks on the CPU"
+)
 
 ENVIRONMENT = {
     "PYTHONPATH": python_path(ROOT),
@@ -44,10 +46,33 @@ def torchrun(rendezvous="c10d"):
 
     def lines(node, number, first):
         meet = {
-            "c10d": ["--rdzv_backend", "c10d", "--rdzv_id", "job", "--rdzv_endpoint", f"{first.address}:{port}"],
-            "static": ["--node_rank", str(number), "--master_addr", first.address, "--master_port", str(port)],
+            "c10d": [
+                "--rdzv_backend",
+                "c10d",
+                "--rdzv_id",
+                "job",
+                "--rdzv_endpoint",
+                f"{first.address}:{port}",
+            ],
+            "static": [
+                "--node_rank",
+                str(number),
+                "--master_addr",
+                first.address,
+                "--master_port",
+                str(port),
+            ],
         }[rendezvous]
-        return ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *meet, PRETRAIN], {}
+        return [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            "1",
+            *meet,
+            PRETRAIN,
+        ], {}
 
     return lines
 
@@ -59,7 +84,15 @@ def deepspeed_without_ssh():
         hostfile = node.folder / "hostfile"
         hostfile.write_text("".join(f"node-{n} slots=1\n" for n in "ab"))
         address = ["--master_addr", first.address, "--master_port", str(port)]
-        own = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(number), "--log_level", "error"]
+        own = [
+            "--hostfile",
+            str(hostfile),
+            "--no_ssh",
+            "--node_rank",
+            str(number),
+            "--log_level",
+            "error",
+        ]
         return ["-m", "deepspeed.launcher.runner", *own, *address, PRETRAIN], {}
 
     return lines
@@ -70,7 +103,14 @@ def srun():
     port = free_port()
 
     def lines(node, number, first):
-        task = {"PROCID": number, "LOCALID": 0, "NODEID": number, "NTASKS": 2, "STEP_NUM_TASKS": 2, "STEP_ID": 0}
+        task = {
+            "PROCID": number,
+            "LOCALID": 0,
+            "NODEID": number,
+            "NTASKS": 2,
+            "STEP_NUM_TASKS": 2,
+            "STEP_ID": 0,
+        }
         task |= {"JOB_ID": port, "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node-a,node-b"}
         own = {} if node.space else {"MASTER_ADDR": first.address}  # there are no such names
         return [PRETRAIN], {**own, **{f"SLURM_{k}": str(v) for k, v in task.items()}}
@@ -119,13 +159,29 @@ def wait_for_steps(programs, run, steps):
 def alone(argv, tmp_path):
     """A run on one node, of one rank; what it printed."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    program = Program([PRETRAIN, *map(str, argv)], tmp_path, ROOT, MASTER_PORT=str(free_port()), **ENVIRONMENT, **ranks)
+    program = Program(
+        [PRETRAIN, *map(str, argv)],
+        tmp_path,
+        ROOT,
+        MASTER_PORT=str(free_port()),
+        **ENVIRONMENT,
+        **ranks,
+    )
     return succeed([program])[0]
 
 
 def test_a_node_dies_and_the_run_goes_on_with_one(nodes, work, tmp_path):
     run, save = tmp_path / "run", tmp_path / "save"
-    shared = ["--save", save, "--save-interval", "2", "--lr-schedule", "constant", "--log-level", "info"]
+    shared = [
+        "--save",
+        save,
+        "--save-interval",
+        "2",
+        "--lr-schedule",
+        "constant",
+        "--log-level",
+        "info",
+    ]
     argv = command(work, run, configuration(tmp_path, 2), *shared, steps=100_000)
     programs = start(nodes, srun(), argv, tmp_path)
     wait_for_steps(programs, run, 5)
@@ -135,14 +191,25 @@ def test_a_node_dies_and_the_run_goes_on_with_one(nodes, work, tmp_path):
     assert time.monotonic() - dead < 60
     assert programs[0].returncode == 4, first
     (line,) = [x for x in first.splitlines() if "error: " in x]
-    assert line.startswith("error: a collective failed, because rank 1 (node-b) has ended or does not answer: "), first
+    assert line.startswith(
+        "error: a collective failed, because rank 1 (node-b) has ended or does not answer: "
+    ), first
 
     step = 2 * ((len(read_metrics(run))) // 2)
     assert to_universal.main(["--load", str(save), "--output", str(tmp_path / "universal")]) == 0
     more = configuration(tmp_path, 2, train_batch_size=8, gradient_accumulation_steps=4)
-    again = ["--load", tmp_path / "universal", "--save", tmp_path / "more", "--lr-schedule", "constant"]
+    again = [
+        "--load",
+        tmp_path / "universal",
+        "--save",
+        tmp_path / "more",
+        "--lr-schedule",
+        "constant",
+    ]
     text = alone(command(work, run, more, *again, steps=step + 2), tmp_path)
-    assert f"continuing after step {step} from" in text and f"finished {step + 2} steps" in text, text
+    assert f"continuing after step {step} from" in text and f"finished {step + 2} steps" in text, (
+        text
+    )
     assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
 
 
@@ -172,7 +239,10 @@ def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp
     programs = start(nodes, srun(), argv, tmp_path)
     texts = finish(programs)
     assert [p.returncode for p in programs] == [2, 2], texts
-    who = r"--save: got disk, which rank 0 \(host node-a\) and rank 1 \(host node-b\) do not share, accepted: "
+    who = (
+        r"--save: got disk, which rank 0 \(host node-a\) and rank 1 \(host node-b\) do not "
+        r"share, accepted: "
+    )
     assert len(re.findall(who, "".join(texts))) == 1, texts
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -180,7 +250,9 @@ def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun", "torchrun, static"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_node_that_fails_at_its_start_lets_no_other_wait(failing, launcher, nodes, work, tmp_path):
+def test_a_node_that_fails_at_its_start_lets_no_other_wait(
+    failing, launcher, nodes, work, tmp_path
+):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), steps=2)
     begin, wrong = time.monotonic(), ("--data", "nowhere")
     more = (wrong, ()) if failing == 0 else ((), wrong)
@@ -226,11 +298,24 @@ exit $worst
     hostfile.write_text("".join(f"{node.host} slots=1\n" for node in nodes))
     run = tmp_path / "run"
     argv = command(work, run, configuration(tmp_path, 2), "--save", tmp_path / "save", steps=2)
-    line = ["-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--master_port", str(free_port())]
+    line = [
+        "-m",
+        "deepspeed.launcher.runner",
+        "--hostfile",
+        str(hostfile),
+        "--master_port",
+        str(free_port()),
+    ]
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     variables = {k: v for k, v in nodes[0].environment.items() if k != "COAT_HOST"}
     program = Program(
-        [*line, PRETRAIN, *map(str, argv)], tmp_path, ROOT, ranks=False, PATH=path, **ENVIRONMENT, **variables
+        [*line, PRETRAIN, *map(str, argv)],
+        tmp_path,
+        ROOT,
+        ranks=False,
+        PATH=path,
+        **ENVIRONMENT,
+        **variables,
     )
     text = finish([program], 400)[0]
     assert program.returncode == 0 and text.count("finished 2 steps") == 1, text
@@ -243,21 +328,27 @@ def test_the_script_for_slurm(nodes, work, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     tasks = "\n".join(
-        f'SLURM_PROCID={n} SLURM_LOCALID=0 SLURM_NODEID={n} {node.within(SHELL)} & running="$running $!"'
+        f"SLURM_PROCID={n} SLURM_LOCALID=0 SLURM_NODEID={n} {node.within(SHELL)} & "
+        'running="$running $!"'
         for n, node in enumerate(nodes)
     )
     executable(
         tools / "srun",
         f"""#!/bin/sh
 while case $1 in -*) true ;; *) false ;; esac; do shift; done
-export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=0 SLURM_JOB_ID=4711 SLURM_STEP_NODELIST='node-a,node-b'
+export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=0 SLURM_JOB_ID=4711
+export SLURM_STEP_NODELIST='node-a,node-b'
 line="cd $(pwd) && $*" running= worst=0
 {tasks}
 for one in $running; do wait "$one" || worst=$?; done
 exit $worst
 """,
     )
-    given = {"PYTHON": sys.executable, "CONFIG": configuration(tmp_path, 2), "MODEL": str(work / "model.json")}
+    given = {
+        "PYTHON": sys.executable,
+        "CONFIG": configuration(tmp_path, 2),
+        "MODEL": str(work / "model.json"),
+    }
     given |= {"DATA": str(work / "data"), "STEPS": "3", "RUN": str(tmp_path / "run"), **ENVIRONMENT}
     given |= {k: v for k, v in nodes[0].environment.items() if k != "COAT_HOST"}
     if nodes[0].space is None:
@@ -265,6 +356,8 @@ exit $worst
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     line = ["bash", "examples/slurm.sh", "--split", "80,10,10", "--warmup-steps", "1"]
     environment = {**os.environ, **given, "PATH": path}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0 and "finished 3 steps" in done.stdout, done.stdout + done.stderr
     assert len(read_metrics(tmp_path / "run")) == 3

@@ -18,7 +18,13 @@ from tests.support import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EOS, VOCAB = 250, 251
-TINY = ["num_layers=2", "hidden_size=64", "ffn_hidden_size=128", "num_attention_heads=2", "num_query_groups=2"]
+TINY = [
+    "num_layers=2",
+    "hidden_size=64",
+    "ffn_hidden_size=128",
+    "num_attention_heads=2",
+    "num_query_groups=2",
+]
 
 
 def shards(folder):
@@ -39,7 +45,9 @@ def olmo(tmp_path_factory):
         {"name": "up", "weight": 2, "files": ["up/*.npy"], "dtype": "uint16"},
         {"name": "down", "weight": 1, "files": ["down.npy"], "dtype": "uint32"},
     ]
-    (folder / "dolma.json").write_text(json.dumps({"eos": EOS, "vocab_size": VOCAB, "sources": sources}))
+    (folder / "dolma.json").write_text(
+        json.dumps({"eos": EOS, "vocab_size": VOCAB, "sources": sources})
+    )
     settings = read_config("", "olmo-1b", "deepspeed")
     settings |= {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
     (folder / "olmo.json").write_text(json.dumps(settings))
@@ -53,7 +61,9 @@ def olmo(tmp_path_factory):
 def test_the_commands_of_the_docs(olmo, tmp_path, monkeypatch, name, lr, warmup, schedule, steps):
     """Word for word, on 256 ranks; the 1B's runs for two steps, with a tiny model and batch."""
     page = (ROOT / "docs" / "olmo.md").read_text(encoding="utf-8")
-    (line,) = [c for c in re.findall(r"^deepspeed .*?[^\\]$", page, re.M | re.S) if f"--model {name} " in c]
+    (line,) = [
+        c for c in re.findall(r"^deepspeed .*?[^\\]$", page, re.M | re.S) if f"--model {name} " in c
+    ]
     words = shlex.split(line.replace("\\\n", " "))
     assert words[:2] == ["deepspeed", "launch/pretrain.py"]
     (code,) = re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S)
@@ -63,17 +73,32 @@ def test_the_commands_of_the_docs(olmo, tmp_path, monkeypatch, name, lr, warmup,
         for pattern in source["files"]:
             file = tmp_path / "dolma" / pattern.replace("*", "000-00000")
             file.parent.mkdir(parents=True, exist_ok=True)
-            np.asarray([*range(1000, 1100), 50279] * 1100, source.get("dtype", description["dtype"])).tofile(file)
+            np.asarray(
+                [*range(1000, 1100), 50279] * 1100, source.get("dtype", description["dtype"])
+            ).tofile(file)
     (tmp_path / "dolma" / "dolma.json").write_text(code)
     assert index_tokens.main(["dolma/dolma.json"]) == 0
     p = plan(arguments.parse(words[2:]), 256)
-    assert (p.batch.total, p.batch.micro * p.batch.accumulation, p.model.seq_length) == (2048, 8, 2048)
+    assert (p.batch.total, p.batch.micro * p.batch.accumulation, p.model.seq_length) == (
+        2048,
+        8,
+        2048,
+    )
     assert (p.schedule.lr, p.schedule.warmup_steps, p.schedule.kind) == (lr, warmup, schedule)
     assert (p.schedule.decay_steps, p.schedule.min_lr) == (steps, pytest.approx(lr / 10))
     assert (read_info("dolma/dolma.json").eod, p.model.vocab_size) == (50279, 50304)
     if name == "olmo-1b":
         words[words.index("--deepspeed_config") + 1] = str(olmo / "olmo.json")
-        small = [*TINY, "seq_length=32", "--train-steps", "2", "--warmup-steps", "1", "--eval-steps", "1"]
+        small = [
+            *TINY,
+            "seq_length=32",
+            "--train-steps",
+            "2",
+            "--warmup-steps",
+            "1",
+            "--eval-steps",
+            "1",
+        ]
         end = run_ranks(1, rank_main, [*words[2:], "--model-override", *small])[0]
         assert end.startswith("finished 2 steps; checkpoint runs/olmo-1b")
 

@@ -1,4 +1,6 @@
-"""Settings in which a run differs from the checkpoint that it continues from: which apply, which are converted."""
+"""Settings in which a run differs from the checkpoint that it continues from: which apply, which
+are converted.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def test_what_auto_converts(changes, converted):
 def test_a_run_goes_on_with_another_rounding(work, tmp_path):
     """From codes rounded to nearest to noise, and back; states made without a seed get one."""
     nearest, noisy = (
-        configuration(tmp_path, 2, {"optimizer": {"stochastic_rounding": how}, "activation": {"enabled": False}})
+        configuration(
+            tmp_path,
+            2,
+            {"optimizer": {"stochastic_rounding": how}, "activation": {"enabled": False}},
+        )
         for how in (False, True)
     )
     more = ["--save", tmp_path / "save", "--load", "auto"]

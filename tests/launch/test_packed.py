@@ -1,4 +1,6 @@
-"""Documents that share a sequence: from end-of-document ids to what Megatron's model takes, and a run with it."""
+"""Documents that share a sequence: from end-of-document ids to what Megatron's model takes, and
+a run with it.
+"""
 
 import pickle
 
@@ -27,10 +29,15 @@ def test_a_document_ends_with_its_id_and_with_its_row():
     given = batch(*rows)
     assert document_lengths(given["tokens"], EOD) == [3, 2, 1, 6, 1, 1, 4]
     made = separate_documents(given, EOD)
-    assert made["tokens"].tolist() == [sum(rows, [])] and made["labels"].tolist() == [[t + 100 for t in sum(rows, [])]]
+    assert made["tokens"].tolist() == [sum(rows, [])] and made["labels"].tolist() == [
+        [t + 100 for t in sum(rows, [])]
+    ]
     assert made["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3]]
     assert made["loss_mask"].tolist() == [[float(t != EOD) for t in sum(rows, [])]]
-    assert made["cu_seqlens"].tolist() == [0, 3, 5, 6, 12, 13, 14, 18] and made["cu_seqlens"].dtype == torch.int32
+    assert (
+        made["cu_seqlens"].tolist() == [0, 3, 5, 6, 12, 13, 14, 18]
+        and made["cu_seqlens"].dtype == torch.int32
+    )
     assert given["loss_mask"].all()  # not changed in place
 
 
@@ -49,7 +56,9 @@ def test_batches_keep_documents_apart(tmp_path, workers):
     dataset = train(make(tmp_path / "a"), 20)
     sampler = PretrainSampler(20, 4, 10, 0, 1)
     plain, apart = (next(batches(dataset, sampler, workers, eod)) for eod in (None, 0))
-    assert "cu_seqlens" not in plain and apart["tokens"].tolist() == [plain["tokens"].flatten().tolist()]
+    assert "cu_seqlens" not in plain and apart["tokens"].tolist() == [
+        plain["tokens"].flatten().tolist()
+    ]
     wanted = separate_documents(plain, 0)
     assert apart.keys() == wanted.keys() and all(torch.equal(apart[k], wanted[k]) for k in wanted)
     ends = (apart["tokens"][0, apart["cu_seqlens"][1:] - 1] == 0).sum()
@@ -57,16 +66,26 @@ def test_batches_keep_documents_apart(tmp_path, workers):
 
 
 def test_a_run_with_documents_apart(work, tmp_path):
-    """ZeRO-2 on two ranks: it continues exactly, evaluates, and its losses are not those of documents together."""
+    """ZeRO-2 on two ranks: it continues exactly, evaluates, and its losses are not those of
+    documents together.
+    """
     config, save = configuration(tmp_path, 2), tmp_path / "save"
     override = ["--model-override", "hidden_dropout=0.0"]
     apart = [*override, "--separate-documents", "--eval-interval", "4", "--eval-steps", "1"]
     straight, parts, plain = tmp_path / "straight", tmp_path / "parts", tmp_path / "plain"
-    assert run_ranks(2, rank_main, command(work, straight, config, *apart, steps=4))[0].startswith("finished 4")
+    assert run_ranks(2, rank_main, command(work, straight, config, *apart, steps=4))[0].startswith(
+        "finished 4"
+    )
     both = [*apart, "--save", save, "--load", "auto"]
     run_ranks(2, rank_main, command(work, parts, config, *both, "--stop-at-step", "2", steps=4))
-    assert "finished 4 steps" in run_ranks(2, rank_main, command(work, parts, config, *both, steps=4))[0]
+    assert (
+        "finished 4 steps"
+        in run_ranks(2, rank_main, command(work, parts, config, *both, steps=4))[0]
+    )
     assert losses(straight) == losses(parts)
-    assert [r.get("valid_loss") for r in read_metrics(straight)] == [r.get("valid_loss") for r in read_metrics(parts)]
-    run_ranks(2, rank_main, command(work, plain, config, *override, steps=4))  # one step may meet no document's end
+    assert [r.get("valid_loss") for r in read_metrics(straight)] == [
+        r.get("valid_loss") for r in read_metrics(parts)
+    ]
+    # One step may meet no document's end.
+    run_ranks(2, rank_main, command(work, plain, config, *override, steps=4))
     assert losses(plain) != losses(straight)

@@ -1,4 +1,6 @@
-"""Pretraining over pipeline stages on gloo ranks: the numbers of one stage, checkpoints, refusals."""
+"""Pretraining over pipeline stages on gloo ranks: the numbers of one stage, checkpoints,
+refusals.
+"""
 
 import json
 from types import SimpleNamespace
@@ -13,7 +15,12 @@ from tests.support import run_ranks
 
 NO_NOISE = {"optimizer": {"stochastic_rounding": False}, "activation": {}}
 EXPERTS = (
-    *("num_moe_experts=4", "moe_router_topk=2", "moe_ffn_hidden_size=128", "moe_aux_loss_coeff=0.1"),
+    *(
+        "num_moe_experts=4",
+        "moe_router_topk=2",
+        "moe_ffn_hidden_size=128",
+        "moe_aux_loss_coeff=0.1",
+    ),
     "moe_token_dispatcher_type=allgather",
 )
 TWO = "--pipeline-parallel 2"
@@ -44,7 +51,9 @@ def planned(argv, world=2):
 
 def trained(work, run, config, world, *more, steps=4):
     found = {}
-    for one in run_ranks(world, weights_after, command(work, run, config, *DROP_NOTHING, *more, steps=steps)):
+    for one in run_ranks(
+        world, weights_after, command(work, run, config, *DROP_NOTHING, *more, steps=steps)
+    ):
         found.update(one)
     return losses(run), found
 
@@ -65,7 +74,8 @@ TIED = ("tie_embeddings=true",)
 def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
     """Losses, gradient norms (clipped at each step) and all weights; evaluation, too.
 
-    BF16_Optimizer sums the squares of a rank's gradients in fp32, which rounds otherwise where a rank has others.
+    BF16_Optimizer sums the squares of a rank's gradients in fp32, which rounds otherwise where a
+    rank has others.
     """
     config = configuration(tmp_path, 1, NO_NOISE, **{"gradient_clipping": 0.3, **settings})
     evaluate = ["--eval-interval", "2", "--eval-steps", "2"]
@@ -77,17 +87,24 @@ def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
         assert [r[:2] for r in one[0]] == [r[:2] for r in two[0]]
     else:
         assert one[0] == two[0]
-    valid = [[r.get("valid_loss") for r in read_metrics(tmp_path / name)] for name in ("one", "two")]
+    valid = [
+        [r.get("valid_loss") for r in read_metrics(tmp_path / name)] for name in ("one", "two")
+    ]
     assert valid[0] == valid[1] and valid[0][1] is not None
     if model == EXPERTS:
-        routers = [[r["load_balancing_loss"] for r in read_metrics(tmp_path / name)] for name in ("one", "two")]
+        routers = [
+            [r["load_balancing_loss"] for r in read_metrics(tmp_path / name)]
+            for name in ("one", "two")
+        ]
         assert routers[0] == pytest.approx(routers[1], rel=1e-6) and min(routers[0]) > 0
     tied = {"output_layer.weight"} if "tie_embeddings=true" in model else set()
     assert two[1].keys() - one[1].keys() == tied
     for name, value in one[1].items():
         assert torch.equal(value, two[1][name]), name
     if tied:
-        assert torch.equal(two[1]["output_layer.weight"], one[1]["embedding.word_embeddings.weight"])
+        assert torch.equal(
+            two[1]["output_layer.weight"], one[1]["embedding.word_embeddings.weight"]
+        )
 
 
 def test_resuming_is_exact_and_other_layouts_are_refused(work, tmp_path):
@@ -97,7 +114,11 @@ def test_resuming_is_exact_and_other_layouts_are_refused(work, tmp_path):
     parts = [*stages, "--virtual-stages", "2"]
     run_ranks(2, rank_main, command(work, tmp_path / "straight", config, *parts, steps=4))
     both = [*parts, "--save", save, "--load", "auto"]
-    run_ranks(2, rank_main, command(work, tmp_path / "parts", config, *both, "--stop-at-step", "2", steps=4))
+    run_ranks(
+        2,
+        rank_main,
+        command(work, tmp_path / "parts", config, *both, "--stop-at-step", "2", steps=4),
+    )
     folder = save / "step00000002"
     listed = json.loads((folder / "manifest.json").read_text())
     assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= listed["files"].keys()
@@ -105,19 +126,31 @@ def test_resuming_is_exact_and_other_layouts_are_refused(work, tmp_path):
         "tensor_parallel": 1,
         "pipeline_stages": 2,
     }
-    told = [torch.load(folder / f"mp_rank_0{i}_model_states.pt", weights_only=False) for i in (0, 1)]
+    told = [
+        torch.load(folder / f"mp_rank_0{i}_model_states.pt", weights_only=False) for i in (0, 1)
+    ]
     stage = [one["universal_checkpoint_info"]["pipeline"] for one in told]
     assert [(s["stage"], s["stages"], s["virtual_stages"]) for s in stage] == [(0, 2, 2), (1, 2, 2)]
-    assert stage[1]["names"]["1.decoder.layers.0.mlp.linear_fc1.weight"] == "decoder.layers.3.mlp.linear_fc1.weight"
+    assert (
+        stage[1]["names"]["1.decoder.layers.0.mlp.linear_fc1.weight"]
+        == "decoder.layers.3.mlp.linear_fc1.weight"
+    )
     assert set(stage[0]["names"]) == {name for group in told[0]["param_shapes"] for name in group}
-    ends = run_ranks(2, rank_main, command(work, tmp_path / "other", config, *stages, "--load", save, steps=4))
+    ends = run_ranks(
+        2, rank_main, command(work, tmp_path / "other", config, *stages, "--load", save, steps=4)
+    )
     assert all("parallel.virtual_stages" in end and "launch/to_universal.py" in end for end in ends)
-    assert "finished 4" in run_ranks(2, rank_main, command(work, tmp_path / "parts", config, *both, steps=4))[0]
+    assert (
+        "finished 4"
+        in run_ranks(2, rank_main, command(work, tmp_path / "parts", config, *both, steps=4))[0]
+    )
     assert losses(tmp_path / "straight") == losses(tmp_path / "parts")
 
 
 def poisoned_run(rank, world, argv):
-    """A run whose last stage has an infinite loss in step 2 and whose first stage has a NaN gradient in step 3."""
+    """A run whose last stage has an infinite loss in step 2 and whose first stage has a NaN
+    gradient in step 3.
+    """
     from launch import pretrain
     from launch.train import arguments, runtime
 
@@ -155,17 +188,27 @@ def test_a_bad_number_on_one_stage_skips_the_step_on_all(work, tmp_path):
     ends = run_ranks(2, poisoned_run, command(work, tmp_path / "run", config, *more, steps=5))
     assert ends == [[True, False, False, True, False]] * 2  # the last step has a learning rate of 0
     records = read_metrics(tmp_path / "run")
-    assert [r.get("skipped") for r in records] == [None, "non-finite loss", "non-finite gradient norm", None, None]
+    assert [r.get("skipped") for r in records] == [
+        None,
+        "non-finite loss",
+        "non-finite gradient norm",
+        None,
+        None,
+    ]
     table = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert table["activations"]["bytes"] > 0 and table["gradients"]["elements"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("tie_embeddings=true",), ("num_layers=4", "--separate-documents")])
+@pytest.mark.parametrize(
+    "kinds", [("tie_embeddings=true",), ("num_layers=4", "--separate-documents")]
+)
 def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
-    """PP 2 x TP 2 with SP x DP 2 on eight ranks is TP 2 with SP x DP 2 on four, and a resume is exact.
+    """PP 2 x TP 2 with SP x DP 2 on eight ranks is TP 2 with SP x DP 2 on four, and a resume is
+    exact.
 
-    Norms are sums over shards of other parameters, so their last bits differ, and gradients are not clipped here.
+    Norms are sums over shards of other parameters, so their last bits differ, and gradients are not
+    clipped here.
     """
     adamw = {"type": "AdamW", "params": {"lr": 5e-3, "weight_decay": 0.1}}
     config = configuration(tmp_path, 1, {"activation": {}}, optimizer=adamw, gradient_clipping=0)
@@ -191,20 +234,27 @@ STAGE_2 = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
         (2, "--pipeline-parallel 0", {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
         (3, TWO, {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
         (3, "--pipeline-parallel 3", {}, r"accepted: a divisor of the model's layers \(2\)"),
-        (2, "--virtual-stages 2", {}, "--virtual-stages: got 2, accepted: 1 with one pipeline stage"),
+        (
+            2,
+            "--virtual-stages 2",
+            {},
+            "--virtual-stages: got 2, accepted: 1 with one pipeline stage",
+        ),
         (2, PARTS, {}, r"a divisor of the layers of a stage \(1\)"),
         (4, f"{TWO} --expert-parallel 2", {}, "--expert-parallel: got 2, accepted: 1 with --p"),
         (
             2,
             f"{PARTS} --model-override num_layers=4",
             {"gradient_accumulation_steps": 3},
-            r"gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-parallel \(2\)",
+            r"gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-parallel "
+            r"\(2\)",
         ),
         (
             2,
             TWO,
             STAGE_2,
-            "(?s)zero_optimization.stage: got 2, accepted: 1 with.*zero_optimization.overlap_comm: got true",
+            "(?s)zero_optimization.stage: got 2, accepted: 1 with.*zero_optimization.overlap_comm: "
+            "got true",
         ),
     ],
 )
@@ -221,7 +271,9 @@ def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monke
 
     before, drawn = get_random_state(), []
     for stage in (0, 1, 0):
-        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        monkeypatch.setattr(
+            parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage
+        )
         reseed(7)
         drawn.append(torch.rand(4).tolist())
     set_random_state(before)
@@ -233,7 +285,16 @@ def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
 
     config = configuration(tmp_path, 1)
     dry = [*command(work, tmp_path / "run", config, *TWO.split()), "--dry-run", "--gpus", "2"]
-    tune = ["--deepspeed_config", config, "--model", "x", "--data", "x.jsonl", "--output", str(tmp_path)]
+    tune = [
+        "--deepspeed_config",
+        config,
+        "--model",
+        "x",
+        "--data",
+        "x.jsonl",
+        "--output",
+        str(tmp_path),
+    ]
     plan = ["--model", "tiny", "--gpus", "2"]
     for main, line in (
         (pretrain.main, dry),

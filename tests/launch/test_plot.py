@@ -28,13 +28,20 @@ def test_draws_several_runs(tmp_path, monkeypatch):
 
     limits, real = [], Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (limits.append(figure.axes[2].get_ylim()), real(figure, *a, **k))
+        Figure,
+        "savefig",
+        lambda figure, *a, **k: (limits.append(figure.axes[2].get_ylim()), real(figure, *a, **k)),
     )
-    runs = [write(tmp_path / "a", [10.0 / i for i in range(1, 30)]), write(tmp_path / "b" / "a", skipped="nan")]
+    runs = [
+        write(tmp_path / "a", [10.0 / i for i in range(1, 30)]),
+        write(tmp_path / "b" / "a", skipped="nan"),
+    ]
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "loss": null}\n')
     picture = tmp_path / "deep" / "loss.png"
-    assert main([runs[0], f"{runs[1]}/metrics.jsonl", "--output", str(picture), "--smooth", "5"]) == 0
+    assert (
+        main([runs[0], f"{runs[1]}/metrics.jsonl", "--output", str(picture), "--smooth", "5"]) == 0
+    )
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
     assert limits[0][0] == 0 and limits[0][1] > 1.1, "GiB, where the line is at 1"
@@ -52,10 +59,17 @@ def test_bad_input_is_one_line(tmp_path, capsys, content):
 def test_runs_without_a_finite_loss_are_named(tmp_path, capsys):
     """All of them: an error, and no empty plot; some of them: a line."""
     without = {"losses": [None, None], "valid_loss": None}
-    good, *worse = write(tmp_path / "a"), write(tmp_path / "b", **without), write(tmp_path / "c", **without)
+    good, *worse = (
+        write(tmp_path / "a"),
+        write(tmp_path / "b", **without),
+        write(tmp_path / "c", **without),
+    )
     picture = tmp_path / "x.png"
     assert main([*worse, "--output", str(picture)]) == 2
-    assert "b, c: no finite loss in any step, accepted: " in capsys.readouterr().err and not picture.exists()
+    assert (
+        "b, c: no finite loss in any step, accepted: " in capsys.readouterr().err
+        and not picture.exists()
+    )
     assert main([good, worse[0], "--output", str(picture)]) == 0
     assert "b: no finite loss in any step\n" in capsys.readouterr().out and picture.exists()
 
@@ -81,8 +95,13 @@ def test_a_full_disk_leaves_the_earlier_plot(tmp_path, capsys):
         assert main([run, "--output", str(picture)]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert capsys.readouterr().err.startswith(f"error: --output: got {picture}, accepted: a file to write to (")
-    assert picture.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["a", picture.name]
+    assert capsys.readouterr().err.startswith(
+        f"error: --output: got {picture}, accepted: a file to write to ("
+    )
+    assert picture.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == [
+        "a",
+        picture.name,
+    ]
 
 
 def test_smoothing():
@@ -94,25 +113,35 @@ def test_smoothing():
 
 
 def test_series_leaves_out_what_is_not_finite_and_takes_the_later_of_two():
-    found = series([*records([1.0, None, math.nan, math.inf, 5.0]), {"step": 1, "loss": 9.0}, {"step": 6}], "loss")
+    found = series(
+        [*records([1.0, None, math.nan, math.inf, 5.0]), {"step": 1, "loss": 9.0}, {"step": 6}],
+        "loss",
+    )
     assert found == {1: 9.0, 5: 5.0}
 
 
 def test_gap_of_runs_of_different_lengths_with_holes():
-    base, run = records([2.0, 4.0, 0.0, 8.0, 10.0]), records([4.4, 5.0, None, 11.0, 12.0, 13.0], start=2)
+    base, run = (
+        records([2.0, 4.0, 0.0, 8.0, 10.0]),
+        records([4.4, 5.0, None, 11.0, 12.0, 13.0], start=2),
+    )
     found = gap(run, base)
     assert found.steps == [2, 5] and found.relative == pytest.approx([0.1, 0.1])
     assert found.one_only == 3 and found.not_finite == 2 and found.at_the_end == pytest.approx(0.1)
 
 
 def test_both_are_smoothed_over_the_same_steps():
-    base, run = records([100.0] * 10 + [1.0] * 10), records([2.0] * 10, start=11)  # resumed into another folder
+    # Resumed into another folder.
+    base, run = records([100.0] * 10 + [1.0] * 10), records([2.0] * 10, start=11)
     assert gap(run, base, smooth=50).relative == pytest.approx([1.0] * 10)
     assert gap(run, base, smooth=0.99).relative == pytest.approx([1.0] * 10)
 
 
 def test_plot_with_a_gap(tmp_path, capsys):
-    runs = [write(tmp_path / "bf16", [4.0] * 20), write(tmp_path / "coat", [4.04] * 18 + [None], start=3)]
+    runs = [
+        write(tmp_path / "bf16", [4.0] * 20),
+        write(tmp_path / "coat", [4.04] * 18 + [None], start=3),
+    ]
     for smooth in ("1", "5", "0.9"):
         picture = tmp_path / f"{smooth}.png"
         assert main([*runs, "--gap", "--smooth", smooth, "--output", str(picture)]) == 0
@@ -120,7 +149,10 @@ def test_plot_with_a_gap(tmp_path, capsys):
         out = capsys.readouterr().out
         assert "coat against bf16: +1.000 % over the last tenth of 18 common steps (3 to 20)" in out
         assert "left out: 3 steps of one run only, 0 without a finite loss" in out
-    assert main([*runs, "--log-level", "warning", "--output", str(picture)]) == 0 and capsys.readouterr().out == ""
+    assert (
+        main([*runs, "--log-level", "warning", "--output", str(picture)]) == 0
+        and capsys.readouterr().out == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,4 +167,6 @@ def test_errors_are_one_line_and_write_nothing(tmp_path, capsys, monkeypatch, ar
     monkeypatch.chdir(tmp_path)
     runs = [write(tmp_path / "a"), write(tmp_path / "b", start=10)]
     assert main([*runs, *argv]) == 2
-    assert capsys.readouterr().err.startswith(error) and sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+    assert capsys.readouterr().err.startswith(error) and sorted(
+        p.name for p in tmp_path.iterdir()
+    ) == ["a", "b"]

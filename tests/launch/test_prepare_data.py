@@ -1,4 +1,6 @@
-"""Data preparation: workers are irrelevant, files of others are not replaced, bad input is named."""
+"""Data preparation: workers are irrelevant, files of others are not replaced, bad input is
+named.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,26 @@ IDS = ["--tokenizer", "none", "--vocab-size", "9", "--eod", "0"]
 
 def test_sentencepiece_and_hf_files_travel_with_the_data(tmp_path, sentencepiece_file):
     write_jsonl(tmp_path / "in.jsonl", ["one two", "ten nine eight"])
-    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "a", tokenizer=f"sentencepiece:{sentencepiece_file}")
+    run(
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "a",
+        tokenizer=f"sentencepiece:{sentencepiece_file}",
+    )
     assert decoded(tmp_path / "a") == ["one two", "ten nine eight"]
     assert (tmp_path / "a.tokenizer.model").read_bytes() == sentencepiece_file.read_bytes()
     run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "b", tokenizer="bpe:300")
     source = f"hf:{tmp_path / 'b.tokenizer.json'}"
-    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "c", "--eod", "<|endoftext|>", tokenizer=source)
+    run(
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "c",
+        "--eod",
+        "<|endoftext|>",
+        tokenizer=source,
+    )
     assert documents(tmp_path / "b") == documents(tmp_path / "c")
     assert for_data(tmp_path / "c").fingerprint() == for_data(tmp_path / "b").fingerprint()
 
@@ -56,7 +72,9 @@ def test_other_settings_are_refused_unless_overwritten(tmp_path):
     (tmp_path / "in.txt").write_text("xyz")
     out = tmp_path / "out"
     run("--input", tmp_path / "in.jsonl", "--output", out, "--text-key", "body")
-    with pytest.raises(DataError, match=r"--output: .*text_key: 'body' then, 'text' now.*--overwrite"):
+    with pytest.raises(
+        DataError, match=r"--output: .*text_key: 'body' then, 'text' now.*--overwrite"
+    ):
         run("--input", tmp_path / "in.txt", "--output", out)
     assert decoded(out) == ["ab"]
     run("--input", tmp_path / "in.txt", "--output", out, "--overwrite")
@@ -79,16 +97,34 @@ def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
 @pytest.mark.parametrize(("eod", "noted"), [("0", False), ("8", True)])
 def test_an_end_of_documents_that_is_nowhere_is_noted(tmp_path, capsys, eod, noted):
     np.asarray([5, 6, 0, 7, 0], np.uint16).tofile(tmp_path / "t.bin")
-    given = ["--input", str(tmp_path / "t.bin"), "--output", str(tmp_path / "made"), "--workers", "1"]
+    given = [
+        "--input",
+        str(tmp_path / "t.bin"),
+        "--output",
+        str(tmp_path / "made"),
+        "--workers",
+        "1",
+    ]
     assert main([*given, *IDS[:-1], eod, "--dtype", "uint16"]) == 0
     assert ("note: --eod: got '8', which divides no file" in capsys.readouterr().err) == noted
 
 
 def test_what_is_missing_of_an_output_is_made_again(tmp_path):
     (tmp_path / "in.txt").write_text("some text and more text " * 99)
-    argv = ["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "bpe:270"]
+    argv = [
+        "--input",
+        str(tmp_path / "in.txt"),
+        "--output",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "bpe:270",
+    ]
     assert main([*argv, "--workers", "1"]) == 0
-    files = {file: file.read_bytes() for file in tmp_path.glob("out.*") if file.suffix != ".json" or "tok" in file.name}
+    files = {
+        file: file.read_bytes()
+        for file in tmp_path.glob("out.*")
+        if file.suffix != ".json" or "tok" in file.name
+    }
     assert len(files) == 3
     for file in files:
         file.unlink()
@@ -108,7 +144,10 @@ def test_files_of_others_are_not_replaced(tmp_path, name):
 def test_two_processes_do_not_write_one_output(tmp_path):
     (tmp_path / "in.txt").write_text("xyz")
     (tmp_path / "x.parts").mkdir()
-    with held_elsewhere(tmp_path / "x.parts/.lock"), pytest.raises(DataError, match="another program is writing"):
+    with (
+        held_elsewhere(tmp_path / "x.parts/.lock"),
+        pytest.raises(DataError, match="another program is writing"),
+    ):
         run("--input", tmp_path / "in.txt", "--output", tmp_path / "x")
     assert not (tmp_path / "x.bin").exists()
 
@@ -142,10 +181,19 @@ def bad_inputs(folder):
         (["t.bin", "--dtype", "uint16", *IDS], "got the id 9, accepted: ids from 0 to 8"),
         (["n.npy", *IDS], "got the id -1, accepted: ids from 0 to 8"),
         (["f.npy", *IDS], "f.npy: got float64"),
-        (["n.npy", "--dtype", "uint16", *IDS], "n.npy: got int32 .*, accepted: one dimension of uint16"),
-        (["wide.bin", "--dtype", "uint16", *IDS], "wide.bin: got uint16 tokens, every second about 0"),
+        (
+            ["n.npy", "--dtype", "uint16", *IDS],
+            "n.npy: got int32 .*, accepted: one dimension of uint16",
+        ),
+        (
+            ["wide.bin", "--dtype", "uint16", *IDS],
+            "wide.bin: got uint16 tokens, every second about 0",
+        ),
         (["odd.bin", "--dtype", "uint16", *IDS], "odd.bin: got 3 bytes"),
-        (["t.txt", "--output", "t.txt/x"], "--output: got t.txt/x.parts, accepted: a folder to write to"),
+        (
+            ["t.txt", "--output", "t.txt/x"],
+            "--output: got t.txt/x.parts, accepted: a folder to write to",
+        ),
     ]
 
 
@@ -155,10 +203,16 @@ def test_bad_input_is_named(tmp_path, capsys, monkeypatch):
     for arguments, words in cases:
         defaults = [] if "--output" in arguments else ["--output", "o"]
         defaults += [] if "--tokenizer" in arguments else ["--tokenizer", "bytes"]
-        assert main(["--input", *arguments, *defaults, "--workers", "1", "--overwrite"]) == 2, arguments
+        assert main(["--input", *arguments, *defaults, "--workers", "1", "--overwrite"]) == 2, (
+            arguments
+        )
         error = capsys.readouterr().err
         assert re.search(words, error), (arguments, error)
-        assert error.startswith("prepare_data: error: ") and error.count("\n") == 1 and "Traceback" not in error
+        assert (
+            error.startswith("prepare_data: error: ")
+            and error.count("\n") == 1
+            and "Traceback" not in error
+        )
         assert not Path("o.json").exists() and not Path("o.bin").exists()
 
 
@@ -167,13 +221,29 @@ def test_error_of_a_worker_reaches_the_user(tmp_path):
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("broken\n")
     with pytest.raises(DataError, match="in.jsonl:101: not JSON"):
-        run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "o", "--shard-bytes", "1K", workers="2")
+        run(
+            "--input",
+            tmp_path / "in.jsonl",
+            "--output",
+            tmp_path / "o",
+            "--shard-bytes",
+            "1K",
+            workers="2",
+        )
 
 
 def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, capsys):
     """An error of the disk must not make a finished output, or finished shards, look unfinished."""
     write_jsonl(tmp_path / "in.jsonl", some_texts(5, 9))
-    arguments = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "x", "--tokenizer", "bytes", "--quiet"]
+    arguments = [
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "x",
+        "--tokenizer",
+        "bytes",
+        "--quiet",
+    ]
     arguments = list(map(str, arguments))
     assert main(arguments) == 0
     before = files_of(tmp_path / "x")

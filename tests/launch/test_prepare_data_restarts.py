@@ -1,4 +1,6 @@
-"""Data preparation that is killed, interrupted or damaged half-way: the same command continues to the same bytes."""
+"""Data preparation that is killed, interrupted or damaged half-way: the same command continues
+to the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def alive(pid):
 
 
 def stop_in_the_middle(command, parts, number):
-    """Run a command, send it a signal once a few shards are there; its exit status and error output."""
+    """Run a command, send it a signal once a few shards are there; its exit status and error
+    output.
+    """
     enough = len(list(parts.glob("0*.json"))) + 5
     process = subprocess.Popen(
         command,
@@ -44,7 +48,11 @@ def stop_in_the_middle(command, parts, number):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     until = time.monotonic() + 60
-    while len(list(parts.glob("0*.json"))) < enough and time.monotonic() < until and process.poll() is None:
+    while (
+        len(list(parts.glob("0*.json"))) < enough
+        and time.monotonic() < until
+        and process.poll() is None
+    ):
         time.sleep(0.001)
     if process.poll() is not None:
         return process.returncode, process.communicate()[1]
@@ -58,7 +66,9 @@ def stop_in_the_middle(command, parts, number):
     for pid in orphans:
         os.kill(pid, signal.SIGKILL)
     assert not orphans
-    assert process.returncode == 0 or (len(children) >= 2 and len(list(parts.glob("0*.json"))) >= enough)
+    assert process.returncode == 0 or (
+        len(children) >= 2 and len(list(parts.glob("0*.json"))) >= enough
+    )
     return process.returncode, process.communicate()[1]
 
 
@@ -66,10 +76,29 @@ def stop_in_the_middle(command, parts, number):
 def test_killed_run_continues_to_the_same_bytes(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", some_texts(6000, 7))
     (tmp_path / "straight").mkdir()
-    common = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bpe:300", "--shard-bytes", "4k"]
-    prepare(parser().parse_args([*common, "--output", str(tmp_path / "straight/x"), "--workers", "1", "--quiet"]))
+    common = [
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--tokenizer",
+        "bpe:300",
+        "--shard-bytes",
+        "4k",
+    ]
+    prepare(
+        parser().parse_args(
+            [*common, "--output", str(tmp_path / "straight/x"), "--workers", "1", "--quiet"]
+        )
+    )
 
-    command = [sys.executable, "launch/prepare_data.py", *common, "--output", str(tmp_path / "out/x"), "--workers", "2"]
+    command = [
+        sys.executable,
+        "launch/prepare_data.py",
+        *common,
+        "--output",
+        str(tmp_path / "out/x"),
+        "--workers",
+        "2",
+    ]
     parts = tmp_path / "out/x.parts"
     for _ in range(3):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -85,7 +114,9 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path):
     assert "Traceback" not in errors and not (tmp_path / "out/x.json").exists()
     (parts / "000001.bin.tmp12345").write_bytes(b"half written")
 
-    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180)
+    again = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180
+    )
     assert again.returncode == 0, again.stderr
     assert "continuing: " in again.stdout and "6,000 documents" in again.stdout
     assert files_of(tmp_path / "out/x") == files_of(tmp_path / "straight/x") and not parts.exists()
@@ -99,7 +130,10 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path):
 def test_killed_merge_is_repeated(tmp_path, monkeypatch, victim):
     """The process dies just before this file gets its name."""
     write_jsonl(tmp_path / "in.jsonl", some_texts(50, 8))
-    arguments, folder = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"], tmp_path / "killed"
+    arguments, folder = (
+        ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"],
+        tmp_path / "killed",
+    )
     run(*arguments, "--output", tmp_path / "a/x")
     real = os.replace
 
@@ -122,10 +156,13 @@ def test_damaged_shard_is_made_again(tmp_path, monkeypatch, victim):
     write_jsonl(tmp_path / "in.jsonl", some_texts(50, 8))
     arguments = ["--input", tmp_path / "in.jsonl", "--shard-bytes", "2k"]
     run(*arguments, "--output", tmp_path / "whole")
-    monkeypatch.setattr("launch.prepare_data.merge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "launch.prepare_data.merge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         run(*arguments, "--output", tmp_path / "x")
     monkeypatch.undo()
-    os.truncate(tmp_path / "x.parts" / victim, 0)  # what a power cut may leave of a file that was renamed before
+    # What a power cut may leave of a file that was renamed before.
+    os.truncate(tmp_path / "x.parts" / victim, 0)
     run(*arguments, "--output", tmp_path / "x")
     assert files_of(tmp_path / "x") == files_of(tmp_path / "whole")

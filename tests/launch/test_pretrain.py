@@ -1,4 +1,6 @@
-"""Pretraining on two gloo ranks: exact restarts, non-finite numbers, refusals. Tiny shapes, random tokens."""
+"""Pretraining on two gloo ranks: exact restarts, non-finite numbers, refusals. Tiny shapes,
+random tokens.
+"""
 
 import json
 import math
@@ -29,7 +31,8 @@ from tests.support import run_ranks
 def test_restart_is_exact(work, tmp_path, stage, coat, more):
     """12 steps straight = 6 + restart + 6, to the last bit of every loss and gradient norm.
 
-    21 documents of 60 tokens are an epoch of 40 samples, or five steps: one ends before the restart and one after it.
+    21 documents of 60 tokens are an epoch of 40 samples, or five steps: one ends before the restart
+    and one after it.
     """
     config = configuration(tmp_path, stage, coat, **more)
     straight, parts, save = tmp_path / "straight", tmp_path / "parts", tmp_path / "save"
@@ -39,14 +42,24 @@ def test_restart_is_exact(work, tmp_path, stage, coat, more):
     both = [*evaluate, "--save", save, "--load", "auto", "--keep-last", "1"]
     assert (
         "--stop-at-step after step 6"
-        in run_ranks(2, rank_main, command(work, parts, config, *both, "--stop-at-step", "6", steps=12))[0]
+        in run_ranks(
+            2, rank_main, command(work, parts, config, *both, "--stop-at-step", "6", steps=12)
+        )[0]
     )
     assert len(read_metrics(parts)) == 6
-    assert "finished 12 steps" in run_ranks(2, rank_main, command(work, parts, config, *both, steps=12))[0]
+    assert (
+        "finished 12 steps"
+        in run_ranks(2, rank_main, command(work, parts, config, *both, steps=12))[0]
+    )
     assert losses(straight) == losses(parts)
-    assert len({loss for _, loss, *_ in losses(straight)}) == 12 and all(r["changed"] for r in read_metrics(parts))
-    assert [r.get("valid_loss") for r in read_metrics(straight)] == [r.get("valid_loss") for r in read_metrics(parts)]
-    assert [r["step"] for r in read_metrics(parts) if "valid_loss" in r] == [5, 10, 12]  # at the end, too
+    assert len({loss for _, loss, *_ in losses(straight)}) == 12 and all(
+        r["changed"] for r in read_metrics(parts)
+    )
+    assert [r.get("valid_loss") for r in read_metrics(straight)] == [
+        r.get("valid_loss") for r in read_metrics(parts)
+    ]
+    # At the end, too.
+    assert [r["step"] for r in read_metrics(parts) if "valid_loss" in r] == [5, 10, 12]
     assert sorted(p.name for p in save.glob("step*")) == ["step00000012"]
 
 
@@ -61,33 +74,58 @@ def test_restart_is_exact(work, tmp_path, stage, coat, more):
     ],
 )
 def test_non_finite_steps_are_skipped_and_change_nothing(work, tmp_path, stage, coat, more):
-    """A bad number on one rank in the first of two micro-batches: all skip, and weights, moments and counters stay."""
+    """A bad number on one rank in the first of two micro-batches: all skip, and weights, moments
+    and counters stay.
+    """
     config = configuration(tmp_path, stage, coat, **more)
     poisoned = [(3, "gradient", 1), (5, "loss", 0), (6, "gradient", 0)]
-    ends = run_ranks(2, rank_main, command(work, tmp_path / "run", config, "--max-bad-steps", "3", steps=8), poisoned)
+    ends = run_ranks(
+        2,
+        rank_main,
+        command(work, tmp_path / "run", config, "--max-bad-steps", "3", steps=8),
+        poisoned,
+    )
     assert ends[0].startswith("finished 8 steps")
     records = read_metrics(tmp_path / "run")
     why = {3: "non-finite gradient norm", 5: "non-finite loss", 6: "non-finite gradient norm"}
     assert {r["step"]: r["skipped"] for r in records if "skipped" in r} == why
     assert [r["changed"] for r in records] == [r["step"] not in why for r in records]
-    assert all(r["grad_norm"] is None for r in records if r["step"] in why) and records[4]["loss"] is None
-    assert all(math.isfinite(r["loss"]) and math.isfinite(r["grad_norm"]) for r in records if r["step"] not in why)
+    assert (
+        all(r["grad_norm"] is None for r in records if r["step"] in why)
+        and records[4]["loss"] is None
+    )
+    assert all(
+        math.isfinite(r["loss"]) and math.isfinite(r["grad_norm"])
+        for r in records
+        if r["step"] not in why
+    )
 
 
 def test_memory_table_counts_what_is_there(work, tmp_path):
     activations = {}
-    weights = 256 * 256 * (2 + 2 * (4 + 3)) + 5 * 256  # two embeddings; two layers of 4 h^2 + 3 h f, f = h; norms
+    # Two embeddings; two layers of 4 h^2 + 3 h f, f = h; norms.
+    weights = 256 * 256 * (2 + 2 * (4 + 3)) + 5 * 256
     for stage, coat in (2, True), (3, True), (2, False):
         config = configuration(tmp_path, stage, coat, data_types={"grad_accum_dtype": "fp32"})
         run = tmp_path / f"{stage}{coat}"
         wide = ["--model-override", "hidden_size=256"]
-        assert "finished 1" in run_ranks(2, rank_main, command(work, run, config, *wide, steps=1))[0]
+        assert (
+            "finished 1" in run_ranks(2, rank_main, command(work, run, config, *wide, steps=1))[0]
+        )
         table = json.loads((run / "memory.json").read_text())
-        held = {"parameters": weights // (stage - 1), "gradients": weights // 2, "master weights": weights // 2}
+        held = {
+            "parameters": weights // (stage - 1),
+            "gradients": weights // 2,
+            "master weights": weights // 2,
+        }
         for name, elements in held.items():
             assert table[name]["elements"] == pytest.approx(elements, rel=2e-3), name
         per_element = {n: row["bytes"] / row["elements"] for n, row in table.items()}
-        assert (per_element["parameters"], per_element["gradients"], per_element["master weights"]) == (2.0, 4.0, 4.0)
+        assert (
+            per_element["parameters"],
+            per_element["gradients"],
+            per_element["master weights"],
+        ) == (2.0, 4.0, 4.0)
         assert per_element["optimizer moments"] == pytest.approx(2.05 if coat else 8.0, abs=0.02)
         assert table["activations"]["elements"] == 2 * 32  # tokens of a micro-batch
         activations[stage, coat] = table["activations"]["bytes"]
@@ -110,22 +148,38 @@ def test_bad_steps_in_a_row_stop_the_run_and_name_the_checkpoint(work, tmp_path)
 
 def test_signal_on_one_rank_stops_all_after_the_step_and_saves(work, tmp_path):
     config, save = configuration(tmp_path, 2), tmp_path / "save"
-    ends = run_ranks(2, rank_main, command(work, tmp_path / "run", config, "--save", save), [(4, "signal", 1)])
+    ends = run_ranks(
+        2, rank_main, command(work, tmp_path / "run", config, "--save", save), [(4, "signal", 1)]
+    )
     assert ends[1] == f"stopped by SIGTERM after step 4; checkpoint {save}/step00000004"
     assert ends[0].startswith("stopped by a signal on another rank after step 4")
     assert len(read_metrics(tmp_path / "run")) == 4
     # Reached before, as by the same command given again: nothing is trained.
     for step in (3, 4):
-        argv = command(work, tmp_path / "run", config, "--save", save, "--load", "auto", "--stop-at-step", step)
+        argv = command(
+            work, tmp_path / "run", config, "--save", save, "--load", "auto", "--stop-at-step", step
+        )
         ends = run_ranks(2, rank_main, argv)
-        assert set(ends) == {f"stopped by --stop-at-step after step 4; checkpoint {save}/step00000004"}
-    assert len(read_metrics(tmp_path / "run")) == 4 and [p.name for p in save.glob("*step*")] == ["step00000004"]
-    assert "finished 6" in run_ranks(2, rank_main, command(work, tmp_path / "run", config, "--load", save, steps=6))[0]
+        assert set(ends) == {
+            f"stopped by --stop-at-step after step 4; checkpoint {save}/step00000004"
+        }
+    assert len(read_metrics(tmp_path / "run")) == 4 and [p.name for p in save.glob("*step*")] == [
+        "step00000004"
+    ]
+    assert (
+        "finished 6"
+        in run_ranks(
+            2, rank_main, command(work, tmp_path / "run", config, "--load", save, steps=6)
+        )[0]
+    )
 
 
 def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(work, tmp_path):
     config, save, run = configuration(tmp_path, 2), tmp_path / "save", tmp_path / "run"
-    assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
+    assert (
+        "finished 2"
+        in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
+    )
     go_on = command(work, run, config, "--load", save, steps=4)
 
     def end(argv, world=2):
@@ -134,14 +188,22 @@ def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(work, tmp_path):
     bigger = end([*go_on, "--model-override", "ffn_hidden_size=384"])
     assert "to_universal" not in bigger
     assert bigger.startswith(
-        f"CheckpointError: {save}/step00000002 was made by a different run:\nmodel.ffn_hidden_size: checkpoint has 256"
+        f"CheckpointError: {save}/step00000002 was made by a different "
+        "run:\nmodel.ffn_hidden_size: checkpoint has 256"
     )
-    assert "parallel.tensor: checkpoint has 1, this run has 2" in end([*go_on, "--tensor-parallel", "2"])
+    assert "parallel.tensor: checkpoint has 1, this run has 2" in end(
+        [*go_on, "--tensor-parallel", "2"]
+    )
     assert "parallel.data: checkpoint has 2, this run has 1" in end(go_on, world=1)
     other = command(work, run, configuration(tmp_path, 3), "--load", save, steps=4)
-    assert "deepspeed.zero_optimization.stage: checkpoint has 2, this run has 3\nlaunch/to_universal.py" in end(other)
+    assert (
+        "deepspeed.zero_optimization.stage: checkpoint has 2, this run has "
+        "3\nlaunch/to_universal.py" in end(other)
+    )
     other = command(work, run, configuration(tmp_path, 2, coat=False), "--load", save, steps=4)
-    assert "deepspeed.optimizer.type: checkpoint has 'CoatAdamW', this run has 'AdamW'" in end(other)
+    assert "deepspeed.optimizer.type: checkpoint has 'CoatAdamW', this run has 'AdamW'" in end(
+        other
+    )
     assert len(read_metrics(run)) == 2  # a refused start leaves the record of the run alone
     assert "--load: got" in end(command(work, run, config, "--load", tmp_path / "empty", steps=4))
 
@@ -172,13 +234,21 @@ SIZES = {
     ids=["two", "four"],
 )
 def test_tensor_parallel_sizes_agree(work, tmp_path, names, steps):
-    """Losses to the bit, with tp_invariant. A rank's rows of every weight are whole groups of FP8 moments at each size.
+    """Losses to the bit, with tp_invariant. A rank's rows of every weight are whole groups of FP8
+    moments at each size.
 
-    Without clipping: the norm is summed shard by shard, and its last bit is enough to part runs, now and then.
+    Without clipping: the norm is summed shard by shard, and its last bit is enough to part runs,
+    now and then.
     """
     coat = {"optimizer": {"stochastic_rounding": False}, "activation": {"tp_invariant": True}}
     config = configuration(tmp_path, 2, coat=coat, gradient_clipping=0.0)
-    wide = ["--model-override", "hidden_size=512", "ffn_hidden_size=512", "num_attention_heads=4", "hidden_dropout=0.0"]
+    wide = [
+        "--model-override",
+        "hidden_size=512",
+        "ffn_hidden_size=512",
+        "num_attention_heads=4",
+        "hidden_dropout=0.0",
+    ]
     losses, norms = {}, {}
     for name in names:
         world, more = SIZES[name]
@@ -187,15 +257,26 @@ def test_tensor_parallel_sizes_agree(work, tmp_path, names, steps):
         losses[name], norms[name] = zip(
             *((r["loss"], r["grad_norm"]) for r in read_metrics(tmp_path / name)), strict=True
         )
-    assert all(of_size == losses["one"] for of_size in losses.values()) and len(set(losses["one"])) == steps
+    assert (
+        all(of_size == losses["one"] for of_size in losses.values())
+        and len(set(losses["one"])) == steps
+    )
     assert all(of_size == pytest.approx(norms["one"], rel=1e-6) for of_size in norms.values())
 
 
 def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
     config, save, run = configuration(tmp_path, 3), tmp_path / "save", tmp_path / "run"
-    assert "finished 2" in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
-    changed = {"type": "CoatAdamW", "params": {"lr": 5e-3, "betas": [0.8, 0.99], "weight_decay": 0.3}}
-    go_on = command(work, run, configuration(tmp_path, 3, optimizer=changed), "--load", save, steps=3)
+    assert (
+        "finished 2"
+        in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
+    )
+    changed = {
+        "type": "CoatAdamW",
+        "params": {"lr": 5e-3, "betas": [0.8, 0.99], "weight_decay": 0.3},
+    }
+    go_on = command(
+        work, run, configuration(tmp_path, 3, optimizer=changed), "--load", save, steps=3
+    )
     groups = run_ranks(2, hyperparameters, go_on)[0]
     assert groups == [["decay/fp8", 0.3, (0.8, 0.99)], ["no_decay/fp32", 0.0, (0.8, 0.99)]]
 

@@ -43,7 +43,11 @@ def test_short_work_is_silent_and_a_terminal_has_a_bar(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         with Progress(10, "work") as bar:
             bar.update(10)
-    assert out.getvalue() == "" and "work: 100%" in terminal.getvalue() and terminal.getvalue().endswith("\n")
+    assert (
+        out.getvalue() == ""
+        and "work: 100%" in terminal.getvalue()
+        and terminal.getvalue().endswith("\n")
+    )
 
 
 @pytest.mark.parametrize("why", ["quiet", "level", "rank"])
@@ -87,7 +91,9 @@ def test_log_level(loggers, capsys, monkeypatch, level, libraries, printed):
     say("info")
     say("warning", "warning")
     captured = capsys.readouterr()
-    assert (captured.out + captured.err).split() == printed.split() and "warning" not in captured.out
+    assert (
+        captured.out + captured.err
+    ).split() == printed.split() and "warning" not in captured.out
     monkeypatch.setenv("RANK", "3")
     say("info")
     assert capsys.readouterr().out == ""

@@ -1,4 +1,6 @@
-"""RoPE scaling of a model description: transformers' frequencies in every layer, and errors that name the key."""
+"""RoPE scaling of a model description: transformers' frequencies in every layer, and errors that
+name the key.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,19 @@ def described(scaling, *more):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize(("base", "dim"), [(10000, 64), (500000, 128), (1000000, 128), (2000.5, 16)])
+@pytest.mark.parametrize(
+    ("base", "dim"), [(10000, 64), (500000, 128), (1000000, 128), (2000.5, 16)]
+)
 def test_frequencies_are_those_of_transformers(name, base, dim):
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     parameters = {**SCALINGS[name], "rope_theta": base}
     config = transformers.LlamaConfig(
-        hidden_size=4 * dim, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=parameters
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters=parameters,
     )
     theirs = LlamaRotaryEmbedding(config)
     ours, factor = rope_frequencies(checked_rope_scaling(SCALINGS[name]), base, dim)
@@ -72,24 +79,38 @@ def test_every_layer_turns_by_the_scaled_frequencies(one_rank, monkeypatch, name
     assert torch.equal(angles[:, 0, 0], torch.outer(torch.arange(32.0), frequencies).repeat(1, 2))
     assert rope_mscale(built.config) == pytest.approx(factor, rel=1e-12)
 
-    tokens, positions = torch.randint(0, 500, (2, 32), device=device), torch.arange(32, device=device).expand(2, -1)
+    tokens, positions = (
+        torch.randint(0, 500, (2, 32), device=device),
+        torch.arange(32, device=device).expand(2, -1),
+    )
     plain = build_model(model.model_copy(update={"rope_scaling": None}), dtype=torch.float32)
     plain.load_state_dict(built.state_dict())
     assert (built(tokens, positions, None) - plain(tokens, positions, None)).abs().max() > 1e-4
 
     tables = []
     table = attention.flow.rope_table
-    monkeypatch.setattr(attention.flow, "rope_table", lambda *a: tables.append(table(*a)) or tables[-1])
+    monkeypatch.setattr(
+        attention.flow, "rope_table", lambda *a: tables.append(table(*a)) or tables[-1]
+    )
     patch_model(built, ActivationConfig())
     built(tokens, positions, None)
     assert len(tables) == 1
-    torch.testing.assert_close(tables[0].cos[:, 0].cpu(), angles[:, 0, 0].cos() * factor, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(tables[0].sin[:, 0].cpu(), angles[:, 0, 0].sin() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        tables[0].cos[:, 0].cpu(), angles[:, 0, 0].cos() * factor, rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(
+        tables[0].sin[:, 0].cpu(), angles[:, 0, 0].sin() * factor, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_one_way_to_say_it():
-    """The older ``type``, nulls and "default" make no difference to what is kept, so neither to a restart."""
-    assert described({"type": "linear", "factor": 2}).rope_scaling == {"rope_type": "linear", "factor": 2}
+    """The older ``type``, nulls and "default" make no difference to what is kept, so neither to
+    a restart.
+    """
+    assert described({"type": "linear", "factor": 2}).rope_scaling == {
+        "rope_type": "linear",
+        "factor": 2,
+    }
     assert described(YARN | {"attention_factor": None}) == described(YARN)
     assert described({"rope_type": "default"}) == described(None) == load_model_config(TINY)
 
@@ -116,6 +137,7 @@ def test_a_megatron_without_an_attention_factor(one_rank, monkeypatch):
     monkeypatch.setattr(compat, "rope_mscale", lambda config: 1.0)
     build_model(described(LLAMA3).with_vocab(500))
     with pytest.raises(
-        CoatConfigError, match=r"^model\.rope_scaling: attention factor .*: got 1\.1386.*, accepted: 1 "
+        CoatConfigError,
+        match=r"^model\.rope_scaling: attention factor .*: got 1\.1386.*, accepted: 1 ",
     ):
         build_model(described(YARN).with_vocab(500))

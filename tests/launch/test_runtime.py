@@ -48,7 +48,12 @@ def test_a_later_signal_ends_at_once():
         os.kill(os.getpid(), signal.SIGTERM)
         print("not reached")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 128 + signal.SIGTERM and done.stdout == "still here\n"
 
 
@@ -72,7 +77,12 @@ def test_a_dead_launcher_is_a_request():
         os.wait()
         time.sleep(0.01)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout == "end of the launcher\n"
 
 
@@ -80,7 +90,9 @@ def test_needs_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["launch/finetune.py"])
-    with pytest.raises(CoatConfigError, match=r"^RANK: not set, accepted: start with `deepspeed launch/finetune.py"):
+    with pytest.raises(
+        CoatConfigError, match=r"^RANK: not set, accepted: start with `deepspeed launch/finetune.py"
+    ):
         runtime.start(None)
 
 

@@ -31,7 +31,8 @@ def test_sampler_resumes_and_wraps():
     for n in range(9):
         assert positions(PretrainSampler(10, 4 * n, 2, 1, 2), 9 - n) == straight[n:]
     sampler = PretrainSampler(10, 4, 2, 0, 1)
-    assert positions(sampler, 3) == positions(sampler, 3)  # every iteration begins at consumed_samples
+    # Every iteration begins at consumed_samples.
+    assert positions(sampler, 3) == positions(sampler, 3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

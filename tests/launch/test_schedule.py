@@ -21,7 +21,11 @@ def test_warmup_ends_at_the_peak_and_decay_at_the_minimum():
 
 def test_shapes():
     cosine, linear = (Schedule(lr=1.0, decay_steps=100, kind=kind) for kind in ("cosine", "linear"))
-    assert cosine(50) == pytest.approx(0.5) and cosine(25) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
-    assert linear(25) == pytest.approx(0.75) and linear(1) == pytest.approx(0.99), "near the peak without warm-up"
+    assert cosine(50) == pytest.approx(0.5) and cosine(25) == pytest.approx(
+        0.5 * (1 + math.cos(math.pi / 4))
+    )
+    assert linear(25) == pytest.approx(0.75) and linear(1) == pytest.approx(0.99), (
+        "near the peak without warm-up"
+    )
     constant = Schedule(lr=0.1, warmup_steps=4, kind="constant")
     assert [constant(i) for i in (2, 4, 5, 10**9)] == [0.05, 0.1, 0.1, 0.1]

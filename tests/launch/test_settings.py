@@ -11,7 +11,16 @@ from launch.train.arguments import parse
 from launch.train.settings import batch_sizes, load_settings, peak_lr
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "deepspeed"
-REQUIRED = ["--deepspeed_config", "x.json", "--model", "m.json", "--data", "d", "--train-steps", "100"]
+REQUIRED = [
+    "--deepspeed_config",
+    "x.json",
+    "--model",
+    "m.json",
+    "--data",
+    "d",
+    "--train-steps",
+    "100",
+]
 GOOD = {
     "train_micro_batch_size_per_gpu": 2,
     "bf16": {"enabled": True},
@@ -28,7 +37,10 @@ def test_shipped_configurations_load(path):
     assert settings["optimizer"]["type"] == ("AdamW" if coat is None else "CoatAdamW")
 
 
-ADAMW = {"coat": None, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": True}}}
+ADAMW = {
+    "coat": None,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": True}},
+}
 
 
 @pytest.mark.parametrize(
@@ -36,13 +48,25 @@ ADAMW = {"coat": None, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bi
     [
         ({"bf16": {"enabled": False}}, "bf16.enabled: got False, accepted: true"),
         ({"bf16": None}, "bf16.enabled: got None, accepted: true"),
-        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow: got False"),
-        ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, "zero_optimization.compute_grad_norm: got F"),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": False}},
+            "bf16.check_grad_overflow: got False",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm: got F",
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler: got .*accepted: absent"),
-        ({"coat": None, "optimizer": {"type": "SGD"}}, "optimizer.type: got 'SGD', accepted: \"CoatAdamW\""),
+        (
+            {"coat": None, "optimizer": {"type": "SGD"}},
+            "optimizer.type: got 'SGD', accepted: \"CoatAdamW\"",
+        ),
         ({"coat": None, "optimizer": None}, "optimizer.type: got None"),
         (ADAMW, "optimizer.params.bias_correction: got True"),
-        ({**ADAMW, "zero_optimization": {"stage": 0}}, "zero_optimization.stage: got 0, accepted: 1, 2 or 3"),
+        (
+            {**ADAMW, "zero_optimization": {"stage": 0}},
+            "zero_optimization.stage: got 0, accepted: 1, 2 or 3",
+        ),
         (
             {"checkpoint": {"use_node_local_storage": True}},
             "checkpoint.use_node_local_storage: got True, accepted: fal",
@@ -52,12 +76,18 @@ ADAMW = {"coat": None, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bi
 )
 def test_configurations_that_cannot_run(tmp_path, change, message):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({key: value for key, value in {**GOOD, **change}.items() if value is not None}))
+    path.write_text(
+        json.dumps({key: value for key, value in {**GOOD, **change}.items() if value is not None})
+    )
     with pytest.raises(CoatConfigError, match=message):
         load_settings(str(path), tp=1)
 
 
-MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+MICRO, STEPS, TOTAL = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
 
 
 def test_batch_sizes_follow_deepspeed():
@@ -70,7 +100,15 @@ def test_batch_sizes_follow_deepspeed():
     ]:
         sizes = batch_sizes(given, 4)
         assert (sizes.micro, sizes.accumulation, sizes.total) == expected
-    wrong = ({}, {STEPS: 2}, {TOTAL: 9}, {TOTAL: 2}, {MICRO: 0}, {MICRO: "auto"}, {MICRO: 2, STEPS: 3, TOTAL: 8})
+    wrong = (
+        {},
+        {STEPS: 2},
+        {TOTAL: 9},
+        {TOTAL: 2},
+        {MICRO: 0},
+        {MICRO: "auto"},
+        {MICRO: 2, STEPS: 3, TOTAL: 8},
+    )
     for given in wrong:
         with pytest.raises(CoatConfigError, match="accepted: "):
             batch_sizes(given, 4)
@@ -83,5 +121,7 @@ def test_peak_lr():
     with pytest.raises(CoatConfigError, match="optimizer.params.lr: got None"):
         peak_lr(args, {"optimizer": {"type": "AdamW"}})
     for lr in (math.inf, math.nan, -1.0, True):
-        with pytest.raises(CoatConfigError, match="optimizer.params.lr: got .* accepted: a finite number >= 0"):
+        with pytest.raises(
+            CoatConfigError, match="optimizer.params.lr: got .* accepted: a finite number >= 0"
+        ):
             peak_lr(args, {"optimizer": {"type": "AdamW", "params": {"lr": lr}}})

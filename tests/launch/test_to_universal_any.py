@@ -1,4 +1,6 @@
-"""``launch/to_universal.py`` on checkpoints of programs that know only DeepSpeed's API, and by DeepSpeed's options."""
+"""``launch/to_universal.py`` on checkpoints of programs that know only DeepSpeed's API, and by
+DeepSpeed's options.
+"""
 
 import json
 import shutil
@@ -14,7 +16,9 @@ from tests.support import run_ranks
 
 
 def engine_of(coat, stage, universal=False):
-    """An engine of ``coat_dist.initialize`` with CoatAdamW, or DeepSpeed's own with torch's AdamW."""
+    """An engine of ``coat_dist.initialize`` with CoatAdamW, or DeepSpeed's own with torch's
+    AdamW.
+    """
     deepspeed = quiet_deepspeed()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -26,7 +30,9 @@ def engine_of(coat, stage, universal=False):
     net = model()
     if coat:
         config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 3e-3}}
-        return coat_dist.initialize(model=net, config={**config, "coat": {"activation": {"enabled": False}}})[0]
+        return coat_dist.initialize(
+            model=net, config={**config, "coat": {"activation": {"enabled": False}}}
+        )[0]
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     config["zero_allow_untested_optimizer"] = True
     return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
@@ -36,7 +42,11 @@ def contents(engine, coat):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     def moment(param, which, key):
-        return coat_dist.safe_get_full_moment(param, which) if coat else safe_get_full_optimizer_state(param, key)
+        return (
+            coat_dist.safe_get_full_moment(param, which)
+            if coat
+            else safe_get_full_optimizer_state(param, key)
+        )
 
     return {
         name: [
@@ -70,12 +80,18 @@ def main(*argv):
 
 def same(one, other, count=3):
     assert one.keys() == other.keys()
-    return all(torch.equal(a, b) for name in one for a, b in zip(one[name][:count], other[name][:count], strict=True))
+    return all(
+        torch.equal(a, b)
+        for name in one
+        for a, b in zip(one[name][:count], other[name][:count], strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of plain DeepSpeed on two ranks, laid out as transformers' Trainer does, and what it holds."""
+    """A checkpoint of plain DeepSpeed on two ranks, laid out as transformers' Trainer does, and
+    what it holds.
+    """
     folder = tmp_path_factory.mktemp("trainer") / "checkpoint-3"
     return folder, run_ranks(2, save, False, 2, str(folder))[0]
 
@@ -96,24 +112,47 @@ def test_a_plain_checkpoint_loads_in_both_kinds_of_programs(saved, converted, co
 
 
 def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
-    """From stage 3 on two ranks to stage 2 on one, by DeepSpeed's options, beside the checkpoint."""
+    """From stage 3 on two ranks to stage 2 on one, by DeepSpeed's options, beside the
+    checkpoint.
+    """
     held = run_ranks(2, save, True, 3, str(tmp_path))[0]
     before = (tmp_path / "latest").read_text()
     manifest = tmp_path / "global_step3" / "manifest.json"
-    extra = {"progress": {"step": 200}}  # of a program that has one of the names that pretrain.py uses
+    # Of a program that has one of the names that pretrain.py uses.
+    extra = {"progress": {"step": 200}}
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | extra))
-    given = ("--input_folder", tmp_path / "global_step3", "--output_folder", tmp_path / "global_step3_universal")
+    given = (
+        "--input_folder",
+        tmp_path / "global_step3",
+        "--output_folder",
+        tmp_path / "global_step3_universal",
+    )
     assert main(*given) == 0
     assert (tmp_path / "latest_universal").read_text() == "global_step3_universal"
     assert (tmp_path / "latest").read_text() == before
-    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith((".unfinished", ".converting"))]
+    assert not [
+        p.name for p in tmp_path.iterdir() if p.name.startswith((".unfinished", ".converting"))
+    ]
     assert same(run_ranks(1, load, False, 2, str(tmp_path))[0], held)
 
 
 def test_deepspeeds_options_are_taken(saved, tmp_path, capsys):
     output = tmp_path / "there_universal"
-    options = ["--num_extract_workers", "8", "--num_merge_workers=2", "--keep_temp_folder", "--no_strict"]
-    given = ["--input_folder", saved[0], "--output_folder", output, *options, "--inject_missing_state"]
+    options = [
+        "--num_extract_workers",
+        "8",
+        "--num_merge_workers=2",
+        "--keep_temp_folder",
+        "--no_strict",
+    ]
+    given = [
+        "--input_folder",
+        saved[0],
+        "--output_folder",
+        output,
+        *options,
+        "--inject_missing_state",
+    ]
     assert main(*given) == 0
     said = capsys.readouterr().out
     assert '"checkpoint": {"load_universal": true}' in said and str(tmp_path) in said
@@ -131,7 +170,11 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
         capsys.readouterr()
         assert main(*argv) == 2
         text = capsys.readouterr().err
-        assert text.startswith("error: ") and text.count("\n") == 1 and sorted(tmp_path.rglob("*")) == before, text
+        assert (
+            text.startswith("error: ")
+            and text.count("\n") == 1
+            and sorted(tmp_path.rglob("*")) == before
+        ), text
         return text
 
     out = ("--output", tmp_path / "out")
@@ -142,9 +185,13 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
     assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", tag)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("")
-    assert "no earlier conversion" in refused("--load", folder, "--output_folder", tmp_path / "mine")
+    assert "no earlier conversion" in refused(
+        "--load", folder, "--output_folder", tmp_path / "mine"
+    )
     shutil.copytree(tag, tmp_path / "other/global_step3")
-    assert "another run's global_step3" in refused("--load", tmp_path / "other/global_step3", "--output", converted)
+    assert "another run's global_step3" in refused(
+        "--load", tmp_path / "other/global_step3", "--output", converted
+    )
     for option in ("--output", "--output_folder"):  # with its run's next save it might be removed
         inside = tmp_path / "other/global_step3/deep/x"
         assert "which is a checkpoint or in one" in refused("--load", folder, option, inside)
@@ -156,9 +203,15 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
         return refused("--load", tmp_path / name / "global_step3", *out)
 
     first = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    assert "of ZeRO" in changed("stage0", lambda f: [p.unlink() for p in f.glob("*optim_states.pt")])
-    assert "accepted: of 1 x 2" in changed("missing", lambda f: (f / first.replace("rank_0_", "rank_1_")).unlink())
-    assert first in changed("truncated", lambda f: (f / first).write_bytes((f / first).read_bytes()[:1000]))
+    assert "of ZeRO" in changed(
+        "stage0", lambda f: [p.unlink() for p in f.glob("*optim_states.pt")]
+    )
+    assert "accepted: of 1 x 2" in changed(
+        "missing", lambda f: (f / first.replace("rank_0_", "rank_1_")).unlink()
+    )
+    assert first in changed(
+        "truncated", lambda f: (f / first).write_bytes((f / first).read_bytes()[:1000])
+    )
 
 
 def test_steps_that_an_optimizer_counts_by_group(saved, tmp_path):
@@ -183,14 +236,19 @@ def test_a_kill_while_converting_leaves_nothing_that_looks_finished(saved, tmp_p
     def killed(source, target, on_progress):
         whole(source, target)
         next(target.rglob("step.pt")).unlink()
-        raise SystemExit  # as little is cleaned up after it as a kill leaves: the folder is put back below
+        # As little is cleaned up after it as a kill leaves: the folder is put back below.
+        raise SystemExit
 
     monkeypatch.setattr(coat_dist, "convert_to_universal", killed)
     for option in ("--output", "--output_folder"):
         place = tmp_path / option
         with pytest.raises(SystemExit):
             main("--load", saved[0], option, place)
-        half = (place / ".unfinished-global_step3") if option == "--output" else tmp_path / f".unfinished-{option}"
+        half = (
+            (place / ".unfinished-global_step3")
+            if option == "--output"
+            else tmp_path / f".unfinished-{option}"
+        )
         half.mkdir(parents=True)
         (half / "mp_rank_00_model_states.pt").write_text("half")
         assert not list(tmp_path.rglob("latest*")) and not list(tmp_path.rglob("manifest.json"))

@@ -1,4 +1,6 @@
-"""What ``launch/to_universal.py`` does with folders: paths of every form, repetitions, errors of the disk."""
+"""What ``launch/to_universal.py`` does with folders: paths of every form, repetitions, errors of
+the disk.
+"""
 
 import errno
 import json
@@ -25,7 +27,11 @@ def make(save, step, seed=0):
     temporary.mkdir(parents=True)
     (temporary / "states.pt").write_text(f"{step} {seed}")
     progress = {"step": step, "loss": seed / 7}
-    publish.finish(temporary, final, {"format": 1, "progress": progress, "run": {}, "files": sync_files(temporary)})
+    publish.finish(
+        temporary,
+        final,
+        {"format": 1, "progress": progress, "run": {}, "files": sync_files(temporary)},
+    )
     (save / publish.LATEST).write_text(final.name)
     return final
 
@@ -69,7 +75,12 @@ def test_every_form_of_a_path(tmp_path, monkeypatch, capsys):
         output.mkdir()
         (output / "notes.txt").write_text("mine")
         assert main(way, f"{output}/" if number % 2 else output) == 0, way
-        assert sorted(os.listdir(output)) == ["latest", "latest_universal", "notes.txt", "step00000004"], way
+        assert sorted(os.listdir(output)) == [
+            "latest",
+            "latest_universal",
+            "notes.txt",
+            "step00000004",
+        ], way
         assert whole(output) == ("step00000004", "4 0")
     other = make(tmp_path / "other", 4, seed=1)
     before = listing(tmp_path)
@@ -93,11 +104,21 @@ def test_twice_replaces_and_leaves_nothing_behind(tmp_path):
         assert main(save / publish.name_of(step), output) == 0
         for name in ("latest", "latest_universal"):
             assert (output / name).read_text() == publish.name_of(step)
-    assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004", "step00000006"]
+    assert sorted(os.listdir(output)) == [
+        "latest",
+        "latest_universal",
+        "step00000004",
+        "step00000006",
+    ]
     (output / ".unfinished-replaced-step00000006").mkdir()  # of a conversion that was killed
     (output / ".unfinished-step00000004").mkdir()
     assert main(save, output) == 0
-    assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004", "step00000006"]
+    assert sorted(os.listdir(output)) == [
+        "latest",
+        "latest_universal",
+        "step00000004",
+        "step00000006",
+    ]
 
 
 def test_killed_while_a_step_was_saved_again(tmp_path):
@@ -107,7 +128,10 @@ def test_killed_while_a_step_was_saved_again(tmp_path):
     for i, load in enumerate((tmp_path / "save", step)):
         assert main(load, tmp_path / f"out{i}") == 0
         assert whole(tmp_path / f"out{i}") == ("step00000004", "4 0")
-    with pytest.raises(CheckpointError, match=r"\.unfinished-replaced-step00000004: does not say of which model it is"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"\.unfinished-replaced-step00000004: does not say of which model it is",
+    ):
         open_weights(step)  # for evaluate.py, convert_hf.py and --init-from
 
 
@@ -134,8 +158,12 @@ def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, place, for_good):
         # Where renaming back fails as well, it has its passing name until the next conversion.
         assert whole(output)[1] == "4 0", f"{place}, call {nth}"
         to_universal.convert(source, output)
-        assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004"], f"{place}, call {nth}"
-    assert (source.stat().st_mtime_ns, listing(source)) == before and json.loads((source / "manifest.json").read_text())
+        assert sorted(os.listdir(output)) == ["latest", "latest_universal", "step00000004"], (
+            f"{place}, call {nth}"
+        )
+    assert (source.stat().st_mtime_ns, listing(source)) == before and json.loads(
+        (source / "manifest.json").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +182,9 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys, problem):
     step, output = make(tmp_path / "save", 4), tmp_path / "out"
     for option, place in (("--output", output / step.name), ("--output_folder", output)):
         assert to_universal.main(["--load", str(step), option, str(output)]) == 2
-        assert capsys.readouterr().err == f"error: {option}: cannot write {place}: the disk is full\n"
+        assert (
+            capsys.readouterr().err == f"error: {option}: cannot write {place}: the disk is full\n"
+        )
         assert os.listdir(tmp_path) == ["save"]
 
 
@@ -166,5 +196,8 @@ def test_two_conversions_at_once(tmp_path, capsys):
     before = listing(output)
     with held_elsewhere(output / ".lock"):
         assert main(tmp_path / "save", output) == 2
-    assert f"error: --output: got {output}, which another program is writing to" in capsys.readouterr().err
+    assert (
+        f"error: --output: got {output}, which another program is writing to"
+        in capsys.readouterr().err
+    )
     assert listing(output) == before

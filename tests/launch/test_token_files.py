@@ -1,4 +1,6 @@
-"""Dolma's token files, read where they lie: the order of samples, weights, the index, and what is refused."""
+"""Dolma's token files, read where they lie: the order of samples, weights, the index, and what
+is refused.
+"""
 
 import json
 import os
@@ -31,7 +33,9 @@ def tokens(documents, seed, low=10, high=VOCAB, end=True):
 
 def write(path, values, dtype="uint16"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, np.asarray(values, np.uint16)) if dtype is None else np.asarray(values, dtype).tofile(path)
+    np.save(path, np.asarray(values, np.uint16)) if dtype is None else np.asarray(
+        values, dtype
+    ).tofile(path)
     return path
 
 
@@ -43,7 +47,9 @@ def describe(folder, sources, name="mix.json", **top):
 
 @pytest.fixture
 def two(tmp_path):
-    """A description of two sources whose ids tell them apart: "low" of three files in uint16, "high" in uint32."""
+    """A description of two sources whose ids tell them apart: "low" of three files in uint16,
+    "high" in uint32.
+    """
     for number in range(3):
         write(tmp_path / f"low/part-{number}.npy", tokens(40, number, high=400, end=number != 1))
     write(tmp_path / "high.npy", tokens(150, 9, low=500), "uint32")
@@ -59,7 +65,18 @@ def test_samples_are_those_of_a_prepared_copy(tmp_path, dtype):
     files = [write(tmp_path / f"part-{n}.npy", tokens(40, n, end=n != 1), dtype) for n in range(3)]
     path = describe(tmp_path, [{"name": "all", "files": ["part-*.npy"]}], dtype=dtype)
     more = ["--dtype", dtype] if dtype else []
-    run("--input", *files, "--output", tmp_path / "copy", "--vocab-size", VOCAB, "--eod", EOS, *more, tokenizer="none")
+    run(
+        "--input",
+        *files,
+        "--output",
+        tmp_path / "copy",
+        "--vocab-size",
+        VOCAB,
+        "--eod",
+        EOS,
+        *more,
+        tokenizer="none",
+    )
     ours, theirs = train(path, 300), train(f"{tmp_path}/copy", 300)
     assert ours.epoch_samples == theirs.epoch_samples < 300
     assert rows(ours, 300) == rows(theirs, 300)
@@ -74,7 +91,10 @@ def test_nothing_is_copied(two, tmp_path):
     got = sources[1].get(big)
     assert isinstance(got.base, np.memmap) and got.dtype == np.uint32 and not got.flags.writeable
     written = sum(f.stat().st_size for f in (tmp_path / "mix.json.cache").iterdir())
-    assert not any(f.suffix == ".bin" for f in (tmp_path / "mix.json.cache").iterdir()) and written < 100_000
+    assert (
+        not any(f.suffix == ".bin" for f in (tmp_path / "mix.json.cache").iterdir())
+        and written < 100_000
+    )
 
 
 @pytest.mark.parametrize(("weights", "share"), [((1, 3), 0.75), ((0.5, 0.5), 0.5)])
@@ -109,7 +129,8 @@ def test_without_weights_tokens_count_and_yaml_says_the_same(two, tmp_path):
     dataset = train(describe(tmp_path, two), 200)
     assert abs(sum(dataset[i]["dataset_id"] for i in range(200)) - 200 * sizes[1] / sum(sizes)) <= 1
     (tmp_path / "mix.yaml").write_text(
-        f"eos: {EOS}   # ends documents\n_one: &one {{dtype: uint16}}\nvocab_size: {VOCAB}\nsources:\n"
+        f"eos: {EOS}   # ends documents\n_one: &one {{dtype: uint16}}\nvocab_size: "
+        f"{VOCAB}\nsources:\n"
         "  - {name: low, <<: *one, files: [low/part-0.npy, low/part-1.npy, low/part-2.npy]}\n"
         "  - name: high\n    dtype: uint32\n    files: high.npy\n"
     )
@@ -119,12 +140,20 @@ def test_without_weights_tokens_count_and_yaml_says_the_same(two, tmp_path):
 def test_a_blend_with_a_prepared_data_set(two, tmp_path):
     more = make(tmp_path / "more", eod=EOS, vocab_size=VOCAB)
     dataset = train([f"0.5 {describe(tmp_path, two)}", f"0.5 {more}"], 160)
-    assert [sum(dataset[i]["dataset_id"] == which for i in range(160)) for which in range(3)] == [20, 60, 80]
+    assert [sum(dataset[i]["dataset_id"] == which for i in range(160)) for which in range(3)] == [
+        20,
+        60,
+        80,
+    ]
 
 
 def test_names(two, tmp_path):
     path = describe(tmp_path, two)
-    assert is_mixture(path) and without_suffix(path) == path and without_suffix(f"0.5 {path}") == f"0.5 {path}"
+    assert (
+        is_mixture(path)
+        and without_suffix(path) == path
+        and without_suffix(f"0.5 {path}") == f"0.5 {path}"
+    )
     assert parse_blend([f"1 {path}", "2 x"]) == ([path, "x"], [1.0, 2.0])
     assert (read_info(path).vocab_size, read_info(path).eod) == (VOCAB, EOS)
     assert [s.name for s in read_mixture(path).sources] == ["low", "high"]
@@ -134,7 +163,9 @@ def test_index_is_built_once_and_anew_for_a_file_that_has_changed(two, tmp_path,
     path = describe(tmp_path, two)
     expected, read = rows(train(path, 30), 30), []
     real = token_files._index_file
-    monkeypatch.setattr(token_files, "_index_file", lambda *a: (read.append(os.path.basename(a[2])), real(*a))[1])
+    monkeypatch.setattr(
+        token_files, "_index_file", lambda *a: (read.append(os.path.basename(a[2])), real(*a))[1]
+    )
     assert rows(train(path, 30), 30) == expected and read == []
     write(tmp_path / "low/part-1.npy", tokens(60, 77, high=400))
     assert rows(train(path, 30), 30) != expected and read == ["part-1.npy"]
@@ -183,6 +214,8 @@ def test_sources_of_the_same_name_in_two_descriptions_are_both_kept_in_checkpoin
     config = configuration(tmp_path, 2)
     argv = ["--deepspeed_config", config, "--model", "tiny", "--train-steps", "1", "--data"]
     both = plan(arguments.parse([*argv, *paths]), 1).data_identity()["sources"]
-    assert [source["bytes"] for source in both.values()] == [os.path.getsize(p + ".npy") for p in paths]
+    assert [source["bytes"] for source in both.values()] == [
+        os.path.getsize(p + ".npy") for p in paths
+    ]
     assert list(both) == [f"{p}#web" for p in paths]
     assert list(plan(arguments.parse([*argv, paths[0]]), 1).data_identity()["sources"]) == ["web"]

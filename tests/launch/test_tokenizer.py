@@ -1,4 +1,6 @@
-"""Tokenizers: exact round trips, text that spells special tokens, end-of-document ids, fingerprints, errors."""
+"""Tokenizers: exact round trips, text that spells special tokens, end-of-document ids,
+fingerprints, errors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
-from launch.data.tokenizer import END_OF_TEXT, ByteTokenizer, HuggingFaceTokenizer, bpe_size, load, train_bpe
+from launch.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    bpe_size,
+    load,
+    train_bpe,
+)
 from launch.prep import DataError
 
 TEXT = ["def f(x):\n    return x + 1\n", "naïve café – 東京 🙂\r\n\t", "aaaa bbbb aaaa bbbb " * 20]
@@ -28,7 +37,11 @@ def bpe_file(tmp_path_factory):
 @given(st.text())
 def test_bytes_round_trip(text):
     tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(text) if text.isascii() else tokenizer.encode(text.encode(errors="replace").decode())
+    ids = (
+        tokenizer.encode(text)
+        if text.isascii()
+        else tokenizer.encode(text.encode(errors="replace").decode())
+    )
     assert max(ids, default=0) < 256 < tokenizer.vocab_size
     assert tokenizer.decode([*ids, tokenizer.eod]).encode() == bytes(ids)
 
@@ -59,7 +72,9 @@ def test_truncation_padding_and_template_of_the_file_are_ignored(tmp_path, bpe_f
     library = Library.from_file(str(bpe_file))
     library.enable_truncation(4)
     library.enable_padding(length=64, pad_id=7)
-    library.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
+    library.post_processor = TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
     library.save(str(tmp_path / "tokenizer.json"))
     text = "the quick brown fox jumps"
     assert load(f"hf:{tmp_path}").encode(text) == load(f"hf:{bpe_file}").encode(text)
@@ -97,7 +112,11 @@ def test_no_end_token(tmp_path, bpe_file):
     assert load(f"hf:{tmp_path}", "<|odd|>").eod == 0
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["ab ba ab aab bba"] * 20), model_writer=model, vocab_size=8, eos_id=-1, minloglevel=2
+        sentence_iterator=iter(["ab ba ab aab bba"] * 20),
+        model_writer=model,
+        vocab_size=8,
+        eos_id=-1,
+        minloglevel=2,
     )
     (tmp_path / "m.model").write_bytes(model.getvalue())
     for spec in (f"hf:{tmp_path}", f"sentencepiece:{tmp_path / 'm.model'}"):
@@ -111,7 +130,12 @@ def test_sentencepiece(sentencepiece_file):
     assert tokenizer.decode([*ids, tokenizer.eod]) == "three four nine"
     assert tokenizer.eod == 2 and tokenizer.eod not in tokenizer.encode("</s> one")
     assert load(f"sentencepiece:{sentencepiece_file}", "1").eod == 1
-    assert [tokenizer.token_id(token) for token in ("<s>", "</s>", "<unk>", "zzz")] == [1, 2, 0, None]
+    assert [tokenizer.token_id(token) for token in ("<s>", "</s>", "<unk>", "zzz")] == [
+        1,
+        2,
+        0,
+        None,
+    ]
     with pytest.raises(DataError, match="--eod: got 'zzz'"):
         load(f"sentencepiece:{sentencepiece_file}", "zzz")
 
@@ -124,7 +148,9 @@ def test_fingerprint_follows_content_and_end(tmp_path, bpe_file):
     assert ByteTokenizer().fingerprint() != first.fingerprint()
 
 
-@pytest.mark.parametrize("spec", ["bpee:300", "hf:", "hf:/nowhere/at/all", "sentencepiece:/nowhere"])
+@pytest.mark.parametrize(
+    "spec", ["bpee:300", "hf:", "hf:/nowhere/at/all", "sentencepiece:/nowhere"]
+)
 def test_unknown_tokenizers(spec):
     with pytest.raises(DataError, match="--tokenizer: got .*, accepted: "):
         load(spec)

@@ -13,7 +13,9 @@ VOCAB = 50000
 
 
 def make(prefix, documents=60, seed=0, eod=0, **info):
-    """A data set in which every token but the last of a document is unique, so that a sample tells where it is from."""
+    """A data set in which every token but the last of a document is unique, so that a sample
+    tells where it is from.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 120, documents)
     tokens = rng.permutation(np.arange(1, VOCAB))[: lengths.sum()].astype(np.uint16)
@@ -32,7 +34,11 @@ def make(prefix, documents=60, seed=0, eod=0, **info):
 def train(paths, samples, seed=7, seq=32, **options):
     options = {"split": "90,10,0", "valid_samples": 0, "test_samples": 0, **options}
     return build_datasets(
-        [paths] if isinstance(paths, str) else paths, seq_length=seq, train_samples=samples, seed=seed, **options
+        [paths] if isinstance(paths, str) else paths,
+        seq_length=seq,
+        train_samples=samples,
+        seed=seed,
+        **options,
     )[0]
 
 

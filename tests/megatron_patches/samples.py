@@ -22,14 +22,18 @@ SIZES: dict[str, Any] = dict(
     pipeline_dtype=torch.float32,
 )
 EXPERTS: dict[str, Any] = dict(num_moe_experts=4, moe_ffn_hidden_size=48)
-FULL: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL: dict[str, Any] = dict(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 SELECTIVE: dict[str, Any] = dict(
     recompute_granularity="selective", recompute_modules=["core_attn"], moe_layer_recompute=True
 )
-KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")  # a model that is built sets these
+# A model that is built sets these.
+KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 WINDOW: dict[str, Any] = dict(window_size=(3, 0))
 
-# Fields that change what a model computes: what is set, for GPTModel under "gpt". Alone where there is one key.
+# Fields that change what a model computes: what is set, for GPTModel under "gpt". Alone where there
+# is one key.
 EFFECT: dict[str, dict[str, Any]] = {
     "num_layers": dict(num_layers=3),
     "hidden_size": dict(hidden_size=128),
@@ -44,9 +48,13 @@ EFFECT: dict[str, dict[str, Any]] = {
     "params_dtype": dict(bf16=True, params_dtype=torch.bfloat16),
     "bf16": dict(bf16=True, params_dtype=torch.bfloat16),
     "init_method": dict(init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)),
-    "output_layer_init_method": dict(output_layer_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)),
+    "output_layer_init_method": dict(
+        output_layer_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
+    ),
     "init_method_std": dict(init_method_std=0.1),
-    "embedding_init_method": dict(embedding_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)),
+    "embedding_init_method": dict(
+        embedding_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
+    ),
     "embedding_init_method_std": dict(embedding_init_method_std=1.0),
     "is_hybrid_model": dict(is_hybrid_model=True),
     "add_bias_linear": dict(add_bias_linear=True),
@@ -55,7 +63,9 @@ EFFECT: dict[str, dict[str, Any]] = {
     "activation_func": dict(activation_func=quick_gelu),
     "bias_activation_fusion": dict(bias_activation_fusion=True, activation_func=F.gelu),
     "glu_linear_offset": dict(glu_linear_offset=1.0),
-    "activation_func_clamp_value": dict(activation_func_clamp_value=0.5, activation_func=quick_gelu),
+    "activation_func_clamp_value": dict(
+        activation_func_clamp_value=0.5, activation_func=quick_gelu
+    ),
     "softmax_scale": dict(softmax_scale=0.7),
     "qk_layernorm": dict(qk_layernorm=True),
     "qk_l2_norm": dict(qk_l2_norm=True),
@@ -68,36 +78,52 @@ EFFECT: dict[str, dict[str, Any]] = {
     "moe_ffn_hidden_size": EXPERTS,
     "moe_layer_freq": dict(moe_layer_freq=[0, 1]) | EXPERTS,
     "moe_shared_expert_intermediate_size": dict(moe_shared_expert_intermediate_size=32) | EXPERTS,
-    "moe_shared_expert_gate": dict(moe_shared_expert_gate=True, moe_shared_expert_intermediate_size=32) | EXPERTS,
+    "moe_shared_expert_gate": dict(
+        moe_shared_expert_gate=True, moe_shared_expert_intermediate_size=32
+    )
+    | EXPERTS,
     "moe_router_topk": dict(moe_router_topk=3) | EXPERTS,
-    "moe_router_load_balancing_type": dict(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1) | EXPERTS,
+    "moe_router_load_balancing_type": dict(
+        moe_router_load_balancing_type="sinkhorn", moe_router_topk=1
+    )
+    | EXPERTS,
     "moe_router_group_topk": dict(moe_router_num_groups=2, moe_router_group_topk=1) | EXPERTS,
     "moe_router_num_groups": dict(moe_router_num_groups=2, moe_router_group_topk=1) | EXPERTS,
     "moe_router_pre_softmax": dict(moe_router_pre_softmax=True) | EXPERTS,
-    "moe_router_topk_scaling_factor": dict(moe_router_topk_scaling_factor=2.0, moe_router_pre_softmax=True) | EXPERTS,
+    "moe_router_topk_scaling_factor": dict(
+        moe_router_topk_scaling_factor=2.0, moe_router_pre_softmax=True
+    )
+    | EXPERTS,
     "moe_router_score_function": dict(moe_router_score_function="sigmoid") | EXPERTS,
-    "moe_router_enable_expert_bias": dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    "moe_router_enable_expert_bias": dict(
+        moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
+    )
     | EXPERTS,
     "moe_input_jitter_eps": dict(moe_input_jitter_eps=0.1) | EXPERTS,
     "moe_router_force_load_balancing": dict(moe_router_force_load_balancing=True) | EXPERTS,
-    "moe_apply_probs_on_input": dict(moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True)
+    "moe_apply_probs_on_input": dict(
+        moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True
+    )
     | EXPERTS,
 }
-# Fields of core attention that SDPA does not have: our spec refuses them, and they are tried on models of Megatron's.
+# Fields of core attention that SDPA does not have: our spec refuses them, and they are tried on
+# models of Megatron's.
 CORE: dict[str, dict[str, Any]] = {
     "window_size": WINDOW,
     "window_attn_skip_freq": dict(window_attn_skip_freq=2) | WINDOW,
     "softmax_type": dict(softmax_type="off-by-one"),
 }
 _TURNED = """
-    use_cpu_initialization deterministic_mode enable_autocast use_te_rng_tracker cross_entropy_loss_fusion
-    overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
+    use_cpu_initialization deterministic_mode enable_autocast use_te_rng_tracker
+    cross_entropy_loss_fusion overlap_p2p_comm batch_p2p_comm
+    batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
     barrier_with_L1_time mtp_standalone calculate_per_token_loss init_model_with_meta_device
     disable_bf16_reduced_precision_matmul distribute_saved_activations
     moe_enable_routing_replay moe_per_layer_logging cuda_graph_use_single_mempool
     cuda_graph_retain_backward_graph clone_scatter_output_in_embedding inference_rng_tracker
     hetereogenous_dist_checkpoint activation_func_fp8_input_store"""
-# Fields that change nothing in the forward pass of one rank, set all at once. Booleans are turned around.
+# Fields that change nothing in the forward pass of one rank, set all at once. Booleans are turned
+# around.
 INERT: dict[str, Any] = dict(
     pipeline_model_parallel_comm_backend="gloo",
     pipeline_dtype=torch.bfloat16,
@@ -122,7 +148,13 @@ INERT: dict[str, Any] = dict(
     moe_token_drop_policy="position",
     moe_deepep_num_sms=4,
     moe_hybridep_num_sms=4,
-    **{key: (lambda *args, **kwargs: None) for key in ("grad_scale_func", "finalize_model_grads_func")},
-    **{key: (lambda *args, **kwargs: None) for key in ("no_sync_func", "grad_sync_func", "param_sync_func")},
+    **{
+        key: (lambda *args, **kwargs: None)
+        for key in ("grad_scale_func", "finalize_model_grads_func")
+    },
+    **{
+        key: (lambda *args, **kwargs: None)
+        for key in ("no_sync_func", "grad_sync_func", "param_sync_func")
+    },
     **EXPERTS,
 ) | {key: not DECLARED[key].default for key in _TURNED.split() if key in DECLARED}

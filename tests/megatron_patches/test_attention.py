@@ -1,4 +1,6 @@
-"""Attention of patched layers: Megatron's rotary embedding in one pass, and q, k, v and the output kept in FP8."""
+"""Attention of patched layers: Megatron's rotary embedding in one pass, and q, k, v and the
+output kept in FP8.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ SETTINGS, FP8 = ActivationConfig(), ActivationConfig(attention="fp8")
 def test_definition_is_megatrons_function_to_the_bit_in_fp32(percent, interleaved, mscale):
     heads = Heads(groups=2, per_group=3, size=32)
     config = tiny_config(rotary_interleaved=interleaved)
-    freqs = RotaryEmbedding(32, percent, rotary_interleaved=interleaved, use_cpu_initialization=True)(SEQ)
+    freqs = RotaryEmbedding(
+        32, percent, rotary_interleaved=interleaved, use_cpu_initialization=True
+    )(SEQ)
     mixed = torch.randn(SEQ, BATCH, heads.width, requires_grad=True)
 
     def megatron(mixed):
         q, k, v = mixed.view(SEQ, BATCH, 2, 5 * 32).split([3 * 32, 32, 32], dim=3)
         q = q.reshape(SEQ, BATCH, -1, 32)
-        return *(rope_utils.apply_rotary_pos_emb(t, freqs, config=config, mscale=mscale) for t in (q, k)), v
+        return *(
+            rope_utils.apply_rotary_pos_emb(t, freqs, config=config, mscale=mscale) for t in (q, k)
+        ), v
 
     table = rope_table(freqs, interleaved, mscale)
     theirs, ours = megatron(mixed), split_rope(mixed, heads, table)
@@ -53,14 +59,19 @@ def test_definition_is_megatrons_function_to_the_bit_in_fp32(percent, interleave
     (wanted,) = torch.autograd.grad(theirs, mixed, douts)
     assert torch.equal(split_rope_backward(*douts, heads, table)[0], wanted)
 
-    low = mixed.detach().bfloat16()  # ours rounds once; Megatron's own also rounds cosines, products and the sum
+    # Ours rounds once; Megatron's own also rounds cosines, products and the sum.
+    low = mixed.detach().bfloat16()
     for got, exact in zip(split_rope(low, heads, table), megatron(low.float()), strict=True):
         assert torch.equal(got, exact.bfloat16())
 
 
 ROTARY = {
     "llama": {},
-    "gqa_bias_layernorm": {"num_query_groups": 2, "add_qkv_bias": True, "normalization": "LayerNorm"},
+    "gqa_bias_layernorm": {
+        "num_query_groups": 2,
+        "add_qkv_bias": True,
+        "normalization": "LayerNorm",
+    },
     "partial": {"gpt": {"rotary_percent": 0.5}},
     "interleaved": {"rotary_interleaved": True},
     "no_rope_in_one_layer": {"no_rope_freq": [0, 1]},
@@ -82,7 +93,9 @@ def test_one_pass_computes_what_megatrons_passes_do(name, monkeypatch, device):
     assert bool(report.unfused) == (name == "qk_norm") and report.patched == BLOCKS
     calls = []
     rotate = module.flow.norm_qkv
-    monkeypatch.setattr(module.flow, "norm_qkv", lambda *a, **k: (calls.append(a[5]), rotate(*a, **k))[1])
+    monkeypatch.setattr(
+        module.flow, "norm_qkv", lambda *a, **k: (calls.append(a[5]), rotate(*a, **k))[1]
+    )
     found = gradients(model, batch, spec)
     assert len(calls) == (4 if name == "full_recompute" else 2)
     assert (calls[0] is None) == (name in ("learned_positions", "qk_norm"))
@@ -100,7 +113,11 @@ def attend(settings):
     patch_model(model, settings)
     x = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16).to(next(model.parameters()).device)
     freqs = torch.randn(SEQ, 1, 1, HIDDEN // HEADS).to(x.device)
-    return model.decoder.layers[0].self_attention, x, {"attention_mask": None, "rotary_pos_emb": freqs}
+    return (
+        model.decoder.layers[0].self_attention,
+        x,
+        {"attention_mask": None, "rotary_pos_emb": freqs},
+    )
 
 
 def test_other_calls_are_megatrons(monkeypatch):
@@ -122,7 +139,9 @@ def test_angles_changed_in_place_are_seen(documents):
     if documents:
         starts = torch.tensor([0, 5, SEQ], dtype=torch.int32)
         sizes = {"max_seqlen_q": SEQ, "max_seqlen_kv": SEQ}
-        given = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **sizes)
+        given = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **sizes
+        )
         arguments |= {"packed_seq_params": given}
         x = x[:, :1].contiguous()
     before = attention(x, **arguments)[0]
@@ -156,7 +175,9 @@ def test_fp8_refuses_arguments_that_only_megatrons_forward_takes():
 )
 def test_fp8_refuses_attention_that_cannot(options, reason):
     model = tiny_gpt(**options)
-    with pytest.raises(ValueError, match='activation.attention: got "fp8", accepted: "bf16" with') as error:
+    with pytest.raises(
+        ValueError, match='activation.attention: got "fp8", accepted: "bf16" with'
+    ) as error:
         patch_model(model, FP8)
     assert reason in str(error.value) and "decoder.layers.0" in str(error.value)
     assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())

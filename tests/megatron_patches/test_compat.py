@@ -18,7 +18,9 @@ def test_supported_versions(version, monkeypatch):
     if version.startswith(("0.14", "0.16")):
         assert check_version() == version
     else:
-        with pytest.raises(ImportError, match=rf"megatron-core: got {version}, accepted: >=0.14,<0.17"):
+        with pytest.raises(
+            ImportError, match=rf"megatron-core: got {version}, accepted: >=0.14,<0.17"
+        ):
             check_version()
 
 
@@ -41,8 +43,12 @@ def test_cpu_stands_in_for_the_gpu(caplog):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the mask is on the GPU")
 def test_attention_that_is_not_patched_has_its_mask_on_the_cpu():
-    """Also outside of Megatron's own loop, which finds the CPU as a whole: a BF16 baseline under DeepSpeed."""
-    softmax = FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, False, attention_mask_func, True, None)
+    """Also outside of Megatron's own loop, which finds the CPU as a whole: a BF16 baseline under
+    DeepSpeed.
+    """
+    softmax = FusedScaleMaskSoftmax(
+        False, True, AttnMaskType.causal, False, attention_mask_func, True, None
+    )
     prepare_cpu()
     probabilities = softmax.forward_torch_softmax(torch.randn(1, 2, 6, 6).bfloat16(), None)
     seen = (probabilities > 1e-3)[0, 0]

@@ -1,4 +1,6 @@
-"""``activation.cuda_graphs`` without a GPU: what is patched, what runs as it is, what is refused."""
+"""``activation.cuda_graphs`` without a GPU: what is patched, what runs as it is, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,16 @@ def test_layers_a_part_of_which_stays_bf16_are_no_graphs():
     report = patch_model(model, GRAPHS.model_copy(update={"bf16_layers": (1,)}))
     assert "of 1 layers run as CUDA graphs" in str(report)
     assert "decoder.layers.0 runs without CUDA graphs: a part of it stays BF16" in report.notes
-    assert [type(layer) is TransformerLayer for layer in model.decoder.layers] == [True, True, False]
+    assert [type(layer) is TransformerLayer for layer in model.decoder.layers] == [
+        True,
+        True,
+        False,
+    ]
     model = tiny_gpt(**NARROW | {"ffn_hidden_size": 248})
-    with pytest.raises(ValueError, match="activation.cuda_graphs: got true, .*no layer has attention and MLP patched"):
+    with pytest.raises(
+        ValueError,
+        match="activation.cuda_graphs: got true, .*no layer has attention and MLP patched",
+    ):
         patch_model(model, GRAPHS)
 
 
@@ -53,13 +62,17 @@ def test_a_compiled_model_says_that_it_has_no_graphs():
     assert x.grad is not None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/cuda_graphs has what runs on a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu/cuda_graphs has what runs on a GPU"
+)
 def test_on_a_cpu_layers_run_as_they_are_and_say_so():
     model = tiny_gpt(**NARROW)
     with patched(model, ActivationConfig()):
         expected = gradients(model, tiny_batch(0))
     with patched(model, GRAPHS):
-        with pytest.warns(UserWarning, match="cuda_graphs: layers run without CUDA graphs: the model is on cpu"):
+        with pytest.warns(
+            UserWarning, match="cuda_graphs: layers run without CUDA graphs: the model is on cpu"
+        ):
             assert_equal(gradients(model, tiny_batch(0)), expected)
         with warnings.catch_warnings(), torch.no_grad():  # evaluation does not claim to be graphs
             warnings.simplefilter("error")
@@ -73,9 +86,14 @@ def test_on_a_cpu_layers_run_as_they_are_and_say_so():
 )
 def test_what_cannot_be_a_graph_is_refused_before_anything_changes(field, value):
     model = tiny_gpt(**NARROW)
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+    for config in {
+        id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+    }.values():
         setattr(config, field, value)
     before = state(model)
-    with pytest.raises(ValueError, match=rf"^activation.cuda_graphs: got true, accepted: false with config.{field}="):
+    with pytest.raises(
+        ValueError,
+        match=rf"^activation.cuda_graphs: got true, accepted: false with config.{field}=",
+    ):
         patch_model(model, GRAPHS)
     assert state(model) == before

@@ -1,6 +1,7 @@
 """Every field of TransformerConfig, set to something else.
 
-Honoured: what Megatron's own local spec computes. Refused: an error that names it. Without meaning: no bit changes.
+Honoured: what Megatron's own local spec computes. Refused: an error that names it. Without meaning:
+no bit changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ from megatron_patches.layers.core_attention import SDPA
 from megatron_patches.patch import config_check
 from megatron_patches.patch.fields import ACCEPTED, KNOWN, WITHOUT_MEANING
 
-from .samples import CORE, DECLARED, EFFECT, EXPERTS, FULL, INERT, KERNELS, SELECTIVE, SEQ, SIZES, VOCAB
+from .samples import (
+    CORE,
+    DECLARED,
+    EFFECT,
+    EXPERTS,
+    FULL,
+    INERT,
+    KERNELS,
+    SELECTIVE,
+    SEQ,
+    SIZES,
+    VOCAB,
+)
 from .tiny import tiny_config
 
 NEWEST = not older_than("0.16")
@@ -31,15 +44,25 @@ CLOSE = 3e-6 if DEVICE == "cpu" else 1e-4  # fp32; a GPU may round products
 
 
 def build(
-    changes: dict[str, Any], megatron_spec: bool = False, later: dict[str, Any] | None = None, seed: int = 5
+    changes: dict[str, Any],
+    megatron_spec: bool = False,
+    later: dict[str, Any] | None = None,
+    seed: int = 5,
 ) -> GPTModel:
-    """A model. ``later`` is set on the built configuration, whose own checks refuse some values together."""
-    options = dict(vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope") | changes.get("gpt", {})
+    """A model. ``later`` is set on the built configuration, whose own checks refuse some values
+    together.
+    """
+    options = dict(
+        vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope"
+    ) | changes.get("gpt", {})
     config = tiny_config(**SIZES | {k: v for k, v in changes.items() if k != "gpt"})
     for name, value in (later or {}).items():
         setattr(config, name, value)
     if megatron_spec:
-        l2 = {"qk_l2_norm": getattr(config, "qk_l2_norm", False), "normalization": config.normalization}
+        l2 = {
+            "qk_l2_norm": getattr(config, "qk_l2_norm", False),
+            "normalization": config.normalization,
+        }
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **l2)
     else:
         spec = gpt_layer_spec(config)
@@ -54,15 +77,25 @@ def build(
 
 @torch.no_grad()
 def logits(model: GPTModel) -> torch.Tensor:
-    """Logits of a model in training mode; dropout and noise are drawn from the same state each time."""
+    """Logits of a model in training mode; dropout and noise are drawn from the same state each
+    time.
+    """
     model_parallel_cuda_manual_seed(3)
     torch.manual_seed(11)
-    RandomSTE.generator = None  # of moe_router_force_load_balancing; it would go on where another model stopped
-    tokens, positions = torch.randint(0, VOCAB, (2, SEQ)).to(DEVICE), torch.arange(SEQ, device=DEVICE).expand(2, -1)
+    # Of moe_router_force_load_balancing; it would go on where another model stopped.
+    RandomSTE.generator = None
+    tokens, positions = (
+        torch.randint(0, VOCAB, (2, SEQ)).to(DEVICE),
+        torch.arange(SEQ, device=DEVICE).expand(2, -1),
+    )
     if model.position_embedding_type == "mrope":
         positions = torch.stack([positions, positions // 2, positions // 3])
     core = model.decoder.layers[0].self_attention.core_attention
-    mask = None if isinstance(core, SDPA) else torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool, device=DEVICE).triu(1)
+    mask = (
+        None
+        if isinstance(core, SDPA)
+        else torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool, device=DEVICE).triu(1)
+    )
     return model(tokens, positions, mask).float()
 
 
@@ -73,13 +106,16 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 def settable(name: str, accepted: tuple[Any, ...] = ()) -> Any:
     """Something that the field is not by default, and none of ``accepted``."""
     usual = (DECLARED[name].default, *accepted)
-    return next(v for v in (True, False, "other", 7) if v not in usual and str(v) not in map(str, usual))
+    return next(
+        v for v in (True, False, "other", 7) if v not in usual and str(v) not in map(str, usual)
+    )
 
 
 def test_the_table_has_every_field():
     """The table is the recorded list of fields: one that a new Megatron adds, or drops, fails here.
 
-    What to do is in docs/CONTRIBUTING.md. Fields that a supported version still has stay in fields.py.
+    What to do is in docs/CONTRIBUTING.md. Fields that a supported version still has stay in
+    fields.py.
     """
     assert not set(DECLARED) - KNOWN, "fields without a treatment"
     assert not NEWEST or not KNOWN - set(DECLARED)
@@ -93,11 +129,18 @@ def known(table: dict[str, dict[str, Any]]) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", known(EFFECT))
 def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
-    """fp32: our spec computes what Megatron's local spec does. Patched, the model changes with it."""
+    """fp32: our spec computes what Megatron's local spec does. Patched, the model changes with
+    it.
+    """
     changes = EFFECT[name]
     base = EXPERTS if name.startswith("moe_") and changes is not EXPERTS else {}
-    plain, theirs, usual = logits(build(changes)), logits(build(changes, megatron_spec=True)), logits(build(base))
-    if name != "attention_dropout" or DEVICE == "cpu":  # SDPA's kernels draw other noise than a dropout of scores
+    plain, theirs, usual = (
+        logits(build(changes)),
+        logits(build(changes, megatron_spec=True)),
+        logits(build(base)),
+    )
+    # SDPA's kernels draw other noise than a dropout of scores.
+    if name != "attention_dropout" or DEVICE == "cpu":
         assert apart(plain, theirs) < (2e-2 if changes.get("bf16") else CLOSE)
     assert apart(plain, usual) > 5e-3, "no effect: nothing was tested"
     model, usual_model = build(changes), build(base)
@@ -106,7 +149,8 @@ def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
     flow = logits(model)
     assert apart(flow, logits(usual_model)) > 5e-3
     errors = [apart(flow, plain)]
-    if model.config.num_moe_experts:  # tokens that take other experts in FP8 are many with one model in twenty
+    # Tokens that take other experts in FP8 are many with one model in twenty.
+    if model.config.num_moe_experts:
         for seed in (6, 7):
             model = build(changes, seed=seed)
             plain = logits(model)
@@ -119,7 +163,10 @@ def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
 def test_core_attention_of_a_patched_model_stays_what_it_was(name):
     if name.startswith("window") and DEVICE == "cpu":
         pytest.skip("Megatron makes the mask of its own attention on a GPU")
-    plain, usual = logits(build(CORE[name], megatron_spec=True)), logits(build({}, megatron_spec=True))
+    plain, usual = (
+        logits(build(CORE[name], megatron_spec=True)),
+        logits(build({}, megatron_spec=True)),
+    )
     assert apart(plain, usual) > 0.05, "no effect: nothing was tested"
     model, other = build(CORE[name], megatron_spec=True), build({}, megatron_spec=True)
     for m in (model, other):
@@ -132,20 +179,26 @@ def test_core_attention_of_a_patched_model_stays_what_it_was(name):
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_fields_that_change_nothing_on_one_rank(recompute):
-    """All at once, with experts: what Megatron's local spec computes, and what it is without them."""
+    """All at once, with experts: what Megatron's local spec computes, and what it is without
+    them.
+    """
     inert = {k: v for k, v in INERT.items() if k in DECLARED}
     inert |= FULL if recompute == "full" else SELECTIVE
     plain = logits(build(inert))
     assert torch.equal(plain, logits(build(EXPERTS)))
     assert apart(plain, logits(build(inert, megatron_spec=True))) < CLOSE
-    with patched(model := build(inert), ActivationConfig()), patched(usual := build(EXPERTS), ActivationConfig()):
+    with (
+        patched(model := build(inert), ActivationConfig()),
+        patched(usual := build(EXPERTS), ActivationConfig()),
+    ):
         assert torch.equal(logits(model), logits(usual))
 
 
 @pytest.mark.parametrize("where", ["built", "patched"])
 def test_fields_without_meaning_change_no_bit(where, monkeypatch):
     """All at once, in a built and in a patched model."""
-    names = WITHOUT_MEANING[where] & DECLARED.keys() - {"_cpu_offloading_context"}  # which Megatron makes itself
+    # Which Megatron makes itself.
+    names = WITHOUT_MEANING[where] & DECLARED.keys() - {"_cpu_offloading_context"}
     values = {n: AttnBackend.unfused if n == "attention_backend" else settable(n) for n in names}
     usual = build({})
     for key in KERNELS:
@@ -165,7 +218,9 @@ def test_fields_without_meaning_change_no_bit(where, monkeypatch):
 def test_the_spec_refuses_by_name(name):
     config = tiny_config(**EXPERTS)
     setattr(config, name, settable(name, ACCEPTED["built"][name]))
-    with pytest.raises(ValueError, match=rf"^{name}: got .*, accepted: .* \(use Megatron's own spec\)$"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}: got .*, accepted: .* \(use Megatron's own spec\)$"
+    ):
         gpt_layer_spec(config)
 
 
@@ -186,7 +241,9 @@ def test_patching_refuses_by_name():
 
 @pytest.mark.parametrize(("name", "value"), [("softmax_scale", 0.5), ("num_query_groups", 2)])
 def test_a_field_that_is_not_in_the_table_is_refused_where_it_is_set(name, value, monkeypatch):
-    """As a field of a newer Megatron would be. Its default is accepted, also where other fields determine it."""
+    """As a field of a newer Megatron would be. Its default is accepted, also where other fields
+    determine it.
+    """
     monkeypatch.setattr(config_check, "KNOWN", KNOWN - {name})
     build({})
     config = tiny_config()

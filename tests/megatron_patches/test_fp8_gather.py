@@ -1,4 +1,6 @@
-"""ZeRO-3 gathers the weights of patched layers as codes: half the bytes, and training to the same bits."""
+"""ZeRO-3 gathers the weights of patched layers as codes: half the bytes, and training to the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def _run(engine, world, rank, steps=3):
     for step in range(2 * steps):
         batch = tiny_batch(world * step + rank)
         losses += drive(engine, [batch])
-        if step == 3:  # forward without backward: weights stay, until somebody asks for their values
+        # Forward without backward: weights stay, until somebody asks for their values.
+        if step == 3:
             with torch.no_grad():
                 losses.append(tiny_loss(engine, batch).item())
     return losses
@@ -70,7 +73,12 @@ CASES = {
     "recomputed": (FULL, LET_GO, {}),
     "invariant": ({}, KEPT, {"tp_invariant": True}),
     "experts": (
-        dict(num_moe_experts=2, moe_token_dispatcher_type="allgather", moe_router_topk=1, moe_router_pre_softmax=True),
+        dict(
+            num_moe_experts=2,
+            moe_token_dispatcher_type="allgather",
+            moe_router_topk=1,
+            moe_router_pre_softmax=True,
+        ),
         LET_GO,
         {},
     ),
@@ -82,18 +90,22 @@ SHORT = ("rows", "in advance")
 
 
 @pytest.mark.parametrize(
-    "names", [SHORT, pytest.param([n for n in CASES if n not in (*SHORT, "hpZ")], marks=pytest.mark.slow)]
+    "names",
+    [SHORT, pytest.param([n for n in CASES if n not in (*SHORT, "hpZ")], marks=pytest.mark.slow)],
 )
 def test_training_is_the_same_to_the_bit(names):
     for results in run_ranks(2, _compared, [CASES[name] for name in names]):
-        for name, (same, different, (plain, none), (others, codes)) in zip(names, results, strict=True):
+        for name, (same, different, (plain, none), (others, codes)) in zip(
+            names, results, strict=True
+        ):
             assert same and not different, name
             assert none == 0
             if name == "invariant":
                 assert (others, codes) == (plain, 0)
             elif name == "in advance":
                 assert 0 < codes <= plain - others, name
-            elif name == KEPT_FOR_BOTH:  # what forward and backward multiply, gathered once for both
+            # What forward and backward multiply, gathered once for both.
+            elif name == KEPT_FOR_BOTH:
                 assert codes == plain - others > 0, name
             else:
                 assert 2 * codes == plain - others > 0, name
@@ -103,13 +115,17 @@ def test_training_is_the_same_to_the_bit(names):
 @pytest.mark.parametrize("world", [2, 4])
 def test_second_shards_of_a_node_are_gathered_as_codes(world):
     """Between nodes values travel, of which DeepSpeed makes the second shards."""
-    for ((same, different, (plain, none), (others, codes)),) in run_ranks(world, _compared, [CASES["hpZ"]]):
+    for ((same, different, (plain, none), (others, codes)),) in run_ranks(
+        world, _compared, [CASES["hpZ"]]
+    ):
         assert same and not different and none == 0
         assert 2 * codes == plain - others > 0
 
 
 def _asked_for_values(rank, world, folder):
-    """Values are read and written, also of weights that are held as codes; nothing is stale afterwards."""
+    """Values are read and written, also of weights that are held as codes; nothing is stale
+    afterwards.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -132,8 +148,12 @@ def _asked_for_values(rank, world, folder):
             layer.mlp.linear_fc1.weight,
             layer.mlp.linear_fc2.weight,
         )
-        codes = [p for p in engine.module.parameters() if getattr(p, "coat_gathered", None) is not None]
-        assert bool(codes) == gather and all(p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in codes)
+        codes = [
+            p for p in engine.module.parameters() if getattr(p, "coat_gathered", None) is not None
+        ]
+        assert bool(codes) == gather and all(
+            p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in codes
+        )
         with deepspeed.zero.GatheredParameters([weight]):
             told.append(weight.float().sum().item())
         evaluate()
@@ -154,7 +174,9 @@ def _asked_for_values(rank, world, folder):
         mp.unpatch_model(engine.module)  # its layers read values again
         evaluate()
         evaluate()
-        assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3], told
+        assert torch.isfinite(torch.tensor(told[-2:])).all() and told[-1] == told[-2] != told[-3], (
+            told
+        )
         engine.destroy()
         found.append(told)
     return found[0] == found[1]
@@ -169,7 +191,12 @@ def _compiled(rank, world):
 
     mp.initialize_model_parallel(1)
     found = []
-    for gather, zero, compiled_at in [(False, LET_GO, None), (False, LET_GO, 0), (True, LET_GO, 0), (True, KEPT, 1)]:
+    for gather, zero, compiled_at in [
+        (False, LET_GO, None),
+        (False, LET_GO, 0),
+        (True, LET_GO, 0),
+        (True, KEPT, 1),
+    ]:
         torch._dynamo.reset()
         engine, losses = _engine(_config(gather, zero)), []
         for start in range(2):
@@ -183,6 +210,8 @@ def _compiled(rank, world):
 
 @pytest.mark.slow
 def test_a_compiled_engine_trains_to_the_same_bits():
-    """Compiled code sees neither what ZeRO-3 fetches when Python reads it, nor codes in place of a weight."""
+    """Compiled code sees neither what ZeRO-3 fetches when Python reads it, nor codes in place of
+    a weight.
+    """
     for eager, *compiled in run_ranks(2, _compiled):
         assert compiled == [eager] * 3 and all(torch.tensor(eager).isfinite())

@@ -1,4 +1,6 @@
-"""Experts in grouped products: built without the package grouped_gemm, and patched to the bits of one by one."""
+"""Experts in grouped products: built without the package grouped_gemm, and patched to the bits
+of one by one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from megatron_patches.layers.grouped import FP8GroupedExperts, GroupedExperts
 from .tiny import HIDDEN, assert_equal, gradients, tiny_batch, tiny_gpt
 
 EXPERTS = {"num_moe_experts": 3, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
-MANY = {"num_moe_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 64}
+MANY = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_ffn_hidden_size": 64,
+}
 GROUPED_GEMM = {"moe_grouped_gemm": True, "add_bias_linear": False}
 PLAIN = {"gated_linear_unit": False, "activation_func": F.gelu}
 
@@ -38,13 +45,17 @@ def both(**options):
     state = {n: p for n, p in one_by_one.named_parameters() if ".local_experts." not in n}
     for i, layer in enumerate(one_by_one.decoder.layers):
         name = f"decoder.layers.{i}.mlp.experts."
-        state |= dict(zip((name + "weight1", name + "weight2"), as_stored(layer.mlp.experts), strict=True))
+        state |= dict(
+            zip((name + "weight1", name + "weight2"), as_stored(layer.mlp.experts), strict=True)
+        )
     grouped.load_state_dict(state)
     return one_by_one, grouped
 
 
 def test_built_without_the_package(device):
-    """Its own class, Megatron's parameters; loss and gradients are those of a SequentialMLP but for rounding."""
+    """Its own class, Megatron's parameters; loss and gradients are those of a SequentialMLP but
+    for rounding.
+    """
     assert grouped_gemm_util.grouped_gemm is None or device != "cpu"
     one_by_one, grouped = both(**EXPERTS)
     experts = grouped.decoder.layers[0].mlp.experts
@@ -66,7 +77,9 @@ def test_built_without_the_package(device):
     + [(EXPERTS, {}), (MANY | {"moe_apply_probs_on_input": True}, {})],
 )
 def test_patched_to_the_bits_of_one_by_one(options, settings, device):
-    """Loss and every gradient, some experts without tokens; class, keys and the BF16 loss come back."""
+    """Loss and every gradient, some experts without tokens; class, keys and the BF16 loss come
+    back.
+    """
     if device != "cpu":
         pytest.skip("sums of tensor cores depend on the product's shape")
     one_by_one, grouped = both(**options)
@@ -75,7 +88,9 @@ def test_patched_to_the_bits_of_one_by_one(options, settings, device):
     settings = ActivationConfig(**settings)
     patch_model(one_by_one, settings)
     with patched(grouped, settings) as report:
-        assert [n for n in report.patched if "experts" in n] == [f"decoder.layers.{i}.mlp.experts" for i in range(2)]
+        assert [n for n in report.patched if "experts" in n] == [
+            f"decoder.layers.{i}.mlp.experts" for i in range(2)
+        ]
         assert not any("experts" in n for n in report.left)
         assert type(grouped.decoder.layers[0].mlp.experts) is FP8GroupedExperts
         (loss, grads), (wanted, reference) = gradients(grouped, batch), gradients(one_by_one, batch)
@@ -87,7 +102,9 @@ def test_patched_to_the_bits_of_one_by_one(options, settings, device):
     for i, layer in enumerate(one_by_one.decoder.layers):
         for e in layer.mlp.experts.local_experts:
             for fc in (e.linear_fc1, e.linear_fc2):
-                fc.weight.data = fc.weight.grad if fc.weight.grad is not None else torch.zeros_like(fc.weight)
+                fc.weight.data = (
+                    fc.weight.grad if fc.weight.grad is not None else torch.zeros_like(fc.weight)
+                )
         for name, wanted in zip(("weight1", "weight2"), as_stored(layer.mlp.experts), strict=True):
             assert torch.equal(grads[f"decoder.layers.{i}.mlp.experts.{name}"], wanted), name
     assert type(grouped.decoder.layers[0].mlp.experts) is GroupedExperts
@@ -95,7 +112,9 @@ def test_patched_to_the_bits_of_one_by_one(options, settings, device):
 
 
 def test_local_dispatch_has_the_bits_of_megatrons(device):
-    """Two experts a token: one addition, which both round once. Only patched layers of one rank dispatch so."""
+    """Two experts a token: one addition, which both round once. Only patched layers of one rank
+    dispatch so.
+    """
     model, batch = tiny_gpt(**EXPERTS), tiny_batch(0, device)
     dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers]
     expected = gradients(model, batch)
@@ -108,7 +127,10 @@ def test_local_dispatch_has_the_bits_of_megatrons(device):
         dispatcher.__class__ = MoEAllGatherTokenDispatcher
     dispatchers[0].config = copy.copy(dispatchers[0].config)
     with patched(model, ActivationConfig(bf16_layers=(1,))):
-        assert [type(d) for d in dispatchers] == [LOCAL[MoEAllGatherTokenDispatcher], MoEAllGatherTokenDispatcher]
+        assert [type(d) for d in dispatchers] == [
+            LOCAL[MoEAllGatherTokenDispatcher],
+            MoEAllGatherTokenDispatcher,
+        ]
     assert {type(d) for d in dispatchers} == {MoEAllGatherTokenDispatcher}
     dispatchers[0].config.moe_permute_fusion = True
     assert not may_stay_local(dispatchers[0]) and may_stay_local(dispatchers[1])

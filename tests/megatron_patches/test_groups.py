@@ -23,7 +23,11 @@ def test_adapter_has_what_deepspeed_asks_for_and_nothing_that_means_sequence_par
 
 def test_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
     sizes = {"pipeline_model_parallel_world_size": 2, "tensor_model_parallel_world_size": 4}
-    ranks = {"pipeline_model_parallel_rank": 1, "tensor_model_parallel_rank": 3, "model_parallel_group": "both"}
+    ranks = {
+        "pipeline_model_parallel_rank": 1,
+        "tensor_model_parallel_rank": 3,
+        "model_parallel_group": "both",
+    }
     for name, value in {**sizes, **ranks}.items():
         monkeypatch.setattr(parallel_state, f"get_{name}", lambda value=value: value)
     mpu = MPUAdapter()
@@ -32,7 +36,9 @@ def test_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
 
 
 def test_random_states_resume(device):
-    """Dropout in and outside tensor-parallel regions, and the CPU's generator, continue as if never interrupted."""
+    """Dropout in and outside tensor-parallel regions, and the CPU's generator, continue as if
+    never interrupted.
+    """
 
     def draw():
         with get_cuda_rng_tracker().fork():
@@ -50,7 +56,9 @@ def test_random_states_resume(device):
 
 
 def test_full_recompute_drops_the_same_elements_again(device):
-    """Hidden dropout draws from the default state and attention dropout from the tracker; recompute replays both."""
+    """Hidden dropout draws from the default state and attention dropout from the tracker;
+    recompute replays both.
+    """
     results = []
     for recompute in ({}, FULL):
         model = tiny_gpt(hidden_dropout=0.2, attention_dropout=0.2, **recompute)

@@ -1,4 +1,6 @@
-"""``megatron_patches.initialize``, and what ``coat_dist.initialize`` refuses of models that were left half prepared."""
+"""``megatron_patches.initialize``, and what ``coat_dist.initialize`` refuses of models that were
+left half prepared.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _train(engine, steps):
 
 
 def _one_call(rank, world):
-    """One call, and the same done by hand, over two tensor-parallel ranks with sequence parallelism."""
+    """One call, and the same done by hand, over two tensor-parallel ranks with sequence
+    parallelism.
+    """
     import deepspeed
 
     import coat_dist
@@ -60,19 +64,25 @@ def _one_call(rank, world):
     heads = tiny_gpt(tensor_model_parallel_size=2, qk_layernorm=True)
     patch_model(half, CONFIG)
     plain = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
-    adamw = {"mpu": mp.MPUAdapter(), "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)}
+    adamw = {
+        "mpu": mp.MPUAdapter(),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+    }
     settings = {**CONFIG, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}
     refused = {
         "bare": _refusal(coat_dist.initialize, model=bare, config=OFF, mpu=mp.MPUAdapter()),
         "plain": _refusal(coat_dist.initialize, model=bare, config=plain, **adamw),
-        "plain, by DeepSpeed's own call": _refusal(deepspeed.initialize, model=bare, config=plain, **adamw),
+        "plain, by DeepSpeed's own call": _refusal(
+            deepspeed.initialize, model=bare, config=plain, **adamw
+        ),
         "no mpu": _refusal(coat_dist.initialize, model=bare, config=OFF),
         "patched": _refusal(coat_dist.initialize, model=half, config=CONFIG, mpu=mp.MPUAdapter()),
         "heads": _refusal(coat_dist.initialize, model=heads, config=OFF, mpu=mp.MPUAdapter()),
         "settings": _refusal(mp.initialize, model=wrong, config=settings),
     }
     unpatched = not any(getattr(type(m), "coat_patched", False) for m in wrong.modules())
-    again, *_ = mp.initialize(model=wrong, config=CONFIG)  # its hooks are there: found, not installed twice
+    # Its hooks are there: found, not installed twice.
+    again, *_ = mp.initialize(model=wrong, config=CONFIG)
     return runs, refused, unpatched, _train(again, 3)
 
 
@@ -90,10 +100,15 @@ def test_one_call_is_what_was_done_by_hand(two_ranks):
         assert unpatched and again == by_hand[0]
 
 
-@pytest.mark.parametrize("case", ["bare", "plain", "plain, by DeepSpeed's own call", "patched", "heads", "no mpu"])
+@pytest.mark.parametrize(
+    "case", ["bare", "plain", "plain, by DeepSpeed's own call", "patched", "heads", "no mpu"]
+)
 def test_replicas_that_would_drift_are_refused_on_every_rank(two_ranks, case):
     for _, refused, *_ in two_ranks:
-        assert refused[case].startswith("CoatConfigError") and "megatron_patches.initialize" in refused[case]
+        assert (
+            refused[case].startswith("CoatConfigError")
+            and "megatron_patches.initialize" in refused[case]
+        )
         if case == "no mpu":
             assert "mpu: got none for a model with tensor_model_parallel_size 2" in refused[case]
         else:
@@ -103,7 +118,9 @@ def test_replicas_that_would_drift_are_refused_on_every_rank(two_ranks, case):
 
 
 def _accepted(rank, world, folder):
-    """What is taken as a model, a configuration and an mpu, at one rank, each with the first loss; what is refused."""
+    """What is taken as a model, a configuration and an mpu, at one rank, each with the first
+    loss; what is refused.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -180,8 +197,14 @@ def test_patch_model_takes_what_deepspeed_takes(tmp_path):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"optimizer": {"first_moment": "e5m2"}, "activation": {}}, 'config: got one without a "coat" block'),
-        ({"train_batch_size": 8, "coat": None}, "coat: got null, accepted: an object with keys optimizer, activation"),
+        (
+            {"optimizer": {"first_moment": "e5m2"}, "activation": {}},
+            'config: got one without a "coat" block',
+        ),
+        (
+            {"train_batch_size": 8, "coat": None},
+            "coat: got null, accepted: an object with keys optimizer, activation",
+        ),
         (None, "config: got NoneType, accepted: a dict or the path"),
     ],
 )

@@ -1,4 +1,6 @@
-"""What training programs do around patched models (recompute, freezing, offloading ...) changes no bit on the CPU."""
+"""What training programs do around patched models (recompute, freezing, offloading ...) changes
+no bit on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,23 @@ from megatron.core.distributed import DistributedDataParallel
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
 
-from .tiny import FAMILIES, FULL, assert_equal, gradients, selective, tiny_batch, tiny_gpt, tiny_loss
+from .tiny import (
+    FAMILIES,
+    FULL,
+    assert_equal,
+    gradients,
+    selective,
+    tiny_batch,
+    tiny_gpt,
+    tiny_loss,
+)
 
 # Which parameters are trained, by a test on their names.
 TRAINED = {
     "not the embedding": lambda n: "embedding" not in n,
-    "from the first MLP": lambda n: not any(k in n for k in ("embedding", "0.input_layernorm", "0.self_attention")),
+    "from the first MLP": lambda n: (
+        not any(k in n for k in ("embedding", "0.input_layernorm", "0.self_attention"))
+    ),
     "the last layer": lambda n: "layers.1." in n or "final" in n,
     "norms of MLPs": lambda n: "pre_mlp_layernorm" in n,
     "fc1 of the last layer": lambda n: "1.mlp.linear_fc1" in n,
@@ -38,7 +51,12 @@ def options(request):
 
 
 @pytest.mark.parametrize(
-    "recompute", [FULL, FULL | {"recompute_num_layers": 2}, *map(selective, ("mlp", "moe", "core_attn", "layernorm"))]
+    "recompute",
+    [
+        FULL,
+        FULL | {"recompute_num_layers": 2},
+        *map(selective, ("mlp", "moe", "core_attn", "layernorm")),
+    ],
 )
 def test_recompute(options, recompute, device):
     if "moe" in recompute.get("recompute_modules", ()) and "num_moe_experts" not in options:
@@ -59,7 +77,9 @@ def test_evaluation(options, device):
 
 
 def check_frozen(options, recompute, which, device):
-    """Frozen parameters get no gradient, all others the same one as without freezing and recompute."""
+    """Frozen parameters get no gradient, all others the same one as without freezing and
+    recompute.
+    """
     batch, model = tiny_batch(2, device), build(options, **recompute)
     loss, whole = gradients(build(options), batch)
     for name, parameter in model.named_parameters():
@@ -68,7 +88,9 @@ def check_frozen(options, recompute, which, device):
     assert_equal(found, (loss, {n: g if TRAINED[which](n) else None for n, g in whole.items()}))
 
 
-@pytest.mark.parametrize("which", ["not the embedding", "all but norms", "all but routers", "biases"])
+@pytest.mark.parametrize(
+    "which", ["not the embedding", "all but norms", "all but routers", "biases"]
+)
 def test_frozen_parameters(options, which, device):
     if which == "biases" and "add_bias_linear" not in options:
         pytest.skip("no biases")
@@ -77,7 +99,8 @@ def test_frozen_parameters(options, which, device):
 
 @pytest.mark.parametrize(
     ("module", "which"),
-    [("mlp", which) for which in TRAINED] + [(m, "from the first MLP") for m in ("core_attn", "layernorm")],
+    [("mlp", which) for which in TRAINED]
+    + [(m, "from the first MLP") for m in ("core_attn", "layernorm")],
 )
 def test_frozen_parameters_under_recompute(module, which, device):
     check_frozen(BIASED, selective(module), which, device)
@@ -103,7 +126,9 @@ def test_hooks_of_parameters_run_once(module, device):
 
 
 def test_saved_tensors_on_the_cpu(options, device):
-    """torch.autograd.graph.save_on_cpu: offload of everything that is saved, FP8 codes and scales among it."""
+    """torch.autograd.graph.save_on_cpu: offload of everything that is saved, FP8 codes and
+    scales among it.
+    """
     model, batch = build(options), tiny_batch(0, device)
     expected = gradients(model, batch)
     with torch.autograd.graph.save_on_cpu():
@@ -113,16 +138,23 @@ def test_saved_tensors_on_the_cpu(options, device):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("llama", "aot_eager"), *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("gpt2", "experts"))],
+    [
+        ("llama", "aot_eager"),
+        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("gpt2", "experts")),
+    ],
 )
 def test_compiled_layers(name, backend, device, monkeypatch):
-    """torch.compile around each layer. It may break the graph at the flow; results are those without it."""
+    """torch.compile around each layer. It may break the graph at the flow; results are those
+    without it.
+    """
     torch._dynamo.reset()
     model, batch, waits = build(FAMILIES[name]), tiny_batch(0, device), []
     expected = gradients(model, batch)
     if name == "llama":  # with what waits for gathered parameters
         monkeypatch.setattr(DistributedDataParallel, "__module__", __name__)
-        model.decoder.layers[0].mlp.linear_fc2.register_forward_pre_hook(lambda module: waits.append(module))
+        model.decoder.layers[0].mlp.linear_fc2.register_forward_pre_hook(
+            lambda module: waits.append(module)
+        )
     for i, layer in enumerate(model.decoder.layers):
         model.decoder.layers[i] = torch.compile(layer, backend=backend)
     loss, compiled = gradients(model, batch)

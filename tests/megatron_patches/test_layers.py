@@ -1,4 +1,6 @@
-"""Every kind of layer that can be patched, as a small GPT: what is patched, how close it is, and undoing it."""
+"""Every kind of layer that can be patched, as a small GPT: what is patched, how close it is, and
+undoing it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    TransformerConfig,
+    multi_latent_attention,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 
 from coat_dist.config import ActivationConfig
@@ -36,7 +42,9 @@ UNGATED = {"gated_linear_unit": False}
 TIED = {"share_embeddings_and_output_weights": True}
 EXPERTS = {"num_moe_experts": 3, "moe_router_topk": 3}
 """Every token goes to every expert: FP8 cannot change the routing, so gradients can be compared."""
-GATE = {"moe_shared_expert_gate": True} if hasattr(TransformerConfig, "moe_shared_expert_gate") else {}
+GATE = (
+    {"moe_shared_expert_gate": True} if hasattr(TransformerConfig, "moe_shared_expert_gate") else {}
+)
 TENSOR, FP8 = {"forward_scales": "tensor"}, {"attention": "fp8"}
 COMMON = ("rmsnorm", "gpt2", "experts", "fp8 attention")  # what `make test-unit` runs
 
@@ -47,12 +55,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "layernorm_without_parameters": {"normalization": "LayerNorm", "affine": False},
     "megatron_spec": {"megatron_spec": True},
     "megatron_spec_layernorm": {"megatron_spec": True, "normalization": "LayerNorm"},
-    "layernorm_after": {"normalization": "LayerNorm", "add_bias_linear": True, "spec": {"norm_placement": "post"}},
+    "layernorm_after": {
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "spec": {"norm_placement": "post"},
+    },
     # attention
     "one_key_and_value": {"num_query_groups": 1},
     "qk_norm": {"qk_layernorm": True},
     "qk_layernorm_grouped_bias": {
-        "qk_layernorm": True, "normalization": "LayerNorm", "num_query_groups": 2, "add_qkv_bias": True
+        "qk_layernorm": True,
+        "normalization": "LayerNorm",
+        "num_query_groups": 2,
+        "add_qkv_bias": True,
     },
     "wide_heads": {"kv_channels": 96},
     "attention_biases": {"add_qkv_bias": True, "spec": {"attention_output_bias": True}},
@@ -63,26 +78,50 @@ KINDS: dict[str, dict[str, Any]] = {
     "quick_gelu": {"activation_func": quick_gelu} | UNGATED,
     "biases": {"add_bias_linear": True},
     "gelu_biases": {"activation_func": F.gelu, "add_bias_linear": True} | UNGATED,
-    "dropout_after_biases": {"hidden_dropout": 0.2, "attention_dropout": 0.1, "add_bias_linear": True},
+    "dropout_after_biases": {
+        "hidden_dropout": 0.2,
+        "attention_dropout": 0.1,
+        "add_bias_linear": True,
+    },
     # families
-    "gpt2": {"normalization": "LayerNorm", "activation_func": F.gelu, "add_bias_linear": True, "hidden_dropout": 0.1,
-             "attention_dropout": 0.1, "gpt": TIED | {"position_embedding_type": "learned_absolute"}} | UNGATED,
+    "gpt2": {
+        "normalization": "LayerNorm",
+        "activation_func": F.gelu,
+        "add_bias_linear": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "gpt": TIED | {"position_embedding_type": "learned_absolute"},
+    }
+    | UNGATED,
     "olmo": {"normalization": "LayerNorm", "affine": False, "gpt": TIED},
     "olmo2": OLMO2 | {"num_query_groups": 2},
     "qwen2": {"num_query_groups": 2, "add_qkv_bias": True},
     "qwen3": {"num_query_groups": 2, "qk_layernorm": True, "kv_channels": 96},
-    "nemotron": {"normalization": "LayerNorm", "activation_func": squared_relu, "num_query_groups": 2} | UNGATED,
+    "nemotron": {
+        "normalization": "LayerNorm",
+        "activation_func": squared_relu,
+        "num_query_groups": 2,
+    }
+    | UNGATED,
     # experts
     "experts": EXPERTS,
     "experts_of_megatron_spec": EXPERTS | {"megatron_spec": True},
     "experts_in_some_layers": EXPERTS | {"moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 128},
-    "shared_experts": EXPERTS | GATE | {"moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 64},
+    "shared_experts": EXPERTS
+    | GATE
+    | {"moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 64},
     "gelu_experts": EXPERTS | {"activation_func": F.gelu} | UNGATED,
-}  # fmt: skip
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{name: (kind, {}) for name, kind in KINDS.items()},
-    **{f"{name} tensor": (KINDS[name], TENSOR) for name in ("rmsnorm", "gpt2", "olmo2", "qwen3", "biases")},
-    **{f"{name} quantized": (KINDS[name], {"forward": "quantized"}) for name in ("rmsnorm", "gpt2", "olmo2")},
+    **{
+        f"{name} tensor": (KINDS[name], TENSOR)
+        for name in ("rmsnorm", "gpt2", "olmo2", "qwen3", "biases")
+    },
+    **{
+        f"{name} quantized": (KINDS[name], {"forward": "quantized"})
+        for name in ("rmsnorm", "gpt2", "olmo2")
+    },
     "fp8 attention": ({}, FP8),
     **{f"{name} fp8 attention": (KINDS[name], FP8) for name in ("qwen2", "qwen3", "olmo2")},
     "interleaved fp8 attention": ({"rotary_interleaved": True}, FP8),
@@ -107,7 +146,9 @@ def check(model, settings, device, megatron_spec=False):
     return report
 
 
-@pytest.mark.parametrize("name", [n if n in COMMON else pytest.param(n, marks=pytest.mark.long) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n in COMMON else pytest.param(n, marks=pytest.mark.long) for n in CASES]
+)
 def test_patched_close_and_unpatched_identical(name, device):
     options, settings = CASES[name]
     model = tiny_gpt(**options)
@@ -118,35 +159,55 @@ def test_patched_close_and_unpatched_identical(name, device):
     routers = [n for n in report.left if n.endswith(".mlp.router")]
     assert report.left == dict.fromkeys(routers, "routing is not quantized")
     assert sum(".experts" in n for n in report.patched) == len(routers)
-    assert len([n for n in report.patched if "shared" not in n and n != "output_layer"]) == len(BLOCKS)
+    assert len([n for n in report.patched if "shared" not in n and n != "output_layer"]) == len(
+        BLOCKS
+    )
 
 
 def latent_attention() -> torch.nn.Module:
-    """A model with multi-latent attention, without Transformer Engine: SDPA in place of Megatron's core attention."""
+    """A model with multi-latent attention, without Transformer Engine: SDPA in place of
+    Megatron's core attention.
+    """
     config = MLATransformerConfig(
         **TINY,
-        multi_latent_attention=True, q_lora_rank=64, kv_lora_rank=32, qk_head_dim=32, qk_pos_emb_head_dim=16,
-        v_head_dim=32, rope_type="rope", apply_rope_fusion=False,
-    )  # fmt: skip
+        multi_latent_attention=True,
+        q_lora_rank=64,
+        kv_lora_rank=32,
+        qk_head_dim=32,
+        qk_pos_emb_head_dim=16,
+        v_head_dim=32,
+        rope_type="rope",
+        apply_rope_fusion=False,
+    )
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = SDPA
-    options: dict[str, Any] = dict(vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope")
+    options: dict[str, Any] = dict(
+        vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope"
+    )
     return GPTModel(config, spec, **options).bfloat16()
 
 
 def test_multi_latent_attention_is_left_and_its_mlp_runs_the_flow(device, monkeypatch):
-    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # megatron-core 0.16 takes it for granted
+    # megatron-core 0.16 takes it for granted.
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
     report = check(latent_attention().to(device), {}, device)
-    assert report.patched == BLOCKS[1::2] and report.left == dict.fromkeys(BLOCKS[::2], "multi-latent attention")
+    assert report.patched == BLOCKS[1::2] and report.left == dict.fromkeys(
+        BLOCKS[::2], "multi-latent attention"
+    )
 
 
 def test_blocks_without_any_norm_are_patched(device):
     """A layer of any specification, with Megatron's own addition behind its blocks."""
     model = tiny_gpt()
-    model.decoder.layers[0].input_layernorm, model.decoder.layers[1].pre_mlp_layernorm = IdentityOp(), IdentityOp()
+    model.decoder.layers[0].input_layernorm, model.decoder.layers[1].pre_mlp_layernorm = (
+        IdentityOp(),
+        IdentityOp(),
+    )
     report = check(model, {}, device)
     additions = ["decoder.layers.0.self_attn_bda", "decoder.layers.1.mlp_bda"]
-    assert report.patched == BLOCKS and report.unfused == dict.fromkeys(additions, "no norm before the block")
+    assert report.patched == BLOCKS and report.unfused == dict.fromkeys(
+        additions, "no norm before the block"
+    )
 
 
 def test_dropout_really_drops(device):
@@ -165,7 +226,10 @@ def test_bias_of_fc2_is_handed_on(device):
     x = torch.randn(5, 2, 256, dtype=torch.bfloat16, device=device)
     with patched(model, ActivationConfig()):
         y, bias = mlp(x)
-        assert bias.data_ptr() == mlp.linear_fc2.bias.data_ptr() and bias.shape == mlp.linear_fc2.bias.shape
+        assert (
+            bias.data_ptr() == mlp.linear_fc2.bias.data_ptr()
+            and bias.shape == mlp.linear_fc2.bias.shape
+        )
         with torch.no_grad():
             bias.zero_()
         assert torch.equal(y, mlp(x)[0])

@@ -1,4 +1,6 @@
-"""The chunked loss of a GPT model: the same losses and gradients without logits of the whole vocabulary."""
+"""The chunked loss of a GPT model: the same losses and gradients without logits of the whole
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def train(model, batch, settings, loss_of):
 
 
 def weighting(losses):
-    return 1 + torch.arange(losses.numel(), device=losses.device).view(losses.shape) / losses.numel()
+    return (
+        1 + torch.arange(losses.numel(), device=losses.device).view(losses.shape) / losses.numel()
+    )
 
 
 def labelled(model, tokens, labels, positions):
@@ -63,11 +67,17 @@ def test_losses_and_gradients_of_the_plain_path(name, z_loss, invariant, device,
     batch = tokens, labels, positions
     before, chunked = state(model), ActivationConfig(tp_invariant=invariant, z_loss=z_loss)
     report, losses, grads = train(model, batch, chunked, labelled)
-    assert report.loss == {"output_layer": "chunked"} and "  loss     output_layer: chunked" in str(report)
+    assert report.loss == {"output_layer": "chunked"} and "  loss     output_layer: chunked" in str(
+        report
+    )
     held: list = []  # train() runs backward, too: with "kept" logits wait for it
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
         report, same, _ = train(model, batch, chunked.model_copy(update={"loss": "kept"}), labelled)
-    assert report.loss == {"output_layer": "kept"} and torch.equal(same, losses) and (BATCH * SEQ, 128) in held
+    assert (
+        report.loss == {"output_layer": "kept"}
+        and torch.equal(same, losses)
+        and (BATCH * SEQ, 128) in held
+    )
     assert state(model) == before
     plain_settings = ActivationConfig(tp_invariant=invariant, loss="plain")
     report, plain, wanted = train(model, batch, plain_settings, from_logits(z_loss))
@@ -78,10 +88,13 @@ def test_losses_and_gradients_of_the_plain_path(name, z_loss, invariant, device,
         assert torch.equal(losses, plain)
     torch.testing.assert_close(losses, plain, rtol=1e-5 if name == "fp32" else 1e-3, atol=1e-5)
     for n, g in wanted.items():
-        if invariant and device == "cpu":  # on a GPU, attention and embeddings sum in no fixed order
+        # On a GPU, attention and embeddings sum in no fixed order.
+        if invariant and device == "cpu":
             assert torch.equal(grads[n], g), n
         # dx rounds once, from another order of sums; behind it FP8 codes turn.
-        assert F.cosine_similarity(grads[n].flatten().double(), g.flatten().double(), dim=0) > 0.999, n
+        assert (
+            F.cosine_similarity(grads[n].flatten().double(), g.flatten().double(), dim=0) > 0.999
+        ), n
 
 
 def test_without_labels_logits_are_returned(device):
@@ -100,7 +113,9 @@ def test_without_labels_logits_are_returned(device):
 
 @pytest.mark.parametrize(("rows", "invariant"), [(1, False), (1, True), (2, False)])
 def test_losses_and_logits_can_be_changed_in_place(rows, invariant, device):
-    """As Megatron's loss functions do: at micro-batch 1 what the model returns is a view of the flow's output."""
+    """As Megatron's loss functions do: at micro-batch 1 what the model returns is a view of the
+    flow's output.
+    """
     model, (tokens, labels, positions) = tiny_gpt(), (t[:rows] for t in tiny_batch(8, device))
 
     def gradients(change, **given):
@@ -139,7 +154,10 @@ def with_attribute(name, value):
         (lambda model: setattr(model, "fp16_lm_cross_entropy", True), "fp16_lm_cross_entropy"),
         (with_attribute("mtp_num_layers", 1), "multi-token prediction computes several losses"),
         (with_attribute("config_logger_dir", "logs"), "config.config_logger_dir asks for logits"),
-        (with_attribute("defer_embedding_wgrad_compute", True), "config.defer_embedding_wgrad_compute=True"),
+        (
+            with_attribute("defer_embedding_wgrad_compute", True),
+            "config.defer_embedding_wgrad_compute=True",
+        ),
         (with_attribute("use_mup", True), "config.use_mup scales logits"),
     ],
 )
@@ -147,11 +165,16 @@ def test_left_plain_with_the_reason_and_z_loss_is_refused(change, reason):
     model = tiny_gpt()
     change(model)
     before = state(model)
-    with pytest.raises(ValueError, match=r"activation.z_loss: got 0.01, accepted: 0.*\n(.*\n)*.*plain \("):
+    with pytest.raises(
+        ValueError, match=r"activation.z_loss: got 0.01, accepted: 0.*\n(.*\n)*.*plain \("
+    ):
         patch_model(model, ActivationConfig(z_loss=0.01))
     assert state(model) == before
     report = patch_model(model, ActivationConfig())
-    assert report.loss == {"output_layer": f"plain ({reason})"} and type(model) is not ChunkedLossGPTModel
+    assert (
+        report.loss == {"output_layer": f"plain ({reason})"}
+        and type(model) is not ChunkedLossGPTModel
+    )
     assert f"  loss     output_layer: plain ({reason})" in str(report)
 
 
@@ -170,10 +193,13 @@ def test_z_loss_is_added_in_training_and_not_in_evaluation(device):
 def test_z_loss_that_would_be_ignored_is_refused():
     with pytest.raises(ValueError, match="activation.z_loss: got 0.01, accepted: 0"):
         patch_model(tiny_gpt().decoder, ActivationConfig(z_loss=0.01))
-    patch_model(tiny_gpt(gpt={"post_process": False}), ActivationConfig(z_loss=0.01))  # not the last stage
+    # Not the last stage.
+    patch_model(tiny_gpt(gpt={"post_process": False}), ActivationConfig(z_loss=0.01))
     model, (tokens, _, positions) = tiny_gpt().cpu(), tiny_batch(11)
     patch_model(model, ActivationConfig(z_loss=0.01))
-    with pytest.raises(ValueError, match="activation.z_loss: got 0.01 and a training model called without labels"):
+    with pytest.raises(
+        ValueError, match="activation.z_loss: got 0.01 and a training model called without labels"
+    ):
         model(tokens, positions, None)
 
 
@@ -181,7 +207,9 @@ def test_z_loss_that_would_be_ignored_is_refused():
 def test_a_compiled_model_has_the_chunked_loss_too(device, monkeypatch):
     """With its z_loss; nothing of one call's labels is traced."""
     calls, chunked = [], flow.linear_cross_entropy
-    monkeypatch.setattr(flow, "linear_cross_entropy", lambda *a, **k: (calls.append(a), chunked(*a, **k))[1])
+    monkeypatch.setattr(
+        flow, "linear_cross_entropy", lambda *a, **k: (calls.append(a), chunked(*a, **k))[1]
+    )
     torch._dynamo.reset()
     model = tiny_gpt()
     patch_model(model, ActivationConfig(z_loss=0.1))
@@ -191,5 +219,7 @@ def test_a_compiled_model_has_the_chunked_loss_too(device, monkeypatch):
     found = [labelled(compiled, *batch) for batch in batches]
     assert len(calls) == 2
     found[1].sum().backward()
-    assert all(torch.equal(a, labelled(model, *batch)) for a, batch in zip(found, batches, strict=True))
+    assert all(
+        torch.equal(a, labelled(model, *batch)) for a, batch in zip(found, batches, strict=True)
+    )
     torch._dynamo.reset()

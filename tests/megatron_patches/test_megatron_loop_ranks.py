@@ -1,4 +1,6 @@
-"""Plain Megatron-core training without DeepSpeed: its DistributedDataParallel, optimizers and gradient accumulation."""
+"""Plain Megatron-core training without DeepSpeed: its DistributedDataParallel, optimizers and
+gradient accumulation.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,17 @@ from .training import start
 STEPS, ACCUMULATION = 3, 2
 
 
-def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.bfloat16, **changes: Any):
-    """Losses, main_grads of this rank after the first micro-batch and the first two, weights that were used stale."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+def _train(
+    rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.bfloat16, **changes: Any
+):
+    """Losses, main_grads of this rank after the first micro-batch and the first two, weights
+    that were used stale.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from coat_dist.flow import weights as flow_weights
@@ -37,17 +47,28 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
         grad_reduce_in_fp32=True, overlap_grad_reduce=distributed, bucket_size=1, **both
     )
     ddp = DistributedDataParallel(model.config, config, model)
-    options = OptimizerConfig(optimizer="adam", lr=3e-3, bf16=bf16, params_dtype=dtype, clip_grad=1.0, **both)
+    options = OptimizerConfig(
+        optimizer="adam", lr=3e-3, bf16=bf16, params_dtype=dtype, clip_grad=1.0, **both
+    )
     optimizer = get_megatron_optimizer(options, [ddp])
 
     params = dict(model.named_parameters())
     names = {id(p): n for n, p in params.items()}
-    losses, gradients, stale, used, gathers, original = [], [], [], [], [], flow_weights.quantize_input
+    losses, gradients, stale, used, gathers, original = (
+        [],
+        [],
+        [],
+        [],
+        [],
+        flow_weights.quantize_input,
+    )
 
     def quantize_input(w, *rest):
         used.append((w, w.detach().clone()))
         if distributed and ".linear_fc1." in (name := names[id(w)]):
-            gathers.append(ddp.param_to_bucket_group[params[name.replace("fc1", "fc2")]].param_gather_handle)
+            gathers.append(
+                ddp.param_to_bucket_group[params[name.replace("fc1", "fc2")]].param_gather_handle
+            )
         return original(w, *rest)
 
     flow_weights.quantize_input = quantize_input
@@ -65,9 +86,12 @@ def _train(rank, world, tp, distributed, fusion, weights="on_use", dtype=torch.b
                 with ddp.no_sync():
                     loss.backward()
             losses.append(loss.item())
-            in_flow = [p for n, p in model.named_parameters() if ".linear_" in n and n.endswith(".weight")]
+            in_flow = [
+                p for n, p in model.named_parameters() if ".linear_" in n and n.endswith(".weight")
+            ]
             assert not fusion or not any(p.coat_zeroed for p in in_flow)
-            if step == 0 and not (last and distributed):  # overlapped, the reduction over ranks is under way
+            # Overlapped, the reduction over ranks is under way.
+            if step == 0 and not (last and distributed):
                 gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
             stale += [names[id(w)] for w, at_use in used if not torch.equal(w, at_use)]
             used.clear()
@@ -113,4 +137,6 @@ def test_main_grad_and_the_cache_in_megatrons_loop(tp, distributed):
 
 
 def _same(left, right):
-    return all(torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)
+    return all(
+        torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a
+    )

@@ -1,4 +1,6 @@
-"""Mixtures of experts: without tokens, one expert against its definition, and reasons of those that stay BF16."""
+"""Mixtures of experts: without tokens, one expert against its definition, and reasons of those
+that stay BF16.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ BIASED_EXPERTS = not older_than("0.15")  # 0.14 refuses them
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_experts_without_tokens(scales, device):
-    """Sixteen experts, 64 tokens of few kinds: some get none, others numbers that 16 does not divide."""
+    """Sixteen experts, 64 tokens of few kinds: some get none, others numbers that 16 does not
+    divide.
+    """
     model, batch = tiny_gpt(**ONE_OF_MANY), tiny_batch(0, device)
     counts = []
     for layer in model.decoder.layers:
@@ -43,7 +47,9 @@ def test_experts_without_tokens(scales, device):
         assert bool(grads[weight].any()) == (n > 0), (weight, n)
 
 
-@pytest.mark.parametrize(("tokens", "biased"), [(0, False), (1, BIASED_EXPERTS), (17, False), (40, BIASED_EXPERTS)])
+@pytest.mark.parametrize(
+    ("tokens", "biased"), [(0, False), (1, BIASED_EXPERTS), (17, False), (40, BIASED_EXPERTS)]
+)
 def test_one_expert_against_its_definition(tokens, biased, device):
     """act(x W1 + b1) * p, then W2, then p * b2: in fp32, for any number of tokens."""
     model = tiny_gpt(add_bias_linear=biased, **ALL)
@@ -61,7 +67,9 @@ def test_one_expert_against_its_definition(tokens, biased, device):
     weighting, *others = (torch.randn_like(out) for _ in range(16))
     wanted = [x, p, *expert.parameters()]
     got = torch.autograd.grad(out, wanted, weighting, retain_graph=True)
-    scores = torch.stack([got[1], *(torch.autograd.grad(out, p, w, retain_graph=True)[0] for w in others)])
+    scores = torch.stack(
+        [got[1], *(torch.autograd.grad(out, p, w, retain_graph=True)[0] for w in others)]
+    )
 
     leaves = [t.detach().float().requires_grad_() for t in wanted]
     (x32, p32), names = leaves[:2], [n for n, _ in expert.named_parameters()]
@@ -74,8 +82,8 @@ def test_one_expert_against_its_definition(tokens, biased, device):
     for a, b in zip((out, *got), (expected, *reference), strict=True):
         assert a.shape == b.shape
         assert b is reference[1] or (a.float() - b).norm() <= 0.12 * b.norm()
-    # A token's gradient of p is a sum of terms of either sign: its error is to be small beside their size. Of one token
-    # it is one number, which may err by chance; so of many weightings.
+    # A token's gradient of p is a sum of terms of either sign: its error is to be small beside
+    # their size. Of one token it is one number, which may err by chance; so of many weightings.
     terms = y * torch.stack([weighting, *others]).float()
     assert (scores - terms.sum(-1)).norm() <= 0.12 * terms.norm()
 
@@ -91,7 +99,9 @@ def test_reasons_of_experts_that_are_left():
     second.experts.local_experts[1].config = copy.copy(second.experts.config)
     second.experts.local_experts[1].config.activation_func = F.relu
     report = patch_model(model, ActivationConfig())
-    assert report.left == dict.fromkeys([f"{LAYERS}.{i}.mlp.router" for i in range(2)], "routing is not quantized") | {
+    assert report.left == dict.fromkeys(
+        [f"{LAYERS}.{i}.mlp.router" for i in range(2)], "routing is not quantized"
+    ) | {
         f"{LAYERS}.0.mlp.experts": "experts class Other",
         f"{LAYERS}.0.mlp.shared_experts": "config.moe_shared_expert_overlap=True",
         f"{LAYERS}.1.mlp.experts": "activation_func relu with gated_linear_unit",
@@ -102,5 +112,7 @@ def test_reasons_of_experts_that_are_left():
     patch_model(model, ActivationConfig(expert_dispatch="fp8"))  # no token travels
     unpatch_model(model)
     model.decoder.layers[1].mlp.token_dispatcher.ep_size = 2
-    with pytest.raises(ValueError, match='activation.expert_dispatch_grad: got "fp8", accepted: .*mlp.experts'):
+    with pytest.raises(
+        ValueError, match='activation.expert_dispatch_grad: got "fp8", accepted: .*mlp.experts'
+    ):
         patch_model(model, ActivationConfig(expert_dispatch_grad="fp8"))

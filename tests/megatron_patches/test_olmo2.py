@@ -1,4 +1,6 @@
-"""OLMo-2's layers: norms behind attention and MLP, and on queries and keys over all heads, whoever holds these."""
+"""OLMo-2's layers: norms behind attention and MLP, and on queries and keys over all heads,
+whoever holds these.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.support import run_ranks
 from .tiny import FP32, OLMO2, tiny_config, tiny_gpt
 from .training import train
 
-AFTER = {f"decoder.layers.{i}.post_{n}_layernorm.weight" for i in range(2) for n in ("self_attn", "mlp")}
+AFTER = {
+    f"decoder.layers.{i}.post_{n}_layernorm.weight" for i in range(2) for n in ("self_attn", "mlp")
+}
 HEADS = {f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(2) for n in "qk"}
 
 
@@ -47,7 +51,9 @@ def test_norm_over_all_heads(exact):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="qk_layernorm, qk_l2_norm: got True, accepted: False with norm_all_heads"):
+    with pytest.raises(
+        ValueError, match="qk_layernorm, qk_l2_norm: got True, accepted: False with norm_all_heads"
+    ):
         gpt_layer_spec(tiny_config(qk_layernorm=True), norm_all_heads=True)
     with pytest.raises(ValueError, match="norm_placement: got 'after', accepted: 'pre', 'post'"):
         gpt_layer_spec(tiny_config(), norm_placement="after")
@@ -55,19 +61,30 @@ def test_refusals():
 
 def _sizes(rank, world):
     changes = {**OLMO2, "num_query_groups": 2}
-    runs = [train(tp, sp, 4, None, **FP32, **changes) for tp, sp in ((1, False), (2, False), (2, True))]
+    runs = [
+        train(tp, sp, 4, None, **FP32, **changes) for tp, sp in ((1, False), (2, False), (2, True))
+    ]
     fp8 = [train(tp, sp, 4, ActivationConfig(), **changes) for tp, sp in ((1, False), (2, True))]
     *_, loose, _ = train(2, True, 3, None, hooks=False, **changes)
     state = tiny_gpt(tensor_model_parallel_size=2, **changes).sharded_state_dict()
-    return runs, fp8, loose, {name: (state[name].global_shape[1:], state[name].local_shape) for name in HEADS}
+    return (
+        runs,
+        fp8,
+        loose,
+        {name: (state[name].global_shape[1:], state[name].local_shape) for name in HEADS},
+    )
 
 
 def test_tensor_parallel_sizes_agree():
-    """fp32 and unpatched: all but rounding. In FP8 too within 1 %. Ranks hold their heads' part of the head norms."""
+    """fp32 and unpatched: all but rounding. In FP8 too within 1 %. Ranks hold their heads' part
+    of the head norms.
+    """
     for runs, fp8, loose, shapes in run_ranks(2, _sizes):
         losses, first, *_ = runs[0]
         assert losses[-1] < losses[0] - 0.1
-        for (other, start, _, replicas, hooked), norms in zip(runs[1:], (set(), AFTER), strict=True):
+        for (other, start, _, replicas, hooked), norms in zip(
+            runs[1:], (set(), AFTER), strict=True
+        ):
             assert other == pytest.approx(losses, rel=1e-5)
             assert all(torch.equal(first[name], start[name]) for name in first)
             assert not HEADS & set(replicas) and not any(replicas.values())

@@ -1,4 +1,6 @@
-"""CoatAdamW inside Megatron's distributed optimizer, on two data-parallel ranks (gloo), without DeepSpeed."""
+"""CoatAdamW inside Megatron's distributed optimizer, on two data-parallel ranks (gloo), without
+DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +32,9 @@ from .training import start
 STEPS, SAVED_AFTER = 6, 3
 OLD = older_than("0.15")
 DIST = "dp_zero_gather_scatter" if OLD else "fully_reshardable"
-"""One of Megatron's torch_dist formats; "torch" stands for its files of one rank each. Others of 0.14 need numpy 1."""
+"""One of Megatron's torch_dist formats; "torch" stands for its files of one rank each. Others of
+0.14 need numpy 1.
+"""
 OTHERS = ["dp_zero_gather_scatter", "dp_reshardable"]
 COAT = {"coat": {"optimizer": {"stochastic_rounding": True}}}
 
@@ -38,9 +46,13 @@ class Run:
         model = tiny_gpt(**NARROW | (model or {})).requires_grad_(not frozen)
         if patch:
             mp.patch_model(model, {"coat": {}})
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
         self.model = DistributedDataParallel(model.config, ddp, model)
-        settings = dict(optimizer="adam", lr=3e-3, min_lr=0.0, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0)
+        settings = dict(
+            optimizer="adam", lr=3e-3, min_lr=0.0, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0
+        )
         settings |= dict(bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
         config = OptimizerConfig(**settings | options)
         if coat is None:
@@ -67,7 +79,12 @@ class Run:
     def bytes(self):
         """Everything that the next steps depend on, on this rank."""
         inner = [one.optimizer for one in self.optimizer.chained_optimizers]
-        shards = [(p.detach(), one.state[p]) for one in inner for group in one.param_groups for p in group["params"]]
+        shards = [
+            (p.detach(), one.state[p])
+            for one in inner
+            for group in one.param_groups
+            for p in group["params"]
+        ]
         return copy.deepcopy((shards, [p.detach() for p in self.model.parameters()]))
 
     def save(self, folder, kind):
@@ -76,7 +93,10 @@ class Run:
             folder.mkdir(parents=True)
         dist.barrier()
         if kind == "torch":
-            whole = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            whole = {
+                "model": self.model.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
             torch.save(whole, folder / f"model_{rank}.pt")
             self.optimizer.save_parameter_state(_shards(folder))
         else:
@@ -99,7 +119,9 @@ class Run:
         options = {"sharding_type": kind} if older_than("0.15") else {}
         return {
             "model": weights,
-            "optimizer": self.optimizer.sharded_state_dict(weights, loading, metadata=metadata, **options),
+            "optimizer": self.optimizer.sharded_state_dict(
+                weights, loading, metadata=metadata, **options
+            ),
         }
 
 
@@ -114,7 +136,9 @@ def _same(left, right):
 
 
 def _train_and_resume(rank, world, folder, kinds, tp=1, **model):
-    """Losses of a whole run and what became of it when it was saved and resumed, by format; and the run."""
+    """Losses of a whole run and what became of it when it was saved and resumed, by format; and
+    the run.
+    """
     with saves_by_dist_checkpointing():
         start(tp)
         run = Run(COAT, model)
@@ -146,15 +170,37 @@ def _all(rank, world, folder):
     said = [str(w.message) for w in warned if "rounded again" in str(w.message)]
     carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (rounded, other)]
     inner = run.inner()
-    groups = [(g["wd_mult"], g["moments"], {tuple(inner.state[p]) for p in g["params"]}) for g in inner.param_groups]
+    groups = [
+        (g["wd_mult"], g["moments"], {tuple(inner.state[p]) for p in g["params"]})
+        for g in inner.param_groups
+    ]
     coded = [p for g in inner.param_groups if g["moments"] == "fp8" for p in g["params"]]
-    held = sum(t.numel() * t.element_size() for p in coded for t in inner.state[p].values() if torch.is_tensor(t))
-    counts = held, sum(p.numel() for p in coded), sum(p.numel() for p in run.model.parameters() if p.dim() > 1)
-    return dict(adamw=adamw, losses=losses, resumed=resumed, carried=carried, said=said, groups=groups, counts=counts)
+    held = sum(
+        t.numel() * t.element_size()
+        for p in coded
+        for t in inner.state[p].values()
+        if torch.is_tensor(t)
+    )
+    counts = (
+        held,
+        sum(p.numel() for p in coded),
+        sum(p.numel() for p in run.model.parameters() if p.dim() > 1),
+    )
+    return dict(
+        adamw=adamw,
+        losses=losses,
+        resumed=resumed,
+        carried=carried,
+        said=said,
+        groups=groups,
+        counts=counts,
+    )
 
 
 def _more(rank, world, folder, tp, kinds, model):
-    """Also what Megatron's own AdamW makes of such a checkpoint, where it can load any without Transformer Engine."""
+    """Also what Megatron's own AdamW makes of such a checkpoint, where it can load any without
+    Transformer Engine.
+    """
     losses, resumed, _ = _train_and_resume(rank, world, folder, kinds, tp, **model)
     if model or older_than("0.16"):
         return resumed, losses, losses[SAVED_AFTER:]
@@ -172,7 +218,9 @@ def _alone(rank, world, folder):
 
 
 def _in_megatrons_passes(rank, world, clip_grad):
-    """Whether steps are to the bit those that clip and write weights in passes of their own; and the last norm."""
+    """Whether steps are to the bit those that clip and write weights in passes of their own; and
+    the last norm.
+    """
     start()
     ours, theirs = Run(COAT, clip_grad=clip_grad), Run(COAT, clip_grad=clip_grad)
     for optimizer in theirs.optimizer.chained_optimizers:
@@ -180,11 +228,17 @@ def _in_megatrons_passes(rank, world, clip_grad):
     theirs.optimizer.__class__ = ChainedOptimizer
     for run in (ours, theirs):
         run.train(range(3))
-    return _same(ours.bytes(), theirs.bytes()), ours.optimizer.get_grad_norm(), ours.optimizer._norm().item()
+    return (
+        _same(ours.bytes(), theirs.bytes()),
+        ours.optimizer.get_grad_norm(),
+        ours.optimizer._norm().item(),
+    )
 
 
 def _with_a_frozen_stage(rank, world):
-    """Whether a step was taken, and the norm: the second pipeline stage has nothing to train, and takes part."""
+    """Whether a step was taken, and the norm: the second pipeline stage has nothing to train,
+    and takes part.
+    """
     start(pipeline_model_parallel_size=2)
     run = Run(COAT, {"pipeline_model_parallel_size": 2}, frozen=rank == 1)
     for buffer in run.model.buffers:
@@ -201,14 +255,24 @@ def runs(tmp_path_factory):
 def test_losses_follow_adamw(runs):
     for run in runs:
         assert run["losses"] != run["adamw"]
-        assert run["losses"] == pytest.approx(run["adamw"], rel=0.02) and run["losses"][-1] < run["losses"][0]
+        assert (
+            run["losses"] == pytest.approx(run["adamw"], rel=0.02)
+            and run["losses"][-1] < run["losses"][0]
+        )
 
 
 def test_moments_are_fp8_and_sharded(runs):
-    """Both ranks together hold each weight's moments once, in little more than two bytes; vectors keep fp32."""
+    """Both ranks together hold each weight's moments once, in little more than two bytes;
+    vectors keep fp32.
+    """
     for run in runs:
         assert {(wd, kind) for wd, kind, _ in run["groups"]} == {(1.0, "fp8"), (0.0, "fp32")}
-        assert all("exp_avg" not in keys for _, kind, states in run["groups"] for keys in states if kind == "fp8")
+        assert all(
+            "exp_avg" not in keys
+            for _, kind, states in run["groups"]
+            for keys in states
+            if kind == "fp8"
+        )
     held, mine, whole = (sum(run["counts"][i] for run in runs) for i in range(3))
     assert mine == whole // 2 and 2.0 < held / mine < 2.1
 
@@ -234,7 +298,9 @@ def test_a_stage_without_parameters_to_train():
 
 
 def test_another_number_of_ranks(runs):
-    """One rank goes on where two have stopped: it has no codes for its shards, and rounds moments again."""
+    """One rank goes on where two have stopped: it has no codes for its shards, and rounds
+    moments again.
+    """
     ((steps, losses),) = run_ranks(1, _alone, runs[0]["folder"] / DIST)
     assert steps == SAVED_AFTER and losses[0] < 0.9 * runs[0]["losses"][0]
 
@@ -258,17 +324,31 @@ def test_other_formats_and_models_resume_to_the_bit(tmp_path, tp, kinds, model):
 @pytest.mark.parametrize(
     ("coat", "options", "said"),
     [
-        ({"coat": {}}, {"optimizer": "sgd"}, "optimizer: got 'sgd', accepted with CoatAdamW: 'adam'"),
-        ({"coat": {}}, {"use_distributed_optimizer": False}, "use_distributed_optimizer: got False"),
+        (
+            {"coat": {}},
+            {"optimizer": "sgd"},
+            "optimizer: got 'sgd', accepted with CoatAdamW: 'adam'",
+        ),
+        (
+            {"coat": {}},
+            {"use_distributed_optimizer": False},
+            "use_distributed_optimizer: got False",
+        ),
         (
             {"coat": {"activation": {"forward_scales": "tensor", "bf16_layers": [0]}}},
             {},
-            "coat.activation: got a model that is patched already with forward_scales 'row' where the block says "
-            "'tensor', bf16_layers () where the block says (0,); accepted: the same settings, or an unpatched model",
+            "coat.activation: got a model that is patched already with forward_scales 'row' where "
+            "the block says "
+            "'tensor', bf16_layers () where the block says (0,); accepted: the same settings, or "
+            "an unpatched model",
         ),
         ({"optimizer": {}}, {}, 'coat: got one without a "coat" block'),
         (Moments(master_weights="bf16_remainder"), {}, "coat.optimizer.master_weights"),
-        ({"coat": {"activation": {"fp8_weight_gather": True}}}, {}, "coat.activation.fp8_weight_gather: got true"),
+        (
+            {"coat": {"activation": {"fp8_weight_gather": True}}},
+            {},
+            "coat.activation.fp8_weight_gather: got true",
+        ),
     ],
 )
 def test_what_is_refused(coat, options, said):
@@ -279,18 +359,23 @@ def test_what_is_refused(coat, options, said):
 
 def test_gradients_that_would_be_summed_twice_are_refused():
     run = Run(COAT)
-    next(run.model.parameters()).coat_replicated_grad = True  # as install_replicated_grad_hooks leaves it
+    # As install_replicated_grad_hooks leaves it.
+    next(run.model.parameters()).coat_replicated_grad = True
     with pytest.raises(CoatConfigError, match="model_chunks: got replicated-gradient hooks"):
         _check_config(run.optimizer.config, [run.model])
 
 
 def test_a_tied_embedding_over_stages_needs_one_rank_and_rounding_to_nearest(monkeypatch):
-    tied, untied = (tiny_gpt(gpt={"share_embeddings_and_output_weights": tied}) for tied in (True, False))
+    tied, untied = (
+        tiny_gpt(gpt={"share_embeddings_and_output_weights": tied}) for tied in (True, False)
+    )
     _check_tied([tied], Moments())
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
     _check_tied([untied], Moments())
     _check_tied([tied], Moments(stochastic_rounding=False))
-    with pytest.raises(CoatConfigError, match="^share_embeddings_and_output_weights: got True with pipeline stages"):
+    with pytest.raises(
+        CoatConfigError, match="^share_embeddings_and_output_weights: got True with pipeline stages"
+    ):
         _check_tied([tied], Moments())
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 2)
     with pytest.raises(CoatConfigError, match="on 2 data-parallel ranks"):

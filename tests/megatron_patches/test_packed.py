@@ -1,4 +1,6 @@
-"""Several documents in a sequence through a GPT model: as each alone, patched or not, in whatever way it is run."""
+"""Several documents in a sequence through a GPT model: as each alone, patched or not, in
+whatever way it is run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SETTINGS = {
 MODELS = {
     "llama": {},
     "gqa_qk_norm": {"num_query_groups": 2, "qk_layernorm": True},
-    "learned_positions": {"gpt": {"max_sequence_length": T, "position_embedding_type": "learned_absolute"}},
+    "learned_positions": {
+        "gpt": {"max_sequence_length": T, "position_embedding_type": "learned_absolute"}
+    },
 }
 
 
@@ -39,12 +43,18 @@ def params(lengths=LENGTHS, longest=None, device="cpu"):
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     longest = longest or max(lengths)
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
 def text(seed=1, lengths=LENGTHS, device="cpu"):
-    tokens = torch.randint(0, VOCAB, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        0, VOCAB, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed)
+    )
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     return tokens.to(device), tokens.roll(-1).to(device), positions.to(device)
 
@@ -59,11 +69,15 @@ def per_token(model, tokens, labels, positions, packed=None):
 
 def each_alone(model, tokens, labels, positions):
     ends = itertools.pairwise([0, *itertools.accumulate(LENGTHS)])
-    return torch.cat([per_token(model, tokens[:, a:b], labels[:, a:b], positions[:, a:b]) for a, b in ends], 1)
+    return torch.cat(
+        [per_token(model, tokens[:, a:b], labels[:, a:b], positions[:, a:b]) for a, b in ends], 1
+    )
 
 
 def same(together, alone):
-    """To the bit; of a document of one token up to two last bits, as some CPUs multiply one row in another order."""
+    """To the bit; of a document of one token up to two last bits, as some CPUs multiply one row
+    in another order.
+    """
     several = torch.tensor([n > 1 for n in LENGTHS for _ in range(n)], device=together.device)
     torch.testing.assert_close(together, alone, rtol=3e-7, atol=0)
     return torch.equal(together[:, several], alone[:, several])
@@ -83,10 +97,13 @@ def built(settings, **options):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind"), [*((name, "llama") for name in SETTINGS), *(("fp8_attention", kind) for kind in MODELS)]
+    ("settings", "kind"),
+    [*((name, "llama") for name in SETTINGS), *(("fp8_attention", kind) for kind in MODELS)],
 )
 def test_each_document_has_the_losses_that_it_has_alone(settings, kind, device):
-    """To the bit on the CPU, as every scale of forward is a row's or a group's. One of a tensor would be shared."""
+    """To the bit on the CPU, as every scale of forward is a row's or a group's. One of a tensor
+    would be shared.
+    """
     model = built(SETTINGS[settings], **MODELS[kind])
     batch = text(device=device)
     together, alone = per_token(model, *batch, params(device=device)), each_alone(model, *batch)
@@ -94,9 +111,11 @@ def test_each_document_has_the_losses_that_it_has_alone(settings, kind, device):
         assert same(together, alone)
     else:
         torch.testing.assert_close(together, alone, rtol=0.05, atol=0.05)
-    assert not torch.equal(together, per_token(model, *batch[:2], torch.arange(T, device=device)[None]))
-    # Of backward: a gradient is quantized with one scale a tensor, so it depends on which documents it belongs to.
-    # Where nothing is patched, only the order of sums differs: bf16.
+    assert not torch.equal(
+        together, per_token(model, *batch[:2], torch.arange(T, device=device)[None])
+    )
+    # Of backward: a gradient is quantized with one scale a tensor, so it depends on which documents
+    # it belongs to. Where nothing is patched, only the order of sums differs: bf16.
     grads, wanted = gradients(model, together), gradients(model, alone)
     for name, g in wanted.items():
         apart = (grads[name].double() - g.double()).norm() / g.double().norm()
@@ -117,12 +136,16 @@ def test_one_document_is_the_unpacked_sequence_to_the_bit(settings, device):
 
 
 def test_exact_in_fp32_also_with_megatrons_own_rotation():
-    """Megatron's attention around our core attention rotates document by document: the same bits, one layer further."""
-    model, batch = built(ActivationConfig(), test_mode=True), text()  # a patched layer that runs Megatron's forward
+    """Megatron's attention around our core attention rotates document by document: the same
+    bits, one layer further.
+    """
+    # A patched layer that runs Megatron's forward.
+    model, batch = built(ActivationConfig(), test_mode=True), text()
     assert same(per_token(model, *batch, params()), each_alone(model, *batch))
     model, batch = tiny_gpt(**FP32, **LONG), text()
     ours, alone = per_token(model, *batch, params()), each_alone(model, *batch)
-    torch.testing.assert_close(ours, alone, rtol=2e-6, atol=0)  # some CPUs sum fp32 products of few rows otherwise
+    # Some CPUs sum fp32 products of few rows otherwise.
+    torch.testing.assert_close(ours, alone, rtol=2e-6, atol=0)
     grads, wanted = gradients(model, ours), gradients(model, alone)
     for layer in model.decoder.layers:
         assert isinstance(layer.self_attention.core_attention, SDPA)
@@ -148,7 +171,9 @@ def test_recomputation_changes_nothing(settings, recompute, device, monkeypatch)
         model = built(SETTINGS[settings], **options)
         losses = per_token(model, *batch, params(device=device))
         seen.append((losses, gradients(model, losses)))
-    assert torch.equal(seen[0][0], seen[1][0]) and len(calls) == 2, "angles are gathered once, for all layers"
+    assert torch.equal(seen[0][0], seen[1][0]) and len(calls) == 2, (
+        "angles are gathered once, for all layers"
+    )
     if device == "cpu":
         assert all(torch.equal(seen[0][1][n], g) for n, g in seen[1][1].items())
 
@@ -171,10 +196,22 @@ def test_what_cannot_be_used_is_named(settings):
     starts = params().cu_seqlens_q
     for fields, message in (
         ({"qkv_format": "sbhd"}, "packed_seq_params.qkv_format: got 'sbhd', accepted: \"thd\""),
-        ({"cu_seqlens_q_padded": starts}, r"packed_seq_params.cu_seqlens_q_padded: got a tensor \[7\], accepted: None"),
-        ({"cu_seqlens_kv": starts + 1}, "packed_seq_params.cu_seqlens_kv: got a tensor .*, accepted: cu_seqlens_q"),
-        (vars(params([7, 1])), r"packed_seq_params.cu_seqlens: got \[0, 7, 8\], accepted: from 0 up to .* tokens, 64"),
-        (vars(params(longest=21)), "packed_seq_params.max_seqlen: got 21, accepted: at least the longest document, 22"),
+        (
+            {"cu_seqlens_q_padded": starts},
+            r"packed_seq_params.cu_seqlens_q_padded: got a tensor \[7\], accepted: None",
+        ),
+        (
+            {"cu_seqlens_kv": starts + 1},
+            "packed_seq_params.cu_seqlens_kv: got a tensor .*, accepted: cu_seqlens_q",
+        ),
+        (
+            vars(params([7, 1])),
+            r"packed_seq_params.cu_seqlens: got \[0, 7, 8\], accepted: from 0 up to .* tokens, 64",
+        ),
+        (
+            vars(params(longest=21)),
+            "packed_seq_params.max_seqlen: got 21, accepted: at least the longest document, 22",
+        ),
     ):
         given = params()
         for name, value in fields.items():
@@ -182,18 +219,25 @@ def test_what_cannot_be_used_is_named(settings):
         with pytest.raises(ValueError, match=message):
             per_token(model, tokens, labels, positions, given)
     two = [t.view(2, -1) for t in (tokens, labels, positions)]
-    with pytest.raises(ValueError, match=r"packed_seq_params: got 2 sequences of 32 tokens, accepted: tokens \[1, T\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"packed_seq_params: got 2 sequences of 32 tokens, accepted: tokens \[1, T\]",
+    ):
         per_token(model, *two, params([16, 16]))
 
 
 def _ranks(rank, world):
-    """Losses at TP 1, TP 2 and TP 2 with sequence parallelism; of an engine; and of each document alone."""
+    """Losses at TP 1, TP 2 and TP 2 with sequence parallelism; of an engine; and of each
+    document alone.
+    """
 
     seen = []
     for tp, sp in ((1, False), (2, False), (2, True)):
         start(tp)
         options = {"tensor_model_parallel_size": tp, "sequence_parallel": sp, "num_query_groups": 2}
-        model = built(INVARIANT.model_copy(update={"attention": "fp8", "loss": "chunked"}), **options)
+        model = built(
+            INVARIANT.model_copy(update={"attention": "fp8", "loss": "chunked"}), **options
+        )
         mp.install_replicated_grad_hooks(model)
         losses = per_token(model, *text(), params())
         losses.mean().backward()
@@ -212,7 +256,9 @@ def _ranks(rank, world):
 
 
 def test_ranks_and_engines():
-    """Tensor and sequence parallelism: the same losses and gradients. DeepSpeed's engines hand the documents on."""
+    """Tensor and sequence parallelism: the same losses and gradients. DeepSpeed's engines hand
+    the documents on.
+    """
     for ((losses, grads), *others), found, alone in run_ranks(2, _ranks):
         for other_losses, other_grads in others:
             assert torch.equal(other_losses, losses)

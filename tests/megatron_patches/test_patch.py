@@ -37,7 +37,10 @@ def test_sharded_state_dict_is_unchanged():
 
     before = keys()
     with pytest.raises(KeyError), patched(model, SETTINGS):
-        assert keys() == before and "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in before.values()
+        assert (
+            keys() == before
+            and "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in before.values()
+        )
         raise KeyError
     assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())
 
@@ -74,7 +77,9 @@ def test_the_flow_computes_the_configured_activation(function, gated, fused, exp
     assert kind.gated == gated
 
 
-@pytest.mark.parametrize(("function", "gated"), [(F.relu, True), (squared_relu, True), (F.silu, False)])
+@pytest.mark.parametrize(
+    ("function", "gated"), [(F.relu, True), (squared_relu, True), (F.silu, False)]
+)
 def test_other_activations_have_no_name(function, gated):
     config = tiny_config()
     config.activation_func, config.gated_linear_unit = function, gated
@@ -91,14 +96,18 @@ def test_other_activations_have_no_name(function, gated):
     ],
 )
 def test_an_activation_that_is_changed_after_patching(options, path, device):
-    """A profiler replaces functions of torch.nn.functional; this replaces those that the model holds."""
+    """A profiler replaces functions of torch.nn.functional; this replaces those that the model
+    holds.
+    """
     model = tiny_gpt(**options)
     patch_model(model, SETTINGS)
     mlp = model.decoder.layers[1].get_submodule(path)
     for holder in (mlp.config, mlp):
         before, holder.activation_func = getattr(holder, "activation_func", None), F.gelu
         if holder is mlp.config or path != "mlp.experts":
-            with pytest.raises(ValueError, match="^activation_func: got gelu, accepted: silu, which it was when"):
+            with pytest.raises(
+                ValueError, match="^activation_func: got gelu, accepted: silu, which it was when"
+            ):
                 tiny_loss(model, tiny_batch(0, device))
         holder.activation_func = before
     unpatch_model(model)
@@ -131,7 +140,9 @@ class Layer(TransformerLayer):
 
 
 def test_only_exact_classes_are_replaced():
-    """A subclass of a Megatron module may compute anything, and an MLP hold another function than its configuration."""
+    """A subclass of a Megatron module may compute anything, and an MLP hold another function
+    than its configuration.
+    """
     model = tiny_gpt(num_layers=3, gated_linear_unit=False, activation_func=F.gelu)
     first, second, third = model.decoder.layers
     first.self_attention.linear_qkv.__class__ = Special
@@ -150,17 +161,26 @@ def test_only_exact_classes_are_replaced():
 @pytest.mark.parametrize(("layers", "kept"), [((-1,), {2}), ((0, -1), {0, 2}), ((1, 2), {1, 2})])
 def test_bf16_layers(layers, kept):
     report = patch_model(tiny_gpt(num_layers=3), ActivationConfig(bf16_layers=layers))
-    expected = {f"decoder.layers.{i}.{b}": "bf16_layers" for i in kept for b in ("self_attention", "mlp")}
+    expected = {
+        f"decoder.layers.{i}.{b}": "bf16_layers" for i in kept for b in ("self_attention", "mlp")
+    }
     assert report.left == expected
     assert len(report.patched) == 6 - len(expected)
 
 
 def test_bf16_layers_out_of_range_or_all():
-    with pytest.raises(ValueError, match="^activation.bf16_layers: got -3, accepted: 0 to 1, or -2 to -1 from"):
+    with pytest.raises(
+        ValueError, match="^activation.bf16_layers: got -3, accepted: 0 to 1, or -2 to -1 from"
+    ):
         patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(-3,)))
-    with pytest.raises(ValueError, match=r"^activation.bf16_layers: got \[1, -1\], accepted: each of 2 layers once"):
+    with pytest.raises(
+        ValueError, match=r"^activation.bf16_layers: got \[1, -1\], accepted: each of 2 layers once"
+    ):
         patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(1, -1)))
-    with pytest.raises(ValueError, match=r"^model: nothing to patch \(bf16_layers\)\nFP8 flow: 0 of 4 blocks patched"):
+    with pytest.raises(
+        ValueError,
+        match=r"^model: nothing to patch \(bf16_layers\)\nFP8 flow: 0 of 4 blocks patched",
+    ):
         patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(0, -1)))
 
 
@@ -176,9 +196,13 @@ def test_patching_twice_unpatching_twice_and_patching_nothing():
         patch_model(torch.nn.Linear(4, 4), SETTINGS)
     with pytest.raises(ValueError, match="activation.enabled: got false"):
         patch_model(model, ActivationConfig(enabled=False))
-    with pytest.raises(ValueError, match='^coat.activation.evaluation: got "flow", accepted: "plain"'):
+    with pytest.raises(
+        ValueError, match='^coat.activation.evaluation: got "flow", accepted: "plain"'
+    ):
         patch_model(model, ActivationConfig(evaluation="flow"))
-    with pytest.raises(ValueError, match=r"nothing to patch(.|\n)*decoder.layers.\[0-1\].mlp: float16 parameters"):
+    with pytest.raises(
+        ValueError, match=r"nothing to patch(.|\n)*decoder.layers.\[0-1\].mlp: float16 parameters"
+    ):
         patch_model(model.half(), SETTINGS)  # by the configuration: test_fields.py
     assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())
 
@@ -190,7 +214,11 @@ def test_patching_twice_unpatching_twice_and_patching_nothing():
         ({"add_bias_linear": True}, {}, "tp_invariant with a bias of linear_fc2"),
         ({"attention_dropout": 0.1}, {}, "tp_invariant with config.attention_dropout=0.1"),
         ({"ffn_hidden_size": 272}, {}, "272 FFN elements a rank, no multiple of group_size 32"),
-        ({"megatron_spec": True, "qk_layernorm": True}, {}, "tp_invariant with q_layernorm of class RMSNorm"),
+        (
+            {"megatron_spec": True, "qk_layernorm": True},
+            {},
+            "tp_invariant with q_layernorm of class RMSNorm",
+        ),
     ],
 )
 def test_tp_invariant_refuses_a_model_with_bf16_blocks(options, settings, reason):

@@ -27,7 +27,9 @@ def layer_bytes(settings, **options):
     return two - one
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="attention kernels of the GPU keep their own statistics")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="attention kernels of the GPU keep their own statistics"
+)
 @pytest.mark.parametrize(
     ("settings", "groups", "qk_layernorm"),
     [(SETTINGS, 4, False), (SETTINGS, 2, False), (FP8, 4, False), (FP8, 2, False), (FP8, 2, True)],
@@ -39,10 +41,12 @@ def test_saved_bytes_are_those_of_the_plan(settings, groups, qk_layernorm):
     kept = 2 * h + 2 * kv  # q and the output; k and v
     attention = kept + kept // 32 if settings is FP8 else 2 * kept  # codes and scales, or BF16
     mlp = 2 * FFN + 2 * FFN // 32  # gate and up
-    scalars = 4 * (2 + 2 + 4)  # scales of y8 and weight; of proj's input and weight; of y8, a and two weights
+    # Scales of y8 and weight; of proj's input and weight; of y8, a and two weights.
+    scalars = 4 * (2 + 2 + 4)
     # And the log-sum-exp in fp32; cosines and sines are kept once for all layers.
     expected = tokens * (inputs + attention + 4 * HEADS + mlp) + scalars
-    if qk_layernorm:  # the inputs of both norms and their statistics; Megatron's cosines and sines, for q and for k
+    # The inputs of both norms and their statistics; Megatron's cosines and sines, for q and for k.
+    if qk_layernorm:
         expected += tokens * (2 * (h + kv) + 4 * (HEADS + groups)) + 2 * 2 * 2 * SEQ * head
     found = layer_bytes(settings, num_query_groups=groups, qk_layernorm=qk_layernorm)
     assert found == expected
@@ -50,7 +54,9 @@ def test_saved_bytes_are_those_of_the_plan(settings, groups, qk_layernorm):
 
 
 def test_values_do_not_keep_queries_and_keys_alive(device):
-    """The BF16 model built here saves q, k, v once; Megatron's own self-attention would hold q and k through v."""
+    """The BF16 model built here saves q, k, v once; Megatron's own self-attention would hold q
+    and k through v.
+    """
     from megatron.core.transformer.attention import SelfAttention
 
     model = tiny_gpt()

@@ -1,4 +1,6 @@
-"""Pipeline stages, each patched by itself: all of them raise or none does, since a rank that goes on would wait."""
+"""Pipeline stages, each patched by itself: all of them raise or none does, since a rank that
+goes on would wait.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ def stage(numbers, first=False, last=False, **changes):
     config = tiny_config(num_layers=LAYERS, **changes)
     spec = gpt_layer_spec(config)
     model = GPTModel(
-        config, spec, VOCAB, SEQ, pre_process=first, post_process=last, position_embedding_type="rope"
+        config,
+        spec,
+        VOCAB,
+        SEQ,
+        pre_process=first,
+        post_process=last,
+        position_embedding_type="rope",
     ).bfloat16()
     for layer, number in zip(model.decoder.layers, numbers, strict=False):
         layer.layer_number = layer.self_attention.layer_number = number
@@ -31,7 +39,11 @@ def stage(numbers, first=False, last=False, **changes):
 
 def stages(**changes):
     """The last of three stages has no layers, only the norm, the output layer and the loss."""
-    return [stage((1, 2), first=True, **changes), stage((3, 4), **changes), stage((), last=True, **changes)]
+    return [
+        stage((1, 2), first=True, **changes),
+        stage((3, 4), **changes),
+        stage((), last=True, **changes),
+    ]
 
 
 def names(*indices):
@@ -46,7 +58,9 @@ def test_every_stage_is_patched_and_unpatched(device):
     assert reports[2].loss == {"output_layer": "chunked"} and not reports[0].loss
     assert "note     no block is patched in this pipeline stage" in str(reports[2])
     assert type(models[2]) is ChunkedLossGPTModel
-    hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    hidden = torch.randn(
+        SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True
+    )
     tokens, labels, positions = tiny_batch(0, device)
     models[2].set_input_tensor(hidden)
     models[2](tokens, positions, None, labels=labels).mean().backward()
@@ -57,7 +71,8 @@ def test_every_stage_is_patched_and_unpatched(device):
 
 
 @pytest.mark.parametrize(
-    ("layers", "expected"), [((0, -1), [names(1), names(0), []]), ((2,), [names(0, 1), names(1), []])]
+    ("layers", "expected"),
+    [((0, -1), [names(1), names(0), []]), ((2,), [names(0, 1), names(1), []])],
 )
 def test_bf16_layers_count_over_all_stages(layers, expected):
     for model, blocks in zip(stages(), expected, strict=True):
@@ -69,11 +84,23 @@ def test_bf16_layers_count_over_all_stages(layers, expected):
 @pytest.mark.parametrize(
     ("settings", "change", "message"),
     [
-        ({"bf16_layers": (4,)}, {}, "bf16_layers: got 4, accepted: 0 to 3, or -4 to -1 from the last, for 4 layers"),
+        (
+            {"bf16_layers": (4,)},
+            {},
+            "bf16_layers: got 4, accepted: 0 to 3, or -4 to -1 from the last, for 4 layers",
+        ),
         ({"bf16_layers": (0, 1, 2, 3)}, {}, r"nothing to patch \(bf16_layers\)"),
         ({}, {"cpu_offloading": True}, r"nothing to patch(.|\n)*config.cpu_offloading=True"),
-        ({"z_loss": 1e-4}, {"config_logger_dir": "x"}, "z_loss: got 0.0001, accepted: 0, or a model whose"),
-        ({"tp_invariant": True, "bf16_layers": (0,)}, {}, "tp_invariant: got true, accepted: false with BF16 blocks"),
+        (
+            {"z_loss": 1e-4},
+            {"config_logger_dir": "x"},
+            "z_loss: got 0.0001, accepted: 0, or a model whose",
+        ),
+        (
+            {"tp_invariant": True, "bf16_layers": (0,)},
+            {},
+            "tp_invariant: got true, accepted: false with BF16 blocks",
+        ),
     ],
 )
 def test_what_settings_rule_out_is_refused_in_every_stage(settings, change, message):

@@ -1,4 +1,6 @@
-"""Megatron programs whose pipeline stages ZeRO-1 steps: ``train_batch``, ``eval_batch``, and what is refused."""
+"""Megatron programs whose pipeline stages ZeRO-1 steps: ``train_batch``, ``eval_batch``, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def forward_step(batches, model):
 
 
 def summed(batches, model):
-    """The same loss as Megatron's programs give it: a sum, the number of tokens, and what is reported."""
+    """The same loss as Megatron's programs give it: a sum, the number of tokens, and what is
+    reported.
+    """
     output, _ = forward_step(batches, model)
     return output, lambda output: (output.sum(), torch.tensor(output.numel()), {})
 
@@ -60,7 +64,9 @@ def stage_of(whole, stages, stage, part=None, parts=1, **changes):
     number = (part or 0) * stages + stage
     ends = {"pre_process": number == 0, "post_process": number == stages * parts - 1}
     spec = gpt_layer_spec(config, vp_stage=part)
-    model = GPTModel(config, spec, VOCAB, SEQ, position_embedding_type="rope", vp_stage=part, **ends).bfloat16()
+    model = GPTModel(
+        config, spec, VOCAB, SEQ, position_embedding_type="rope", vp_stage=part, **ends
+    ).bfloat16()
     values = dict(whole.named_parameters())
     for parameter, source in zip(model.parameters(), whole_names(model).values(), strict=True):
         parameter.data.copy_(values[source].data)
@@ -68,7 +74,9 @@ def stage_of(whole, stages, stage, part=None, parts=1, **changes):
 
 
 def build(rank, stages, parts=None, **changes):
-    """The whole model, or this rank's stage of it, or the chunks of that; and Megatron's groups for it."""
+    """The whole model, or this rank's stage of it, or the chunks of that; and Megatron's groups
+    for it.
+    """
     start(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=parts, seed=1)
     whole = tiny_gpt(num_layers=4, **changes)
     if stages == 1:
@@ -79,7 +87,9 @@ def build(rank, stages, parts=None, **changes):
 
 
 def programs(rank, world, virtual):
-    """Losses of a step, an evaluation and another step, with one stage and with two; what is refused."""
+    """Losses of a step, an evaluation and another step, with one stage and with two; what is
+    refused.
+    """
 
     from coat_dist.config import CoatConfigError
 
@@ -92,7 +102,10 @@ def programs(rank, world, virtual):
         losses = [float(mp.train_batch(engine, read, forward_step))]
         losses.append(float(mp.eval_batch(engine, batches(), forward_step, num_microbatches=2)))
         losses.append(float(mp.train_batch(engine, read, summed if stages == 2 else forward_step)))
-        assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (2, 2 * COUNT)
+        assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (
+            2,
+            2 * COUNT,
+        )
         found.append((losses, float(engine.get_global_grad_norm())))
     said = {}
 
@@ -133,19 +146,29 @@ def test_a_megatron_program_over_two_stages(virtual):
     assert one[0][2] != one[0][0]
     stage = "called on stage 0 of 2 pipeline stages"
     for name, beginning in {
-        "forward": f"engine.forward: {stage}, which is a part of a model; accepted: megatron_patches.train_batch",
-        "backward": f"engine.backward: {stage}, which is a part of a model; accepted: megatron_patches.train_batch",
+        "forward": f"engine.forward: {stage}, which is a part of a model; accepted: "
+        "megatron_patches.train_batch",
+        "backward": f"engine.backward: {stage}, which is a part of a model; accepted: "
+        "megatron_patches.train_batch",
         "step": f"engine.step: {stage}, whose gradients nothing has",
         "deallocate": "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm",
-        "local": "checkpoint.use_node_local_storage: got true, accepted: false with pipeline stages",
+        "local": "checkpoint.use_node_local_storage: got true, accepted: false with pipeline "
+        "stages",
         "sizes": "config.pipeline_model_parallel_size: got 1, accepted: 2",
         "stage": "zero_optimization.stage: got 2, accepted: 1 with pipeline stages",
         "overlap_comm": "zero_optimization.overlap_comm: got true, accepted: false",
-        **({"batch": "config.overlap_p2p_comm: got False with two interleaved stages"} if virtual else {}),
+        **(
+            {"batch": "config.overlap_p2p_comm: got False with two interleaved stages"}
+            if virtual
+            else {}
+        ),
     }.items():
         assert said[name].startswith(beginning), said[name]
     where = "" if virtual is None else ", chunk 1"
     for stage, given in enumerate((True, False)):  # both ranks hear of both
         for _, heard in ranks:
-            line = f"model on pipeline stage {stage}{where}: got post_process={given}, accepted: {not given}"
+            line = (
+                f"model on pipeline stage {stage}{where}: got post_process={given}, accepted: "
+                f"{not given}"
+            )
             assert line in heard["ends"].splitlines()

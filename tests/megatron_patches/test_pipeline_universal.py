@@ -1,4 +1,6 @@
-"""Universal checkpoints of engines that hold pipeline stages: frozen parameters, buffers, extra states, other names."""
+"""Universal checkpoints of engines that hold pipeline stages: frozen parameters, buffers, extra
+states, other names.
+"""
 
 import shutil
 
@@ -26,7 +28,9 @@ class Note(nn.Module):
 
 
 def noted(chunk, sign):
-    """A chunk with frozen layers' weights, a buffer and an extra state in each layer, and a buffer of its own."""
+    """A chunk with frozen layers' weights, a buffer and an extra state in each layer, and a
+    buffer of its own.
+    """
     chunk.register_buffer("common", torch.tensor([7 * sign]))
     for layer in chunk.decoder.layers:
         layer.mlp.linear_fc2.weight.requires_grad_(False)
@@ -60,7 +64,10 @@ def held(engine):
     for chunk in chunks_of(engine.module):
         found["common"] = [chunk.common.clone()]
         for layer in chunk.decoder.layers:
-            found[f"layer {layer.layer_number}"] = [layer.seen.clone(), torch.tensor(layer.note.value)]
+            found[f"layer {layer.layer_number}"] = [
+                layer.seen.clone(),
+                torch.tensor(layer.note.value),
+            ]
     return found
 
 
@@ -98,7 +105,9 @@ def test_all_that_stages_hold_is_found_again(tmp_path):
     ranks = run_ranks(2, programs, tmp_path)
     saved = {**ranks[0][0][0], **ranks[1][0][0]}
     assert saved["common"][0] == 7
-    assert [saved[f"layer {i}"] for i in range(1, 5)] == [[torch.tensor([i]), torch.tensor(i)] for i in range(1, 5)]
+    assert [saved[f"layer {i}"] for i in range(1, 5)] == [
+        [torch.tensor([i]), torch.tensor(i)] for i in range(1, 5)
+    ]
     assert len(saved["decoder.layers.3.mlp.linear_fc2.weight"]) == 1  # frozen
     for i in (1, 2):
         for found, _ in ranks if i == 1 else ranks[:1]:
@@ -109,5 +118,7 @@ def test_all_that_stages_hold_is_found_again(tmp_path):
         for stages in (1, 2):
             assert "got decoder.layers.9.weight, accepted: what this model holds" in said[stages]
         assert all(
-            "pipeline stages: checkpoint has 2, this run has 1" in said[key] for key in said if key not in (1, 2)
+            "pipeline stages: checkpoint has 2, this run has 1" in said[key]
+            for key in said
+            if key not in (1, 2)
         )

@@ -19,14 +19,25 @@ from megatron.core.activations import quick_gelu, squared_relu
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, unpatch_model
 
-from .tiny import assert_equal, gradients, labelled_loss, selective, state, tiny_batch, tiny_gpt, tiny_loss
+from .tiny import (
+    assert_equal,
+    gradients,
+    labelled_loss,
+    selective,
+    state,
+    tiny_batch,
+    tiny_gpt,
+    tiny_loss,
+)
 
 FEW, MANY = range(6), range(6, 412)
 if "RANDOM_CASES" in os.environ:
     first, _, end = os.environ["RANDOM_CASES"].partition("-")
     MANY = range(int(first), int(end))
 LOSS, GRADIENT, NOISE = 1e-2, 0.35, 0.02
-"""Bounds on relative differences between FP8 and BF16: of losses; of gradients, and of the largest gradient."""
+"""Bounds on relative differences between FP8 and BF16: of losses; of gradients, and of the
+largest gradient.
+"""
 
 
 class Case:
@@ -48,7 +59,8 @@ class Case:
             "affine": chance(0.85),
             "gated_linear_unit": gated,
             "activation_func": one_of(functions),
-            "add_bias_linear": chance(0.3) and not self.experts,  # Megatron's own experts fail with biases
+            # Megatron's own experts fail with biases.
+            "add_bias_linear": chance(0.3) and not self.experts,
             "add_qkv_bias": chance(0.3),
             "num_query_groups": one_of([None, 2, 1]),
             "kv_channels": one_of([None, 48]),
@@ -80,7 +92,11 @@ class Case:
         kind = draw.choice(["none", "full", "selective", "selective", "selective"])
         if kind == "full":
             method, count = draw.choice(["uniform", "block"]), draw.choice([1, self.layers])
-            return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": method,
+                "recompute_num_layers": count,
+            }
         # With biases, backward of the recompute of an MLP that stays Megatron's never ends.
         stays = self.model["add_bias_linear"] and "bf16_layers" in self.settings
         modules = ["core_attn"] + ["mlp"] * (not stays) + ["moe"] * self.experts
@@ -90,8 +106,19 @@ class Case:
     def _trained(self) -> Callable[[str], bool]:
         """Whether a parameter of this name is trained."""
         draw, kind = self.draw, self.draw.choice(["all", "norms", "one", "not one", "some", "some"])
-        parts = ["embedding", "norm", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "bias", "layers.0",
-                 "layers.1", "output_layer", "weight"]  # fmt: skip
+        parts = [
+            "embedding",
+            "norm",
+            "linear_qkv",
+            "linear_proj",
+            "linear_fc1",
+            "linear_fc2",
+            "bias",
+            "layers.0",
+            "layers.1",
+            "output_layer",
+            "weight",
+        ]
         part, share, salt = draw.choice(parts), draw.random(), draw.random()
         return {
             "all": lambda name: True,
@@ -104,7 +131,9 @@ class Case:
     def check(self, device: str) -> None:
         batch, settings = tiny_batch(0, device), ActivationConfig(**self.settings)
         loss = tiny_loss if settings.loss == "plain" else labelled_loss
-        plain, whole, model = (tiny_gpt(**self.model, **recompute) for recompute in ({}, {}, self.recompute))
+        plain, whole, model = (
+            tiny_gpt(**self.model, **recompute) for recompute in ({}, {}, self.recompute)
+        )
         expected, before = gradients(plain, batch, loss_of=loss), state(model)
         report = patch_model(model, settings)
         patch_model(whole, settings)
@@ -113,11 +142,17 @@ class Case:
         compare(flow, expected, self.experts)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(self.trained(name))
-        # Megatron's own checkpoints lose gradients where nothing before them is trained: these need not be there.
-        if any(p.requires_grad for p in model.parameters()) and self.recompute.get("recompute_granularity") != "full":
+        # Megatron's own checkpoints lose gradients where nothing before them is trained: these need
+        # not be there.
+        if (
+            any(p.requires_grad for p in model.parameters())
+            and self.recompute.get("recompute_granularity") != "full"
+        ):
             value, found = gradients(model, batch, loss_of=loss)
-            assert_equal((value, {n: g for n, g in found.items() if g is not None}),
-                         (flow[0], {n: g for n, g in flow[1].items() if found[n] is not None}))  # fmt: skip
+            assert_equal(
+                (value, {n: g for n, g in found.items() if g is not None}),
+                (flow[0], {n: g for n, g in flow[1].items() if found[n] is not None}),
+            )
             lost = [n for n, p in model.named_parameters() if p.requires_grad and found[n] is None]
             assert not lost or self.experts or "bf16_layers" in self.settings, lost
         model.requires_grad_(True)
@@ -133,19 +168,24 @@ def compare(found: Any, expected: Any, experts: bool) -> None:
     pairs = {n: (g.double(), expected[1][n].double()) for n, g in found[1].items() if g is not None}
     largest = max(float(b.square().mean().sqrt()) for _, b in pairs.values())
     for name, (a, b) in pairs.items():
-        # Some gradients are sums that cancel: of the keys' bias, for one, which softmax does not see.
+        # Some gradients are sums that cancel: of the keys' bias, for one, which softmax does not
+        # see.
         error, size = (float(x.square().mean().sqrt()) for x in (a - b, b))
         assert error <= GRADIENT * size + NOISE * largest, (name, error / size, error / largest)
 
 
 @pytest.fixture(autouse=True)
 def eager():
-    """Megatron compiles quick_gelu. Compiled it rounds less often than eager, and torch.compile gives up compiling a
-    function after some number of recompiles: bits of blocks in BF16 would depend on what ran before."""
+    """Megatron compiles quick_gelu. Compiled it rounds less often than eager, and torch.compile
+    gives up compiling a function after some number of recompiles: bits of blocks in BF16 would
+    depend on what ran before.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-@pytest.mark.parametrize("number", [*FEW, *(pytest.param(number, marks=pytest.mark.slow) for number in MANY)])
+@pytest.mark.parametrize(
+    "number", [*FEW, *(pytest.param(number, marks=pytest.mark.slow) for number in MANY)]
+)
 def test_a_random_model(number, device):
     Case(number).check(device)

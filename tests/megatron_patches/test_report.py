@@ -37,7 +37,9 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("read", [by_initialize, by_optimizer])
 @pytest.mark.parametrize("bf16", [(), (0, 1), (2,)])
 def test_chunks_of_one_rank(read, bf16):
-    """One without layers, and one of whose layers all are ``bf16_layers``; all are patched, or none."""
+    """One without layers, and one of whose layers all are ``bf16_layers``; all are patched, or
+    none.
+    """
     some = [stage((1, 2), first=True), stage(()), stage((3,), last=True)]
     block = CoatConfig.parse({"activation": {"bf16_layers": bf16}})
     patch_model(some[0], block)
@@ -45,8 +47,12 @@ def test_chunks_of_one_rank(read, bf16):
     with pytest.raises(CoatConfigError, match="patched already|for a model that is not patched"):
         read(some, block)
     patch_model(some[1], block)
-    assert read([Wrapped(chunk) for chunk in some], block) and all(read([chunk], block) for chunk in some)
-    with pytest.raises(CoatConfigError, match="coat.activation: got a model that is patched already with"):
+    assert read([Wrapped(chunk) for chunk in some], block) and all(
+        read([chunk], block) for chunk in some
+    )
+    with pytest.raises(
+        CoatConfigError, match="coat.activation: got a model that is patched already with"
+    ):
         read(some, PLAIN)
     for chunk in some:
         unpatch_model(chunk)
@@ -54,16 +60,22 @@ def test_chunks_of_one_rank(read, bf16):
     assert read(some, block)
 
 
-@pytest.mark.parametrize("of", [lambda model: model, Wrapped, lambda model: [model]], ids=["model", "wrapped", "list"])
+@pytest.mark.parametrize(
+    "of", [lambda model: model, Wrapped, lambda model: [model]], ids=["model", "wrapped", "list"]
+)
 def test_a_model_that_is_patched_or_not(of):
     model = tiny_gpt()
     given = of(model)
-    with pytest.raises(CoatConfigError, match="coat.activation.enabled: got true for a model that is not patched"):
+    with pytest.raises(
+        CoatConfigError, match="coat.activation.enabled: got true for a model that is not patched"
+    ):
         by_optimizer(given)
     assert by_optimizer(given, OFF) and by_initialize(given, OFF) == (None, False)
     report, patched_here = by_initialize(given)
     assert patched_here and by_initialize(given) == (report, False) and by_optimizer(given)
-    with pytest.raises(CoatConfigError, match="coat.activation.enabled: got false for a model that is patched"):
+    with pytest.raises(
+        CoatConfigError, match="coat.activation.enabled: got false for a model that is patched"
+    ):
         by_optimizer(given, OFF)
     unpatch_model(given)
     assert not hasattr(model, "coat_patch_report")

@@ -1,4 +1,6 @@
-"""The residual connection of patched layers: its gradient is added in the norm's backward, and nothing else changes."""
+"""The residual connection of patched layers: its gradient is added in the norm's backward, and
+nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ from .tiny import (
 SETTINGS = ActivationConfig()
 OPTIONS = {
     **{name: (FAMILIES[name], SETTINGS) for name in ("gpt2", "experts")},
-    "compiled_addition": ({"bias_dropout_fusion": True, "add_bias_linear": True, "hidden_dropout": 0.1}, SETTINGS),
+    "compiled_addition": (
+        {"bias_dropout_fusion": True, "add_bias_linear": True, "hidden_dropout": 0.1},
+        SETTINGS,
+    ),
     "qk_norm": ({"qk_layernorm": True, "num_query_groups": 2}, SETTINGS),
     "fp8_attention": ({}, ActivationConfig(attention="fp8")),
     "first_in_bf16": ({}, ActivationConfig(bf16_layers=(0,))),
@@ -46,7 +51,9 @@ OPTIONS = {
 
 @pytest.fixture
 def residuals(monkeypatch):
-    """For every backward of a norm in a patched block, whether it was given the residual's gradient."""
+    """For every backward of a norm in a patched block, whether it was given the residual's
+    gradient.
+    """
     module, seen = importlib.import_module("coat_dist.flow.inputs"), []
     original = module.NormedInput.backward
 
@@ -59,7 +66,9 @@ def residuals(monkeypatch):
 
 
 def take_apart(model):
-    """Leave the residual's gradient to autograd: Megatron's own additions, and no block hands an alias on."""
+    """Leave the residual's gradient to autograd: Megatron's own additions, and no block hands an
+    alias on.
+    """
     for layer in model.decoder.layers:
         layer.self_attn_bda = layer.mlp_bda = get_bias_dropout_add
         for block in (layer.self_attention, layer.mlp):
@@ -122,7 +131,9 @@ def test_nothing_is_kept_alive_after_the_layer(monkeypatch, device):
     patch_model(model, SETTINGS)
     loss = tiny_loss(model, tiny_batch(0, device))
     gc.collect()
-    assert len(made) == len(BLOCKS) and all(x() is None and (alias is None or alias() is None) for x, alias in made)
+    assert len(made) == len(BLOCKS) and all(
+        x() is None and (alias is None or alias() is None) for x, alias in made
+    )
     loss.backward()
 
 
@@ -136,24 +147,34 @@ def test_other_additions_stay_and_the_report_says_so(residuals, device):
     first.self_attn_bda = mine
     report = patch_model(model, SETTINGS)
     assert report.unfused == {"decoder.layers.0.self_attn_bda": "self_attn_bda mine"}
-    assert "  unfused  decoder.layers.[0].self_attn_bda: self_attn_bda mine" in str(report).splitlines()
+    assert (
+        "  unfused  decoder.layers.[0].self_attn_bda: self_attn_bda mine"
+        in str(report).splitlines()
+    )
     assert first.self_attn_bda is mine and isinstance(first.mlp_bda, AliasedAdd)
     tiny_loss(model, tiny_batch(0, device)).backward()
     assert residuals == [True, True, True, False]
     unpatch_model(model)
-    assert first.self_attn_bda is mine and first.mlp_bda is get_bias_dropout_add is second.self_attn_bda
+    assert (
+        first.self_attn_bda is mine
+        and first.mlp_bda is get_bias_dropout_add is second.self_attn_bda
+    )
 
 
 @pytest.mark.parametrize("where", ["self_attention", "self_attention.linear_qkv", "mlp", "output"])
 def test_hooks_that_replace_tensors_end_the_fusion_and_change_nothing(where, residuals, device):
-    """As ZeRO-3's hooks do. A hook may also compute: the residual is what Megatron holds, not what the hook made."""
+    """As ZeRO-3's hooks do. A hook may also compute: the residual is what Megatron holds, not
+    what the hook made.
+    """
     model, batch = tiny_gpt(**FP32), tiny_batch(0, device)
     patch_model(model, SETTINGS)
     layer = model.decoder.layers[0]
     if where == "output":
         layer.mlp.register_forward_hook(lambda module, args, out: (out[0] * 2, *out[1:]))
     else:
-        layer.get_submodule(where).register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+        layer.get_submodule(where).register_forward_pre_hook(
+            lambda module, args: (args[0] * 2, *args[1:])
+        )
     found = gradients(model, batch)
     attention = where.startswith("self_attention")
     assert residuals == [True, True, attention, not attention]

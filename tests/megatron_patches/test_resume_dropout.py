@@ -1,4 +1,6 @@
-"""Dropout after a resume under DeepSpeed, in a program of one's own, as docs/checkpoints.md shows it."""
+"""Dropout after a resume under DeepSpeed, in a program of one's own, as docs/checkpoints.md
+shows it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _train(engine, steps):
 
 
 def _resumes(rank, world, folder, stage):
-    """The rest of a run whose ranks have random states of their own, and of it when it was resumed in three ways."""
+    """The rest of a run whose ranks have random states of their own, and of it when it was
+    resumed in three ways.
+    """
     from coat_dist.checkpoint.save import Extras
     from megatron_patches import initialize_model_parallel, rng_state, set_rng_state
 
@@ -43,7 +47,9 @@ def _resumes(rank, world, folder, stage):
     engine = _start(stage)
     torch.manual_seed(100 + rank)
     _train(engine, range(SAVED_AFTER))
-    engine.save_checkpoint(folder, client_state={"rng": rng_state()}, extras=Extras(add_files=write_random))
+    engine.save_checkpoint(
+        folder, client_state={"rng": rng_state()}, extras=Extras(add_files=write_random)
+    )
     rest, resumed = _train(engine, range(SAVED_AFTER, STEPS)), {}
     for way in ("nothing", "client_state", "a file a rank"):
         engine = _start(stage)
@@ -56,6 +62,8 @@ def _resumes(rank, world, folder, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_file_a_rank_resumes_dropout_to_the_bit(tmp_path, stage):
-    """``client_state`` below ZeRO-3 gives every rank the first one's state, and a plain resume restores none."""
+    """``client_state`` below ZeRO-3 gives every rank the first one's state, and a plain resume
+    restores none.
+    """
     for resumed in run_ranks(2, _resumes, tmp_path, stage):
         assert resumed == {"nothing": False, "client_state": stage == 3, "a file a rank": True}

@@ -1,4 +1,6 @@
-"""Sequence parallelism of a built model, switched off and on by Megatron's own function, on two ranks (gloo)."""
+"""Sequence parallelism of a built model, switched off and on by Megatron's own function, on two
+ranks (gloo).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from .training import start
 
 
 def _switched(rank, world, cases):
-    """Outputs and gradients by case: sequence parallelism on, switched off, on again, and a model built without."""
+    """Outputs and gradients by case: sequence parallelism on, switched off, on again, and a
+    model built without.
+    """
     from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
     from megatron_patches import install_replicated_grad_hooks, patch_model
@@ -21,8 +25,11 @@ def _switched(rank, world, cases):
     def results(model):
         tokens, labels, positions = tiny_batch(3)
         with torch.no_grad():
-            outputs = [model.eval()(tokens, positions, None, labels=given) for given in (labels, None)]
-        if model.config.num_moe_experts:  # which Megatron refuses to train without sequence parallelism
+            outputs = [
+                model.eval()(tokens, positions, None, labels=given) for given in (labels, None)
+            ]
+        # Which Megatron refuses to train without sequence parallelism.
+        if model.config.num_moe_experts:
             return outputs, (0.0, {})
         return outputs, gradients(model.train(), tiny_batch(4))
 
@@ -31,11 +38,14 @@ def _switched(rank, world, cases):
         start(2)
         models = {}
         for sp in (True, False):
-            models[sp] = tiny_gpt(tensor_model_parallel_size=2, sequence_parallel=sp, **SMALL | changes)
+            models[sp] = tiny_gpt(
+                tensor_model_parallel_size=2, sequence_parallel=sp, **SMALL | changes
+            )
             if coat is not None:
                 patch_model(models[sp], ActivationConfig(**coat))
             install_replicated_grad_hooks(models[sp])
-        alive.append(models)  # Megatron keeps what to switch by id(model), which another model must not get
+        # Megatron keeps what to switch by id(model), which another model must not get.
+        alive.append(models)
         found[case] = [results(models[True])]
         for on in (False, True):
             set_model_to_sequence_parallel(models[True], on)
@@ -45,7 +55,10 @@ def _switched(rank, world, cases):
 
 
 _SWITCHED = {
-    "qk_norm_bias": ({}, {"qk_layernorm": True, "add_bias_linear": True, "normalization": "LayerNorm"}),
+    "qk_norm_bias": (
+        {},
+        {"qk_layernorm": True, "add_bias_linear": True, "normalization": "LayerNorm"},
+    ),
     "bf16_layer": ({"bf16_layers": (0,)}, {"num_query_groups": 2}),
     "fp8_attention": ({"attention": "fp8"}, {}),
     "tp_invariant": ({"tp_invariant": True}, {"qk_layernorm": True}),
@@ -56,7 +69,9 @@ _SWITCHED = {
 
 @pytest.mark.slow
 def test_sequence_parallelism_is_switched_by_megatrons_own_function():
-    """Switched off, a model gives what one built without gives, to the bit; switched on again, what it gave before."""
+    """Switched off, a model gives what one built without gives, to the bit; switched on again,
+    what it gave before.
+    """
     for rank in run_ranks(2, _switched, _SWITCHED):
         for case, (on, off, again, never) in rank.items():
             for (outputs, trained), (expected, wanted) in ((off, never), (again, on)):

@@ -1,4 +1,6 @@
-"""Modules and parameters that several layers share, and patching that fails half-way: the model is then as it was."""
+"""Modules and parameters that several layers share, and patching that fails half-way: the model
+is then as it was.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from coat_dist.config import ActivationConfig
 from coat_dist.patching import changes
 from megatron_patches import patch_model, patched, unpatch_model
 
-from .tiny import BLOCKS, assert_close, assert_equal, gradients, selective, state, tiny_batch, tiny_gpt
+from .tiny import (
+    BLOCKS,
+    assert_close,
+    assert_equal,
+    gradients,
+    selective,
+    state,
+    tiny_batch,
+    tiny_gpt,
+)
 
 SETTINGS = ActivationConfig()
 A0, M0, A1, M1 = BLOCKS
@@ -24,8 +35,15 @@ def share(model, *paths):
 
 
 def share_weights(model):
-    for path in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_qkv", "pre_mlp_layernorm"):
-        model.get_submodule(f"{LAYER}1.{path}").weight = model.get_submodule(f"{LAYER}0.{path}").weight
+    for path in (
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+        "self_attention.linear_qkv",
+        "pre_mlp_layernorm",
+    ):
+        model.get_submodule(f"{LAYER}1.{path}").weight = model.get_submodule(
+            f"{LAYER}0.{path}"
+        ).weight
 
 
 def share_layer(model):
@@ -43,7 +61,8 @@ def share_elsewhere(model):
         (lambda model: share(model, "mlp"), {M0, M1}),
         (lambda model: share(model, "self_attention.linear_qkv"), {A0, A1}),
         (lambda model: share(model, "pre_mlp_layernorm"), {M0, M1}),
-        (lambda model: share(model, "mlp.linear_fc1", "mlp.linear_fc2"), set()),  # not called, and not changed
+        # Not called, and not changed.
+        (lambda model: share(model, "mlp.linear_fc1", "mlp.linear_fc2"), set()),
         (share_weights, set()),  # one gradient, the sum over all that use it
         (share_layer, set()),  # and patched once
         (share_elsewhere, {A1, M0}),  # the other place that calls it expects Megatron's module
@@ -55,7 +74,9 @@ def test_what_layers_share(change, left, device):
     before, expected = state(model), gradients(model, batch)
     for weights in ("on_use", "cached"):
         with patched(model, ActivationConfig(weights=weights)) as report:
-            assert set(report.left) == left and all(" shared by " in reason for reason in report.left.values())
+            assert set(report.left) == left and all(
+                " shared by " in reason for reason in report.left.values()
+            )
             assert report.patched == [b for b in BLOCKS if b not in left] and not report.unfused
             assert_close(gradients(model, batch), expected)
         assert state(model) == before

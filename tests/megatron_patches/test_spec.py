@@ -1,4 +1,6 @@
-"""The layer specification: norms and core attention against plain definitions, and what is refused."""
+"""The layer specification: norms and core attention against plain definitions, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_norm_is_torchs(normalization, affine, device):
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter)
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(5, 3, 96, device=device).mul_(torch.logspace(-6, 6, 15, device=device).view(5, 3, 1))
+    x = torch.randn(5, 3, 96, device=device).mul_(
+        torch.logspace(-6, 6, 15, device=device).view(5, 3, 1)
+    )
     x[0, 0] = 0
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     outputs = [norm(i) for norm, i in zip((ours, theirs), inputs, strict=True)]
@@ -42,18 +46,25 @@ def test_norm_is_torchs(normalization, affine, device):
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_norm_parameters_are_marked_for_sequence_parallelism_and_never_as_sharded(sp):
-    config = tiny_config(tensor_model_parallel_size=2, sequence_parallel=sp, normalization="LayerNorm")
+    config = tiny_config(
+        tensor_model_parallel_size=2, sequence_parallel=sp, normalization="LayerNorm"
+    )
     for parameter in Norm(config, 64).parameters():
         assert parameter.sequence_parallel is sp and parameter.dtype is torch.bfloat16
         assert not hasattr(parameter, "tensor_model_parallel")
 
 
 def attention(kind=AttnMaskType.causal, **options) -> SDPA:
-    return SDPA(tiny_config(), layer_number=1, attn_mask_type=kind, attention_type="self", **options)
+    return SDPA(
+        tiny_config(), layer_number=1, attn_mask_type=kind, attention_type="self", **options
+    )
 
 
 def qkv(heads, groups, device, keys=SEQ):
-    return [torch.randn(s, 2, n, 32, device=device) for s, n in ((SEQ, heads), (keys, groups), (keys, groups))]
+    return [
+        torch.randn(s, 2, n, 32, device=device)
+        for s, n in ((SEQ, heads), (keys, groups), (keys, groups))
+    ]
 
 
 @pytest.mark.parametrize(("groups", "scale"), [(4, None), (2, 0.3), (1, None)])
@@ -64,7 +75,9 @@ def test_sdpa_is_attention_with_grouped_queries(groups, scale, kind, device):
     k, v = (t.repeat_interleave(4 // groups, dim=2) for t in (k, v))
     scores = torch.einsum("sbnd,tbnd->bnst", q, k) * (scale or 1 / math.sqrt(32))
     if kind is AttnMaskType.causal:
-        scores = scores.masked_fill(torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).triu(1), -torch.inf
+        )
     expected = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), v).flatten(2)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -76,8 +89,12 @@ def test_sdpa_dropout_follows_the_configuration(device):
     first, second = module(q, k, v), module(q, k, v)
     assert not torch.equal(first, second)
     after = rng_state()
-    assert torch.equal(before[own], after[own]), "drawn from the state that all tensor-parallel ranks share"
-    assert not torch.equal(before["tracker"]["model-parallel-rng"], after["tracker"]["model-parallel-rng"])
+    assert torch.equal(before[own], after[own]), (
+        "drawn from the state that all tensor-parallel ranks share"
+    )
+    assert not torch.equal(
+        before["tracker"]["model-parallel-rng"], after["tracker"]["model-parallel-rng"]
+    )
     module.eval()
     assert torch.equal(module(q, k, v), attention()(q, k, v))
 
@@ -85,9 +102,15 @@ def test_sdpa_dropout_follows_the_configuration(device):
 def test_sdpa_refuses_what_it_would_ignore():
     """And so does the specification, by the fields of the configuration: test_fields.py."""
     for arguments, message in (
-        ({"attention_mask": torch.ones(1, 1, SEQ, SEQ)}, "attention_mask: got a tensor .*, accepted: None"),
+        (
+            {"attention_mask": torch.ones(1, 1, SEQ, SEQ)},
+            "attention_mask: got a tensor .*, accepted: None",
+        ),
         ({"attention_bias": torch.ones(1)}, r"attention_bias: got a tensor \[1\], accepted: None"),
-        ({"attn_mask_type": AttnMaskType.arbitrary}, "attn_mask_type: got arbitrary, accepted: causal, no_mask"),
+        (
+            {"attn_mask_type": AttnMaskType.arbitrary},
+            "attn_mask_type: got arbitrary, accepted: causal, no_mask",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             attention()(*qkv(4, 4, "cpu"), **arguments)
@@ -101,5 +124,7 @@ def test_same_function_and_state_dict_as_megatrons_local_spec(normalization, dev
     batch, options = tiny_batch(0, device), {"normalization": normalization}
     ours, theirs = tiny_gpt(**options), tiny_gpt(**options, megatron_spec=True)
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
     assert_close(gradients(ours, batch), gradients(theirs, batch, megatron_spec=True), cosine=0.995)

@@ -1,4 +1,6 @@
-"""What Megatron's schedules and ``finalize_model_grads`` do around micro-batches, however an engine is driven."""
+"""What Megatron's schedules and ``finalize_model_grads`` do around micro-batches, however an
+engine is driven.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from .test_pipeline_engine import build
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_config, tiny_gpt
 from .training import engine_config, start
 
-EXPERTS: dict[str, Any] = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64, **NARROW)
+EXPERTS: dict[str, Any] = dict(
+    num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64, **NARROW
+)
 LOSSES: dict[str, dict[str, Any]] = {
     "aux": dict(EXPERTS, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0),
     "z": dict(EXPERTS, moe_router_load_balancing_type="none", moe_z_loss_coeff=0.1),
-    "global": dict(EXPERTS, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0),
+    "global": dict(
+        EXPERTS, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0
+    ),
     "next tokens": dict(NARROW, mtp_num_layers=1, mtp_loss_scaling_factor=1.0),
 }
 BIAS: dict[str, Any] = dict(
@@ -69,13 +75,19 @@ def by_schedule(engine: Any) -> None:
 
 
 def norms(rank: int, world: int, case: str) -> dict[Any, float]:
-    """Gradient norms of equal micro-batches; the order leaves each engine what the one before has left."""
+    """Gradient norms of equal micro-batches; the order leaves each engine what the one before
+    has left.
+    """
     start(seed=1)
     found = {}
     for steps in (4, 1):
         for drive in (by_hand, by_loss, by_schedule):
-            for enabled in (False, True) if drive is by_hand and case != "next tokens" else (False,):
-                engine, *_ = mp.initialize(model=model(**LOSSES[case]), config=settings(steps, enabled))
+            for enabled in (
+                (False, True) if drive is by_hand and case != "next tokens" else (False,)
+            ):
+                engine, *_ = mp.initialize(
+                    model=model(**LOSSES[case]), config=settings(steps, enabled)
+                )
                 drive(engine)
                 found[drive.__name__, enabled, steps] = float(engine.get_global_grad_norm())
     return found
@@ -89,7 +101,8 @@ def test_losses_inside_backward_count_once(case):
 
 
 def interleaved(rank: int, world: int) -> list[float]:
-    """The gradient norm of an engine, with the backward of another one between its forward and its backward.
+    """The gradient norm of an engine, with the backward of another one between its forward and its
+    backward.
 
     Before all, a model without an engine runs backward: its scale is a tensor of no dimension.
     """
@@ -114,13 +127,17 @@ def test_engines_do_not_share_a_scale():
 
 
 def balanced(rank: int, world: int) -> list[Any]:
-    """Biases and counts after a step of two micro-batches on two data-parallel ranks, by each way of driving."""
+    """Biases and counts after a step of two micro-batches on two data-parallel ranks, by each
+    way of driving.
+    """
     start(seed=1)
     found: list[Any] = []
     for drive in (by_hand, by_schedule):
         engine, *_ = mp.initialize(model=model(**BIAS), config=settings(2))
         router = engine.module.decoder.layers[0].mlp.router
-        assert router.expert_bias.dtype == torch.float32, "a checkpoint that is loaded now would be rounded"
+        assert router.expert_bias.dtype == torch.float32, (
+            "a checkpoint that is loaded now would be rounded"
+        )
         drive(engine)
         counts, moved = router.local_tokens_per_expert.tolist(), router.expert_bias.tolist()
         engine.eval()
@@ -170,7 +187,10 @@ def test_what_only_a_schedule_can_honour_is_refused():
 def staged(rank: int, world: int) -> list[float]:
     found = []
     for stages in (1, 2):
-        net, config = build(rank, stages, **LOSSES["aux"]), settings(4, stage=1) | {"data_types": {}}
+        net, config = (
+            build(rank, stages, **LOSSES["aux"]),
+            settings(4, stage=1) | {"data_types": {}},
+        )
         engine, *_ = mp.initialize(model=net, config=config, dist_init_required=False)
         by_schedule(engine)
         found.append(float(engine.get_global_grad_norm()))

@@ -1,4 +1,6 @@
-"""Losses at other tensor-parallel sizes, on two ranks (gloo): the same bits, or the same but for rounding."""
+"""Losses at other tensor-parallel sizes, on two ranks (gloo): the same bits, or the same but for
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -34,33 +36,50 @@ OFTEN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qk_norm_gqa_bias": {"qk_layernorm": True, "num_query_groups": 2, "add_qkv_bias": True},
     "olmo2": {**OLMO2, "num_query_groups": 2},
-    "tensor_scales_fp8_attention": {"coat": {**TENSOR_SCALES, "attention": "fp8"}, "num_query_groups": 2},
+    "tensor_scales_fp8_attention": {
+        "coat": {**TENSOR_SCALES, "attention": "fp8"},
+        "num_query_groups": 2,
+    },
 }
 SELDOM: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False, "params_dtype": torch.float32, "qk_layernorm": True},
     "olmo_tied": {
-        "normalization": "LayerNorm", "affine": False, "gpt": {"share_embeddings_and_output_weights": True}
+        "normalization": "LayerNorm",
+        "affine": False,
+        "gpt": {"share_embeddings_and_output_weights": True},
     },
     "olmo2_tensor_scales": {**OLMO2, "coat": {**TENSOR_SCALES, "forward": "quantized"}},
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)]
+)
 def test_losses_do_not_depend_on_tensor_parallelism(name):
-    """Six optimizer steps at TP 1, TP 2 and TP 2 with SP: losses and all weights are the same to the last bit."""
+    """Six optimizer steps at TP 1, TP 2 and TP 2 with SP: losses and all weights are the same to
+    the last bit.
+    """
     for losses in run_ranks(2, _invariance, (OFTEN | SELDOM)[name]):
         assert len(losses) == 6
 
 
 def _experts(rank, world):
     """Experts split over two ranks: every token to every expert, so that routing cannot differ."""
-    experts = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 64}
-    return [train(tp, tp > 1, 6, settings, **experts)[0::3]
-            for tp, settings in ((1, ActivationConfig()), (2, ActivationConfig()), (2, None))]  # fmt: skip
+    experts = {
+        "num_moe_experts": 2,
+        "moe_router_topk": 2,
+        "moe_shared_expert_intermediate_size": 64,
+    }
+    return [
+        train(tp, tp > 1, 6, settings, **experts)[0::3]
+        for tp, settings in ((1, ActivationConfig()), (2, ActivationConfig()), (2, None))
+    ]
 
 
 def test_experts_split_over_ranks():
-    """Losses at TP 2 with SP are those of one rank but for rounding, in FP8 as in BF16, and replicas do not drift."""
+    """Losses at TP 2 with SP are those of one rank but for rounding, in FP8 as in BF16, and
+    replicas do not drift.
+    """
     for (alone, _), (split, replicas), (plain, _) in run_ranks(2, _experts):
         assert split == pytest.approx(alone, rel=1e-2) and split == pytest.approx(plain, rel=1e-2)
         assert split[-1] < split[0] - 0.2, split

@@ -1,4 +1,6 @@
-"""A vision tower beside a GPT: attention in both directions, LayerNorm, GELU and biases, odd lengths, two stacks."""
+"""A vision tower beside a GPT: attention in both directions, LayerNorm, GELU and biases, odd
+lengths, two stacks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from .tiny import VOCAB, assert_equal, gradients, tiny_config, tiny_gpt
 from .training import start
 
 SIDE, PATCH, BATCH, TOKENS, WORDS, IMAGE = 28, 4, 3, 50, 9, 1
-"""49 patches and a class token of three pictures: no dimension but the width is a multiple of 16."""
+"""49 patches and a class token of three pictures: no dimension but the width is a multiple of
+16.
+"""
 SETTINGS = {"bf16": ActivationConfig(), "fp8": ActivationConfig(attention="fp8")}
 TOWER = [f"vision.decoder.layers.{i}.{b}" for i in range(2) for b in ("self_attention", "mlp")]
 GPT = [name.replace("vision", "language") for name in TOWER]
@@ -49,7 +53,9 @@ def model_of_two(seed=5, tower_config=None, device="cpu", **changes):
     """A tower of two layers, a projector, and the tests' GPT."""
     language = tiny_gpt(seed=seed, gpt={"scatter_embedding_sequence_parallel": False}, **changes)
     tower = spread(VisionTower(tower_config or vit_config(), SIDE, PATCH))
-    return VisionLanguageModel(tower, 64, language, IMAGE).to(language.config.params_dtype).to(device)
+    return (
+        VisionLanguageModel(tower, 64, language, IMAGE).to(language.config.params_dtype).to(device)
+    )
 
 
 def pictures(device="cpu", seed=0):
@@ -76,16 +82,22 @@ def alike(found, expected, least):
     + [("bf16", AttnMaskType.causal, fast_gelu), ("fp8", AttnMaskType.causal, F.gelu)],
 )
 def test_a_block_of_layers_is_close_to_bf16_and_has_the_specs_mask(which, mask, function, device):
-    """Outputs and all gradients over 50 tokens of 3 pictures. What stands behind a token changes it, or does not."""
+    """Outputs and all gradients over 50 tokens of 3 pictures. What stands behind a token changes
+    it, or does not.
+    """
     config = vit_config(activation_func=function)
-    block = TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=mask)).to(config.params_dtype)
+    block = TransformerBlock(config, gpt_layer_spec(config, attn_mask_type=mask)).to(
+        config.params_dtype
+    )
     block = spread(block).to(device)
     x = torch.randn(TOKENS, BATCH, 64, device=device).bfloat16().requires_grad_()
     dy = torch.randn(TOKENS, BATCH, 64, device=device).bfloat16()
 
     def run():
         y = block(x, None)
-        return y.detach(), dict(zip(names, torch.autograd.grad(y, [x, *block.parameters()], dy), strict=True))
+        return y.detach(), dict(
+            zip(names, torch.autograd.grad(y, [x, *block.parameters()], dy), strict=True)
+        )
 
     names = ["x", *(n for n, _ in block.named_parameters())]
     expected = run()
@@ -114,16 +126,25 @@ def test_both_stacks_are_patched_and_listed(device):
 def test_bf16_layers_count_in_each_stack():
     model = model_of_two(tower_config=vit_config(num_layers=3))
     with patched(model, ActivationConfig(bf16_layers=(2,))) as report:
-        assert set(report.left) == {f"vision.decoder.layers.2.{b}" for b in ("self_attention", "mlp")}
+        assert set(report.left) == {
+            f"vision.decoder.layers.2.{b}" for b in ("self_attention", "mlp")
+        }
     with patched(model, ActivationConfig(bf16_layers=(-1,))) as report:
-        assert {n[: n.rindex(".")] for n in report.left} == {"vision.decoder.layers.2", "language.decoder.layers.1"}
-    with pytest.raises(ValueError, match="got 3, accepted: 0 to 2, or -3 to -1 from the last, for 3 layers"):
+        assert {n[: n.rindex(".")] for n in report.left} == {
+            "vision.decoder.layers.2",
+            "language.decoder.layers.1",
+        }
+    with pytest.raises(
+        ValueError, match="got 3, accepted: 0 to 2, or -3 to -1 from the last, for 3 layers"
+    ):
         patch_model(model, ActivationConfig(bf16_layers=(3,)))
 
 
 @pytest.mark.parametrize("which", [None, *SETTINGS])
 def test_a_frozen_tower_saves_nothing(which, device):
-    """Its layers keep nothing for backward, and all other gradients are those beside a trained tower, to the bit."""
+    """Its layers keep nothing for backward, and all other gradients are those beside a trained
+    tower, to the bit.
+    """
     model, batch = model_of_two(device=device), pictures(device)
     if which is not None:
         assert not patch_model(model, SETTINGS[which]).left
@@ -132,8 +153,12 @@ def test_a_frozen_tower_saves_nothing(which, device):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
         assert not model.vision(batch[0]).requires_grad and not kept
-    for trained in (lambda name: not name.startswith("vision."), lambda name: name.startswith("projector.")):
-        for name, parameter in model.named_parameters():  # LLaVA's first stage trains the projector alone
+    for trained in (
+        lambda name: not name.startswith("vision."),
+        lambda name: name.startswith("projector."),
+    ):
+        # LLaVA's first stage trains the projector alone.
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained(name))
         wanted = {name: g if trained(name) else None for name, g in expected.items()}
         assert_equal(gradients(model, batch, loss_of=words_loss), (loss, wanted))
@@ -146,7 +171,8 @@ def _two_ranks(rank, world, which):
     found = {}
     for tp in (1, 2):
         start(tp)
-        # Biases of the GPT's row-parallel linears: under sequence parallelism each rank sees a part of their gradient.
+        # Biases of the GPT's row-parallel linears: under sequence parallelism each rank sees a part
+        # of their gradient.
         parallel = {"tensor_model_parallel_size": tp}
         changes = {"add_bias_linear": True, "sequence_parallel": tp == 2, **parallel}
         torch.manual_seed(7)
@@ -165,7 +191,9 @@ def _two_ranks(rank, world, which):
 
 @pytest.mark.parametrize("which", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_sequence_parallel_gpt_behind_a_tower_that_is_not(which):
-    """Each stack follows its own configuration: nothing drifts, and losses are those of one rank but for rounding."""
+    """Each stack follows its own configuration: nothing drifts, and losses are those of one rank
+    but for rounding.
+    """
     for found in run_ranks(2, _two_ranks, which):
         curves, replicas, hooked = found[1][0], found[2][1], found[2][2]
         assert set(replicas.values()) == {0.0}, {n: d for n, d in replicas.items() if d}
@@ -181,13 +209,21 @@ def test_a_tower_of_transformers_as_the_docs_put_it_in(device):
     text = (Path(__file__).parents[2] / "docs" / "vision-language.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     config = transformers.SiglipVisionConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, image_size=28, patch_size=4
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=4,
     )
     names = {
-        "torch": torch, "SiglipVisionModel": transformers.SiglipVisionModel, "vision_config": config, "IMAGE": IMAGE,
+        "torch": torch,
+        "SiglipVisionModel": transformers.SiglipVisionModel,
+        "vision_config": config,
+        "IMAGE": IMAGE,
         "VisionLanguageModel": VisionLanguageModel,
         "language": tiny_gpt(gpt={"scatter_embedding_sequence_parallel": False}),
-    }  # fmt: skip
+    }
     exec(code, names)
     model = names["model"].to(device, torch.bfloat16)
     images, tokens, labels = pictures(device)
@@ -199,7 +235,11 @@ def test_a_tower_of_transformers_as_the_docs_put_it_in(device):
     assert report.patched == GPT and not report.left
     found, grads = gradients(model, batch, loss_of=words_loss)
     assert found == pytest.approx(plain, rel=5e-3)
-    (first,) = (g for n, g in grads.items() if n.startswith("vision.") and n.endswith("layers.0.mlp.fc1.weight"))
+    (first,) = (
+        g
+        for n, g in grads.items()
+        if n.startswith("vision.") and n.endswith("layers.0.mlp.fc1.weight")
+    )
     assert first is not None
 
 
@@ -212,19 +252,30 @@ def test_megatrons_own_llava_model(device, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *_: tensor)
     language, tower = tiny_config(), vit_config()
-    tower.vision_model_type = "internvit"  # of the others' norms, Megatron's own way needs Transformer Engine
+    # Of the others' norms, Megatron's own way needs Transformer Engine.
+    tower.vision_model_type = "internvit"
     projection = vit_config(hidden_size=language.hidden_size)
     specs = gpt_layer_spec(language), gpt_layer_spec(tower, attn_mask_type=AttnMaskType.no_mask)
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    sizes = {"img_h": SIDE, "img_w": SIDE, "patch_dim": PATCH, "language_position_embedding_type": "rope"}
-    model = LLaVAModel(language, specs[0], VOCAB, 128, tower, specs[1], True, projection, mlp, **sizes)
+    sizes = {
+        "img_h": SIDE,
+        "img_w": SIDE,
+        "patch_dim": PATCH,
+        "language_position_embedding_type": "rope",
+    }
+    model = LLaVAModel(
+        language, specs[0], VOCAB, 128, tower, specs[1], True, projection, mlp, **sizes
+    )
     model = model.to(device, torch.bfloat16)
     images = torch.randn(BATCH, 3, SIDE, SIDE).to(device, torch.bfloat16)
     tokens = torch.randint(2, VOCAB, (BATCH, WORDS), device=device)
     tokens[:, 1] = -200  # LLaVAModel's placeholder
     labels = tokens.roll(-1, 1)
     labels[labels < 0] = -100
-    positions, tiles = torch.arange(WORDS, device=device).expand(BATCH, -1), torch.ones(BATCH, dtype=torch.int)
+    positions, tiles = (
+        torch.arange(WORDS, device=device).expand(BATCH, -1),
+        torch.ones(BATCH, dtype=torch.int),
+    )
 
     ones = torch.ones(BATCH, WORDS, device=device)
     given = {"labels": labels, "loss_mask": ones, "num_image_tiles": tiles.to(device)}
@@ -235,7 +286,9 @@ def test_megatrons_own_llava_model(device, monkeypatch):
 
     plain = run().item()
     with patched(model, SETTINGS["bf16"]) as report:
-        assert sorted(report.patched) == sorted(n.replace(".decoder", "_model.decoder") for n in TOWER + GPT)
+        assert sorted(report.patched) == sorted(
+            n.replace(".decoder", "_model.decoder") for n in TOWER + GPT
+        )
         loss = run()
         loss.backward()
     assert loss.item() == pytest.approx(plain, rel=5e-3)

@@ -1,4 +1,6 @@
-"""Patched modules with something put around or into them: fully_shard, hooks, other modules and forwards."""
+"""Patched modules with something put around or into them: fully_shard, hooks, other modules and
+forwards.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ WRAPPED = {
     "whole": [""],
     "layers": ["decoder.layers.0", "decoder.layers.1", ""],
     "blocks": [*BLOCKS, ""],
-    "called": ["decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention.linear_proj", ""],
+    "called": [
+        "decoder.layers.0.self_attention.linear_qkv",
+        "decoder.layers.0.self_attention.linear_proj",
+        "",
+    ],
 }
 
 
@@ -33,7 +39,11 @@ def wrap(model, paths):
 
 @pytest.mark.parametrize(
     ("paths", "options"),
-    [*((paths, {}) for paths in WRAPPED), ("layers", {"loss": "plain"}), ("layers", {"attention": "fp8"})],
+    [
+        *((paths, {}) for paths in WRAPPED),
+        ("layers", {"loss": "plain"}),
+        ("layers", {"attention": "fp8"}),
+    ],
 )
 def test_unpatching_after_fully_shard(paths, options, device):
     batch, model = tiny_batch(0, device), tiny_gpt()
@@ -70,13 +80,17 @@ def test_weights_that_are_kept_as_codes_follow_the_shards(device):
     assert curves[0] == curves[1] and curves[0][-1] < curves[0][0] - 0.2
 
 
-@pytest.mark.parametrize("path", ["mlp.linear_fc1", "pre_mlp_layernorm", "mlp.experts.local_experts.0.linear_fc2"])
+@pytest.mark.parametrize(
+    "path", ["mlp.linear_fc1", "pre_mlp_layernorm", "mlp.experts.local_experts.0.linear_fc2"]
+)
 def test_fully_shard_on_a_module_that_is_not_called(path, device):
     model = tiny_gpt(num_moe_experts=2) if "experts" in path else tiny_gpt()
     patch_model(model, SETTINGS)
     wrap(model, [f"decoder.layers.0.{path}", ""])
     name = path.rpartition(".")[-1]
-    with pytest.raises(ValueError, match=f"^{name}: got fully_shard on this module alone, accepted: .* whole layer"):
+    with pytest.raises(
+        ValueError, match=f"^{name}: got fully_shard on this module alone, accepted: .* whole layer"
+    ):
         tiny_loss(model, tiny_batch(0, device))
 
 
@@ -96,7 +110,11 @@ def doubled(old):
 
 @pytest.mark.parametrize(
     ("path", "name", "around"),
-    [("mlp", "linear_fc1", Adapter), ("mlp.linear_fc1", "forward", doubled), ("input_layernorm", "forward", doubled)],
+    [
+        ("mlp", "linear_fc1", Adapter),
+        ("mlp.linear_fc1", "forward", doubled),
+        ("input_layernorm", "forward", doubled),
+    ],
 )
 def test_a_module_that_is_not_called_is_what_was_patched(path, name, around, device):
     """What is put into its place later, an adapter for example, would never run."""
@@ -104,12 +122,17 @@ def test_a_module_that_is_not_called_is_what_was_patched(path, name, around, dev
     patch_model(model, SETTINGS)
     holder = model.decoder.layers[0].get_submodule(path)
     setattr(holder, name, around(getattr(holder, name)))
-    with pytest.raises(ValueError, match="^(linear_fc1|input_layernorm): got class .* with another forward, accepted"):
+    with pytest.raises(
+        ValueError,
+        match="^(linear_fc1|input_layernorm): got class .* with another forward, accepted",
+    ):
         tiny_loss(model, tiny_batch(0, device))
 
 
 def test_patching_what_is_wrapped_already(device):
-    """Around the whole model, layers can still be patched; around layers not, and the report says what to do."""
+    """Around the whole model, layers can still be patched; around layers not, and the report
+    says what to do.
+    """
     model = tiny_gpt()
     fully_shard(model.decoder.layers[0])
     model.decoder.layers[1] = torch.compile(model.decoder.layers[1], backend="eager")
@@ -120,7 +143,9 @@ def test_patching_what_is_wrapped_already(device):
     model = tiny_gpt()
     fully_shard(model)
     report = patch_model(model, SETTINGS)
-    assert report.patched == BLOCKS and report.loss == {"output_layer": "plain (model class FSDPGPTModel)"}
+    assert report.patched == BLOCKS and report.loss == {
+        "output_layer": "plain (model class FSDPGPTModel)"
+    }
     tiny_loss(model, tiny_batch(0, device)).backward()
 
 
@@ -156,7 +181,9 @@ def test_hooks_that_would_not_run_keep_a_block_as_it_is(path, kind, block, setti
     getattr(module, f"register_{kind}")(lambda *_: seen.append(1))
     report = patch_model(model, settings)
     kind = kind.removeprefix("full_").replace("_", " ")
-    assert report.left == ({block: f"{path} has a {kind}, which would not run or see other values"} if block else {})
+    assert report.left == (
+        {block: f"{path} has a {kind}, which would not run or see other values"} if block else {}
+    )
     tiny_loss(model, tiny_batch(0, device)).backward()
     assert seen
 
@@ -189,9 +216,14 @@ def test_a_block_with_a_forward_of_its_own_stays_bf16(path, around, device):
                 layer.get_submodule(block).register_forward_pre_hook(lambda module, args: None)
         report = patch_model(model, SETTINGS)
         found.append(gradients(model, batch))
-    assert set(report.left) == {f"decoder.layers.{i}.{block}" for i in range(2)} and len(report.patched) == 2
+    assert (
+        set(report.left) == {f"decoder.layers.{i}.{block}" for i in range(2)}
+        and len(report.patched) == 2
+    )
     for reason in report.left.values():
-        assert reason.endswith(f"{path.split('.')[-1]} has a forward of its own, which a patch would pass by")
+        assert reason.endswith(
+            f"{path.split('.')[-1]} has a forward of its own, which a patch would pass by"
+        )
     assert_equal(*found)
 
 

@@ -1,4 +1,6 @@
-"""ZeRO-3 models that are built in shards: weights as without, never whole anywhere, training to the same bits."""
+"""ZeRO-3 models that are built in shards: weights as without, never whole anywhere, training to
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _model(**changes):
 
 def _peak(build):
     """What ``build`` returns, and the most bytes that torch's allocator held for it at a time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         built = build()
     events = profiler.profiler.kineto_results.events()
     now = most = 0
@@ -50,7 +54,8 @@ def _built(rank, world, tp):
             assert divided
             return _model(tp=tp)
 
-    # Gloo's threads let go of what they have sent when they find time: the least of some builds is what one needs.
+    # Gloo's threads let go of what they have sent when they find time: the least of some builds is
+    # what one needs.
     (sharded, _), *_ = built = [_peak(build) for _ in range(4)]
     peak = min(most for _, most in built)
     assert torch.equal(after, torch.get_rng_state())
@@ -58,7 +63,11 @@ def _built(rank, world, tp):
     for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
         part, dp = q.ds_tensor.numel(), torch.distributed.get_rank(q.ds_process_group)
         mine = p.detach().reshape(-1)[part * dp :][:part]
-        same = q.numel() == 0 and p.dtype == q.ds_tensor.dtype and torch.equal(mine, q.ds_tensor[: mine.numel()])
+        same = (
+            q.numel() == 0
+            and p.dtype == q.ds_tensor.dtype
+            and torch.equal(mine, q.ds_tensor[: mine.numel()])
+        )
         different += [] if same else [name]
         assert {k: v for k, v in vars(p).items()} == {k: getattr(q, k) for k in vars(p)}
     bytes_ = [p.numel() * p.element_size() for p in plain.parameters()]
@@ -70,7 +79,8 @@ def test_shards_are_those_of_the_whole_model_which_never_exists(world, tp):
     for different, whole, peak, model, largest in run_ranks(world, _built, tp):
         assert not different
         assert whole > model  # what is measured does notice a whole model
-        # Its shards, one weight as it was drawn (fp32, of all tensor-parallel ranks) and as it is cast and divided.
+        # Its shards, one weight as it was drawn (fp32, of all tensor-parallel ranks) and as it is
+        # cast and divided.
         assert peak < model / (world // tp) + (2 * tp + 6) * largest + 100_000 < 0.9 * model
 
 
@@ -91,21 +101,29 @@ def _trained(rank, world, kinds, tp):
             model = _model(tp=tp)
         engine, *_ = mp.initialize(model=model, config=CONFIG)
         batches = (tiny_batch(world * step + rank // tp)[:2] for step in range(3))
-        runs.append(drive(engine, ((tokens % 128, labels % 128, None) for tokens, labels in batches)))
+        runs.append(
+            drive(engine, ((tokens % 128, labels % 128, None) for tokens, labels in batches))
+        )
         engine.destroy()
     return runs
 
 
 @pytest.mark.slow
 def test_it_trains_as_one_that_was_whole():
-    """DeepSpeed's own context makes rotary tables BF16, so losses are near; at TP 2 x DP 2 they are equal."""
+    """DeepSpeed's own context makes rotary tables BF16, so losses are near; at TP 2 x DP 2 they
+    are equal.
+    """
     for whole, divided, near in run_ranks(2, _trained, ("whole", "divided", "DeepSpeed's"), 1):
         assert divided == whole and near == pytest.approx(whole, rel=1e-2)
-    assert all(divided == whole for whole, divided in run_ranks(4, _trained, ("whole", "divided"), 2))
+    assert all(
+        divided == whole for whole, divided in run_ranks(4, _trained, ("whole", "divided"), 2)
+    )
 
 
 def _second_shards(rank, world, folder):
-    """With hpZ, whatever writes weights is seen by the next forward pass, also where they are not trained."""
+    """With hpZ, whatever writes weights is seen by the next forward pass, also where they are
+    not trained.
+    """
     from coat_dist import convert_to_universal
     from coat_dist.deepspeed.zero_init import copy_into
 
@@ -119,7 +137,9 @@ def _second_shards(rank, world, folder):
             model = tiny_gpt(seed=seed, **SMALL)
         for parameter in model.decoder.layers[0].parameters():
             parameter.requires_grad_(False)
-        for parameter, whole in zip(model.parameters(), filled.parameters() if filled else (), strict=bool(filled)):
+        for parameter, whole in zip(
+            model.parameters(), filled.parameters() if filled else (), strict=bool(filled)
+        ):
             copy_into(parameter, whole.detach())
         return mp.initialize(model=model, config=config)[0]
 

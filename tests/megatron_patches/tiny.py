@@ -42,20 +42,29 @@ TINY: dict[str, Any] = dict(
 
 NARROW: dict[str, Any] = dict(hidden_size=128, ffn_hidden_size=128)
 SMALL: dict[str, Any] = NARROW | dict(gpt={"vocab_size": 64})
-"""Changes for tests of equal bits that train many models: a fifth of the parameters, and every token of a batch."""
+"""Changes for tests of equal bits that train many models: a fifth of the parameters, and every
+token of a batch.
+"""
 
 
 FP32: dict[str, Any] = dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
-FULL: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL: dict[str, Any] = dict(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 OLMO2: dict[str, Any] = {"spec": {"norm_placement": "post", "norm_all_heads": True}}
 """Norms after attention and MLP, and on queries and keys over all heads."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": dict(normalization="LayerNorm", gated_linear_unit=False, activation_func=F.gelu, add_bias_linear=True,
-                 gpt={"share_embeddings_and_output_weights": True}),
+    "gpt2": dict(
+        normalization="LayerNorm",
+        gated_linear_unit=False,
+        activation_func=F.gelu,
+        add_bias_linear=True,
+        gpt={"share_embeddings_and_output_weights": True},
+    ),
     "experts": dict(num_moe_experts=4, moe_router_topk=2, moe_shared_expert_intermediate_size=64),
     "olmo2": OLMO2,
-}  # fmt: skip
+}
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -76,7 +85,8 @@ def tiny_gpt(
     spec: dict | None = None,
     **changes: Any,
 ):
-    """A model, on the GPU where there is one. Weights depend on ``seed``, not on the tensor-parallel size.
+    """A model, on the GPU where there is one. Weights depend on ``seed``, not on the
+    tensor-parallel size.
 
     ``gpt`` and ``spec`` are further arguments of ``GPTModel`` and ``gpt_layer_spec``.
     """
@@ -92,25 +102,38 @@ def tiny_gpt(
     else:
         layers = gpt_layer_spec(config, affine=affine, **spec or {})
     torch.manual_seed(seed)
-    options: dict[str, Any] = dict(vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope")
+    options: dict[str, Any] = dict(
+        vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope"
+    )
     model = GPTModel(config, layers, **options | (gpt or {})).to(config.params_dtype)
     with torch.no_grad():
-        for parameter in model.parameters():  # norms start as ones, biases as zeros: a mix-up would go unseen
+        # Norms start as ones, biases as zeros: a mix-up would go unseen.
+        for parameter in model.parameters():
             if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
                 parameter.add_(torch.randn(parameter.shape).mul_(0.2))
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def tiny_batch(seed: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels and positions, each [BATCH, SEQ]: sequences in which the next token can be learnt."""
+def tiny_batch(
+    seed: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and positions, each [BATCH, SEQ]: sequences in which the next token can be
+    learnt.
+    """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(0, 64, (BATCH, 1), generator=generator)
     step = torch.randint(1, 8, (BATCH, 1), generator=generator)
     text = (start + step * torch.arange(SEQ + 1)) % 64
-    return text[:, :-1].to(device), text[:, 1:].to(device), torch.arange(SEQ, device=device).expand(BATCH, -1)
+    return (
+        text[:, :-1].to(device),
+        text[:, 1:].to(device),
+        torch.arange(SEQ, device=device).expand(BATCH, -1),
+    )
 
 
-def tiny_loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...], megatron_spec: bool = False) -> torch.Tensor:
+def tiny_loss(
+    model: torch.nn.Module, batch: tuple[torch.Tensor, ...], megatron_spec: bool = False
+) -> torch.Tensor:
     """Mean loss. Megatron's own core attention wants the causal mask spelled out."""
     tokens, labels, positions = batch
     mask = None
@@ -124,16 +147,25 @@ def tiny_loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...], megatron_
 Gradients = dict[str, torch.Tensor | None]
 
 
-def labelled_loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...], _: bool = False) -> torch.Tensor:
-    """Mean of the losses that the model computes itself, given labels: the chunked loss replaces them."""
+def labelled_loss(
+    model: torch.nn.Module, batch: tuple[torch.Tensor, ...], _: bool = False
+) -> torch.Tensor:
+    """Mean of the losses that the model computes itself, given labels: the chunked loss replaces
+    them.
+    """
     tokens, labels, positions = batch
     return model(tokens, positions, None, labels=labels).mean()
 
 
 def gradients(
-    model: torch.nn.Module, batch: tuple[torch.Tensor, ...], megatron_spec: bool = False, loss_of: Any = tiny_loss
+    model: torch.nn.Module,
+    batch: tuple[torch.Tensor, ...],
+    megatron_spec: bool = False,
+    loss_of: Any = tiny_loss,
 ) -> tuple[float, Gradients]:
-    """Loss, and gradients by name, whole ones of sharded parameters. Dropout is always drawn from the same state."""
+    """Loss, and gradients by name, whole ones of sharded parameters. Dropout is always drawn
+    from the same state.
+    """
     model_parallel_cuda_manual_seed(3)
     torch.manual_seed(3)
     model.zero_grad(set_to_none=True)
@@ -145,7 +177,9 @@ def gradients(
 
 
 def assert_equal(found: tuple[float, Gradients], expected: tuple[float, Gradients]) -> None:
-    """The same loss and, on the CPU, gradients to the bit: a GPU's attention backward is not deterministic."""
+    """The same loss and, on the CPU, gradients to the bit: a GPU's attention backward is not
+    deterministic.
+    """
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
     for name, wanted in expected[1].items():
@@ -154,8 +188,12 @@ def assert_equal(found: tuple[float, Gradients], expected: tuple[float, Gradient
         assert gradient is None or gradient.is_cuda or torch.equal(gradient, wanted), name
 
 
-def assert_close(found: tuple[float, Gradients], expected: tuple[float, Gradients], cosine: float = 0.97) -> None:
-    """What docs/megatron.md promises of FP8: loss within 0.5 % of BF16, gradients within 14 degrees."""
+def assert_close(
+    found: tuple[float, Gradients], expected: tuple[float, Gradients], cosine: float = 0.97
+) -> None:
+    """What docs/megatron.md promises of FP8: loss within 0.5 % of BF16, gradients within 14
+    degrees.
+    """
     assert found[0] == pytest.approx(expected[0], rel=5e-3)
     assert found[1].keys() == expected[1].keys()
     for name, wanted in expected[1].items():

@@ -1,4 +1,6 @@
-"""Training steps of tiny models in ranks: by engines, or at some tensor-parallel size by a plain AdamW."""
+"""Training steps of tiny models in ranks: by engines, or at some tensor-parallel size by a plain
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def engine_config(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def drive(engine: Any, batches: Iterable[Any], loss_of: Callable[..., torch.Tensor] = tiny_loss) -> list[float]:
+def drive(
+    engine: Any, batches: Iterable[Any], loss_of: Callable[..., torch.Tensor] = tiny_loss
+) -> list[float]:
     """Losses of a step for each batch."""
     losses = []
     for batch in batches:

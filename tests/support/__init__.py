@@ -1,4 +1,6 @@
-"""What tests of several folders share: ranks in processes of their own, and ways to watch a model."""
+"""What tests of several folders share: ranks in processes of their own, and ways to watch a
+model.
+"""
 
 from coat_dist.nodes import free_port
 

@@ -17,7 +17,9 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 def on_device(gpu: Any, interpreter: Any) -> Any:
-    """Shapes, variants and the like of a test: what a GPU takes in a moment takes the interpreter hours."""
+    """Shapes, variants and the like of a test: what a GPU takes in a moment takes the
+    interpreter hours.
+    """
     return gpu if ON_GPU else interpreter
 
 
@@ -30,8 +32,10 @@ def prepare() -> None:
 
 
 def _patch_language_once_a_launch() -> None:
-    """Triton's interpreter replaces its whole language for each call of a function inside a kernel, which takes half of
-    its time. Once is enough for each of the two modules by which functions may know the language."""
+    """Triton's interpreter replaces its whole language for each call of a function inside a kernel,
+    which takes half of its time. Once is enough for each of the two modules by which functions may
+    know the language.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 def ties_may_differ(test: Callable[..., None]) -> Callable[..., None]:
     """The test fails if it fails for two draws, one after the other.
 
-    About one draw in some hundreds has a value so close to a tie that the last bit of a sum decides its code, and with
-    it, where a group's scale or a row of a product hangs on it, more than any tight bound allows. Errors show in every
-    draw. Of the first draw a warning remains.
+    About one draw in some hundreds has a value so close to a tie that the last bit of a sum decides
+    its code, and with it, where a group's scale or a row of a product hangs on it, more than any
+    tight bound allows. Errors show in every draw. Of the first draw a warning remains.
     """
 
     @functools.wraps(test)

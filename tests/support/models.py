@@ -27,7 +27,9 @@ class Adds(TorchDispatchMode):
 
 @contextmanager
 def residuals_apart() -> Iterator[None]:
-    """Models that are patched inside leave the residual's gradient to autograd, as ZeRO-3's hooks make all of them."""
+    """Models that are patched inside leave the residual's gradient to autograd, as ZeRO-3's
+    hooks make all of them.
+    """
     from megatron_patches.patch import apply
 
     with mock.patch.object(apply, "_alias_residuals", lambda *_: {}):

@@ -1,7 +1,8 @@
 """Two "nodes" on this machine: network namespaces with host names of their own, joined by a wire.
 
-Where namespaces are not allowed, they are two addresses of the loopback device, and ``COAT_HOST`` gives the names. Each
-node has a folder of its own; a program starts in it, so that a relative path is on the node's own disk.
+Where namespaces are not allowed, they are two addresses of the loopback device, and ``COAT_HOST``
+gives the names. Each node has a folder of its own; a program starts in it, so that a relative path
+is on the node's own disk.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Nodes:
             for n, name in enumerate("ab", 1)
         ]
 
-    def __exit__(self, kind: type | None, error: BaseException | None, stack: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, stack: TracebackType | None
+    ) -> None:
         for holder in self._holders:
             holder.kill()
             holder.wait()
@@ -80,7 +83,17 @@ class Nodes:
         if not all(shutil.which(tool) for tool in ("unshare", "nsenter", "ip", "hostname")):
             return False
         made = self._hold(["unshare", "-r", "-n", "-u", "-m"], "node-a") and self._hold(
-            ["nsenter", "-t", str(self._holders[0].pid), "-U", "--preserve-credentials", "unshare", "-n", "-u", "-m"],
+            [
+                "nsenter",
+                "-t",
+                str(self._holders[0].pid),
+                "-U",
+                "--preserve-credentials",
+                "unshare",
+                "-n",
+                "-u",
+                "-m",
+            ],
             "node-b",
         )
         if made:
@@ -99,10 +112,18 @@ class Nodes:
     def _hold(self, command: list[str], host: str) -> bool:
         names = self._folder / "hosts"
         names.write_text("127.0.0.1 localhost\n10.77.0.1 node-a\n10.77.0.2 node-b\n")
-        steps = [f"hostname {host}", "ip link set lo up", f"mount --bind {names} /etc/hosts", "echo ready"]
+        steps = [
+            f"hostname {host}",
+            "ip link set lo up",
+            f"mount --bind {names} /etc/hosts",
+            "echo ready",
+        ]
         script = " && ".join([*steps, "exec sleep 3600"])
         holder = subprocess.Popen(
-            [*command, "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [*command, "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         self._holders.append(holder)
         assert holder.stdout is not None
@@ -115,7 +136,9 @@ class Nodes:
 
 
 def spaces(process: int) -> list[tuple[str, int]]:
-    """The namespaces of a process, for :func:`enter_spaces`; without the user's where this process is in it already."""
+    """The namespaces of a process, for :func:`enter_spaces`; without the user's where this
+    process is in it already.
+    """
     return [
         (f"/proc/{process}/ns/{name}", kind)
         for name, kind in _SPACES

@@ -1,4 +1,6 @@
-"""Things that a test needs in this or another process: groups of one rank, a lock that somebody else holds."""
+"""Things that a test needs in this or another process: groups of one rank, a lock that somebody
+else holds.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def megatron_on_one_rank() -> Iterator[None]:
 
 @contextmanager
 def saves_by_dist_checkpointing() -> Iterator[None]:
-    """For a rank of a test that saves with Megatron's dist_checkpointing, which starts a process and leaves it behind.
+    """For a rank of a test that saves with Megatron's dist_checkpointing, which starts a process
+    and leaves it behind.
 
     Ranks are daemons, which may have no children, and a test leaves no process.
     """

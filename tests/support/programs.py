@@ -1,7 +1,9 @@
-"""Programs without the seconds that their imports take: forked from the server of ranks, which has imported it all.
+"""Programs without the seconds that their imports take: forked from the server of ranks, which has
+imported it all.
 
-A launcher that is started so forks in turn what it starts. All are processes of their own, with signals, sessions and
-exit statuses as ever; what differs from ``python program.py`` are the imports, and what Python does at its end.
+A launcher that is started so forks in turn what it starts. All are processes of their own, with
+signals, sessions and exit statuses as ever; what differs from ``python program.py`` are the
+imports, and what Python does at its end.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _LAUNCHERS = ("deepspeed.launcher.", "torch.distributed.")
 
 
 class Program:
-    """``python`` with these arguments, the first process of a session; with what ``subprocess.Popen`` calls its own.
+    """``python`` with these arguments, the first process of a session; with what
+    ``subprocess.Popen`` calls its own.
 
     Args:
         arguments: A script or ``-m`` and a module, and theirs.
@@ -60,7 +63,8 @@ class Program:
         self.pid: int = self._process.pid
 
     def _read(self, pipe: Path) -> None:
-        with open(pipe, encoding="utf-8", errors="replace") as output:  # as soon as the program has opened it, too
+        # As soon as the program has opened it, too.
+        with open(pipe, encoding="utf-8", errors="replace") as output:
             for line in output:
                 self._text += line
 
@@ -104,16 +108,24 @@ def _first(
 
 @contextmanager
 def forked_programs(ranks: bool = True) -> Iterator[None]:
-    """What runs this Python by ``subprocess`` is forked from this process, a rank; of launchers' ranks if ``ranks``."""
+    """What runs this Python by ``subprocess`` is forked from this process, a rank; of launchers'
+    ranks if ``ranks``.
+    """
 
     class Forked(subprocess.Popen):
         """The order of arguments is that of CPython's own method."""
 
-        def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):  # type: ignore
-            python = not isinstance(args, str) and str(args[0]) == sys.executable and preexec_fn is None
+        def _execute_child(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+        ):  # type: ignore
+            python = (
+                not isinstance(args, str) and str(args[0]) == sys.executable and preexec_fn is None
+            )
             launcher = python and any(str(a).startswith(_LAUNCHERS) for a in args[1:4])
             if not python or not (ranks or launcher):
-                return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+                return super()._execute_child(
+                    args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+                )
             pipes, session = rest[3:9], rest[14]
             sys.stdout.flush()
             self.pid = os.fork()
@@ -128,7 +140,10 @@ def forked_programs(ranks: bool = True) -> Iterator[None]:
             self._close_pipe_fds(*pipes)
 
     # torchrun's module has taken the class under a name of its own.
-    with mock.patch.object(subprocess, "Popen", Forked), mock.patch.object(subprocess_handler, "Popen", Forked):
+    with (
+        mock.patch.object(subprocess, "Popen", Forked),
+        mock.patch.object(subprocess_handler, "Popen", Forked),
+    ):
         yield
 
 
@@ -145,13 +160,17 @@ def _become(arguments: list[str], environment: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    if dist.is_initialized():  # a rank that starts a program: its process group is not the program's
+    # A rank that starts a program: its process group is not the program's.
+    if dist.is_initialized():
         dist.distributed_c10d._update_default_pg(None)
     given = dict(environment)
     os.environ.clear()
     os.environ.update(given)
-    # What ps and psutil show; a rank's number is in its environment, which they would show as the server's.
-    Path("/proc/self/comm").write_text(f"rank {given['LOCAL_RANK']}" if "LOCAL_RANK" in given else "program")
+    # What ps and psutil show; a rank's number is in its environment, which they would show as the
+    # server's.
+    Path("/proc/self/comm").write_text(
+        f"rank {given['LOCAL_RANK']}" if "LOCAL_RANK" in given else "program"
+    )
     arguments = arguments[1:] if arguments[0] == "-u" else arguments
     module = arguments[0] == "-m"
     sys.argv = arguments[module:]

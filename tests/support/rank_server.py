@@ -4,7 +4,8 @@ import contextlib
 import gc
 import importlib
 
-# The last ones are imported where an engine or a model is built, which would cost every rank about a second.
+# The last ones are imported where an engine or a model is built, which would cost every rank about
+# a second.
 for name in (
     "distutils.ccompiler",
     "pytest",
@@ -30,10 +31,12 @@ for name in (
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
-with contextlib.suppress(ImportError):  # starts a compiler where it is first asked for, in every rank otherwise
+# Starts a compiler where it is first asked for, in every rank otherwise.
+with contextlib.suppress(ImportError):
     importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018
 
-# DeepSpeed collects garbage many times while it builds an engine. What is imported never is garbage: a rank that looked
-# at it again each time would copy all memory that it shares with the server.
+# DeepSpeed collects garbage many times while it builds an engine. What is imported never is
+# garbage: a rank that looked at it again each time would copy all memory that it shares with the
+# server.
 gc.collect()
 gc.freeze()

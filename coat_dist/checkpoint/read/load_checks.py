@@ -1,7 +1,7 @@
 """Checks before ``engine.load_checkpoint`` changes anything, with one answer on all ranks.
 
-Which checkpoint is meant (``tags.py``), whether its files are those of its manifest, and then what others have
-registered: whether it fits the engine.
+Which checkpoint is meant (``tags.py``), whether its files are those of its manifest, and then what
+others have registered: whether it fits the engine.
 """
 
 from __future__ import annotations
@@ -48,16 +48,22 @@ def request_of(given: Mapping[str, Any], tag: str, manifest: Mapping[str, Any]) 
         bool(given[name]) and not given["load_module_only"]
         for name in ("load_optimizer_states", "load_lr_scheduler_states")
     )
-    return Request(Path(given["load_dir"]), tag, manifest, bool(given["load_module_strict"]), states, schedule)
+    return Request(
+        Path(given["load_dir"]), tag, manifest, bool(given["load_module_strict"]), states, schedule
+    )
 
 
-def check_before_load(engine: Any, name: str, check: Callable[[Request], list[str]], accepted: str = "") -> None:
-    """Let ``engine.load_checkpoint`` call ``check`` first, and raise a ``ValueError`` of what it finds on any rank.
+def check_before_load(
+    engine: Any, name: str, check: Callable[[Request], list[str]], accepted: str = ""
+) -> None:
+    """Let ``engine.load_checkpoint`` call ``check`` first, and raise a ``ValueError`` of what it
+    finds on any rank.
 
     Args:
         engine: DeepSpeed's.
         name: of the check; a later one of the same name takes its place.
-        check: returns one line for each problem, or raises a ``ValueError``. Must not use collectives.
+        check: returns one line for each problem, or raises a ``ValueError``. Must not use
+            collectives.
         accepted: last line of the error; says what would be accepted.
     """
     load_whole_checkpoints(engine)
@@ -65,10 +71,11 @@ def check_before_load(engine: Any, name: str, check: Callable[[Request], list[st
 
 
 def load_whole_checkpoints(engine: Any) -> None:
-    """Let ``engine.load_checkpoint`` find and verify the checkpoint before it changes anything; same arguments.
+    """Let ``engine.load_checkpoint`` find and verify the checkpoint before it changes anything;
+    same arguments.
 
-    One more, by keyword: ``verify=False`` compares sizes of files and does not read them for their checksums. It
-    raises ``CheckpointError`` on every rank, whatever rank finds something wrong.
+    One more, by keyword: ``verify=False`` compares sizes of files and does not read them for their
+    checksums. It raises ``CheckpointError`` on every rank, whatever rank finds something wrong.
     """
     if hasattr(engine.load_checkpoint, "coat_checks"):
         return
@@ -82,8 +89,14 @@ def load_whole_checkpoints(engine: Any) -> None:
         call.apply_defaults()
         given, universal, team = call.arguments, engine.load_universal_checkpoint(), team_of(engine)
         given["tag"] = None if given["tag"] is None else str(given["tag"])
-        compared = {name: value for name, value in given.items() if name not in ("load_dir", "custom_load_fn")}
-        team.agree(lambda: {**compared, "verify": verify, "folder": os.path.abspath(given["load_dir"])})
+        compared = {
+            name: value
+            for name, value in given.items()
+            if name not in ("load_dir", "custom_load_fn")
+        }
+        team.agree(
+            lambda: {**compared, "verify": verify, "folder": os.path.abspath(given["load_dir"])}
+        )
         folder = Path(given["load_dir"])
         given["tag"] = tag = find_tag(folder, given["tag"], universal, team)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
@@ -94,8 +107,9 @@ def load_whole_checkpoints(engine: Any) -> None:
             for check, accepted in checks.values():
                 raise_everywhere(functools.partial(check, request), accepted, _does_not_fit())
         if "universal" in checks and universal:
-            # The universal loader has learnt from its check whether moments are wanted. DeepSpeed is told yes in any
-            # case: at stage 3 it would otherwise look for a checkpoint of its own kind.
+            # The universal loader has learnt from its check whether moments are wanted. DeepSpeed
+            # is told yes in any case: at stage 3 it would otherwise look for a checkpoint of its
+            # own kind.
             given["load_optimizer_states"] = True
         found = original(*call.args, **call.kwargs)
         for parameter in engine.module.parameters():
@@ -110,7 +124,9 @@ def load_whole_checkpoints(engine: Any) -> None:
 
 @functools.cache
 def _does_not_fit() -> type[CheckpointError]:
-    """The error of a checkpoint that does not fit the engine: also DeepSpeed's own, for which programs look."""
+    """The error of a checkpoint that does not fit the engine: also DeepSpeed's own, for which
+    programs look.
+    """
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
     class DoesNotFit(CheckpointError, ZeRORuntimeException):
@@ -127,7 +143,9 @@ def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank; names the files.
     """
-    manifest = team.ask_leader(lambda: read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {})
+    manifest = team.ask_leader(
+        lambda: read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {}
+    )
     check_part(folder, manifest, team)
     if manifest:
         verify(folder, manifest["files"], team, checksums)
@@ -135,17 +153,25 @@ def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
     names = team.ask_leader(lambda: sorted(p.name for p in folder.glob("*.pt")))
     team.each(lambda: [read_file(folder / name) for name in team.share(names)])
     if rank_and_world()[0] == 0:
-        print(f"note: {folder} has no {MANIFEST}: it is loaded unverified", file=sys.stderr, flush=True)
+        print(
+            f"note: {folder} has no {MANIFEST}: it is loaded unverified",
+            file=sys.stderr,
+            flush=True,
+        )
     return {}
 
 
 def _weights_of_latest(engine: Any, request: Request) -> list[str]:
-    """At stage 3, weights alone come from DeepSpeed's fp32 reader, which looks at ``latest`` and not at the tag."""
+    """At stage 3, weights alone come from DeepSpeed's fp32 reader, which looks at ``latest`` and
+    not at the tag.
+    """
     if not engine.zero_optimization_partition_weights() or engine.has_moe_layers:
         return []
     if (found := latest_of(request.load_dir)) == request.tag:
         return []
     return [
-        f"load_optimizer_states: got False with tag {request.tag!r} and zero_optimization.stage 3, where DeepSpeed "
-        f"reads what {request.load_dir}/latest names, {found!r}; accepted: that one, or load_module_only=True alone"
+        f"load_optimizer_states: got False with tag {request.tag!r} and zero_optimization.stage 3, "
+        "where DeepSpeed "
+        f"reads what {request.load_dir}/latest names, {found!r}; accepted: that one, or "
+        "load_module_only=True alone"
     ]

@@ -1,4 +1,6 @@
-"""Lookup of the checkpoint that ``engine.load_checkpoint`` means: by its tag, by ``latest``, or the one saved last."""
+"""Lookup of the checkpoint that ``engine.load_checkpoint`` means: by its tag, by ``latest``, or
+the one saved last.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from pathlib import Path
 from ...ranks import rank_and_world
 from ..manifest import MANIFEST, readable
 from ..team import CheckpointError, Team
-from ..write.publish import HIDDEN, LATEST, checkpoints, last_saved, latest_of, own_name, replaced_or
+from ..write.publish import (
+    HIDDEN,
+    LATEST,
+    checkpoints,
+    last_saved,
+    latest_of,
+    own_name,
+    replaced_or,
+)
 
 __all__ = ["find_tag", "is_checkpoint"]
 
@@ -17,13 +27,16 @@ _LATEST_UNIVERSAL = "latest_universal"
 
 
 def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> str | None:
-    """The name of the folder in ``load_dir`` that is meant, None where there is no checkpoint; collective.
+    """The name of the folder in ``load_dir`` that is meant, None where there is no checkpoint;
+    collective.
 
-    Without ``tag`` it is the one that ``latest`` names (with ``checkpoint.load_universal``: ``latest_universal``), or,
-    where a kill in the first save left no ``latest``, the one that was saved last.
+    Without ``tag`` it is the one that ``latest`` names (with ``checkpoint.load_universal``:
+    ``latest_universal``), or, where a kill in the first save left no ``latest``, the one that was
+    saved last.
 
     Raises:
-        CheckpointError: on every rank; ``latest`` or ``tag`` names something other than a finished checkpoint.
+        CheckpointError: on every rank; ``latest`` or ``tag`` names something other than a finished
+            checkpoint.
     """
     found = team.ask_leader(lambda: _find(load_dir, tag, universal))
     team.agree(lambda: {LATEST: found and own_name(Path(found))})
@@ -38,7 +51,9 @@ def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
         try:
             tag = latest_of(load_dir, name)
         except (OSError, ValueError) as problem:
-            raise CheckpointError(f"{named_by}: got {problem}, accepted: a tag: {_there(load_dir)}") from None
+            raise CheckpointError(
+                f"{named_by}: got {problem}, accepted: a tag: {_there(load_dir)}"
+            ) from None
         if tag is None:
             return _without_latest(load_dir, universal)
     found = replaced_or(load_dir / tag) if Path(tag).name == tag else load_dir
@@ -58,34 +73,49 @@ def _without_latest(load_dir: Path, universal: bool) -> str | None:
     _refuse_checkpoints_folder(load_dir)
     if universal:
         raise CheckpointError(
-            f"checkpoint.load_universal: got true, accepted: false, or a folder with {_LATEST_UNIVERSAL}, as "
+            "checkpoint.load_universal: got true, accepted: false, or a folder with "
+            f"{_LATEST_UNIVERSAL}, as "
             f"launch/to_universal.py writes it: {load_dir} has none"
         )
     found = last_saved(checkpoints(load_dir), universal=False)
     if found is None:
         return None
     if rank_and_world()[0] == 0:
-        print(f"warning: {load_dir / LATEST}: missing; {own_name(found)} was saved last", file=sys.stderr, flush=True)
+        print(
+            f"warning: {load_dir / LATEST}: missing; {own_name(found)} was saved last",
+            file=sys.stderr,
+            flush=True,
+        )
     return replaced_or(load_dir / own_name(found)).name
 
 
 def _refuse_checkpoints_folder(load_dir: Path) -> None:
-    """Refuse a checkpoint's own folder, and a file: DeepSpeed finds nothing in either, and a run would start again."""
+    """Refuse a checkpoint's own folder, and a file: DeepSpeed finds nothing in either, and a run
+    would start again.
+    """
     if load_dir.exists() and not load_dir.is_dir():
-        raise CheckpointError(f"load_dir: got {load_dir}, which is a file; accepted: a folder that holds checkpoints")
+        raise CheckpointError(
+            f"load_dir: got {load_dir}, which is a file; accepted: a folder that holds checkpoints"
+        )
     if is_checkpoint(load_dir):
         folder = Path(os.path.abspath(load_dir))
         call = f"load_checkpoint({str(folder.parent)!r}, tag={own_name(folder)!r})"
-        raise CheckpointError(f"load_dir: got {load_dir}, which is a checkpoint itself; accepted: {call}")
+        raise CheckpointError(
+            f"load_dir: got {load_dir}, which is a checkpoint itself; accepted: {call}"
+        )
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Of this project, or of plain DeepSpeed: that has no manifest, but model files in the folder itself."""
+    """Of this project, or of plain DeepSpeed: that has no manifest, but model files in the
+    folder itself.
+    """
     return os.path.isfile(folder / MANIFEST) or any(folder.glob("*model_states.pt"))
 
 
 def _check_not_overtaken(load_dir: Path, universal: str) -> None:
-    """A run that saves where its universal checkpoint is would begin from that again at each start."""
+    """A run that saves where its universal checkpoint is would begin from that again at each
+    start.
+    """
     try:
         latest = latest_of(load_dir) or ""
         saved, start = (readable(replaced_or(load_dir / tag)) for tag in (latest, universal))
@@ -94,8 +124,10 @@ def _check_not_overtaken(load_dir: Path, universal: str) -> None:
         return
     if not saved.get("universal") and steps > begun_at:
         raise CheckpointError(
-            f"checkpoint.load_universal: got true, which means {load_dir / universal} of step {begun_at}, but {latest} "
-            f"of step {steps} is there too; accepted: false, which loads {latest}, or tag={universal!r}"
+            f"checkpoint.load_universal: got true, which means {load_dir / universal} of step "
+            f"{begun_at}, but {latest} "
+            f"of step {steps} is there too; accepted: false, which loads {latest}, or "
+            f"tag={universal!r}"
         )
 
 

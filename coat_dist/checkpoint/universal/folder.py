@@ -1,4 +1,6 @@
-"""A universal checkpoint as one tensor-parallel rank sees it: what it holds, and this rank's part of each tensor."""
+"""A universal checkpoint as one tensor-parallel rank sees it: what it holds, and this rank's
+part of each tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ __all__ = ["UniversalFolder"]
 
 
 class UniversalFolder:
-    """The folder of a universal checkpoint of :func:`convert_to_universal` or DeepSpeed's converter, memory-mapped.
+    """The folder of a universal checkpoint of :func:`convert_to_universal` or DeepSpeed's
+    converter, memory-mapped.
 
     Args:
         folder: holds ``zero/``.
@@ -24,8 +27,8 @@ class UniversalFolder:
     Attributes:
         rest: frozen parameters and buffers.
         complete: there is a ``rest``; DeepSpeed's converter keeps trained parameters only.
-        extra: modules' extra states (``get_extra_state``), by name, one for each tensor-parallel rank. They are copies
-            and not memory-mapped, since a module may keep what it is given.
+        extra: modules' extra states (``get_extra_state``), by name, one for each tensor-parallel
+            rank. They are copies and not memory-mapped, since a module may keep what it is given.
 
     Raises:
         ValueError: a file that concerns no single parameter is missing or cannot be read.
@@ -48,13 +51,17 @@ class UniversalFolder:
         return name in self.rest or (self.folder / name / "fp32.pt").is_file()
 
     def weights(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """This rank's part of a parameter, fp32 where it was trained and in its own dtype otherwise, or of a buffer."""
+        """This rank's part of a parameter, fp32 where it was trained and in its own dtype
+        otherwise, or of a buffer.
+        """
         if name in self.rest:
             return self._divide(self.rest[name], shape, f"{self.folder / 'rest.pt'}: {name}")
         return self.local(name, "fp32", shape)
 
     def local(self, name: str, key: str, shape: torch.Size) -> torch.Tensor:
-        """This rank's part of one tensor of a trained parameter; ``ValueError`` where it has another shape."""
+        """This rank's part of one tensor of a trained parameter; ``ValueError`` where it has
+        another shape.
+        """
         path = self.folder / name / f"{key}.pt"
         return self._divide(read(path), shape, str(path))
 
@@ -77,7 +84,8 @@ class UniversalFolder:
             return values[self.tp[0]]
         if not all(_same(value, values[0]) for value in values):
             raise ValueError(
-                f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} tensor-parallel ranks, "
+                f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} "
+                "tensor-parallel ranks, "
                 f"accepted with {self.tp[1]}: the same on all"
             )
         return values[0]
@@ -86,16 +94,25 @@ class UniversalFolder:
         """This rank's part of a whole tensor. DeepSpeed's keys beside it say how to divide it."""
         rank, size = self.tp
         whole = local = saved["param"]
-        if whole.ndim == 1 and whole.numel() == shape.numel():  # as DeepSpeed's converter writes what ZeRO-3 had
+        # As DeepSpeed's converter writes what ZeRO-3 had.
+        if whole.ndim == 1 and whole.numel() == shape.numel():
             local = whole.view(shape)
         if "cat_dim" in saved and size > 1:
             dim = saved["cat_dim"]
-            divided = [piece.chunk(size, dim) for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)]
+            divided = [
+                piece.chunk(size, dim)
+                for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)
+            ]
             if all(len(pieces) == size for pieces in divided):
-                local = torch.cat([pieces[rank] for pieces in divided], dim) if len(divided) > 1 else divided[0][rank]
+                local = (
+                    torch.cat([pieces[rank] for pieces in divided], dim)
+                    if len(divided) > 1
+                    else divided[0][rank]
+                )
         if local.shape != shape:
             raise ValueError(
-                f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} on tensor-parallel "
+                f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} "
+                "on tensor-parallel "
                 f"rank {rank} of {size}"
             )
         return local

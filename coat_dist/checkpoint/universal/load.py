@@ -1,9 +1,11 @@
-"""Loading universal checkpoints into CoatAdamW or torch's AdamW, at any parallel sizes and ZeRO stage.
+"""Loading universal checkpoints into CoatAdamW or torch's AdamW, at any parallel sizes and ZeRO
+stage.
 
-DeepSpeed's own loader leaves fp32 moments in the optimizer's state and links parameters to them, so that 8 bytes a
-parameter stay alive; it fails where a rank has no part of a group, restores neither frozen parameters nor buffers, and
-at stage 3 does not divide by tensor-parallel ranks. :func:`enable_universal_load` therefore replaces the one
-method of the ZeRO optimizer that does this; everything around it stays DeepSpeed's.
+DeepSpeed's own loader leaves fp32 moments in the optimizer's state and links parameters to them, so
+that 8 bytes a parameter stay alive; it fails where a rank has no part of a group, restores neither
+frozen parameters nor buffers, and at stage 3 does not divide by tensor-parallel ranks.
+:func:`enable_universal_load` therefore replaces the one method of the ZeRO optimizer that does
+this; everything around it stays DeepSpeed's.
 
 Whether the checkpoint fits is checked first, on all ranks; then everything is loaded.
 """
@@ -36,13 +38,16 @@ _LENIENT = "accepted: what this model holds, or load_module_strict=False, which 
 
 
 def enable_universal_load(engine: Any) -> None:
-    """Let ``engine.load_checkpoint`` fill a CoatAdamW where ``"checkpoint": {"load_universal": true}`` is set.
+    """Let ``engine.load_checkpoint`` fill a CoatAdamW where ``"checkpoint": {"load_universal":
+    true}`` is set.
 
-    Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left alone. A checkpoint
-    that does not fit is refused with a ``ValueError``, on every rank, before anything has been changed.
+    Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left
+    alone. A checkpoint that does not fit is refused with a ``ValueError``, on every rank, before
+    anything has been changed.
     """
     zero = engine.optimizer
-    if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):  # AdamW is an Adam
+    # AdamW is an Adam.
+    if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):
         return
     others = names_of_others(engine)
     checked: dict[Path, Request] = {}
@@ -51,14 +56,20 @@ def enable_universal_load(engine: Any) -> None:
         if not engine.load_universal_checkpoint():
             return []
         loader = _Loader(engine, request.folder)
-        found = loader.misfits(request.states) or (loader.strangers(others) if request.strict else [])
+        found = loader.misfits(request.states) or (
+            loader.strangers(others) if request.strict else []
+        )
         found += _schedule_problems(engine, request.folder) if request.schedule else []
         checked.clear()
         if not found:
             checked[request.folder] = request
         return found
 
-    def load(checkpoint_folder: str, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False) -> None:
+    def load(
+        checkpoint_folder: str,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+    ) -> None:
         request = checked.pop(Path(checkpoint_folder))
         _Loader(engine, request.folder).fill(request.states)
         if request.schedule:
@@ -79,7 +90,8 @@ class _Loader:
         rename, plain = in_whole(info_of(engine)), torch.nn.Module.set_extra_state
         stepped = {id(p) for params in self.params for p in params}
         untrained = {n: p for n, p in engine.module.named_parameters() if id(p) not in stepped}
-        # What no optimizer steps, buffers, and modules with extra states, by their names in the whole model.
+        # What no optimizer steps, buffers, and modules with extra states, by their names in the
+        # whole model.
         self.frozen: dict[str, torch.Tensor] = {rename(n): p for n, p in untrained.items()}
         self.buffers = {rename(n): b for n, b in engine.module.named_buffers()}
         self.saved_buffers = set(map(rename, engine._get_buffer_names()))
@@ -90,17 +102,25 @@ class _Loader:
         }
 
     def misfits(self, moments: bool) -> list[str]:
-        """A line for each group whose moments do not fit. Reads the files' headers and the small ones among them.
+        """A line for each group whose moments do not fit. Reads the files' headers and the small
+        ones among them.
 
         Raises:
             ValueError: the first file that is missing, cannot be read or holds another shape.
         """
         source, found = self.source, []
-        new = [self.names[f.param] for part in self.parts for f in part.fragments if self.names[f.param] in source.rest]
+        new = [
+            self.names[f.param]
+            for part in self.parts
+            for f in part.fragments
+            if self.names[f.param] in source.rest
+        ]
         if new and moments:
             return [
-                f"{source.folder}: {_some(new)} had no moments when this was saved and would have some now, accepted: "
-                "the same frozen parameters, or load_optimizer_states=False, which loads weights alone"
+                f"{source.folder}: {_some(new)} had no moments when this was saved and would have "
+                "some now, accepted: "
+                "the same frozen parameters, or load_optimizer_states=False, which loads weights "
+                "alone"
             ]
         for part, params in zip(self.parts, self.params, strict=True):
             for f in part.fragments:
@@ -111,10 +131,15 @@ class _Loader:
                     for key in KEYS[1:]:
                         source.local(name, key, shape)
                     load_codes(source.codes(name))
-            held = [self.names[p] for p in [f.param for f in part.fragments] or params[:1]] if moments else []
+            held = (
+                [self.names[p] for p in [f.param for f in part.fragments] or params[:1]]
+                if moments
+                else []
+            )
             if len(steps := {source.step(name) for name in held}) > 1:
                 found.append(
-                    f"{source.folder}: got steps {sorted(steps)} of {_some(held)}, accepted: one, as ZeRO counts them "
+                    f"{source.folder}: got steps {sorted(steps)} of {_some(held)}, accepted: one, "
+                    "as ZeRO counts them "
                     "together"
                 )
         for name, target in (self.frozen | self.buffers).items():
@@ -125,24 +150,38 @@ class _Loader:
         return found
 
     def strangers(self, others: Set[str]) -> list[str]:
-        """A line for names that only the checkpoint has, or only the model; ``others``: those that other ranks hold."""
+        """A line for names that only the checkpoint has, or only the model; ``others``: those
+        that other ranks hold.
+        """
         source = self.source
         if not source.complete:
             return []
-        known = {self.names[p] for params in self.params for p in params} | self.frozen.keys() | self.buffers.keys()
-        unknown = (source.rest.keys() | source.trained()) - known | source.extra.keys() - self.extra.keys()
+        known = (
+            {self.names[p] for params in self.params for p in params}
+            | self.frozen.keys()
+            | self.buffers.keys()
+        )
+        unknown = (
+            source.rest.keys() | source.trained()
+        ) - known | source.extra.keys() - self.extra.keys()
         missing = {name for name in self.frozen.keys() | self.saved_buffers if not source.has(name)}
         kinds = {"got": unknown - others, "missing": missing}
-        return [f"{source.folder}: {kind} {_some(sorted(names))}, {_LENIENT}" for kind, names in kinds.items() if names]
+        return [
+            f"{source.folder}: {kind} {_some(sorted(names))}, {_LENIENT}"
+            for kind, names in kinds.items()
+            if names
+        ]
 
     @torch.no_grad()
     def fill(self, moments: bool) -> None:
-        """Fill fp32 weights, moments (or weights alone), frozen parameters, buffers and extra states.
+        """Fill fp32 weights, moments (or weights alone), frozen parameters, buffers and extra
+        states.
 
-        Moments are encoded to nearest, for all groups; groups whose codes the checkpoint holds get these bytes
-        (``codes.py``). Hyperparameters stay the present ones, but for learning rates by a schedule. A parameter that is
-        frozen now takes its weights from wherever they are, the fp32 weight of one that was trained rounded to its own
-        dtype. The caller renews the 16-bit weights at stages 1 and 2, as DeepSpeed does.
+        Moments are encoded to nearest, for all groups; groups whose codes the checkpoint holds get
+        these bytes (``codes.py``). Hyperparameters stay the present ones, but for learning rates by
+        a schedule. A parameter that is frozen now takes its weights from wherever they are, the
+        fp32 weight of one that was trained rounded to its own dtype. The caller renews the 16-bit
+        weights at stages 1 and 2, as DeepSpeed does.
         """
         zero, source = self.zero, self.source
         forget_written()
@@ -152,14 +191,18 @@ class _Loader:
         for part, params in zip(self.parts, self.params, strict=True):
             weights = self._read(part, "fp32")
             if moments:
-                # A rank that holds nothing of a group still steps it: bias correction needs one count on all ranks.
+                # A rank that holds nothing of a group still steps it: bias correction needs one
+                # count on all ranks.
                 held = [f.param for f in part.fragments] or params
                 self._fill_state(part, next((source.step(self.names[p]) for p in held), 0))
             self._fill_weights(part, weights)
         if moments:
             self._relink()
-        for key in ("loss_scaler", "dynamic_loss_scale"):  # where both runs scale in the same way, fp16 or bf16
-            if key in source.globals and type(source.globals[key]) is type(getattr(zero, key, None)):
+        # Where both runs scale in the same way, fp16 or bf16.
+        for key in ("loss_scaler", "dynamic_loss_scale"):
+            if key in source.globals and type(source.globals[key]) is type(
+                getattr(zero, key, None)
+            ):
                 setattr(zero, key, source.globals[key])
         _renew_stage3(zero)
         for name, target in (self.frozen | self.buffers).items():
@@ -185,10 +228,16 @@ class _Loader:
             size = part.group["group_size"]
             rows = max(_CHUNK // size, 1)
             for first in range(0, part.flat.numel(), rows * size):
-                chunks = (flat[first : first + rows * size].to(part.flat.device) for flat in both.values())
-                for which, encoded in zip(MOMENTS, encode_moments(part.group, *chunks), strict=True):
+                chunks = (
+                    flat[first : first + rows * size].to(part.flat.device) for flat in both.values()
+                )
+                for which, encoded in zip(
+                    MOMENTS, encode_moments(part.group, *chunks), strict=True
+                ):
                     stored = moment(state, which)
-                    type(stored)(*(t[first // size :][: len(encoded.a)] for t in stored)).copy_(encoded)
+                    type(stored)(*(t[first // size :][: len(encoded.a)] for t in stored)).copy_(
+                        encoded
+                    )
             for f in part.fragments:
                 codes = self.source.codes(self.names[f.param])
                 read_codes(codes, state, part.group, (f.first, f.start, f.numel), self.source.tp)
@@ -197,7 +246,9 @@ class _Loader:
         base.state[part.flat] = state
 
     def _fill_weights(self, part: Partition, weights: torch.Tensor) -> None:
-        """Replace the master weights of one partition; a remainder is part of the state, which may not exist yet."""
+        """Replace the master weights of one partition; a remainder is part of the state, which
+        may not exist yet.
+        """
         states = self.zero.optimizer.state
         state = states.get(part.flat) or {}
         if "step" not in state and has_remainder(part.group):
@@ -205,21 +256,33 @@ class _Loader:
         write_master(part.flat, state, 0, weights)
 
     def _read(self, part: Partition, key: str) -> torch.Tensor:
-        """This rank's partition of the weights or a moment, flat, fp32, on the CPU; padding is zero."""
+        """This rank's partition of the weights or a moment, flat, fp32, on the CPU; padding is
+        zero.
+        """
         flat = torch.zeros(part.flat.numel())
         for f in part.fragments:
             name = self.names[f.param]
             shape, mine = part_of_joined(self.engine, name, f.shape)
-            values = self.source.weights(name, shape) if key == "fp32" else self.source.local(name, key, shape)
-            flat[f.start : f.start + f.numel] = values.reshape(-1)[mine][f.first : f.first + f.numel]
+            values = (
+                self.source.weights(name, shape)
+                if key == "fp32"
+                else self.source.local(name, key, shape)
+            )
+            flat[f.start : f.start + f.numel] = values.reshape(-1)[mine][
+                f.first : f.first + f.numel
+            ]
         return flat
 
     def _relink(self) -> None:
-        """Point DeepSpeed's accessors at the new state (at stages 1 and 2), so that the old one is freed."""
+        """Point DeepSpeed's accessors at the new state (at stages 1 and 2), so that the old one
+        is freed.
+        """
         for part in self.parts:
             for f in part.fragments:
                 if (mapping := getattr(f.param, "_hp_mapping", None)) is not None:
-                    mapping.set_optim_state_fragment(part.flat, self.zero.optimizer.state[part.flat])
+                    mapping.set_optim_state_fragment(
+                        part.flat, self.zero.optimizer.state[part.flat]
+                    )
 
 
 def _some(names: list[str]) -> str:
@@ -246,15 +309,20 @@ def _tensor_parallel(mpu: Any) -> tuple[int, int]:
 
 
 def _schedule_problems(engine: Any, folder: Path) -> list[str]:
-    """Whether the schedule of ``folder`` can go on in ``engine``; torch's would take over any other one's values."""
+    """Whether the schedule of ``folder`` can go on in ``engine``; torch's would take over any
+    other one's values.
+    """
     schedule, file = engine.lr_scheduler, next(iter(sorted(folder.glob("*model_states.pt"))), None)
     if schedule is None or file is None:
         return []
     saved = read(file).get("lr_scheduler")
-    if saved is not None and ("last_batch_iteration" in saved) == ("last_batch_iteration" in schedule.state_dict()):
+    if saved is not None and ("last_batch_iteration" in saved) == (
+        "last_batch_iteration" in schedule.state_dict()
+    ):
         return []
     return [
-        f"scheduler: got {type(schedule).__name__}, accepted: the schedule that {folder} was saved with, if any, or "
+        f"scheduler: got {type(schedule).__name__}, accepted: the schedule that {folder} was saved "
+        "with, if any, or "
         "load_lr_scheduler_states=False, with which the schedule starts from its beginning"
     ]
 
@@ -262,14 +330,15 @@ def _schedule_problems(engine: Any, folder: Path) -> list[str]:
 def _renew_rates(engine: Any) -> None:
     """Give each parameter group the rate that the schedule, whose state has been loaded, says.
 
-    The rates are the optimizer's, whose groups may be more or fewer than those that were saved, and several of torch's
-    schedules compute the next rate from the last one.
+    The rates are the optimizer's, whose groups may be more or fewer than those that were saved, and
+    several of torch's schedules compute the next rate from the last one.
     """
     schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
     if isinstance(schedule, LRScheduler):
         _fit(schedule, len(groups))
         rates = schedule.get_last_lr()
-    elif getattr(schedule, "last_batch_iteration", -1) >= 0:  # DeepSpeed's; below 0 it has not begun
+    # DeepSpeed's; below 0 it has not begun.
+    elif getattr(schedule, "last_batch_iteration", -1) >= 0:
         rates = schedule.get_lr()
     else:
         return
@@ -281,7 +350,9 @@ def _renew_rates(engine: Any) -> None:
 
 
 def _fit(schedule: LRScheduler, groups: int) -> None:
-    """Make a schedule's lists as long as there are groups, where the saved groups all had the same value."""
+    """Make a schedule's lists as long as there are groups, where the saved groups all had the
+    same value.
+    """
     for inner in getattr(schedule, "_schedulers", ()):
         _fit(inner, groups)
     for name in ("base_lrs", "_last_lr", "min_lrs", "max_lrs"):

@@ -1,4 +1,6 @@
-"""A checkpoint of ZeRO-1, 2 or 3 as one model: which parameters it holds, and each of them whole, of all ranks."""
+"""A checkpoint of ZeRO-1, 2 or 3 as one model: which parameters it holds, and each of them
+whole, of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,20 @@ __all__ = ["ZeroCheckpoint", "is_extra_state"]
 
 
 class ZeroCheckpoint:
-    """The folder that ``engine.save_checkpoint`` wrote; tensors are memory-mapped, and joined one at a time.
+    """The folder that ``engine.save_checkpoint`` wrote; tensors are memory-mapped, and joined one
+    at a time.
 
     Args:
-        source: the folder: ZeRO stage 1, 2 or 3 or BF16_Optimizer, any data- and tensor-parallel size, and any number
-            of pipeline stages. With more than one tensor-parallel rank or stage its model files hold
-            ``universal_checkpoint_info`` (``megatron_patches.universal_checkpoint_info`` makes it), which says how each
-            parameter is divided and what it is called in the whole model.
+        source: the folder: ZeRO stage 1, 2 or 3 or BF16_Optimizer, any data- and tensor-parallel
+            size, and any number of pipeline stages. With more than one tensor-parallel rank or
+            stage its model files hold ``universal_checkpoint_info``
+            (``megatron_patches.universal_checkpoint_info`` makes it), which says how each parameter
+            is divided and what it is called in the whole model.
 
     Attributes:
-        models: contents of the model files by [model-parallel rank][data-parallel rank]; of ZeRO-1 and 2 of rank 0
-            only. The tensor-parallel ranks of one pipeline stage follow those of the one before.
+        models: contents of the model files by [model-parallel rank][data-parallel rank]; of ZeRO-1
+            and 2 of rank 0 only. The tensor-parallel ranks of one pipeline stage follow those of
+            the one before.
         shards: optimizer files by [model-parallel rank][data-parallel rank].
         shapes: of the trained parameters of each model-parallel rank.
         tensor_parallel: ranks of each pipeline stage.
@@ -38,10 +43,14 @@ class ZeroCheckpoint:
 
     def __init__(self, source: Path) -> None:
         self.source = source
-        for kind, pattern in (("pipeline", "layer_*-model_states.pt"), ("expert", "*expert*_states.pt")):
+        for kind, pattern in (
+            ("pipeline", "layer_*-model_states.pt"),
+            ("expert", "*expert*_states.pt"),
+        ):
             if found := sorted(source.glob(pattern)):
                 raise ValueError(
-                    f"{source}: got {found[0].name}, accepted: files without DeepSpeed's {kind}-parallel ones"
+                    f"{source}: got {found[0].name}, accepted: files without DeepSpeed's "
+                    f"{kind}-parallel ones"
                 )
         optimizer_files = files_by_rank(source, OPTIMIZER)
         model_files = files_by_rank(source, MODEL3, required=False)
@@ -56,13 +65,15 @@ class ZeroCheckpoint:
         if given != wanted or len(self.models) != wanted[0]:
             kind = "model" if stages > 1 else "tensor"
             raise ValueError(
-                f"{source}: got optimizer files of {given[0]} {kind}- x {given[1]} data-parallel ranks, accepted: of "
+                f"{source}: got optimizer files of {given[0]} {kind}- x {given[1]} data-parallel "
+                "ranks, accepted: of "
                 f"{wanted[0]} x {wanted[1]}, which wrote it, and model files of {wanted[0]}"
             )
         if len(self.models) > 1 and rules is None:
             raise ValueError(
                 f"{model_files[0][0]}: of {len(self.models)} tensor-parallel ranks and without "
-                "universal_checkpoint_info, accepted: one rank, or a model whose attribute of that name was set before "
+                "universal_checkpoint_info, accepted: one rank, or a model whose attribute of that "
+                "name was set before "
                 "it was saved"
             )
         self.shards = [
@@ -71,7 +82,8 @@ class ZeroCheckpoint:
         ]
         self.rules: Mapping[str, Any] = rules or {}
         self.shapes = [
-            {name: s for group in row[0]["param_shapes"] for name, s in group.items()} for row in self.models
+            {name: s for group in row[0]["param_shapes"] for name, s in group.items()}
+            for row in self.models
         ]
         self._name_experts()
         for row, model in zip(self.shards, self.models, strict=True):
@@ -83,7 +95,9 @@ class ZeroCheckpoint:
         self.names = list(self._own)
 
     def _name_experts(self) -> None:
-        """Call experts that ranks divide by their names in the whole model; a shard holds those of its rank."""
+        """Call experts that ranks divide by their names in the whole model; a shard holds those
+        of its rank.
+        """
         size, names, self.joined = divided_experts(self.rules)
         self.expert_parallel = size
         if size == 1:
@@ -101,7 +115,9 @@ class ZeroCheckpoint:
         ]
 
     def _name_stages(self) -> None:
-        """Call what pipeline stages hold by the names in the whole model, and note the first stage that holds it."""
+        """Call what pipeline stages hold by the names in the whole model, and note the first
+        stage that holds it.
+        """
         for first, rename in self.stages():
             for name in self.shapes[first]:
                 self._own.setdefault(rename(name), (first, name))
@@ -111,17 +127,24 @@ class ZeroCheckpoint:
                 self.shapes[row] = {rename(name): shape for name, shape in self.shapes[row].items()}
 
     def stages(self) -> Iterator[tuple[int, Callable[[str], str]]]:
-        """The first model-parallel rank of each pipeline stage, and a function to names in the whole model."""
+        """The first model-parallel rank of each pipeline stage, and a function to names in the
+        whole model.
+        """
         for first in range(0, len(self.models), self.tensor_parallel):
             yield first, in_whole(self.models[first][0].get("universal_checkpoint_info"))
 
     def ranks(self, name: str) -> slice:
-        """The model-parallel ranks that divide a trained parameter; of a tied one those of the first stage."""
+        """The model-parallel ranks that divide a trained parameter; of a tied one those of the
+        first stage.
+        """
         first, _ = self._own[name]
         return slice(first, first + self.tensor_parallel)
 
-    def whole(self, name: str, part: Callable[[Shard], torch.Tensor], key: str) -> tuple[torch.Tensor, dict[str, Any]]:
-        """One tensor of a trained parameter, of all ranks, and how to divide it again, in DeepSpeed's keys.
+    def whole(
+        self, name: str, part: Callable[[Shard], torch.Tensor], key: str
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """One tensor of a trained parameter, of all ranks, and how to divide it again, in
+        DeepSpeed's keys.
 
         Args:
             name: of the parameter.
@@ -129,13 +152,16 @@ class ZeroCheckpoint:
             key: what the tensor is called, for errors.
         """
         pieces = []
-        for row, shapes in zip(self.shards[self.ranks(name)], self.shapes[self.ranks(name)], strict=True):
+        for row, shapes in zip(
+            self.shards[self.ranks(name)], self.shapes[self.ranks(name)], strict=True
+        ):
             # Tensors in which experts are joined: one expert-parallel rank's after the other's.
             step = self.expert_parallel if name in self.joined else 1
             flat = torch.cat([part(shard) for first in range(step) for shard in row[first::step]])
             if flat.numel() != shapes[name].numel():
                 raise ValueError(
-                    f"{self.source}: {name} {key}: got {flat.numel()} elements over all ranks, accepted: "
+                    f"{self.source}: {name} {key}: got {flat.numel()} elements over all ranks, "
+                    "accepted: "
                     f"{shapes[name].numel()}"
                 )
             pieces.append(flat.view(shapes[name]))
@@ -143,11 +169,15 @@ class ZeroCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a trained parameter, whole."""
-        meta = [torch.empty(shapes[name], device="meta") for shapes in self.shapes[self.ranks(name)]]
+        meta = [
+            torch.empty(shapes[name], device="meta") for shapes in self.shapes[self.ranks(name)]
+        ]
         return tuple(self.join(name, meta)[0].shape)
 
     def join(self, name: str, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The tensor of all tensor-parallel ranks, and how to divide it again, in DeepSpeed's keys."""
+        """The tensor of all tensor-parallel ranks, and how to divide it again, in DeepSpeed's
+        keys.
+        """
         first, own = self._own.get(name, (0, name))
         rules = self.models[first][0].get("universal_checkpoint_info") or {}
 
@@ -173,27 +203,36 @@ class ZeroCheckpoint:
 
     def buffers(self) -> set[str]:
         """Names of the buffers among :meth:`untrained`."""
-        return {rename(name) for first, rename in self.stages() for name in self.models[first][0]["buffer_names"]}
+        return {
+            rename(name)
+            for first, rename in self.stages()
+            for name in self.models[first][0]["buffer_names"]
+        }
 
     def _untrained(self, rank: int, rename: Callable[[str], str]) -> dict[str, dict[str, Any]]:
         """Those of one stage, by the stage's own names."""
         found: dict[str, dict[str, Any]] = {}
         first = self.models[rank][0]
         aliases = set(first.get("shared_params") or {})
-        per_rank = [_outside_optimizer(row) for row in self.models[rank : rank + self.tensor_parallel]]
+        per_rank = [
+            _outside_optimizer(row) for row in self.models[rank : rank + self.tensor_parallel]
+        ]
         for name in per_rank[0]:
             if rename(name) in self.shapes[rank] or name in aliases:
                 continue
             pieces = [one[name] for one in per_rank]
             whole, layout = pieces[0], dict[str, Any]()
-            if name not in first["buffer_names"] or not self.rules:  # frozen_param_shapes are not saved at stage 1
+            # frozen_param_shapes are not saved at stage 1.
+            if name not in first["buffer_names"] or not self.rules:
                 self._own.setdefault(rename(name), (rank, name))
                 whole, layout = self.join(rename(name), pieces)
             elif not all(torch.equal(piece, pieces[0]) for piece in pieces):
                 raise ValueError(
-                    f"{self.source}: buffer {name} differs between tensor-parallel ranks, accepted: equal buffers"
+                    f"{self.source}: buffer {name} differs between tensor-parallel ranks, "
+                    "accepted: equal buffers"
                 )
-            found[name] = {"param": whole.clone() if whole is pieces[0] else whole, **layout}  # it may be a view
+            # It may be a view.
+            found[name] = {"param": whole.clone() if whole is pieces[0] else whole, **layout}
         return found
 
 
@@ -203,16 +242,20 @@ def is_extra_state(name: str) -> bool:
 
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
-    """DeepSpeed alone records wrong places with round-robin gradients (``deepspeed/build/round_robin.py``)."""
+    """DeepSpeed alone records wrong places with round-robin gradients
+    (``deepspeed/build/round_robin.py``).
+    """
     for name in row[0].names:
         low = model["module"][name].reshape(-1)
-        # A bfloat16 partition is what the model holds; what it makes with its remainder would round to another number
-        # where it lies half-way between two (reference/master.py).
+        # A bfloat16 partition is what the model holds; what it makes with its remainder would round
+        # to another number where it lies half-way between two (reference/master.py).
         held = torch.cat([shard.weights(name) for shard in row]).to(low.dtype)
         if held.shape != low.shape or not ((held == low) | (held.isnan() & low.isnan())).all():
             raise ValueError(
-                f"{row[0].path}: zero_optimization.round_robin_gradients: got true, and places of parameters as "
-                "DeepSpeed records them then, which are wrong; accepted: false, or a checkpoint of an engine of "
+                f"{row[0].path}: zero_optimization.round_robin_gradients: got true, and places of "
+                "parameters as "
+                "DeepSpeed records them then, which are wrong; accepted: false, or a checkpoint of "
+                "an engine of "
                 "coat_dist.initialize"
             )
 
@@ -223,9 +266,15 @@ def _outside_optimizer(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     if len(row) == 1:
         module = first["module"]
     else:  # ZeRO-3: parameters in ``module`` are empty, frozen ones are divided like the others
-        module = {name: first["module"][name] for name in first["buffer_names"] if name in first["module"]}
+        module = {
+            name: first["module"][name] for name in first["buffer_names"] if name in first["module"]
+        }
     if len(row) > 1 or any(v.numel() == 0 for v in module.values() if isinstance(v, torch.Tensor)):
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
             flat = torch.cat([one["frozen_param_fragments"][name].reshape(-1) for one in row])
             module[name] = flat[: shape.numel()].view(shape)
-    return {n: value for n, value in module.items() if isinstance(value, torch.Tensor) and not is_extra_state(n)}
+    return {
+        n: value
+        for n, value in module.items()
+        if isinstance(value, torch.Tensor) and not is_extra_state(n)
+    }

@@ -1,4 +1,6 @@
-"""The files that ZeRO's ``engine.save_checkpoint`` writes: which there are, and where a parameter lies in them."""
+"""The files that ZeRO's ``engine.save_checkpoint`` writes: which there are, and where a
+parameter lies in them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from ...optim.moments import read_moment
 from ...optim.state import MOMENT_OF
 from .codes import groups_within, select_codes
 
-__all__ = ["EXTRA_STATE", "KEYS", "MODEL", "MODEL3", "OPTIMIZER", "Place", "Shard", "files_by_rank", "read"]
+__all__ = [
+    "EXTRA_STATE",
+    "KEYS",
+    "MODEL",
+    "MODEL3",
+    "OPTIMIZER",
+    "Place",
+    "Shard",
+    "files_by_rank",
+    "read",
+]
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 """Tensors a parameter has in a universal checkpoint."""
@@ -39,12 +51,16 @@ class Place(NamedTuple):
 class Shard:
     """The optimizer file of one rank."""
 
-    def __init__(self, path: Path, dp_rank: int, dp: int, param_shapes: list[Mapping[str, torch.Size]]) -> None:
+    def __init__(
+        self, path: Path, dp_rank: int, dp: int, param_shapes: list[Mapping[str, torch.Size]]
+    ) -> None:
         self.path = path
         file = read(path)
         saved = self.saved = file["optimizer_state_dict"]
         zero = (file.get("ds_config") or {}).get("zero_optimization") or {}
-        self.round_robin = bool(zero.get("round_robin_gradients")) and "fp32_flat_groups" not in saved
+        self.round_robin = (
+            bool(zero.get("round_robin_gradients")) and "fp32_flat_groups" not in saved
+        )
         self.version = saved.get("ds_version") or file.get("ds_version")
         self.stage3 = "fp32_flat_groups" in saved
         base = saved["optimizer_state_dict"] if self.stage3 else saved["base_optimizer_state"]
@@ -55,13 +71,18 @@ class Shard:
         self.names = [name for shapes in param_shapes for name in shapes]
         if not self.stage3:
             for i, mapping in enumerate(saved["param_slice_mappings"]):
-                self.places.update({name: Place(i, at.start, at.numel) for name, at in mapping.items()})
+                self.places.update(
+                    {name: Place(i, at.start, at.numel) for name, at in mapping.items()}
+                )
             return
-        for i, shapes in enumerate(param_shapes):  # every parameter is divided by itself and padded at its end
+        # Every parameter is divided by itself and padded at its end.
+        for i, shapes in enumerate(param_shapes):
             start = 0
             for name, shape in shapes.items():
                 part = -(-shape.numel() // dp)
-                self.places[name] = Place(i, start, max(0, min(part, shape.numel() - dp_rank * part)))
+                self.places[name] = Place(
+                    i, start, max(0, min(part, shape.numel() - dp_rank * part))
+                )
                 start += part
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -79,24 +100,34 @@ class Shard:
         if not numel:
             return torch.empty(0)
         if key == "fp32":
-            return read_master(self.fp32[i].detach().reshape(-1), self.state.get(i) or {}, start, numel)
+            return read_master(
+                self.fp32[i].detach().reshape(-1), self.state.get(i) or {}, start, numel
+            )
         state = self._state(name)
         if key in state:
             return state[key].reshape(-1).narrow(0, start, numel).float()
         return read_moment(state, self.group_of[i], MOMENT_OF[key], start, numel)
 
     def weights(self, name: str) -> torch.Tensor:
-        """This rank's part of a parameter as the file holds it, flat: fp32, or bfloat16 beside remainders."""
+        """This rank's part of a parameter as the file holds it, flat: fp32, or bfloat16 beside
+        remainders.
+        """
         i, start, numel = self.place(name)
         return self.fp32[i].detach().reshape(-1)[start : start + numel]
 
     def layout(self, name: str) -> Mapping[str, Any] | None:
-        """Options of the group that a parameter with FP8 moments is in; None where this rank has nothing of it."""
+        """Options of the group that a parameter with FP8 moments is in; None where this rank has
+        nothing of it.
+        """
         place = self.place(name)
-        return self.group_of[place.flat] if place.numel and "coat_m_q" in self._state(name) else None
+        return (
+            self.group_of[place.flat] if place.numel and "coat_m_q" in self._state(name) else None
+        )
 
     def codes(self, name: str, first: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Groups of a parameter's part that begins at ``first``, with nothing else in them; and their codes."""
+        """Groups of a parameter's part that begins at ``first``, with nothing else in them; and
+        their codes.
+        """
         i, start, numel = self.places[name]
         groups, starts = groups_within(first, start, numel, self.group_of[i]["group_size"])
         return starts, select_codes(self._state(name), groups)
@@ -110,7 +141,9 @@ class Shard:
         return int(self.steps(place.flat))
 
     def steps(self, flat: int) -> Any:
-        """Steps taken of a flat tensor; None where it has no state. Some optimizers count them by group."""
+        """Steps taken of a flat tensor; None where it has no state. Some optimizers count them
+        by group.
+        """
         group = self.group_of.get(flat) or {}
         return (self.state.get(flat) or {}).get("step", group.get("step"))
 
@@ -120,7 +153,8 @@ class Shard:
         if not known or self.steps(self.places[name].flat) is None:
             found = ", ".join(sorted(state)) or "nothing (saved before the first step)"
             raise ValueError(
-                f"{self.path}: state of {name}: got {found}, accepted: that of CoatAdamW, or step, exp_avg and "
+                f"{self.path}: state of {name}: got {found}, accepted: that of CoatAdamW, or step, "
+                "exp_avg and "
                 "exp_avg_sq"
             )
         return state
@@ -135,23 +169,34 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
             found[int(tp_rank), 0 if dp_rank == "mp" else int(dp_rank)] = path
     if not found:
         if required:
-            raise ValueError(f"{folder}: no file matches {pattern}, accepted: a checkpoint of ZeRO stage 1, 2 or 3")
+            raise ValueError(
+                f"{folder}: no file matches {pattern}, accepted: a checkpoint of ZeRO stage 1, 2 "
+                "or 3"
+            )
         return []
     tp, dp = (max(key[i] for key in found) + 1 for i in range(2))
     missing = [(t, d) for t in range(tp) for d in range(dp) if (t, d) not in found]
     if missing:
         t, d = missing[0]
-        raise ValueError(f"{folder}: no file for data-parallel rank {d} of tensor-parallel rank {t} ({pattern})")
+        raise ValueError(
+            f"{folder}: no file for data-parallel rank {d} of tensor-parallel rank {t} ({pattern})"
+        )
     return [[found[t, d] for d in range(dp)] for t in range(tp)]
 
 
 def read(path: Path, mmap: bool = True) -> Any:
-    """A file's content; tensors memory-mapped, where it was written as a zip file (torch's default).
+    """A file's content; tensors memory-mapped, where it was written as a zip file (torch's
+    default).
 
     Raises:
         ValueError: it cannot be read; names it.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap and zipfile.is_zipfile(path))
-    except Exception as problem:  # of damaged bytes, or of classes that are not here, unpickling may raise anything
-        raise ValueError(f"{path}: cannot be read ({type(problem).__name__}: {problem})") from problem
+        return torch.load(
+            path, map_location="cpu", weights_only=False, mmap=mmap and zipfile.is_zipfile(path)
+        )
+    # Of damaged bytes, or of classes that are not here, unpickling may raise anything.
+    except Exception as problem:
+        raise ValueError(
+            f"{path}: cannot be read ({type(problem).__name__}: {problem})"
+        ) from problem

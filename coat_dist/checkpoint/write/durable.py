@@ -26,7 +26,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     followed.
 
     Raises:
-        OSError: the file is what it was before, or, if only the folder could not be synced, the new one.
+        OSError: the file is what it was before, or, if only the folder could not be synced, the new
+            one.
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
@@ -62,7 +63,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def walk(folder: Path, topdown: bool = True) -> Iterator[tuple[Path, list[str]]]:
-    """A folder and all folders in it, each with the names of its files. ``os.walk`` leaves out what it cannot read.
+    """A folder and all folders in it, each with the names of its files. ``os.walk`` leaves out what
+    it cannot read.
 
     Raises:
         OSError: one of them cannot be read.
@@ -76,7 +78,9 @@ def walk(folder: Path, topdown: bool = True) -> Iterator[tuple[Path, list[str]]]
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those it lies in, where they are missing, and wait until they are on disk."""
+    """Make a folder and those it lies in, where they are missing, and wait until they are on
+    disk.
+    """
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for one in missing:

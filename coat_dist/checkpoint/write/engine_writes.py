@@ -1,7 +1,8 @@
-"""DeepSpeed's writing during a save: which files a rank wrote, and errors kept until all ranks hear of them.
+"""DeepSpeed's writing during a save: which files a rank wrote, and errors kept until all ranks hear
+of them.
 
-``engine.save_checkpoint`` ends with a collective: if one rank raised before it, the others would hang. So some methods
-of the engine are replaced on its instance during a save.
+``engine.save_checkpoint`` ends with a collective: if one rank raised before it, the others would
+hang. So some methods of the engine are replaced on its instance during a save.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Writes:
 
 @contextmanager
 def watch_writes(engine: Any) -> Iterator[Writes]:
-    """Note what DeepSpeed's engine saves meanwhile, and keep the errors of writing instead of raising them."""
+    """Note what DeepSpeed's engine saves meanwhile, and keep the errors of writing instead of
+    raising them.
+    """
     writes = Writes()
 
     def collect_errors(write: Callable[..., Any], saves: bool) -> Callable[..., Any]:
@@ -53,7 +56,11 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
                         _name_converter(one)
                 result = write(*args, **kwargs)
             except Exception as error:  # a value that cannot be pickled may raise anything
-                text = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
+                text = (
+                    str(error)
+                    if isinstance(error, OSError | RuntimeError)
+                    else f"{type(error).__name__}: {error}"
+                )
                 if "unexpected pos" in text:  # torch.save's words for a full disk
                     text = os.strerror(errno.ENOSPC)
                 kept = OSError(f"{path}: {text}")
@@ -70,7 +77,8 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
         (engine.checkpoint_engine, "save"),
         (engine.checkpoint_engine, "makedirs"),
         (engine, "_copy_recovery_script"),
-        # What these gather, such as the caller's state_dict hooks, may raise too; there are no collectives in them.
+        # What these gather, such as the caller's state_dict hooks, may raise too; there are no
+        # collectives in them.
         (engine, "_save_checkpoint"),
         (engine, "_save_zero_checkpoint"),
     ]
@@ -81,7 +89,8 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
         yield writes
     finally:
         for (owner, name), own in zip(places, before, strict=True):
-            delattr(owner, name) if own is None else setattr(owner, name, own)  # without one, its class's is found
+            # Without one, its class's is found.
+            delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
 def _size(given: Any) -> int:

@@ -1,7 +1,8 @@
-"""A folder of checkpoints: which are finished, which is the newest, how a new one is added, which may be removed.
+"""A folder of checkpoints: which are finished, which is the newest, how a new one is added, which
+may be removed.
 
-At every moment, and after an error or a kill at any line, the folder holds a finished checkpoint that :func:`find`
-finds, once it held one.
+At every moment, and after an error or a kill at any line, the folder holds a finished checkpoint
+that :func:`find` finds, once it held one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def unfinished(final: Path) -> Path:
 
 
 def begin(final: Path) -> None:
-    """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed saves left."""
+    """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed
+    saves left.
+    """
     temporary, script = unfinished(final), final.with_name("zero_to_fp32.py")
     if script.is_symlink():  # DeepSpeed would copy its script to wherever it points
         script.unlink()
@@ -63,7 +66,8 @@ def begin(final: Path) -> None:
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    with (temporary / MANIFEST).open("x", encoding="utf-8") as file:  # a later save knows it by this
+    # A later save knows it by this.
+    with (temporary / MANIFEST).open("x", encoding="utf-8") as file:
         json.dump(UNFINISHED, file)
 
 
@@ -86,7 +90,9 @@ def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def put_in_place(temporary: Path, final: Path, replaced: Path | None) -> None:
-    """Rename ``final`` to ``replaced``, unless it is None, and a written folder to ``final``; an error undoes both."""
+    """Rename ``final`` to ``replaced``, unless it is None, and a written folder to ``final``; an
+    error undoes both.
+    """
     if replaced is not None:
         os.rename(final, replaced)
     try:
@@ -100,7 +106,9 @@ def put_in_place(temporary: Path, final: Path, replaced: Path | None) -> None:
 
 
 def replaced_or(final: Path) -> Path:
-    """Where the finished checkpoint of this name is: under another name after a kill while it was saved again."""
+    """Where the finished checkpoint of this name is: under another name after a kill while it
+    was saved again.
+    """
     replaced = final.with_name(_REPLACED + final.name)
     return replaced if not os.path.lexists(final) and (replaced / MANIFEST).is_file() else final
 
@@ -117,10 +125,11 @@ def latest_of(folder: Path, name: str = LATEST) -> str | None:
 
 
 def find(folder: str | Path) -> Path | None:
-    """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it holds none.
+    """The checkpoint that ``folder`` means: itself, or the one its ``latest`` names; None where it
+    holds none.
 
-    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved last. The folder may
-    have another name than the checkpoint's :func:`own_name`.
+    Without ``latest``, which a kill in the very first save leaves, it is the one that was saved
+    last. The folder may have another name than the checkpoint's :func:`own_name`.
 
     Raises:
         CheckpointError: ``latest`` names something that is not there, or the folder cannot be read.
@@ -138,11 +147,14 @@ def find(folder: str | Path) -> Path | None:
         others = ", ".join(p.name for p in finished(folder)) or "none"
     except (OSError, RuntimeError, ValueError) as problem:  # RuntimeError: a loop of links
         raise CheckpointError(f"{folder}: cannot be read ({problem})") from problem
-    raise CheckpointError(f"{folder / LATEST}: names {name!r}, which is no checkpoint; there are: {others}")
+    raise CheckpointError(
+        f"{folder / LATEST}: names {name!r}, which is no checkpoint; there are: {others}"
+    )
 
 
 def last_saved(checkpoints: Iterable[Path], universal: bool = True) -> Path | None:
-    """The checkpoint that was saved last, by manifests. Saves with ``save_latest=False`` do not count.
+    """The checkpoint that was saved last, by manifests. Saves with ``save_latest=False`` do not
+    count.
 
     A damaged manifest counts as the oldest: loading that checkpoint reports the damage.
     """
@@ -155,27 +167,35 @@ def last_saved(checkpoints: Iterable[Path], universal: bool = True) -> Path | No
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints by name, also those that a kill left under another name while they were saved again."""
+    """Finished checkpoints by name, also those that a kill left under another name while they
+    were saved again.
+    """
     there = sorted(folder.iterdir()) if folder.is_dir() else []
     return [p for p in there if os.path.isfile(p / MANIFEST) and not own_name(p).startswith(HIDDEN)]
 
 
 def finished(folder: Path) -> list[Path]:
-    """Finished checkpoints by step. A copy under a name of one's own is not among them, and so never removed."""
+    """Finished checkpoints by step. A copy under a name of one's own is not among them, and so
+    never removed.
+    """
     return sorted((p for p in checkpoints(folder) if _NAME.fullmatch(p.name)), key=_step)
 
 
 def published(folder: Path) -> list[Path]:
-    """:func:`finished` ones, and those that a kill left under another name while they were saved again."""
+    """:func:`finished` ones, and those that a kill left under another name while they were saved
+    again.
+    """
     found = [p for p in checkpoints(folder) if _NAME.fullmatch(own_name(p))]
     return [p for p in found if p == replaced_or(p.with_name(own_name(p)))]
 
 
 def retire(folder: Path, newest: Path, keep: int = 0, superseded: Iterable[Path] = ()) -> list[str]:
-    """Remove what killed saves left, ``superseded`` checkpoints, and finished ones beyond ``keep`` (0 = all stay).
+    """Remove what killed saves left, ``superseded`` checkpoints, and finished ones beyond ``keep``
+    (0 = all stay).
 
-    What ``latest`` names stays. Checkpoints of later steps than ``newest`` were left when the run went back to an older
-    one: those on the way to ``newest`` are kept first. Times of files do not count, a copied folder has lost them.
+    What ``latest`` names stays. Checkpoints of later steps than ``newest`` were left when the run
+    went back to an older one: those on the way to ``newest`` are kept first. Times of files do not
+    count, a copied folder has lost them.
 
     Returns:
         What could not be done, and why; a later call tries again.
@@ -201,13 +221,16 @@ def _clean(folder: Path) -> list[str]:
             problems += _try(_settle, leftover, folder / own_name(leftover))
         elif leftover.name.startswith(_REMOVED):
             problems += _try(shutil.rmtree, leftover)
-        elif (leftover / MANIFEST).is_file() or not any(leftover.iterdir()):  # else another program may write it now
+        # Else another program may write it now.
+        elif (leftover / MANIFEST).is_file() or not any(leftover.iterdir()):
             problems += _try(_remove, leftover)
     return problems
 
 
 def _settle(replaced: Path, own: Path) -> None:
-    """Put a replaced checkpoint back, or remove it where its replacement came. Nothing where there is none."""
+    """Put a replaced checkpoint back, or remove it where its replacement came. Nothing where
+    there is none.
+    """
     if replaced.is_symlink():  # none of ours, and files of another folder
         replaced.unlink()
     if not replaced.exists():
@@ -219,7 +242,8 @@ def _settle(replaced: Path, own: Path) -> None:
     else:
         try:
             _rescue(replaced, own)
-        except (ValueError, LookupError, FileExistsError, NotADirectoryError):  # damaged manifest; a file is in the way
+        # Damaged manifest; a file is in the way.
+        except (ValueError, LookupError, FileExistsError, NotADirectoryError):
             os.rename(replaced, _kept(own))
         else:
             _remove(replaced)
@@ -231,13 +255,19 @@ def _rescue(replaced: Path, own: Path) -> None:
     for path in sorted(replaced.rglob("*")):
         name = path.relative_to(replaced)
         target = own / name
-        if name.as_posix() not in listed and (path.is_symlink() or not path.is_dir()) and not os.path.lexists(target):
+        if (
+            name.as_posix() not in listed
+            and (path.is_symlink() or not path.is_dir())
+            and not os.path.lexists(target)
+        ):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.rename(path, target)
 
 
 def _remove(old: Path) -> None:
-    """Remove a checkpoint or a link to one, under another name first: a kill leaves none that only looks whole."""
+    """Remove a checkpoint or a link to one, under another name first: a kill leaves none that
+    only looks whole.
+    """
     if old.is_symlink():
         old.unlink()
         return

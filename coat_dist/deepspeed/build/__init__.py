@@ -1,1 +1,3 @@
-"""What is decided before or while DeepSpeed builds an engine: groups of ranks, pipelines, replicated gradients."""
+"""What is decided before or while DeepSpeed builds an engine: groups of ranks, pipelines,
+replicated gradients.
+"""

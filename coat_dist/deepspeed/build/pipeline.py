@@ -1,8 +1,10 @@
-"""An engine whose model is one stage of a pipeline: what it refuses, and what it does over all stages.
+"""An engine whose model is one stage of a pipeline: what it refuses, and what it does over all
+stages.
 
-``megatron_patches.train_batch`` runs the micro-batches of a step by Megatron's schedules, which accumulate gradients in
-the parameters; :func:`reduce_gradients` hands them to ZeRO-1, and ``engine.step()`` does the rest. A stage's own
-``forward`` and ``backward`` would compute a part of a model, so calling them is an error.
+``megatron_patches.train_batch`` runs the micro-batches of a step by Megatron's schedules, which
+accumulate gradients in the parameters; :func:`reduce_gradients` hands them to ZeRO-1, and
+``engine.step()`` does the rest. A stage's own ``forward`` and ``backward`` would compute a part of
+a model, so calling them is an error.
 """
 
 from __future__ import annotations
@@ -19,16 +21,29 @@ from ...config import CoatConfigError, Problem
 from ...ranks import gather
 from ..step.step import by_what_the_norm_counts
 
-__all__ = ["TIED", "accumulate", "accumulated", "attach_stage", "check_noise_of_tied", "has_groups_of_norms"]
+__all__ = [
+    "TIED",
+    "accumulate",
+    "accumulated",
+    "attach_stage",
+    "check_noise_of_tied",
+    "has_groups_of_norms",
+]
 __all__ += ["is_stage", "norm_over_stages", "reduce_gradients", "refuse_unreduced_steps", "stages"]
 
 TIED = "/tied"
-"""End of the name of the parameter group of a weight that two stages hold (``coat_dist.optim.param_groups``)."""
+"""End of the name of the parameter group of a weight that two stages hold
+(``coat_dist.optim.param_groups``).
+"""
 
 
 def stages(mpu: Any) -> int:
-    """Number of pipeline stages that an mpu of this project reports; 1 for any other mpu, and without one."""
-    if not getattr(mpu, "coat_mpu", False) or not hasattr(mpu, "get_pipeline_model_parallel_world_size"):
+    """Number of pipeline stages that an mpu of this project reports; 1 for any other mpu, and
+    without one.
+    """
+    if not getattr(mpu, "coat_mpu", False) or not hasattr(
+        mpu, "get_pipeline_model_parallel_world_size"
+    ):
         return 1
     return int(mpu.get_pipeline_model_parallel_world_size())
 
@@ -39,25 +54,37 @@ def is_stage(engine: Any) -> bool:
 
 
 def attach_stage(engine: Any) -> None:
-    """Make an engine one of a stage; CoatConfigError where its FP8 moments would let a tied weight's copies drift
-    apart."""
+    """Make an engine one of a stage; CoatConfigError where its FP8 moments would let a tied
+    weight's copies drift apart.
+    """
     zero = engine.optimizer
     _check_tied(zero)
-    for hook in getattr(zero, "_grad_acc_hooks", []):  # they reduce within `engine.backward`, and cost time in each
+    # They reduce within `engine.backward`, and cost time in each.
+    for hook in getattr(zero, "_grad_acc_hooks", []):
         hook.remove()
     if not has_groups_of_norms(zero):
         _accumulate_in_fp32(zero)
-    engine.forward, engine.backward = (functools.partial(_refuse, name, engine) for name in ("forward", "backward"))
+    engine.forward, engine.backward = (
+        functools.partial(_refuse, name, engine) for name in ("forward", "backward")
+    )
 
 
 def has_groups_of_norms(zero: Any) -> bool:
-    """Whether ZeRO makes a norm of each of its groups. BF16_Optimizer sums all gradients of a rank at once."""
+    """Whether ZeRO makes a norm of each of its groups. BF16_Optimizer sums all gradients of a
+    rank at once.
+    """
     return hasattr(zero, "scaled_global_norm")
 
 
 def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
-    where = f"stage {engine.mpu.get_pipeline_model_parallel_rank()} of {stages(engine.mpu)} pipeline stages"
-    accepted = "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch for an evaluation"
+    where = (
+        f"stage {engine.mpu.get_pipeline_model_parallel_rank()} of {stages(engine.mpu)} "
+        "pipeline stages"
+    )
+    accepted = (
+        "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch "
+        "for an evaluation"
+    )
     return RuntimeError(f"engine.{name}: called on {where}, {what}; accepted: {accepted}")
 
 
@@ -69,7 +96,10 @@ def _check_tied(zero: Any) -> None:
     for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
         if tied and len(params) > 1 and options.get("moments") == "fp8":
-            given = "got a group with FP8 moments that holds the tied embedding among other weights, whose copies on "
+            given = (
+                "got a group with FP8 moments that holds the tied embedding among other "
+                "weights, whose copies on "
+            )
             given += "two pipeline stages would drift apart"
             accepted = '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)'
             raise CoatConfigError(Problem("model_parameters", given, accepted))
@@ -78,8 +108,9 @@ def _check_tied(zero: Any) -> None:
 def norm_over_stages(engine: Any) -> None:
     """Let ZeRO-1's gradient norm be that of the whole model.
 
-    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold no vectors. Sums
-    over stages are made in fp64, as ZeRO sums within a rank, so that the norm is that of one stage.
+    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold
+    no vectors. Sums over stages are made in fp64, as ZeRO sums within a rank, so that the norm is
+    that of one stage.
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups, mask_nan_or_inf_with_val_inplace
     from deepspeed.runtime.zero.utils import get_norm_dtype
@@ -87,16 +118,26 @@ def norm_over_stages(engine: Any) -> None:
     mpu = engine.mpu
     over_stages = mpu.get_pipeline_model_parallel_group()
     over_tensors = mpu.get_tensor_model_parallel_group()
-    own = [str(g.get("name", i)).removesuffix(TIED) for i, g in enumerate(engine.optimizer.optimizer.param_groups)]
+    own = [
+        str(g.get("name", i)).removesuffix(TIED)
+        for i, g in enumerate(engine.optimizer.optimizer.param_groups)
+    ]
     every = gather(own, over_stages)
-    labels = sorted({x for one in every for x in one}, key=lambda x: (max(o.index(x) for o in every if x in o), x))
+    labels = sorted(
+        {x for one in every for x in one},
+        key=lambda x: (max(o.index(x) for o in every if x in o), x),
+    )
     places = [labels.index(label) for label in own]
 
     def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:
         squares: list[list[torch.Tensor]] = [[] for _ in labels]
         for i, place in enumerate(places):
-            counted, _ = by_what_the_norm_counts(zero, zero.averaged_gradients[i], zero.params_in_partition[i])
-            squares[place] += [torch.linalg.vector_norm(gradient.to(get_norm_dtype())) for gradient in counted]
+            counted, _ = by_what_the_norm_counts(
+                zero, zero.averaged_gradients[i], zero.params_in_partition[i]
+            )
+            squares[place] += [
+                torch.linalg.vector_norm(gradient.to(get_norm_dtype())) for gradient in counted
+            ]
         nothing = torch.zeros((), dtype=get_norm_dtype(), device=zero.device)
         sums = torch.stack([torch.stack(one).pow(2.0).sum() if one else nothing for one in squares])
         dist.all_reduce(sums, group=over_stages)
@@ -112,7 +153,9 @@ def norm_over_stages(engine: Any) -> None:
 
 
 def _accumulate_in_fp32(zero: Any) -> None:
-    """BF16_Optimizer (``grad_accum_dtype: "fp32"``): add each gradient to its fp32 sum as soon as it is there."""
+    """BF16_Optimizer (``grad_accum_dtype: "fp32"``): add each gradient to its fp32 sum as soon
+    as it is there.
+    """
     for i, params in enumerate(zero.bf16_groups):
         for j, param in enumerate(params):
 
@@ -126,12 +169,16 @@ def _accumulate_in_fp32(zero: Any) -> None:
 
 
 def accumulated(param: Any) -> torch.Tensor | None:
-    """The sum of a parameter's gradients over the micro-batches so far; changing it in place changes the step."""
+    """The sum of a parameter's gradients over the micro-batches so far; changing it in place
+    changes the step.
+    """
     return param._hp_grad if hasattr(param, "coat_add_gradient") else param.grad
 
 
 def accumulate(param: Any, gradient: torch.Tensor) -> None:
-    """Add a micro-batch's gradient, as backward does, unless the parameter has ``coat_collected``."""
+    """Add a micro-batch's gradient, as backward does, unless the parameter has
+    ``coat_collected``.
+    """
     if hasattr(param, "coat_add_gradient"):
         param.grad = gradient
         param.coat_add_gradient(param)
@@ -140,7 +187,8 @@ def accumulate(param: Any, gradient: torch.Tensor) -> None:
 
 
 def reduce_gradients(engine: Any) -> None:
-    """Give ZeRO the gradients that a whole step's micro-batches have left, and count these; ``engine.step()`` follows.
+    """Give ZeRO the gradients that a whole step's micro-batches have left, and count these;
+    ``engine.step()`` follows.
 
     Gradients are sums over micro-batches of losses that were divided by their number.
     """
@@ -155,7 +203,9 @@ def reduce_gradients(engine: Any) -> None:
 
 
 def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
-    """Let ``engine.step`` raise RuntimeError where ``owner.name``, which reduces, was not called before it."""
+    """Let ``engine.step`` raise RuntimeError where ``owner.name``, which reduces, was not called
+    before it.
+    """
     reduce, step, reduced = getattr(owner, name), engine.step, [False]
 
     @functools.wraps(reduce)
@@ -177,8 +227,8 @@ def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
 def check_noise_of_tied(engine: Any) -> None:
     """Refuse a tied embedding whose copies would draw other noise; collective over stages.
 
-    A shard draws by the number of shards with FP8 moments before it. A last stage without a layer of its own, or with
-    frozen ones, has none before its copy, where the first stage has one.
+    A shard draws by the number of shards with FP8 moments before it. A last stage without a layer
+    of its own, or with frozen ones, has none before its copy, where the first stage has one.
     """
     zero = engine.optimizer
     drawing = [
@@ -189,7 +239,16 @@ def check_noise_of_tied(engine: Any) -> None:
     own = drawing.index(True) if True in drawing else None
     places = gather(own, engine.mpu.get_pipeline_model_parallel_group())
     if len(places_of_copies := {place for place in places if place is not None}) > 1:
-        given = "got a tied embedding behind another number of groups with FP8 moments on the first stage than on the "
-        given += f"last {sorted(places_of_copies)}, so that its copies would draw other noise and drift apart"
-        accepted = 'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": false'
+        given = (
+            "got a tied embedding behind another number of groups with FP8 moments on the "
+            "first stage than on the "
+        )
+        given += (
+            f"last {sorted(places_of_copies)}, so that its copies would draw other noise and "
+            "drift apart"
+        )
+        accepted = (
+            'layers to train on both stages, "moments": "fp32" for it, or '
+            '"stochastic_rounding": false'
+        )
         raise CoatConfigError(Problem("model_parameters", given, accepted))

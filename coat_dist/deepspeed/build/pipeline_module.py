@@ -1,7 +1,8 @@
-"""DeepSpeed's ``PipelineModule``, whose engine runs its own schedule: what CoatAdamW's groups mean to its stages.
+"""DeepSpeed's ``PipelineModule``, whose engine runs its own schedule: what CoatAdamW's groups mean
+to its stages.
 
-Stages have other parameters, so other groups of FP8 moments, other noise, and sometimes another number of groups.
-(Megatron's stages are ``pipeline.py``.)
+Stages have other parameters, so other groups of FP8 moments, other noise, and sometimes another
+number of groups. (Megatron's stages are ``pipeline.py``.)
 """
 
 from __future__ import annotations
@@ -22,18 +23,26 @@ __all__ = ["call_norms_alike", "check_tied", "groups_differ", "tied_apart", "tie
 
 
 def tied_weights(model: Any) -> set[int]:
-    """Identities of the trained weights of ``TiedLayerSpec`` that another stage holds, too; none of other models."""
+    """Identities of the trained weights of ``TiedLayerSpec`` that another stage holds, too; none
+    of other models.
+    """
     listed = getattr(model, "get_tied_weights_and_groups", None)
     if not callable(listed):
         return set()
-    return {id(weight) for weight, group in listed() if weight.requires_grad and dist.get_world_size(group) > 1}
+    return {
+        id(weight)
+        for weight, group in listed()
+        if weight.requires_grad and dist.get_world_size(group) > 1
+    }
 
 
 def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[dict[str, Any]]:
-    """Groups in which ``tied`` weights have fp32 moments, in a group of their own behind the one that held them.
+    """Groups in which ``tied`` weights have fp32 moments, in a group of their own behind the one
+    that held them.
 
-    FP8 moments depend on where a weight lies in its shard, and on noise; their copies on two stages would drift apart.
-    fp32 moments depend on nothing but the gradient, which DeepSpeed sums over the copies.
+    FP8 moments depend on where a weight lies in its shard, and on noise; their copies on two stages
+    would drift apart. fp32 moments depend on nothing but the gradient, which DeepSpeed sums over
+    the copies.
     """
     result: list[dict[str, Any]] = []
     for group in groups:
@@ -51,15 +60,22 @@ def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[
 def check_tied(groups: Iterable[Mapping[str, Any]], tied: Collection[int], what: str) -> None:
     """Refuse ``tied`` weights in groups (``what.i``) that ask for FP8 moments."""
     for i, group in enumerate(groups):
-        if group.get("moments") == "fp8" and any(id(parameter_of(p)) in tied for p in group["params"]):
-            given = 'got "fp8" for a weight that several stages of a PipelineModule hold: copies would drift apart'
+        if group.get("moments") == "fp8" and any(
+            id(parameter_of(p)) in tied for p in group["params"]
+        ):
+            given = (
+                'got "fp8" for a weight that several stages of a PipelineModule hold: copies '
+                "would drift apart"
+            )
             raise CoatConfigError(Problem(f"{what}.{i}.moments", given, '"fp32"'))
 
 
 def groups_differ(engine: Any) -> bool:
-    """Whether ZeRO has another number of groups on another stage, as where one has no biases; collective over stages.
+    """Whether ZeRO has another number of groups on another stage, as where one has no biases;
+    collective over stages.
 
-    ZeRO then sums norms over all stages group by group, and hangs waiting for the one that has no further group.
+    ZeRO then sums norms over all stages group by group, and hangs waiting for the one that has no
+    further group.
     """
     zero = engine.optimizer
     if getattr(engine, "grid", None) is None or not has_groups_of_norms(zero) or zero.cpu_offload:
@@ -76,7 +92,9 @@ def call_norms_alike(engine: Any) -> None:
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         held = enumerate(zero.params_in_partition)
-        norms = [zero.get_grad_norm_direct(zero.averaged_gradients[i], params) for i, params in held]
+        norms = [
+            zero.get_grad_norm_direct(zero.averaged_gradients[i], params) for i, params in held
+        ]
         if zero.has_moe_layers:
             zero._average_expert_grad_norms(norms)
         norms += [zero.get_grad_norm_direct([], []) for _ in range(more)]

@@ -1,8 +1,9 @@
 """Tensor-parallel models that DeepSpeed would let drift apart: refused before an engine is built.
 
-DeepSpeed reduces gradients over data-parallel ranks only. Tensor-parallel (TP) ranks must sum the gradient of a
-parameter that each holds but sees only part of the data for. Otherwise the copies drift apart without an error. This
-file knows the marks that Megatron puts on parameters, and imports no Megatron.
+DeepSpeed reduces gradients over data-parallel ranks only. Tensor-parallel (TP) ranks must sum the
+gradient of a parameter that each holds but sees only part of the data for. Otherwise the copies
+drift apart without an error. This file knows the marks that Megatron puts on parameters, and
+imports no Megatron.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ __all__ = ["SUMMED", "check_replicated_grads", "is_head_norm", "partial_over_tp"
 
 SUMMED = "coat_replicated_grad"
 """The attribute of a parameter whose gradient is summed over TP ranks before DeepSpeed sees it.
-``megatron_patches.install_replicated_grad_hooks`` sets it; a program that sums gradients itself sets it to True."""
+``megatron_patches.install_replicated_grad_hooks`` sets it; a program that sums gradients itself
+sets it to True.
+"""
 
 
 def partial_over_tp(name: str, parameter: torch.Tensor) -> Literal["sum", "average"] | None:
-    """How TP ranks have to put the gradient of a parameter together, or None where each rank's is whole."""
+    """How TP ranks have to put the gradient of a parameter together, or None where each rank's
+    is whole.
+    """
     if getattr(parameter, "tensor_model_parallel", False):
         return None
     if getattr(parameter, "average_gradients_across_tp_domain", False):
@@ -30,7 +35,9 @@ def partial_over_tp(name: str, parameter: torch.Tensor) -> Literal["sum", "avera
 
 
 def is_head_norm(name: str) -> bool:
-    """Whether a parameter or module belongs to a norm on queries or keys, which sees the heads of one rank."""
+    """Whether a parameter or module belongs to a norm on queries or keys, which sees the heads
+    of one rank.
+    """
     return any(part in ("q_layernorm", "k_layernorm") for part in name.split("."))
 
 
@@ -38,27 +45,41 @@ def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
     """Refuse a model over ``tp`` TP ranks whose replicated gradients nobody sums.
 
     Raises:
-        CoatConfigError: no ``mpu`` for a model that is divided over TP ranks, whose gradients DeepSpeed would average
-            over all ranks; or parameters without the mark :data:`SUMMED` that need the sum.
+        CoatConfigError: no ``mpu`` for a model that is divided over TP ranks, whose gradients
+            DeepSpeed would average over all ranks; or parameters without the mark :data:`SUMMED`
+            that need the sum.
     """
     if mpu is None:
         configs = (getattr(module, "config", None) for module in model.modules())
         sizes = (getattr(config, "tensor_model_parallel_size", 1) for config in configs)
         tp = max((size for size in sizes if isinstance(size, int)), default=1)
         if tp > 1:
-            given = f"got none for a model with tensor_model_parallel_size {tp}, whose gradients DeepSpeed would "
+            given = (
+                f"got none for a model with tensor_model_parallel_size {tp}, whose gradients "
+                "DeepSpeed would "
+            )
             given += "average over tensor-parallel ranks"
-            accepted = "megatron_patches.MPUAdapter(), or megatron_patches.initialize, which makes one"
+            accepted = (
+                "megatron_patches.MPUAdapter(), or megatron_patches.initialize, which makes one"
+            )
             raise CoatConfigError(Problem("mpu", given, accepted))
     missing = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and partial_over_tp(name, parameter) and not getattr(parameter, SUMMED, False)
+        if parameter.requires_grad
+        and partial_over_tp(name, parameter)
+        and not getattr(parameter, SUMMED, False)
     ]
     if tp > 1 and missing:
         first = f"{missing[0]}{', ...' if len(missing) > 1 else ''}"
-        given = f"got {len(missing)} parameters ({first}) that the {tp} tensor-parallel ranks each hold and whose"
+        given = (
+            f"got {len(missing)} parameters ({first}) that the {tp} tensor-parallel ranks each "
+            "hold and whose"
+        )
         given += " gradients nobody sums over these ranks, so that their copies would drift apart"
         accepted = "megatron_patches.install_replicated_grad_hooks(model) before initialize, or "
-        accepted += f"megatron_patches.initialize; or, where this program sums them, parameter.{SUMMED} = True on each"
+        accepted += (
+            "megatron_patches.initialize; or, where this program sums them, "
+            f"parameter.{SUMMED} = True on each"
+        )
         raise CoatConfigError(Problem("model", given, accepted))

@@ -1,4 +1,6 @@
-"""Validation of a call of ``deepspeed.initialize``: configuration, model and optimizer together, on this rank alone."""
+"""Validation of a call of ``deepspeed.initialize``: configuration, model and optimizer together,
+on this rank alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from ..optimizer_from_json import build_coat_adamw, list_parameters, wrong_param
 from .keys import misspelt, unknown
 from .table import EXPERTS, OFFLOAD, RULES, STAGES, TYPES, Facts, as_read, refused, with_remainders
 
-__all__ = ["Request", "check_deepspeed", "check_parallel", "configurations", "read_block", "validate"]
+__all__ = [
+    "Request",
+    "check_deepspeed",
+    "check_parallel",
+    "configurations",
+    "read_block",
+    "validate",
+]
 
 
 @dataclass
@@ -31,9 +40,11 @@ class Request:
     given: dict[str, Any]  # the arguments by name; those that are None are left out
     passed_on: bool = False  # nothing in it is ours: it is DeepSpeed's call as it is
     source: Any = None  # the configuration as the caller gave it
-    settings: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's, without comments and the block
+    # DeepSpeed's, without comments and the block.
+    settings: Mapping[str, Any] = field(default_factory=dict)
     facts: Facts = Facts({})
-    tied: set[int] = field(default_factory=set)  # weights that several stages of a PipelineModule hold
+    # Weights that several stages of a PipelineModule hold.
+    tied: set[int] = field(default_factory=set)
     make: Callable | None = None  # makes the CoatAdamW that the configuration names, of `groups`
     groups: list[dict[str, Any]] = field(default_factory=list)
     to_patch: bool = False  # the block asks for the flow in a transformers model that has none yet
@@ -50,12 +61,16 @@ class Request:
         return self.coat is not None or self.facts.compressed
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse an optimizer, given or made by a callable, that is not what the configuration asks for."""
+        """Refuse an optimizer, given or made by a callable, that is not what the configuration
+        asks for.
+        """
         facts, name = self.facts, type(optimizer).__name__
         if isinstance(optimizer, CoatAdamW):
             check_tied(optimizer.param_groups, self.tied, "optimizer.param_groups")
         elif facts.block or facts["optimizer.type"] == "CoatAdamW":
-            key, what = ("coat.optimizer", "a block") if facts.block else ("optimizer.type", '"CoatAdamW"')
+            key, what = (
+                ("coat.optimizer", "a block") if facts.block else ("optimizer.type", '"CoatAdamW"')
+            )
             accepted = "no optimizer argument, or a CoatAdamW"
             if name == "DeepSpeedCPUAdam":  # Accelerate puts it in the place of an object
                 accepted += f' with "zero_force_ds_cpu_optimizer": false beside {OFFLOAD}'
@@ -71,7 +86,8 @@ class Request:
             optimizer = make(parameters)
             self.check_optimizer(optimizer)
             on_cpu = look_up(self.settings, f"{OFFLOAD}.device") == "cpu" and not self.facts.hosted
-            if on_cpu and isinstance(optimizer, CoatAdamW):  # DeepSpeed, which is being built, would step there
+            # DeepSpeed, which is being built, would step there.
+            if on_cpu and isinstance(optimizer, CoatAdamW):
                 accepted = '"none" with a callable, or "optimizer.type": "CoatAdamW"'
                 raise CoatConfigError(Problem(f"{OFFLOAD}.device", 'got "cpu"', accepted))
             block = {} if self.coat is None else {"coat": self.coat}
@@ -82,11 +98,12 @@ class Request:
 
 
 def validate(given: Mapping[str, Any], explicit: bool = False) -> Request:
-    """Check a call without other ranks; what is wrong becomes the request's ``error``, for :func:`.agree` to raise.
+    """Check a call without other ranks; what is wrong becomes the request's ``error``, for
+    :func:`.agree` to raise.
 
-    DeepSpeed's own call (not ``explicit``) is passed on as it is where nothing of this project is among its arguments:
-    a block, CoatAdamW's name, a CoatAdamW, a patched model, or the mpu of ``megatron_patches``, beside which gradients
-    need more sums.
+    DeepSpeed's own call (not ``explicit``) is passed on as it is where nothing of this project is
+    among its arguments: a block, CoatAdamW's name, a CoatAdamW, a patched model, or the mpu of
+    ``megatron_patches``, beside which gradients need more sums.
     """
     request = Request(dict(given))
     try:
@@ -114,8 +131,11 @@ def _validate(request: Request, explicit: bool) -> None:
         raise CoatConfigError(Problem("model", "got None", "a torch.nn.Module"))
     if len(sources) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
-        raise CoatConfigError(Problem("config", f"got {len(sources)} of {ways}", "exactly one of them"))
-    settings = with_remainders(without_comments(load_json(read[0])))  # DeepSpeed would take some comments for settings
+        raise CoatConfigError(
+            Problem("config", f"got {len(sources)} of {ways}", "exactly one of them")
+        )
+    # DeepSpeed would take some comments for settings.
+    settings = with_remainders(without_comments(load_json(read[0])))
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     ep = _size(mpu, "get_expert_model_parallel_world_size")
@@ -134,25 +154,40 @@ def _validate(request: Request, explicit: bool) -> None:
     if object_given is not None:
         request.check_optimizer(object_given)
     elif optimizer is None and coat is not None:
-        # The Trainer of transformers evaluates with ZeRO-3 by leaving the block and taking "optimizer" out.
-        evaluates = facts.stage == 3 and "optimizer" not in settings and "model_parameters" not in given
+        # The Trainer of transformers evaluates with ZeRO-3 by leaving the block and taking
+        # "optimizer" out.
+        evaluates = (
+            facts.stage == 3 and "optimizer" not in settings and "model_parameters" not in given
+        )
         name = facts["optimizer.type"]
         if name is None and (facts.stage in (1, 2) or (facts.block and not evaluates)):
-            raise CoatConfigError(Problem("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument'))
+            raise CoatConfigError(
+                Problem("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument')
+            )
         if name not in (None, "CoatAdamW"):
             _check_effect(coat, name)
     if (parameters := given.get("model_parameters")) is not None:
         given["model_parameters"] = listed = list_parameters(parameters)
         if facts.compressed:
-            check_tied([one for one in listed if isinstance(one, Mapping)], request.tied, "model_parameters")
+            check_tied(
+                [one for one in listed if isinstance(one, Mapping)],
+                request.tied,
+                "model_parameters",
+            )
     if optimizer is None and facts.compressed and not facts.only_evaluates:
-        request.make, groups = build_coat_adamw(settings, coat or CoatConfig(), model, given.get("model_parameters"))
+        request.make, groups = build_coat_adamw(
+            settings, coat or CoatConfig(), model, given.get("model_parameters")
+        )
         request.groups = tied_apart(groups, request.tied)
 
 
 def configurations(given: Mapping[str, Any]) -> list[Any]:
     """What is given as configuration, in each of the ways that ``deepspeed.initialize`` knows."""
-    ways = given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None)
+    ways = (
+        given.get("config"),
+        given.get("config_params"),
+        getattr(given.get("args"), "deepspeed_config", None),
+    )
     return [way for way in ways if way is not None]
 
 
@@ -167,7 +202,8 @@ def check_deepspeed(
     """Refuse DeepSpeed settings that CoatAdamW or the flow cannot honour; returns the block.
 
     Args:
-        config: the whole DeepSpeed configuration; without a block and CoatAdamW only misspelt names are looked for.
+        config: the whole DeepSpeed configuration; without a block and CoatAdamW only misspelt names
+            are looked for.
         tp, cp: Megatron tensor- and context-parallel sizes.
         pipeline: the model is a ``deepspeed.pipe.PipelineModule``.
         optimizer: handed to DeepSpeed, or what a callable that was handed to it made.
@@ -190,12 +226,14 @@ def check_deepspeed(
     return coat
 
 
-def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> CoatConfig | None:
+def read_block(
+    config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> CoatConfig | None:
     """The ``"coat"`` block of a whole DeepSpeed configuration.
 
     Raises:
-        CoatConfigError: the block is wrong; and with it misspelt keys and values of a wrong type in the whole
-            configuration, so that a file is not corrected line by line.
+        CoatConfigError: the block is wrong; and with it misspelt keys and values of a wrong type in
+            the whole configuration, so that a file is not corrected line by line.
     """
     coat, found = None, []
     try:
@@ -216,15 +254,21 @@ def read_block(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | Non
 
 
 def check_parallel(settings: Mapping[str, Any], stages: int = 1, ep: int = 1) -> None:
-    """Refuse what Megatron's pipeline stages, or experts that ``ep`` ranks divide, cannot be trained with.
+    """Refuse what Megatron's pipeline stages, or experts that ``ep`` ranks divide, cannot be
+    trained with.
 
     Raises:
         CoatConfigError: names each key, what was given and what is accepted.
     """
     facts = Facts(as_read(settings))
-    problems = [*(refused(STAGES, facts) if stages > 1 else ()), *(refused(EXPERTS, facts) if ep > 1 else ())]
+    problems = [
+        *(refused(STAGES, facts) if stages > 1 else ()),
+        *(refused(EXPERTS, facts) if ep > 1 else ()),
+    ]
     if stages > 1 and ep > 1:
-        problems.append(Problem("mpu", f"got {stages} pipeline stages", "1 with expert parallelism"))
+        problems.append(
+            Problem("mpu", f"got {stages} pipeline stages", "1 with expert parallelism")
+        )
     _raise(problems)
 
 
@@ -244,25 +288,39 @@ def _against(facts: Facts) -> Iterable[Problem]:
 
 
 def _check_effect(coat: CoatConfig | None, optimizer: str) -> None:
-    """Refuse a block beside which nothing is compressed: training in BF16 that its user takes for FP8."""
+    """Refuse a block beside which nothing is compressed: training in BF16 that its user takes
+    for FP8.
+    """
     if coat is not None and not coat.activation.enabled:
-        given = f'got a block that compresses nothing (activation.enabled is false, the optimizer is "{optimizer}")'
+        given = (
+            "got a block that compresses nothing (activation.enabled is false, the optimizer "
+            f'is "{optimizer}")'
+        )
         accepted = '"optimizer": {"type": "CoatAdamW"}, activation.enabled true, or no block'
         raise CoatConfigError(Problem("coat", given, accepted))
 
 
 def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
-    """Whether a transformers model is to be patched; refuse a block that says another thing than the model does."""
+    """Whether a transformers model is to be patched; refuse a block that says another thing than
+    the model does.
+    """
     patched, key = _is_patched(model), "coat.activation.enabled"
     if coat.activation.enabled and not patched:
         from ...hf import is_transformers_model
 
         if is_transformers_model(model):
             return True
-        accepted = "a transformers model, megatron_patches.initialize instead for a Megatron model, or false"
-        raise CoatConfigError(Problem(key, f"got true, but no module of {type(model).__name__} is patched", accepted))
+        accepted = (
+            "a transformers model, megatron_patches.initialize instead for a Megatron "
+            "model, or false"
+        )
+        raise CoatConfigError(
+            Problem(key, f"got true, but no module of {type(model).__name__} is patched", accepted)
+        )
     if patched and not coat.activation.enabled:
-        raise CoatConfigError(Problem(key, "got false, but the model is patched", "true, or an unpatched model"))
+        raise CoatConfigError(
+            Problem(key, "got false, but the model is patched", "true, or an unpatched model")
+        )
     check_settings(model, coat.activation)
     return False
 

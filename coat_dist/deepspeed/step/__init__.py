@@ -1,1 +1,3 @@
-"""What is replaced on a built engine: the step's passes, weights, gradients, accessors, FP8 gathers."""
+"""What is replaced on a built engine: the step's passes, weights, gradients, accessors, FP8
+gathers.
+"""

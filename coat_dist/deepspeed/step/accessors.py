@@ -1,11 +1,13 @@
-"""Accessors of moments and master weights of a parameter under ZeRO, in fp32, however they are stored.
+"""Accessors of moments and master weights of a parameter under ZeRO, in fp32, however they are
+stored.
 
-``safe_get_full_moment`` and ``safe_set_full_moment`` are public (``coat_dist``). DeepSpeed's own accessors give the
-same: ``safe_get_full_optimizer_state``, ``safe_get_full_fp32_param``, their ``set`` forms and, at stage 3, their forms
-with ``local``. For a state they look for a tensor of the parameter's elements under the key that they
-are given. With FP8 moments there is none: a rank that holds part of the parameter would raise, and one that does not
-would hang. Here "exp_avg" and "exp_avg_sq" mean the moments, and other keys raise on every rank. With remainders, the
-master weight is read and written with its lower half, which DeepSpeed does not know.
+``safe_get_full_moment`` and ``safe_set_full_moment`` are public (``coat_dist``). DeepSpeed's own
+accessors give the same: ``safe_get_full_optimizer_state``, ``safe_get_full_fp32_param``, their
+``set`` forms and, at stage 3, their forms with ``local``. For a state they look for a tensor of the
+parameter's elements under the key that they are given. With FP8 moments there is none: a rank that
+holds part of the parameter would raise, and one that does not would hang. Here "exp_avg" and
+"exp_avg_sq" mean the moments, and other keys raise on every rank. With remainders, the master
+weight is read and written with its lower half, which DeepSpeed does not know.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...checkpoint.zero_partitions import Fragment, Partition, base_optimizer, forget_second_shard, members, partitions
+from ...checkpoint.zero_partitions import (
+    Fragment,
+    Partition,
+    base_optimizer,
+    forget_second_shard,
+    members,
+    partitions,
+)
 from ...flow.weights import invalidate_weights
 from ...ops import split
 from ...optim.master import read_master, write_master
@@ -29,17 +38,26 @@ from ..build.round_robin import after_linking
 from .fp8_gather import let_go
 from .master_weights import keeps_remainders
 
-__all__ = ["answer_on_optimizer", "answer_on_parameters", "register", "safe_get_full_moment", "safe_set_full_moment"]
+__all__ = [
+    "answer_on_optimizer",
+    "answer_on_parameters",
+    "register",
+    "safe_get_full_moment",
+    "safe_set_full_moment",
+]
 
-# Not an attribute of parameters, as DeepSpeed would do it: those are copied and pickled along with them.
+# Not an attribute of parameters, as DeepSpeed would do it: those are copied and pickled along with
+# them.
 _trained_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Weak reference to the ZeRO optimizer of the latest engine, by parameter. An older engine on the same model is out of
-use: the parameters' memory is the latest one's."""
+"""Weak reference to the ZeRO optimizer of the latest engine, by parameter. An older engine on the
+same model is out of use: the parameters' memory is the latest one's.
+"""
 
 
 def register(zero: Any) -> None:
-    """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier one; where it has no
-    CoatAdamW, from none. The list in ``attach.py`` calls it."""
+    """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier
+    one; where it has no CoatAdamW, from none. The list in ``attach.py`` calls it.
+    """
     known = weakref.ref(zero) if base_optimizer(zero) is not None else None
     for param in (p for params in members(zero) for p in params):
         _trained_by.pop(param, None)
@@ -51,12 +69,13 @@ def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
     """Decoded moment of a parameter, the same on all data-parallel ranks; collective over them.
 
     Args:
-        param: a trained parameter of a model that ``deepspeed.initialize`` was given, with a :class:`CoatAdamW`,
-            ZeRO-1, 2, 3 or BF16_Optimizer.
+        param: a trained parameter of a model that ``deepspeed.initialize`` was given, with a
+            :class:`CoatAdamW`, ZeRO-1, 2, 3 or BF16_Optimizer.
         which: "first" (exp_avg) or "second" (exp_avg_sq).
 
     Returns:
-        fp32, of the parameter's full shape (of this tensor-parallel rank), zeros before the first step.
+        fp32, of the parameter's full shape (of this tensor-parallel rank), zeros before the first
+        step.
 
     Raises:
         ValueError: names the argument, what was given and what is accepted.
@@ -67,21 +86,26 @@ def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
 def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: str) -> None:
     """Replace a moment of a parameter; call it on every rank with the same value.
 
-    With FP8 moments, the few elements of other parameters that share a 128-element group with this one are encoded
-    again and move within the encoding's error (see ``reference/moments.py``). Either moment may be set first.
+    With FP8 moments, the few elements of other parameters that share a 128-element group with this
+    one are encoded again and move within the encoding's error (see ``reference/moments.py``).
+    Either moment may be set first.
 
     Args:
         param, which: as in :func:`safe_get_full_moment`.
-        value: floating point, of the parameter's full shape, finite, not negative for the second moment.
+        value: floating point, of the parameter's full shape, finite, not negative for the second
+            moment.
 
     Raises:
-        ValueError: names the argument, what was given and what is accepted. Nothing has been changed then.
+        ValueError: names the argument, what was given and what is accepted. Nothing has been
+            changed then.
     """
     moment, shape = _check_which(which), _find_trained(param)[2]
     if value.shape != shape:
         raise _wrong(value, list(shape))
     if value.numel() and (not value.isfinite().all() or (which == "second" and value.min() < 0)):
-        raise ValueError("value: got elements that are not finite or, of the second moment, negative")
+        raise ValueError(
+            "value: got elements that are not finite or, of the second moment, negative"
+        )
     _set_full(param, value, moment)
 
 
@@ -92,13 +116,17 @@ def _check_which(which: str) -> WhichMoment:
 
 
 def _wrong(value: torch.Tensor, size: Any) -> ValueError:
-    return ValueError(f"value: got {value.dtype} {list(value.shape)}, accepted: floating point {size}")
+    return ValueError(
+        f"value: got {value.dtype} {list(value.shape)}, accepted: floating point {size}"
+    )
 
 
 # Below, `which` is a moment, or None for the master weight.
 
 
-def _read(zero: Any, part: Partition, which: WhichMoment | None, start: int, numel: int) -> torch.Tensor:
+def _read(
+    zero: Any, part: Partition, which: WhichMoment | None, start: int, numel: int
+) -> torch.Tensor:
     state = zero.optimizer.state.get(part.flat) or {}
     if which is None:
         return read_master(part.flat, state, start, numel)
@@ -107,7 +135,9 @@ def _read(zero: Any, part: Partition, which: WhichMoment | None, start: int, num
     return read_moment(state, part.group, which, start, numel, part.flat.device)
 
 
-def _write(zero: Any, part: Partition, which: WhichMoment | None, start: int, values: torch.Tensor) -> None:
+def _write(
+    zero: Any, part: Partition, which: WhichMoment | None, start: int, values: torch.Tensor
+) -> None:
     state = ensure_state(zero.optimizer.state, part.flat, part.group)
     values = values.to(part.flat.device, torch.float32)
     if which is None:
@@ -129,7 +159,9 @@ def _get_full(param: torch.nn.Parameter, which: WhichMoment | None) -> torch.Ten
 
 @torch.no_grad()
 def _set_full(param: torch.nn.Parameter, value: torch.Tensor, which: WhichMoment | None) -> None:
-    """Replace a tensor of the full size, and with a master weight the weight; called on every rank with one value."""
+    """Replace a tensor of the full size, and with a master weight the weight; called on every
+    rank with one value.
+    """
     zero, _, shape = _find_trained(param)
     if value.numel() != shape.numel() or not value.is_floating_point():
         raise _wrong(value, list(shape))
@@ -141,9 +173,11 @@ def _set_full(param: torch.nn.Parameter, value: torch.Tensor, which: WhichMoment
         return
     let_go(param)
     forget_second_shard(param)
-    if param.numel() == shape.numel():  # not a ZeRO-3 parameter that is in pieces now: its pieces have been written
+    # Not a ZeRO-3 parameter that is in pieces now: its pieces have been written.
+    if param.numel() == shape.numel():
         param.data.copy_(split(whole.to(_device(zero), torch.float32))[0].view(shape))
-        invalidate_weights()  # a write to `data` raises no version that the cache of codes could see
+        # A write to `data` raises no version that the cache of codes could see.
+        invalidate_weights()
 
 
 def _get_local(param: Any, which: WhichMoment | None) -> torch.Tensor:
@@ -167,24 +201,37 @@ def _set_local(param: Any, value: torch.Tensor, which: WhichMoment | None) -> No
 
 def _local(param: Any) -> tuple[Any, Partition, Fragment]:
     zero = _find_trained(param)[0]  # an error for one that was frozen when the engine was made
-    return zero, *next((part, f) for part in partitions(zero) for f in part.fragments if f.param is param)
+    return zero, *next(
+        (part, f) for part in partitions(zero) for f in part.fragments if f.param is param
+    )
 
 
 def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     """ZeRO optimizer, data-parallel group and full shape of a parameter."""
-    zero = _trained_by[param]() if isinstance(param, torch.Tensor) and param in _trained_by else None
+    zero = (
+        _trained_by[param]() if isinstance(param, torch.Tensor) and param in _trained_by else None
+    )
     if zero is None:
         shape = list(getattr(param, "ds_shape", getattr(param, "shape", [])))
         given = f"got a {type(param).__name__} of shape {shape} that no CoatAdamW under ZeRO trains"
-        raise ValueError(f"param: {given}, accepted: a trained parameter of the latest engine of its model")
+        raise ValueError(
+            f"param: {given}, accepted: a trained parameter of the latest engine of its model"
+        )
     if hasattr(param, "ds_id"):
         return zero, param.ds_process_group, torch.Size(param.ds_shape)
     return zero, param._dp_group, param.shape
 
 
-def _fragment_of(zero: Any, param: torch.nn.Parameter) -> tuple[Partition, Fragment] | tuple[None, None]:
+def _fragment_of(
+    zero: Any, param: torch.nn.Parameter
+) -> tuple[Partition, Fragment] | tuple[None, None]:
     """Where this rank keeps its part of ``param``, if it has one."""
-    found = ((part, f) for part in partitions(zero) for f in part.fragments if f.param is param and f.numel)
+    found = (
+        (part, f)
+        for part in partitions(zero)
+        for f in part.fragments
+        if f.param is param and f.numel
+    )
     return next(found, (None, None))
 
 
@@ -196,15 +243,21 @@ def _device(zero: Any) -> torch.device:
 
 
 def answer_on_parameters(zero: Any) -> None:
-    """Answer for a ZeRO-1, 2 or BF16_Optimizer with a CoatAdamW: by methods of every parameter, which DeepSpeed puts
-    there whenever it links them."""
+    """Answer for a ZeRO-1, 2 or BF16_Optimizer with a CoatAdamW: by methods of every parameter,
+    which DeepSpeed puts there whenever it links them.
+    """
     after_linking(zero, functools.partial(_answer, keeps_remainders(zero)))
 
 
 def _answer(remainders: bool, zero: Any) -> None:
     for param in (p for params in members(zero) for p in params):
-        get, put = _accessors(param.get_full_hp_param.__func__, param.set_full_hp_param.__func__, remainders)
-        param.get_full_hp_param, param.set_full_hp_param = functools.partial(get, param), functools.partial(put, param)
+        get, put = _accessors(
+            param.get_full_hp_param.__func__, param.set_full_hp_param.__func__, remainders
+        )
+        param.get_full_hp_param, param.set_full_hp_param = (
+            functools.partial(get, param),
+            functools.partial(put, param),
+        )
 
 
 def answer_on_optimizer(zero: Any) -> None:
@@ -219,20 +272,30 @@ def answer_on_optimizer(zero: Any) -> None:
         setattr(zero, setter, functools.partial(_in_order_of_stage_3, put))
 
 
-def _in_order_of_stage_3(put: Callable, value: Any, param: Any, optim_state_key: str | None = None) -> None:
+def _in_order_of_stage_3(
+    put: Callable, value: Any, param: Any, optim_state_key: str | None = None
+) -> None:
     """Call a function that takes parameter and value with these exchanged."""
     put(param, value, optim_state_key)
 
 
 def _accessors(
-    get_master: Callable, set_master: Callable, remainders: bool, get: Callable = _get_full, put: Callable = _set_full
+    get_master: Callable,
+    set_master: Callable,
+    remainders: bool,
+    get: Callable = _get_full,
+    put: Callable = _set_full,
 ) -> tuple[Callable, Callable]:
-    """Accessors for one of DeepSpeed's keys: of moments, and with remainders of master weights, ``get`` and ``put``;
-    else DeepSpeed's. As with torch's AdamW, a frozen parameter has no state, and nothing is set."""
+    """Accessors for one of DeepSpeed's keys: of moments, and with remainders of master weights,
+    ``get`` and ``put``; else DeepSpeed's. As with torch's AdamW, a frozen parameter has no state,
+    and nothing is set.
+    """
 
     def which_of(key: str | None) -> WhichMoment | None:
         if key is not None and key not in MOMENT_OF:
-            raise ValueError(f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(MOMENT_OF)}")
+            raise ValueError(
+                f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(MOMENT_OF)}"
+            )
         return None if key is None else MOMENT_OF[key]
 
     def answer(param: Any, optim_state_key: str | None = None) -> torch.Tensor | None:

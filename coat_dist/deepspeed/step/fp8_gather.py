@@ -1,16 +1,20 @@
-"""ZeRO-3 gathers the weights of patched layers as FP8 codes (``coat.activation.fp8_weight_gather``).
+"""ZeRO-3 gathers the weights of patched layers as FP8 codes
+(``coat.activation.fp8_weight_gather``).
 
-DeepSpeed fetches parameters by a method of each, ``all_gather_coalesced``. Here it leaves the weights that only the
-flow reads (``coat_flow_weights`` of a module) to ``gathered.py``; all others go DeepSpeed's own way. While such a
-weight is "available", its codes are in its attribute ``coat_gathered`` and its data are NaN, of the right shape and no
-memory. ``GatheredParameters`` and exports call ``all_gather``, which brings the values; ``partition`` drops either.
+DeepSpeed fetches parameters by a method of each, ``all_gather_coalesced``. Here it leaves the
+weights that only the flow reads (``coat_flow_weights`` of a module) to ``gathered.py``; all others
+go DeepSpeed's own way. While such a weight is "available", its codes are in its attribute
+``coat_gathered`` and its data are NaN, of the right shape and no memory. ``GatheredParameters`` and
+exports call ``all_gather``, which brings the values; ``partition`` drops either.
 
-A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more often. A fetch brings
-what was used of the fetch of the same number in the pass before; what is missing is gathered when it is asked for.
-Ranks run the same modules in the same order, which ZeRO-3 itself relies on, so they agree.
+A pass over the model fetches a weight once, if ZeRO-3 keeps it from forward to backward, or more
+often. A fetch brings what was used of the fetch of the same number in the pass before; what is
+missing is gathered when it is asked for. Ranks run the same modules in the same order, which ZeRO-3
+itself relies on, so they agree.
 
-Modules of transformers models (those that have ``coat_runs``) run their own forward in eval mode: such a pass fetches
-values, and a module that finds codes there all the same gathers values before it runs.
+Modules of transformers models (those that have ``coat_runs``) run their own forward in eval mode:
+such a pass fetches values, and a module that finds codes there all the same gathers values before
+it runs.
 """
 
 from __future__ import annotations
@@ -32,10 +36,12 @@ __all__ = ["fetch_for_readers", "gather_codes", "has_flow_weights", "let_go"]
 
 
 def fetch_for_readers(module: nn.Module) -> None:
-    """Let ZeRO-3 fetch weights for the patched modules that read them without calling the modules that hold them.
+    """Let ZeRO-3 fetch weights for the patched modules that read them without calling the modules
+    that hold them.
 
-    DeepSpeed finds such readers where they read a weight that is not there. After a pass in eval mode, in which every
-    module reads its own, it may be there by chance, and would be missing in backward.
+    DeepSpeed finds such readers where they read a weight that is not there. After a pass in eval
+    mode, in which every module reads its own, it may be there by chance, and would be missing in
+    backward.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -75,7 +81,9 @@ def gather_codes(module: nn.Module) -> None:
 
 
 def let_go(parameter: Any) -> None:
-    """Drop the codes that stand for a parameter, if there are any: it is then as one that is not gathered."""
+    """Drop the codes that stand for a parameter, if there are any: it is then as one that is not
+    gathered.
+    """
     if (gathered := getattr(parameter, "coat_gathered", None)) is None:
         return
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -101,14 +109,19 @@ class _Passes:
         self.number += 1
         for weight in self.weights:
             if weight.coat_gathered is not None and not weight.coat_fetch.wanted:
-                let_go(weight)  # kept from the last pass: the module was unpatched since, or evaluates
+                # Kept from the last pass: the module was unpatched since, or evaluates.
+                let_go(weight)
 
 
 class _Fetch:
     """How one weight is fetched."""
 
     def __init__(self, parameter: Any, owner: Any, passes: _Passes, parts: tuple[Any, ...]) -> None:
-        self._parameter, self._owner, self._passes = weakref.ref(parameter), weakref.ref(owner), passes
+        self._parameter, self._owner, self._passes = (
+            weakref.ref(parameter),
+            weakref.ref(owner),
+            passes,
+        )
         self._beside = [weakref.ref(p) for p in parts if p is not parameter]
         self.format = fp8_format(owner.coat.settings.format)
         # By the number of the fetch in its pass.
@@ -143,7 +156,10 @@ class _Fetch:
             return False
         shards = [(shard, world) for shard, _, world in map(_shard_of, (p, *self._others()))]
         return all(
-            shard is not None and world > 1 and shard.device == p.device and not hasattr(shard, "ds_quant_scale")
+            shard is not None
+            and world > 1
+            and shard.device == p.device
+            and not hasattr(shard, "ds_quant_scale")
             for shard, world in shards
         )
 
@@ -163,15 +179,18 @@ class _Fetch:
 
 
 def _shard_of(p: Any) -> tuple[Any, Any, int]:
-    """What this rank has of a parameter, and the ranks that have the rest: with hpZ's second shards those of the node,
-    and None before there are any, since DeepSpeed makes them of gathered values."""
+    """What this rank has of a parameter, and the ranks that have the rest: with hpZ's second shards
+    those of the node, and None before there are any, since DeepSpeed makes them of gathered values.
+    """
     if p.ds_zero_param_process_group is None:
         return p.ds_tensor, p.ds_process_group, p.ds_zero_partition_world_size
     return p.ds_secondary_tensor, p.ds_zero_param_process_group, p.ds_secondary_tensor_group_size
 
 
 def _values_of(p: Any) -> tuple[torch.Tensor, int, int]:
-    """This rank's elements of a parameter, where they begin, and how many each rank has, padding included."""
+    """This rank's elements of a parameter, where they begin, and how many each rank has, padding
+    included.
+    """
     tensor, group, _ = _shard_of(p)
     room = tensor.numel()
     first = min(room * dist.get_rank(group), p.ds_numel)
@@ -192,7 +211,9 @@ class _Handle:
 
         found = iter(self._pending.wait())
         for p, layouts in zip(self._params, self._layouts, strict=True):
-            p.coat_gathered = GatheredWeight({layout: next(found) for layout in layouts}, p.coat_fetch.bring)
+            p.coat_gathered = GatheredWeight(
+                {layout: next(found) for layout in layouts}, p.coat_fetch.bring
+            )
             p.data = _not_a_number(p.dtype, p.device).expand(p.ds_shape)
             p.ds_status = ZeroParamStatus.AVAILABLE
         self._complete = True
@@ -206,7 +227,10 @@ def _not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def _all_gather_coalesced(
     _: Any, original: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
 ) -> Any:
-    from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+    from deepspeed.runtime.zero.partition_parameters import (
+        MultipleAllGatherHandles,
+        ZeroParamStatus,
+    )
 
     params = list(params)
     wanted = {p: p.coat_fetch.count() for p in params if hasattr(p, "coat_fetch")}
@@ -224,13 +248,19 @@ def _all_gather_coalesced(
         groups.setdefault((_shard_of(p)[1], p.coat_fetch.format.name), []).append(p)
     for (group, name), together in groups.items():
         layouts = [wanted[p] for p in together]
-        shards = [s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)]
+        shards = [
+            s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)
+        ]
         handles.append(_Handle(together, layouts, gather(shards, fp8_format(name), group)))
     return MultipleAllGatherHandles(handles)
 
 
 def _all_gather(
-    parameter: Any, original: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+    parameter: Any,
+    original: Any,
+    param_list: Any = None,
+    async_op: bool = False,
+    hierarchy: int = 0,
 ) -> Any:
     params = [parameter] if param_list is None else list(param_list)
     for p in params:
@@ -242,7 +272,9 @@ def _all_gather(
 
 def _bring_values(parameter: Any, owner: Any, *_: Any) -> None:
     """Before a forward that is not the flow's, which codes were fetched for all the same."""
-    if parameter.coat_gathered is not None and not (hasattr(owner, "coat_runs") and owner.coat_runs()):
+    if parameter.coat_gathered is not None and not (
+        hasattr(owner, "coat_runs") and owner.coat_runs()
+    ):
         parameter.all_gather()
 
 
@@ -261,7 +293,9 @@ def _partition(
 
 
 def _flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...]]]:
-    """Weights that nothing but the flow reads, each with the modules that say so and all weights of its product."""
+    """Weights that nothing but the flow reads, each with the modules that say so and all weights
+    of its product.
+    """
     claims: dict[Any, list[tuple[Any, tuple[Any, ...]]]] = {}
     module: Any
     for module in model.modules():
@@ -276,11 +310,18 @@ def _flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...
     readers, found = _readers(model), {}
     for p, claimed in claims.items():
         owners = [owner for owner, _ in claimed]
-        kinds = {(o.coat.settings.format, o.coat.settings.forward_scales, *map(id, parts)) for o, parts in claimed}
+        kinds = {
+            (o.coat.settings.format, o.coat.settings.forward_scales, *map(id, parts))
+            for o, parts in claimed
+        }
         read = all(any(reader is owner for owner in owners) for reader in readers(p))
         if hasattr(p, "ds_id") and len(kinds) == 1 and read:
             found[p] = owners, claimed[0][1]
-    return {p: (owners, parts) for p, (owners, parts) in found.items() if all(part in found for part in parts)}
+    return {
+        p: (owners, parts)
+        for p, (owners, parts) in found.items()
+        if all(part in found for part in parts)
+    }
 
 
 def _readers(model: nn.Module) -> Callable[[Any], Iterator[nn.Module]]:

@@ -1,9 +1,10 @@
 """Master weights as bfloat16 weights and remainders under ZeRO: one copy of the weights.
 
-With ``bf16_master_weights_and_grads`` ZeRO hands the optimizer a bfloat16 copy of its bfloat16 partition.
-:func:`share_memory` makes the two the same memory, so that master weight and weight take 4 bytes; DeepSpeed then copies
-a tensor onto itself, which torch skips. DeepSpeed takes the bfloat16 partition for the master weight, so
-``accessors.py`` answers for master weights, and loading of weights without optimizer states is replaced here.
+With ``bf16_master_weights_and_grads`` ZeRO hands the optimizer a bfloat16 copy of its bfloat16
+partition. :func:`share_memory` makes the two the same memory, so that master weight and weight take
+4 bytes; DeepSpeed then copies a tensor onto itself, which torch skips. DeepSpeed takes the bfloat16
+partition for the master weight, so ``accessors.py`` answers for master weights, and loading of
+weights without optimizer states is replaced here.
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ __all__ = ["check_master_weights", "keeps_remainders", "pairs_of_copies", "share
 
 
 def check_master_weights(zero: Any) -> None:
-    """Refuse (ValueError) options of a CoatAdamW that do not fit the weights that a ZeRO optimizer hands it."""
+    """Refuse (ValueError) options of a CoatAdamW that do not fit the weights that a ZeRO
+    optimizer hands it.
+    """
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
             own, name = part.group["master_weights"], part.group.get("name", "")
-            given = f"got {own!r} in group {name!r}, and {part.flat.dtype} from {type(zero).__name__}"
-            accepted = "'bf16_remainder' with bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, "
+            given = (
+                f"got {own!r} in group {name!r}, and {part.flat.dtype} from {type(zero).__name__}"
+            )
+            accepted = (
+                "'bf16_remainder' with bf16.bf16_master_weights_and_grads and "
+                "bf16.bf16_optimizer_states true, "
+            )
             accepted += "or 'parameter' without them"
             raise CoatConfigError(Problem("CoatAdamW master_weights", given, accepted))
 
 
 def keeps_remainders(zero: Any) -> bool:
-    """Whether the master weights of a ZeRO-1, 2 or 3 optimizer with a CoatAdamW are bfloat16 weights and remainders."""
+    """Whether the master weights of a ZeRO-1, 2 or 3 optimizer with a CoatAdamW are bfloat16
+    weights and remainders.
+    """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -43,8 +53,9 @@ def keeps_remainders(zero: Any) -> bool:
 
 
 def share_memory(zero: Any) -> None:
-    """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was built. With an
-    unverified DeepSpeed (``reviewed.py``) they stay two copies."""
+    """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was
+    built. With an unverified DeepSpeed (``reviewed.py``) they stay two copies.
+    """
     if is_verified_build():
         for flat, weights in pairs_of_copies(zero):
             flat.data = weights.data
@@ -54,7 +65,9 @@ def share_memory(zero: Any) -> None:
 def pairs_of_copies(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The partitions that ZeRO steps, each with the weights that it would copy them to."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
-        return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
+        return list(
+            zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
+        )
     flats = zero.single_partition_of_fp32_groups
     return [(flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats)]
 

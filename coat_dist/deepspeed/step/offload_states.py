@@ -1,8 +1,10 @@
-"""``offload_states`` and ``reload_states`` of ZeRO-1, 2 and 3 with a CoatAdamW, as programs call them that also infer.
+"""``offload_states`` and ``reload_states`` of ZeRO-1, 2 and 3 with a CoatAdamW, as programs call
+them that also infer.
 
-DeepSpeed moves weights and gradients. Its own way with states would bring those that live in host memory to the GPU,
-knows torch's moments only at stage 3, and gives weights and masters that share memory (``master_weights.py``) a copy
-each. Of these, "hp_params" are the weights and move with "lp_params"; remainders are states.
+DeepSpeed moves weights and gradients. Its own way with states would bring those that live in host
+memory to the GPU, knows torch's moments only at stage 3, and gives weights and masters that share
+memory (``master_weights.py``) a copy each. Of these, "hp_params" are the weights and move with
+"lp_params"; remainders are states.
 """
 
 from __future__ import annotations
@@ -41,34 +43,50 @@ def _ours(zero: Any) -> set[str]:
     return {"optim_states", *(["hp_params"] if _shared(zero) or _masters(zero) else [])}
 
 
-def _offload(zero: Any, include: Any = None, device: Any = None, pin_memory: bool = True, **more: Any) -> None:
+def _offload(
+    zero: Any, include: Any = None, device: Any = None, pin_memory: bool = True, **more: Any
+) -> None:
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
-    kinds = {x for x in OffloadStateTypeEnum if include is None or x in include} - zero.offloaded_states
+    kinds = {
+        x for x in OffloadStateTypeEnum if include is None or x in include
+    } - zero.offloaded_states
     ours = kinds & _ours(zero)
     if "optim_states" in ours:
         for state in zero.optimizer.state.values():
-            tensors = {k: t for k, t in state.items() if isinstance(t, torch.Tensor) and t.device.type != "cpu"}
+            tensors = {
+                k: t
+                for k, t in state.items()
+                if isinstance(t, torch.Tensor) and t.device.type != "cpu"
+            }
             state.update(host.to_host(tensors, pin_memory) if tensors else {})
         host.release()
     for flat in _masters(zero) if "hp_params" in ours else ():
         flat.data = host.to_host({"": flat.data}, pin_memory and flat.is_cuda)[""]
     if "lp_params" in kinds and _shared(zero) and hasattr(zero, "_clear_hp_buffer_references"):
         zero._clear_hp_buffer_references()
-    for name in () if pin_memory else ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers"):
+    for name in (
+        ()
+        if pin_memory
+        else ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
+    ):
         vars(zero).pop(name, None)  # of an earlier call: ZeRO-3 would reload from it
-    # ZeRO-3 takes trained weights, whose buffer has the order of groups, for all of the model's, in the model's order.
+    # ZeRO-3 takes trained weights, whose buffer has the order of groups, for all of the model's, in
+    # the model's order.
     if (module := vars(zero).get("module")) is not None:
         zero.module = types.SimpleNamespace(parameters=lambda: itertools.chain(*members(zero)))
     try:
-        type(zero).offload_states(zero, [*(kinds - ours)], device or OffloadDeviceEnum.cpu, pin_memory, **more)
+        type(zero).offload_states(
+            zero, [*(kinds - ours)], device or OffloadDeviceEnum.cpu, pin_memory, **more
+        )
     finally:
         if module is not None:
             zero.module = module
     if "lp_params" in kinds and _shared(zero):
         _follow(zero)
         torch.cuda.empty_cache()
-    if hasattr(zero, "_link_all_hp_params"):  # accessors read zeros and write nothing where parameters have no links
+    # Accessors read zeros and write nothing where parameters have no links.
+    if hasattr(zero, "_link_all_hp_params"):
         zero._link_all_hp_params()
     zero.offloaded_states |= ours
 

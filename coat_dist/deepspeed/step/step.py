@@ -1,20 +1,22 @@
-"""DeepSpeed's ZeRO step without the passes that CoatAdamW makes itself: methods overridden on one instance.
+"""DeepSpeed's ZeRO step without the passes that CoatAdamW makes itself: methods overridden on one
+instance.
 
-ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for infinities, the norm,
-and a multiplication that unscales and clips. The norm is needed, but not its copy of every gradient in fp64. The check
-is not, because ZeRO then looks at the norm, which is non-finite if any gradient that it counts is; those that it does
-not count (copies of a parameter on other ranks of a model-parallel group) can be looked at with it. The multiplication
-is not needed, because the step reads every gradient anyway.
+ZeRO-1 and 2 make three passes over the fp32 gradients before the optimizer sees them: a check for
+infinities, the norm, and a multiplication that unscales and clips. The norm is needed, but not its
+copy of every gradient in fp64. The check is not, because ZeRO then looks at the norm, which is
+non-finite if any gradient that it counts is; those that it does not count (copies of a parameter on
+other ranks of a model-parallel group) can be looked at with it. The multiplication is not needed,
+because the step reads every gradient anyway.
 
-ZeRO also has the host wait for the GPU: at the end of backward (``step_gradients.py``, which has all that happens to
-gradients before), and in each norm. The GPU then idles until the host has started what comes next. One wait is left,
-for the norm: the host has to know whether the step is skipped. After the update ZeRO copies its fp32 partition to the
-16-bit one; the step writes both.
+ZeRO also has the host wait for the GPU: at the end of backward (``step_gradients.py``, which has
+all that happens to gradients before), and in each norm. The GPU then idles until the host has
+started what comes next. One wait is left, for the norm: the host has to know whether the step is
+skipped. After the update ZeRO copies its fp32 partition to the 16-bit one; the step writes both.
 
-The entries of ``attach.py`` whose names begin with "step" leave this out, only with a verified DeepSpeed
-(``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU, whose fp64 sums have
-another order; and clipping with ``bf16_remainder``, where DeepSpeed rounds the clipped gradients to bf16 and the step,
-which clips in fp32, does not.
+The entries of ``attach.py`` whose names begin with "step" leave this out, only with a verified
+DeepSpeed (``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU,
+whose fp64 sums have another order; and clipping with ``bf16_remainder``, where DeepSpeed rounds the
+clipped gradients to bf16 and the step, which clips in fp32, does not.
 """
 
 from __future__ import annotations
@@ -27,28 +29,50 @@ import torch
 from ...checkpoint.zero_partitions import base_optimizer
 from ..reviewed import is_verified_build
 
-__all__ = ["by_what_the_norm_counts", "check_what_the_norm_leaves_out", "has_16_bit_copy", "leave_all_to_the_norm"]
-__all__ += ["may_leave_out_passes", "norm_finds_all", "norm_is_ours", "norm_known", "norm_leaves_out"]
-__all__ += ["read_gradients_once", "unscale_and_clip_in_the_step", "write_16_bit_weights_in_the_step"]
+__all__ = [
+    "by_what_the_norm_counts",
+    "check_what_the_norm_leaves_out",
+    "has_16_bit_copy",
+    "leave_all_to_the_norm",
+]
+__all__ += [
+    "may_leave_out_passes",
+    "norm_finds_all",
+    "norm_is_ours",
+    "norm_known",
+    "norm_leaves_out",
+]
+__all__ += [
+    "read_gradients_once",
+    "unscale_and_clip_in_the_step",
+    "write_16_bit_weights_in_the_step",
+]
 
 
 def may_leave_out_passes(zero: Any) -> bool:
-    """Whether passes of ``engine.optimizer`` may be left out: not those of ZeRO-3, of BF16_Optimizer, of an unverified
-    DeepSpeed, without a CoatAdamW, or under settings with which ZeRO does not look at the norm."""
+    """Whether passes of ``engine.optimizer`` may be left out: not those of ZeRO-3, of
+    BF16_Optimizer, of an unverified DeepSpeed, without a CoatAdamW, or under settings with which
+    ZeRO does not look at the norm.
+    """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if type(zero) is not DeepSpeedZeroOptimizer or base_optimizer(zero) is None or not is_verified_build():
+    if (
+        type(zero) is not DeepSpeedZeroOptimizer
+        or base_optimizer(zero) is None
+        or not is_verified_build()
+    ):
         return False
     return bool(not zero.cpu_offload and zero.compute_grad_norm and zero.check_grad_overflow)
 
 
-# The norm, and the check for infinities. Loss scaling (fp16) reacts to the check itself, ahead of the norm; without it,
-# the norm does all the work.
+# The norm, and the check for infinities. Loss scaling (fp16) reacts to the check itself, ahead of
+# the norm; without it, the norm does all the work.
 
 
 def norm_finds_all(zero: Any, stage: bool) -> bool:
-    """Whether a gradient that is not finite always makes the norm so: the check can be left out. A pipeline's ``stage``
-    has another norm (``pipeline.py``)."""
+    """Whether a gradient that is not finite always makes the norm so: the check can be left out. A
+    pipeline's ``stage`` has another norm (``pipeline.py``).
+    """
     return _in_bf16(zero) and not (stage and _some_are_not_counted(zero))
 
 
@@ -81,8 +105,10 @@ def _no_check(zero: Any, partition_gradients: bool = True) -> None:
 
 
 def _some_are_not_counted(zero: Any) -> bool:
-    """Whether some rank's norm does not count all of its gradients. The same on all ranks, which then meet in the
-    collectives of ZeRO's check: the size of a group is, and all of them hold the same parameters."""
+    """Whether some rank's norm does not count all of its gradients. The same on all ranks, which
+    then meet in the collectives of ZeRO's check: the size of a group is, and all of them hold the
+    same parameters.
+    """
     from deepspeed.comm import pg_utils
 
     replicated = any(_in_a_pipeline(p) for params in zero.bit16_groups for p in params)
@@ -90,14 +116,17 @@ def _some_are_not_counted(zero: Any) -> bool:
 
 
 def read_gradients_once(zero: Any) -> None:
-    """Let the norm read each gradient once and in its own type, and be infinite where one that it does not count is not
-    finite."""
+    """Let the norm read each gradient once and in its own type, and be infinite where one that it
+    does not count is not finite.
+    """
     zero.get_grad_norm_direct = types.MethodType(_norm, zero)
 
 
 def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
-    """In place of ``get_grad_norm_direct``: the same norm over ranks, fp32, -1 where it is not finite. ZeRO converts
-    each gradient to fp64 first, and has the host wait where it looks for what is not finite."""
+    """In place of ``get_grad_norm_direct``: the same norm over ranks, fp32, -1 where it is not
+    finite. ZeRO converts each gradient to fp64 first, and has the host wait where it looks for what
+    is not finite.
+    """
     from deepspeed import comm
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
@@ -106,9 +135,12 @@ def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch
     zero.coat_norm_known = None
     counted, others = by_what_the_norm_counts(zero, gradients, params)
     total = torch.zeros((), dtype=torch.float32, device=zero.device)
-    # On a GPU one kernel for all of them, which converts each element as it reads it; `vector_norm` makes a copy first.
+    # On a GPU one kernel for all of them, which converts each element as it reads it; `vector_norm`
+    # makes a copy first.
     if counted:
-        total = torch.stack(torch._foreach_norm(counted, 2.0, get_norm_dtype())).pow(2.0).sum().float()
+        total = (
+            torch.stack(torch._foreach_norm(counted, 2.0, get_norm_dtype())).pow(2.0).sum().float()
+        )
     if others:
         norms = torch.stack(torch._foreach_norm(others, 2.0, get_norm_dtype()))
         total = torch.where(norms.isfinite().all(), total, torch.inf)
@@ -118,14 +150,19 @@ def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch
     return torch.where(norm.isfinite(), norm, -1.0)
 
 
-def by_what_the_norm_counts(zero: Any, gradients: Any, params: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A rank's gradients of one group: those that its norm counts, and those that another rank's does."""
+def by_what_the_norm_counts(
+    zero: Any, gradients: Any, params: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A rank's gradients of one group: those that its norm counts, and those that another rank's
+    does.
+    """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     counted: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     gradients = (g for g in gradients if not getattr(g, "_zero_padding", False))
-    for gradient, param in zip(gradients, params, strict=False):  # what follows the last gradient is padding, too
+    # What follows the last gradient is padding, too.
+    for gradient, param in zip(gradients, params, strict=False):
         own = is_model_parallel_parameter(param) or zero.model_parallel_rank == 0
         (counted if own and not _in_a_pipeline(param) else others).append(gradient.detach())
     return counted, others
@@ -138,8 +175,10 @@ def _in_a_pipeline(param: torch.nn.Parameter) -> bool:
 
 
 def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
-    """In place of ``has_overflow_partitioned_grads_serial``, which looks at all of a rank's gradients: only those that
-    ``get_grad_norm_direct`` does not count. These are few: norms and biases that tensor-parallel ranks share."""
+    """In place of ``has_overflow_partitioned_grads_serial``, which looks at all of a rank's
+    gradients: only those that ``get_grad_norm_direct`` does not count. These are few: norms and
+    biases that tensor-parallel ranks share.
+    """
     found = torch.zeros(1, dtype=torch.float32, device=zero.device)
     for i, params in enumerate(zero.params_in_partition):
         for gradient in by_what_the_norm_counts(zero, zero.averaged_gradients[i], params)[1]:
@@ -156,8 +195,11 @@ def unscale_and_clip_in_the_step(zero: Any) -> None:
 
 
 def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
-    """In place of ``unscale_and_clip_grads``: the same factor, computed the same way, handed to the optimizer."""
-    if total_norm.is_cuda and vars(zero).get("coat_norm_known", ...) is None:  # the first group, after our norm
+    """In place of ``unscale_and_clip_grads``: the same factor, computed the same way, handed to
+    the optimizer.
+    """
+    # The first group, after our norm.
+    if total_norm.is_cuda and vars(zero).get("coat_norm_known", ...) is None:
         zero.coat_norm_known = torch.cuda.Event()
         zero.coat_norm_known.record()
     if zero.clip_grad == 0.0 and zero.loss_scale == 1.0:
@@ -165,23 +207,31 @@ def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
         return
     scale = zero.loss_scale
     if zero.clip_grad > 0.0:
-        scale = torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0) * zero.loss_scale
+        scale = (
+            torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0)
+            * zero.loss_scale
+        )
     factor = torch.as_tensor(1.0 / scale, dtype=torch.float32, device=zero.device)
     zero.optimizer.grad_factor = factor.reshape(())
 
 
 def norm_known(engine: Any) -> torch.cuda.Event | None:
-    """After an ``engine.step()`` that changed the weights: when the GPU knew the gradient norm, and all that was
-    computed before the step. The optimizer's work comes later. None after any other call, and where nothing is known
-    before the end of it: on a CPU, under ZeRO-3, with fp16, in a pipeline, without CoatAdamW."""
+    """After an ``engine.step()`` that changed the weights: when the GPU knew the gradient norm, and
+    all that was computed before the step. The optimizer's work comes later. None after any other
+    call, and where nothing is known before the end of it: on a CPU, under ZeRO-3, with fp16, in a
+    pipeline, without CoatAdamW.
+    """
     return getattr(engine.optimizer, "coat_norm_known", None) if engine.was_step_applied() else None
 
 
-# Weights. ZeRO-1 and 2 read their fp32 partition once more to write the 16-bit one; CoatAdamW writes both, same bits.
+# Weights. ZeRO-1 and 2 read their fp32 partition once more to write the 16-bit one; CoatAdamW
+# writes both, same bits.
 
 
 def has_16_bit_copy(zero: Any) -> bool:
-    """Whether ZeRO copies its fp32 partition to a 16-bit one after the step, so that CoatAdamW can write both."""
+    """Whether ZeRO copies its fp32 partition to a 16-bit one after the step, so that CoatAdamW
+    can write both.
+    """
     half = may_leave_out_passes(zero) and zero.dtype in (torch.bfloat16, torch.float16)
     return bool(half and not zero.low_precision_master_weights_and_grads)
 
@@ -194,8 +244,8 @@ def write_16_bit_weights_in_the_step(zero: Any) -> None:
 
 def _step_with_copy(zero: Any, group_no: int) -> None:
     """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass."""
-    # What ZeRO copies next is `single_partition_of_fp32_groups[group_no]`. Until the end of ZeRO's step the 16-bit
-    # partition itself stands there, and torch does not copy a tensor onto itself.
+    # What ZeRO copies next is `single_partition_of_fp32_groups[group_no]`. Until the end of ZeRO's
+    # step the 16-bit partition itself stands there, and torch does not copy a tensor onto itself.
     masters, weights = zero.single_partition_of_fp32_groups, zero.get_bit16_param_group(group_no)[0]
     zero.optimizer.copies = {masters[group_no]: weights}
     try:

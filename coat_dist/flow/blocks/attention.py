@@ -1,13 +1,17 @@
-"""Core attention: PyTorch's SDPA, and one that keeps queries, keys, values and output in FP8 for backward.
+"""Core attention: PyTorch's SDPA, and one that keeps queries, keys, values and output in FP8 for
+backward.
 
-The FP8 one computes from what it keeps. q, k and v are quantized by groups and read back; SDPA sees these values in
-forward and again in backward. Its output is quantized and read back too, and that is what is returned: the projection
-that follows multiplies the values that backward will see. Gradients pass through the roundings unchanged.
+The FP8 one computes from what it keeps. q, k and v are quantized by groups and read back; SDPA sees
+these values in forward and again in backward. Its output is quantized and read back too, and that
+is what is returned: the projection that follows multiplies the values that backward will see.
+Gradients pass through the roundings unchanged.
 
-Both take a sequence of several documents, each of which sees itself alone: by definition one SDPA a document.
+Both take a sequence of several documents, each of which sees itself alone: by definition one SDPA a
+document.
 
-SDPA's backward kernels take the output only for ``delta = rowsum(dO * O)``. They get the rounded one, while softmax is
-that of the unrounded: a row of dS then sums to ``dO · (O - Ô)`` instead of zero. docs/flow.md has the size of that.
+SDPA's backward kernels take the output only for ``delta = rowsum(dO * O)``. They get the rounded
+one, while softmax is that of the unrounded: a row of dS then sums to ``dO · (O - Ô)`` instead of
+zero. docs/flow.md has the size of that.
 """
 
 from __future__ import annotations
@@ -37,13 +41,15 @@ def sdpa(
     dropout: float = 0.0,
     documents: Documents | None = None,
 ) -> torch.Tensor:
-    """``softmax(q kᵀ · scale) v`` by ``torch.nn.functional.scaled_dot_product_attention``, on Hopper by cuDNN first.
+    """``softmax(q kᵀ · scale) v`` by ``torch.nn.functional.scaled_dot_product_attention``, on
+    Hopper by cuDNN first.
 
     Args:
         q: ``[s, b, heads, d]``.
         k, v: ``[t, b, groups, d]``, groups a divisor of heads.
         scale: None for ``d ** -0.5``.
-        documents: attention within each of these alone; then b is 1 and t is s. On a GPU by flash attention.
+        documents: attention within each of these alone; then b is 1 and t is s. On a GPU by flash
+            attention.
 
     Returns:
         ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
@@ -52,14 +58,18 @@ def sdpa(
         TypeError: ``documents`` that are no :class:`Documents`.
         ValueError: ``documents`` that do not fit the sequence.
     """
-    values, options = [t.permute(1, 2, 0, 3) for t in (q, k, v)], {"causal": causal, "scale": scale, "dropout": dropout}
+    values, options = (
+        [t.permute(1, 2, 0, 3) for t in (q, k, v)],
+        {"causal": causal, "scale": scale, "dropout": dropout},
+    )
     documents = _checked_documents(documents, q, k)
     if documents is None or why_no_flash(q, k, v) is None:
         out = attend(values, documents, options)  # one call, which autograd knows
     else:
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         out = _EachDocument.apply(*values, documents, options, keep)
-    # Kernels lay their output out like the queries, or as [b, s, heads, d]: merging heads copies neither.
+    # Kernels lay their output out like the queries, or as [b, s, heads, d]: merging heads copies
+    # neither.
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -73,9 +83,11 @@ def attention(
     scale: float | None = None,
     documents: Documents | None = None,
 ) -> tuple[torch.Tensor, QuantizedTensor]:
-    """:func:`sdpa` on values rounded to per-group FP8, its output rounded too; only codes are kept for backward.
+    """:func:`sdpa` on values rounded to per-group FP8, its output rounded too; only codes are kept
+    for backward.
 
-    Groups lie within a head, so nothing depends on how heads are spread over ranks. There is no dropout.
+    Groups lie within a head, so nothing depends on how heads are spread over ranks. There is no
+    dropout.
 
     Args:
         q: ``[s, b, heads, d]``, bfloat16 or float32.
@@ -84,8 +96,8 @@ def attention(
         documents: as in :func:`sdpa`.
 
     Returns:
-        The output ``[s, b, heads * d]`` of q's dtype, and the same as a per-group quantized tensor: hand it to
-        :func:`~coat_dist.flow.linear` as ``compressed``, so that nobody keeps the first.
+        The output ``[s, b, heads * d]`` of q's dtype, and the same as a per-group quantized tensor:
+        hand it to :func:`~coat_dist.flow.linear` as ``compressed``, so that nobody keeps the first.
 
     Raises:
         TypeError: ``documents`` as in :func:`sdpa`.
@@ -95,16 +107,21 @@ def attention(
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4 or t.dtype != q.dtype or t.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
-                f"{name}: got {t.dtype} {list(t.shape)}, accepted: [s, b, heads, d] of one dtype, torch.bfloat16 or "
+                f"{name}: got {t.dtype} {list(t.shape)}, accepted: [s, b, heads, d] of one dtype, "
+                "torch.bfloat16 or "
                 "torch.float32"
             )
     if k.shape != v.shape or k.shape[1::2] != q.shape[1::2] or q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"k, v: got shapes {list(k.shape)}, {list(v.shape)} for q of shape {list(q.shape)}, accepted: equal ones, "
+            f"k, v: got shapes {list(k.shape)}, {list(v.shape)} for q of shape {list(q.shape)}, "
+            "accepted: equal ones, "
             "with q's b and d and a divisor of q's heads"
         )
     if causal and q.shape[0] != k.shape[0]:
-        raise ValueError(f"k: got {k.shape[0]} keys for {q.shape[0]} queries, accepted: equal lengths where causal")
+        raise ValueError(
+            f"k: got {k.shape[0]} keys for {q.shape[0]} queries, accepted: equal lengths where "
+            "causal"
+        )
     documents = _checked_documents(documents, q, k)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     out, codes, scales = _Attention.apply(q, k, v, settings, causal, scale, documents, keep)
@@ -115,9 +132,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, q, k, v, settings: ActivationConfig, causal: bool, scale: float | None, documents: Documents | None,
+        ctx: Any,
+        q,
+        k,
+        v,
+        settings: ActivationConfig,
+        causal: bool,
+        scale: float | None,
+        documents: Documents | None,
         keep: bool,
-    ):  # fmt: skip
+    ):
         ctx.set_materialize_grads(False)
         kept = [_compress(t, settings) for t in (q, k, v)]
         values = [_values(c, t.shape, t.dtype) for c, t in zip(kept, (q, k, v), strict=True)]
@@ -131,8 +155,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*(t for c in kept for t in (c.codes, c.scales)), *extras)
         ctx.args = q.dtype, q.shape, k.shape, settings.group_size
         ctx.mark_non_differentiable(kept[3].codes, kept[3].scales)
-        # A view, on purpose: autograd then refuses to change it in place. Its codes, which the projection that follows
-        # keeps for backward, would not follow.
+        # A view, on purpose: autograd then refuses to change it in place. Its codes, which the
+        # projection that follows keeps for backward, would not follow.
         out = dequantize(kept[3], q.dtype).view(*q.shape[:2], q.shape[2] * q.shape[3])
         return out, kept[3].codes, kept[3].scales
 
@@ -144,7 +168,9 @@ class _Attention(torch.autograd.Function):
             return (None,) * 8
         dtype, q_shape, k_shape, group_size = ctx.args
         tensors = ctx.saved_tensors
-        kept = [QuantizedTensor(tensors[i], tensors[i + 1], "group", group_size) for i in (0, 2, 4, 6)]
+        kept = [
+            QuantizedTensor(tensors[i], tensors[i + 1], "group", group_size) for i in (0, 2, 4, 6)
+        ]
         shapes = q_shape, k_shape, k_shape, q_shape
         values = [_values(c, shape, dtype) for c, shape in zip(kept, shapes, strict=True)]
         grads = ctx.node.backward(dout.reshape(q_shape).permute(1, 2, 0, 3), values, tensors[8:])
@@ -152,10 +178,14 @@ class _Attention(torch.autograd.Function):
 
 
 class _EachDocument(torch.autograd.Function):
-    """One SDPA a document, where no kernel takes them together: q, k, v and the output are saved whole, as by one."""
+    """One SDPA a document, where no kernel takes them together: q, k, v and the output are saved
+    whole, as by one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, documents: Documents, options: dict[str, Any], keep: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, q, k, v, documents: Documents, options: dict[str, Any], keep: bool
+    ) -> torch.Tensor:
         if not keep:
             return attend((q, k, v), documents, options)
         ctx.node = DocumentNodes((q, k, v), documents, options)
@@ -170,7 +200,9 @@ class _EachDocument(torch.autograd.Function):
         return *ctx.node.backward(dout, tensors[:4], tensors[4:]), None, None, None
 
 
-def _checked_documents(documents: Documents | None, q: torch.Tensor, k: torch.Tensor) -> Documents | None:
+def _checked_documents(
+    documents: Documents | None, q: torch.Tensor, k: torch.Tensor
+) -> Documents | None:
     """``documents``, or None where one SDPA does the same; raises what :func:`sdpa` says."""
     if documents is None:
         return None
@@ -179,7 +211,8 @@ def _checked_documents(documents: Documents | None, q: torch.Tensor, k: torch.Te
         raise TypeError(f"documents: got {got}, accepted: Documents(cu_seqlens, max_seqlen)")
     if q.shape[1] != 1 or q.shape[0] != k.shape[0]:
         raise ValueError(
-            f"q: got {list(q.shape)} with {k.shape[0]} keys, accepted: [s, 1, heads, d] and s keys with documents"
+            f"q: got {list(q.shape)} with {k.shape[0]} keys, accepted: [s, 1, heads, d] and s keys "
+            "with documents"
         )
     documents.check(q.shape[0])
     return documents if documents.count > 1 and q.numel() else None

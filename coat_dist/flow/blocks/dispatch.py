@@ -1,8 +1,9 @@
 """Tokens on the way to experts of other ranks: codes and row scales over the wire instead of BF16.
 
 The scales are powers of two, as those with which an expert's block quantizes what it gets by rows
-(:func:`coat_dist.flow.mlp` with ``forward_scales`` "row"). Quantized once more by rows, the values that codes stand for
-stay what they are: so forward multiplies the same values as when BF16 had travelled, to the bit.
+(:func:`coat_dist.flow.mlp` with ``forward_scales`` "row"). Quantized once more by rows, the values
+that codes stand for stay what they are: so forward multiplies the same values as when BF16 had
+travelled, to the bit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ __all__ = ["dispatch_rows"]
 
 
 def dispatch_rows(
-    x: torch.Tensor, group: dist.ProcessGroup, received: Sequence[int], sent: Sequence[int], settings: ActivationConfig
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    received: Sequence[int],
+    sent: Sequence[int],
+    settings: ActivationConfig,
 ) -> torch.Tensor:
     """Send rows to other ranks in FP8; collective over ``group``.
 
@@ -69,7 +74,9 @@ def _exchange_quantized(
     return dequantize(QuantizedTensor(codes, scales, "row"), x.dtype)
 
 
-def _exchange(rows: torch.Tensor, group: dist.ProcessGroup, received: list[int], sent: list[int]) -> torch.Tensor:
+def _exchange(
+    rows: torch.Tensor, group: dist.ProcessGroup, received: list[int], sent: list[int]
+) -> torch.Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out

@@ -1,8 +1,9 @@
 """Several documents in one sequence: where each begins, and the kernel that attends within each.
 
-A sequence of T tokens holds n documents one after the other. ``cu_seqlens`` (``[n + 1]``, from 0 to T) has the places
-where they begin, the format that flash attention and Megatron's ``PackedSeqParams`` share. A query sees the keys of its
-own document alone. Tokens that no document needs, padding at the end, are a document of their own.
+A sequence of T tokens holds n documents one after the other. ``cu_seqlens`` (``[n + 1]``, from 0 to
+T) has the places where they begin, the format that flash attention and Megatron's
+``PackedSeqParams`` share. A query sees the keys of its own document alone. Tokens that no document
+needs, padding at the end, are a document of their own.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ __all__ = ["Documents", "flash_documents", "why_no_flash"]
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of one sequence. One object serves all layers; its tensor must not change meanwhile.
+    """The documents of one sequence. One object serves all layers; its tensor must not change
+    meanwhile.
 
-    Nothing here waits for a GPU, but for :attr:`bounds` where neither ``lengths`` are given nor ``cu_seqlens`` is on
-    the CPU.
+    Nothing here waits for a GPU, but for :attr:`bounds` where neither ``lengths`` are given nor
+    ``cu_seqlens`` is on the CPU.
     """
 
     cu_seqlens: torch.Tensor
-    """int32 ``[documents + 1]`` on the device of the tokens: 0, the sums of the lengths, the number of all tokens."""
+    """int32 ``[documents + 1]`` on the device of the tokens: 0, the sums of the lengths, the
+    number of all tokens.
+    """
     max_seqlen: int
     """Tokens of the longest document, or more: kernels need a bound."""
     lengths: tuple[int, ...] | None = None
@@ -36,15 +40,24 @@ class Documents:
         return self.cu_seqlens.shape[0] - 1
 
     def check(self, tokens: int) -> None:
-        """Raises ValueError for what does not fit a sequence of ``tokens``; values only where the host knows them."""
+        """Raises ValueError for what does not fit a sequence of ``tokens``; values only where
+        the host knows them.
+        """
         if self.__dict__.get("_fits") == tokens:
             return
         cu = self.cu_seqlens
         if cu.dim() != 1 or cu.shape[0] < 2 or cu.dtype != torch.int32:
             accepted = "torch.int32 [documents + 1], at least one document"
             raise ValueError(f"cu_seqlens: got {cu.dtype} {list(cu.shape)}, accepted: {accepted}")
-        if isinstance(self.max_seqlen, bool) or not isinstance(self.max_seqlen, int) or self.max_seqlen < 1:
-            raise ValueError(f"max_seqlen: got {self.max_seqlen!r}, accepted: an int, at least the longest document")
+        if (
+            isinstance(self.max_seqlen, bool)
+            or not isinstance(self.max_seqlen, int)
+            or self.max_seqlen < 1
+        ):
+            raise ValueError(
+                f"max_seqlen: got {self.max_seqlen!r}, accepted: an int, at least the longest "
+                "document"
+            )
         if self.lengths is not None or cu.device.type == "cpu":
             self._check_bounds(self.bounds, tokens)
         self.__dict__["_fits"] = tokens
@@ -52,22 +65,33 @@ class Documents:
     def _check_bounds(self, ends: list[int], tokens: int) -> None:
         lengths = [b - a for a, b in itertools.pairwise(ends)]
         if ends[0] != 0 or min(lengths) < 0 or ends[-1] != tokens or len(lengths) != self.count:
-            shown = str(ends) if len(ends) <= 8 else f"[{ends[0]}, {ends[1]}, ..., {ends[-2]}, {ends[-1]}]"
-            raise ValueError(f"cu_seqlens: got {shown}, accepted: from 0 up to the number of tokens, {tokens}")
+            shown = (
+                str(ends)
+                if len(ends) <= 8
+                else f"[{ends[0]}, {ends[1]}, ..., {ends[-2]}, {ends[-1]}]"
+            )
+            raise ValueError(
+                f"cu_seqlens: got {shown}, accepted: from 0 up to the number of tokens, {tokens}"
+            )
         if max(lengths) > self.max_seqlen:
             raise ValueError(
-                f"max_seqlen: got {self.max_seqlen}, accepted: at least the longest document, {max(lengths)} tokens"
+                f"max_seqlen: got {self.max_seqlen}, accepted: at least the longest document, "
+                f"{max(lengths)} tokens"
             )
 
     @functools.cached_property
     def bounds(self) -> list[int]:
-        """:attr:`cu_seqlens` on the host. Waits for the GPU where it is there and :attr:`lengths` are not given."""
+        """:attr:`cu_seqlens` on the host. Waits for the GPU where it is there and
+        :attr:`lengths` are not given.
+        """
         if self.lengths is None:
             return self.cu_seqlens.tolist()
         return [0, *itertools.accumulate(self.lengths)]
 
     def positions(self, tokens: int) -> torch.Tensor:
-        """The place of every token in its document, int64 ``[tokens]``, without waiting for the device."""
+        """The place of every token in its document, int64 ``[tokens]``, without waiting for the
+        device.
+        """
         at = torch.arange(tokens, device=self.cu_seqlens.device)
         begins = self.cu_seqlens.long()
         return at - begins[torch.searchsorted(begins, at, right=True) - 1]
@@ -86,7 +110,8 @@ def why_no_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | Non
 
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
-    # 8.0: what PyTorch's flash attention 2 is compiled for. ROCm has other kernels behind the same name: not tried.
+    # 8.0: what PyTorch's flash attention 2 is compiled for. ROCm has other kernels behind the same
+    # name: not tried.
     built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -107,12 +132,14 @@ def flash_documents(
     scale: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention within each document by PyTorch's flash attention, which reads the bounds on the device.
+    """Attention within each document by PyTorch's flash attention, which reads the bounds on the
+    device.
 
-    Called as PyTorch's own operator: ``torch.nn.attention.varlen`` wraps the same one in Python, with arguments that
-    differ between torch 2.11 and 2.13. cuDNN is faster on Hopper without documents, but its form with cumulative
-    lengths is switched off in that wrapper, and a version of PyTorch's ``MHA.cpp`` that was read keeps no execution
-    plans for it: every call makes one. ``benchmarks/speed/documents.py`` of commit 8e70c61 measured all of them.
+    Called as PyTorch's own operator: ``torch.nn.attention.varlen`` wraps the same one in Python,
+    with arguments that differ between torch 2.11 and 2.13. cuDNN is faster on Hopper without
+    documents, but its form with cumulative lengths is switched off in that wrapper, and a version
+    of PyTorch's ``MHA.cpp`` that was read keeps no execution plans for it: every call makes one.
+    ``benchmarks/speed/documents.py`` of commit 8e70c61 measured all of them.
 
     Args:
         q: ``[T, heads, d]``, k and v: ``[T, groups, d]``.

@@ -1,11 +1,13 @@
 """fc1 → activation → fc2 of all experts of a layer in one autograd function, with grouped products.
 
-What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its tokens alone, to the
-bit on the reference path: forward has scales of rows (or of an expert), backward one scale an expert. The rows of all
-experts are one matrix, in which each expert's begin at a multiple of 32 (``reference/grouped.py``).
+What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its
+tokens alone, to the bit on the reference path: forward has scales of rows (or of an expert),
+backward one scale an expert. The rows of all experts are one matrix, in which each expert's begin
+at a multiple of 32 (``reference/grouped.py``).
 
-Saved: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows lie (8 bytes a row);
-with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows` saves it. No copy of a weight.
+Saved: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows lie
+(8 bytes a row); with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows` saves
+it. No copy of a weight.
 """
 
 from __future__ import annotations
@@ -58,14 +60,16 @@ def grouped_mlp(
     settings: ActivationConfig,
     probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The experts of a layer on tokens that are sorted by expert, with FP8 products; each rank works by itself.
+    """The experts of a layer on tokens that are sorted by expert, with FP8 products; each rank
+    works by itself.
 
     Args:
         x: ``[tokens, h]``, bfloat16 or float32; any number of tokens.
-        tokens_per_expert: int ``[experts]``, on the CPU or x's device; they add up to ``tokens``. On a GPU nothing
-            waits for it where torch has the product (``ops/grouped_gemm.py``).
-        fc1_weight: contiguous, read as ``[experts, h, parts f]``, whatever its shape: x is multiplied by it as it is,
-            gate columns first. So Megatron's ``GroupedMLP`` stores ``weight1``, ``[h, experts * parts f]``.
+        tokens_per_expert: int ``[experts]``, on the CPU or x's device; they add up to ``tokens``.
+            On a GPU nothing waits for it where torch has the product (``ops/grouped_gemm.py``).
+        fc1_weight: contiguous, read as ``[experts, h, parts f]``, whatever its shape: x is
+            multiplied by it as it is, gate columns first. So Megatron's ``GroupedMLP`` stores
+            ``weight1``, ``[h, experts * parts f]``.
         fc2_weight: contiguous, read as ``[experts, f, h]``; ``weight2``.
         activation: as in :func:`~coat_dist.flow.norm_mlp`.
         probs: ``[tokens]``, any floating dtype: what each token's output is multiplied by.
@@ -99,12 +103,14 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> N
     ):
         if not t.is_contiguous() or t.numel() % unit:
             raise ValueError(
-                f"{name}: got shape {list(t.shape)}, accepted: contiguous, the elements of {form} with {experts} "
+                f"{name}: got shape {list(t.shape)}, accepted: contiguous, the elements of {form} "
+                f"with {experts} "
                 f"experts, h {h} and {parts} parts ({activation!r})"
             )
     if fc1_weight.numel() != parts * fc2_weight.numel():
         raise ValueError(
-            f"fc2_weight: got {fc2_weight.numel()} elements, accepted: {fc1_weight.numel()}/{parts}, those of "
+            f"fc2_weight: got {fc2_weight.numel()} elements, accepted: "
+            f"{fc1_weight.numel()}/{parts}, those of "
             f"fc1_weight for each of the {parts} tensors that {activation!r} takes"
         )
     if settings.tp_invariant:
@@ -114,15 +120,21 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> N
 
 
 class _Weight:
-    """The weights of all experts, ``[experts, in, out]``, in one call, as :class:`~coat_dist.flow.weights.Weight`."""
+    """The weights of all experts, ``[experts, in, out]``, in one call, as
+    :class:`~coat_dist.flow.weights.Weight`.
+    """
 
-    def __init__(self, parameter: torch.Tensor, experts: int, inputs: int, settings: ActivationConfig) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, experts: int, inputs: int, settings: ActivationConfig
+    ) -> None:
         self.parameter = parameter
         self.shape = (experts, inputs, parameter.numel() // (experts * inputs))
         self.settings = settings
 
     def quantized(self) -> Operand:
-        """For forward, codes ``[experts, out, in]``; the scale, fp32 ``[experts]``, is to be saved."""
+        """For forward, codes ``[experts, out, in]``; the scale, fp32 ``[experts]``, is to be
+        saved.
+        """
         if self.settings.weights == "cached" and cacheable(self.parameter):
             return from_cache(self.parameter, self.settings, self.shape, self._quantize)
         return self._quantize()
@@ -137,13 +149,23 @@ class _Weight:
         return Operand(quantize_experts(turned, fmt, scale, None), scale)
 
     def straight(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """For dgrad, codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors`` returns it."""
-        return quantize_experts(weight.view(self.shape), fp8_format(self.settings.format), scale, None)
+        """For dgrad, codes ``[experts, in, out]`` with forward's scale; ``weight`` as
+        ``saved_tensors`` returns it.
+        """
+        return quantize_experts(
+            weight.view(self.shape), fp8_format(self.settings.format), scale, None
+        )
 
-    def gradient(self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows) -> torch.Tensor | None:
-        """wgrad; see :meth:`coat_dist.flow.weights.Weight.gradient`. Operands ``[in, rows]`` and ``[out, rows]``."""
+    def gradient(
+        self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows
+    ) -> torch.Tensor | None:
+        """wgrad; see :meth:`coat_dist.flow.weights.Weight.gradient`. Operands ``[in, rows]`` and
+        ``[out, rows]``.
+        """
         if self.settings.wgrad == "main_grad":
-            return into_main_grad(self.parameter, lambda out, whole: self._products(out, whole, x8_t, d8_t, rows))
+            return into_main_grad(
+                self.parameter, lambda out, whole: self._products(out, whole, x8_t, d8_t, rows)
+            )
         return grouped_wgrad(x8_t, d8_t, rows, self.parameter.dtype).view(self.parameter.shape)
 
     def _products(self, out, whole, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, Product]]:
@@ -168,7 +190,9 @@ class _GroupedMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         fmt, width = fp8_format(settings.format), x.shape[1]
         fc1 = _Weight(fc1_weight, rows.experts, width, settings)
-        fc2 = _Weight(fc2_weight, rows.experts, fc2_weight.numel() // (rows.experts * width), settings)
+        fc2 = _Weight(
+            fc2_weight, rows.experts, fc2_weight.numel() // (rows.experts * width), settings
+        )
         y8, x8 = _input(x, rows, settings)
         w1, w1_scale = fc1.quantized()
         pre = grouped_mm(y8, w1, rows, x.dtype, fast_accum=True)
@@ -182,9 +206,19 @@ class _GroupedMLP(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             out8 = quantize_groups(out, saved_format(settings), settings.group_size, settings.scale)
         ctx.save_for_backward(
-            x8.codes, x8.scales, pre8.codes, pre8.scales, a_scale, fc1_weight, w1_scale, fc2_weight, w2_scale,
-            probs, *((None, None) if out8 is None else (out8.codes, out8.scales)), *rows[:4],
-        )  # fmt: skip
+            x8.codes,
+            x8.scales,
+            pre8.codes,
+            pre8.scales,
+            a_scale,
+            fc1_weight,
+            w1_scale,
+            fc2_weight,
+            w2_scale,
+            probs,
+            *((None, None) if out8 is None else (out8.codes, out8.scales)),
+            *rows[:4],
+        )
         ctx.args = fc1, fc2, rows.known, activation, settings, x.dtype
         return shaped(take_rows(out, rows.place, probs), *x.shape)
 
@@ -192,7 +226,20 @@ class _GroupedMLP(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
-        *saved, w1, w1_scale, w2, w2_scale, probs, y_codes, y_scales, source, place, blocks, ends = ctx.saved_tensors
+        (
+            *saved,
+            w1,
+            w1_scale,
+            w2,
+            w2_scale,
+            probs,
+            y_codes,
+            y_scales,
+            source,
+            place,
+            blocks,
+            ends,
+        ) = ctx.saved_tensors
         x_codes, x_scales, pre_codes, pre_scales, a_scale = saved
         fc1, fc2, known, activation, settings, dtype = ctx.args
         rows = ExpertRows(source, place, blocks, ends, known)
@@ -200,7 +247,11 @@ class _GroupedMLP(torch.autograd.Function):
         pre8 = QuantizedTensor(pre_codes, pre_scales, "group", settings.group_size)
         dx = dfc1 = dfc2 = None
 
-        y8 = None if y_codes is None else QuantizedTensor(y_codes, y_scales, "group", settings.group_size)
+        y8 = (
+            None
+            if y_codes is None
+            else QuantizedTensor(y_codes, y_scales, "group", settings.group_size)
+        )
         d, top, dprobs = spread_gradient(dout, rows, probs, y8)
         assert top is not None
         d8, d8_t = quantize_experts_both(d, grad_fmt, tensor_scale(top, grad_fmt), rows)
@@ -208,7 +259,9 @@ class _GroupedMLP(torch.autograd.Function):
         da = grouped_mm(d8, fc2.straight(w2, w2_scale), rows, dtype)
         del d8
         scale = tensor_scale(activation_grad_amax_experts(da, pre8, activation, rows), grad_fmt)
-        inner = activation_backward_experts(da, pre8, activation, grad_fmt, scale, fmt, a_scale, rows)
+        inner = activation_backward_experts(
+            da, pre8, activation, grad_fmt, scale, fmt, a_scale, rows
+        )
         del da
         if ctx.needs_input_grad[2]:
             dfc2 = fc2.gradient(inner.a8_t, d8_t, rows)
@@ -224,11 +277,17 @@ class _GroupedMLP(torch.autograd.Function):
         return dx, dfc1, dfc2, dprobs, None, None, None
 
 
-def _input(x, rows: ExpertRows, settings: ActivationConfig) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """What fc1 multiplies, and x in FP8 with a scale an expert for backward; the same where scales are per tensor."""
+def _input(
+    x, rows: ExpertRows, settings: ActivationConfig
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """What fc1 multiplies, and x in FP8 with a scale an expert for backward; the same where
+    scales are per tensor.
+    """
     fmt, values = fp8_format(settings.format), take_rows(x, rows.source)
     if settings.forward_scales != "row":
-        x8 = quantize_experts(values, fmt, tensor_scale(amax_experts(values, rows), fmt, True), rows)
+        x8 = quantize_experts(
+            values, fmt, tensor_scale(amax_experts(values, rows), fmt, True), rows
+        )
         return x8, x8
     y8 = quantize_rows(values, fmt, aligned=True)
     return y8, quantize_experts(values, fmt, largest_rows(y8.scales, rows, SMALLEST_SCALE), rows)
@@ -237,15 +296,21 @@ def _input(x, rows: ExpertRows, settings: ActivationConfig) -> tuple[QuantizedTe
 def _activate(
     pre: torch.Tensor, activation: str, fmt, rows: ExpertRows, settings: ActivationConfig
 ) -> tuple[QuantizedTensor, QuantizedTensor, torch.Tensor]:
-    """From fc1's output: what is saved of it, the input of fc2, and that one's scales for backward."""
+    """From fc1's output: what is saved of it, the input of fc2, and that one's scales for
+    backward.
+    """
     exact, saved = settings.forward == "exact", saved_format(settings, pre_activation=True)
     pre8, a8 = activation_compress_rows(
         pre, activation, fmt, settings.group_size, settings.scale, exact, None, saved
-    )  # fmt: skip
+    )
     scale = largest_rows(a8.scales, rows, SMALLEST_SCALE)
     if settings.forward_scales != "row":
         for expert, at in rows.pieces():
-            part = pre[at] if exact else QuantizedTensor(pre8.codes[at], pre8.scales[at], "group", pre8.group_size)
+            part = (
+                pre[at]
+                if exact
+                else QuantizedTensor(pre8.codes[at], pre8.scales[at], "group", pre8.group_size)
+            )
             a8.codes[at] = activation_quantize(part, activation, fmt, scale[expert]).codes
         a8 = QuantizedTensor(a8.codes, scale, "expert")
     return pre8, a8, scale

@@ -1,4 +1,6 @@
-"""Row-parallel FP8 linear, and the BF16 output layer that sums the same way on any number of ranks."""
+"""Row-parallel FP8 linear, and the BF16 output layer that sums the same way on any number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,20 @@ def linear(
 ) -> torch.Tensor:
     """``x @ weight.T`` with an FP8 product, split over ranks by input features.
 
-    Saves an alias of x, which its producer keeps anyway (attention keeps its output), and two scales.
+    Saves an alias of x, which its producer keeps anyway (attention keeps its output), and two
+    scales.
 
     Args:
         x: ``[..., k / tp]``, bfloat16 or float32, the whole sequence.
         weight: this rank's ``[n, k / tp]``.
         compressed: x by groups, saved in x's place; x must be exactly what it reads back as
-            (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two and its format is that
-            of the product, codes change exponents and are not rounded again, unless they become subnormal.
+            (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two and
+            its format is that of the product, codes change exponents and are not rounded again,
+            unless they become subnormal.
 
     Returns:
-        ``[..., n]`` of x's dtype, summed over ranks; with sequence parallelism this rank's share of dimension 0.
+        ``[..., n]`` of x's dtype, summed over ranks; with sequence parallelism this rank's share of
+        dimension 0.
 
     Raises:
         TypeError: x is no tensor.
@@ -49,20 +54,34 @@ def linear(
         raise TypeError(f"x: got {type(x).__name__}, accepted: a tensor{pair}")
     check_input(x, weight)
     if tp.sharded and x.shape[0] % tp.size:
-        raise ValueError(f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks")
+        raise ValueError(
+            f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks"
+        )
     if compressed is None:
         return _Linear.apply(x, weight, None, None, 0, tp, settings)
     if compressed.layout != "group" or compressed.codes.numel() != x.numel():
         got = f"layout {compressed.layout!r}, {list(compressed.codes.shape)}"
-        raise ValueError(f"compressed: got {got}, accepted: layout 'group' with the elements of x, {list(x.shape)}")
-    return _Linear.apply(x, weight, compressed.codes, compressed.scales, compressed.group_size, tp, settings)
+        raise ValueError(
+            f"compressed: got {got}, accepted: layout 'group' with the elements of x, "
+            f"{list(x.shape)}"
+        )
+    return _Linear.apply(
+        x, weight, compressed.codes, compressed.scales, compressed.group_size, tp, settings
+    )
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x, weight, codes, scales, group_size: int, tp: TensorParallel, settings: ActivationConfig
+        ctx: Any,
+        x,
+        weight,
+        codes,
+        scales,
+        group_size: int,
+        tp: TensorParallel,
+        settings: ActivationConfig,
     ) -> torch.Tensor:
         x8, x_scale = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, True)
         ctx.weight = Weight(weight, tp, settings, split=True)
@@ -70,7 +89,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if codes is None else None, weight, x_scale, w_scale, codes, scales)
         ctx.args = x.shape, x.dtype, group_size, tp.for_backward, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True).wait()
-        return shaped(out, x.shape[0] // (tp.size if tp.sharded else 1), *x.shape[1:-1], weight.shape[0])
+        return shaped(
+            out, x.shape[0] // (tp.size if tp.sharded else 1), *x.shape[1:-1], weight.shape[0]
+        )
 
     @staticmethod
     @once_differentiable
@@ -90,7 +111,9 @@ class _Linear(torch.autograd.Function):
         del d8
         if ctx.needs_input_grad[1]:
             if codes is not None:
-                x = dequantize(QuantizedTensor(codes, scales, "group", group_size), dtype).view(shape)
+                x = dequantize(QuantizedTensor(codes, scales, "group", group_size), dtype).view(
+                    shape
+                )
             x8_t = quantize_tensor(x, fp8_format(settings.format), x_scale, transpose=True)
             dweight = ctx.weight.gradient(d8_t, x8_t)
         return dx, dweight, None, None, None, None, None
@@ -99,11 +122,13 @@ class _Linear(torch.autograd.Function):
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """``x @ weight.T`` without FP8, split over ranks by output features, with sums in fp64.
 
-    For the output layer where losses must not depend on the tensor-parallel size: every product and the sum of dgrad
-    over ranks are rounded once (fp32, then the dtype of x or weight). Slow on GPUs; meant for verification.
+    For the output layer where losses must not depend on the tensor-parallel size: every product and
+    the sum of dgrad over ranks are rounded once (fp32, then the dtype of x or weight). Slow on
+    GPUs; meant for verification.
 
     Args:
-        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's
+            part of it.
         weight: this rank's ``[n / tp, h]``.
 
     Returns:

@@ -1,7 +1,9 @@
-"""Cross entropy over a vocabulary that is split over tensor-parallel ranks, from logits or from hidden states.
+"""Cross entropy over a vocabulary that is split over tensor-parallel ranks, from logits or from
+hidden states.
 
-Both functions use the same operations (``reference/cross_entropy.py``), so they give the same loss for the same logits.
-:func:`linear_cross_entropy` makes logits of a part of the vocabulary at a time, in forward and again in backward.
+Both functions use the same operations (``reference/cross_entropy.py``), so they give the same loss
+for the same logits. :func:`linear_cross_entropy` makes logits of a part of the vocabulary at a
+time, in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ IGNORE_INDEX = -100
 _BLOCK = 2**26
 """Most logits of :func:`linear_cross_entropy` that exist at a time: 128 MiB in BF16. Not tuned."""
 _ALIGN = 64
-"""A chunk's columns are a multiple of this, but for the last: rows of logits then start on whole cache lines."""
+"""A chunk's columns are a multiple of this, but for the last: rows of logits then start on whole
+cache lines.
+"""
 
 
 def vocab_parallel_cross_entropy(
@@ -31,23 +35,25 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Loss per token, fp32, of the shape of ``labels``: ``log(sum(exp(logits))) - logits[label]``.
 
-    Exponentials are fp32, their sum over the vocabulary is fp64, so the loss does not depend on the number of ranks.
-    Saves an alias of the logits and 16 bytes a token.
+    Exponentials are fp32, their sum over the vocabulary is fp64, so the loss does not depend on the
+    number of ranks. Saves an alias of the logits and 16 bytes a token.
 
     Args:
         logits: ``[..., v / tp]``, any floating dtype; rank r holds columns r * v / tp and up.
         labels: ``[...]``, integer; tokens labelled -100 have loss and gradient zero.
-        z_loss: adds ``z_loss * log(sum(exp(logits)))**2`` to a token's loss (PaLM, arXiv 2204.02311, section 5).
+        z_loss: adds ``z_loss * log(sum(exp(logits)))**2`` to a token's loss (PaLM, arXiv
+            2204.02311, section 5).
 
     Raises:
-        ValueError: shapes that do not fit; on CPU also a label outside the vocabulary. On a GPU, where looking would
-            cost a synchronization, such a token's loss and gradient are NaN.
+        ValueError: shapes that do not fit; on CPU also a label outside the vocabulary. On a GPU,
+            where looking would cost a synchronization, such a token's loss and gradient are NaN.
     """
     _check(labels, logits.shape[:-1], logits.shape[-1] * tp.size, z_loss)
     return _CrossEntropy.apply(logits, labels, tp, z_loss)
 
 
-@outside_of_graphs  # a graph break: torch.compile cannot trace GEMMs that add to an fp32 tensor (pytorch 163880)
+# A graph break: torch.compile cannot trace GEMMs that add to an fp32 tensor (pytorch 163880)
+@outside_of_graphs
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -60,41 +66,60 @@ def linear_cross_entropy(
     exact: bool = False,
     keep: bool = False,
 ) -> torch.Tensor:
-    """:func:`vocab_parallel_cross_entropy` of ``x @ weight.T + bias``, without holding all logits unless told to.
+    """:func:`vocab_parallel_cross_entropy` of ``x @ weight.T + bias``, without holding all logits
+    unless told to.
 
-    Forward makes the logits of ``chunk`` vocabulary entries at a time and keeps their statistics. Backward makes each
-    chunk again (one GEMM more than with ``keep``), turns it into its gradient in place, and multiplies it into the
-    gradients of x and weight. Saves an alias of x and 16 bytes a token (with sequence parallelism, of all ranks'
-    tokens). Gradients are right for any gradient of the loss per token.
+    Forward makes the logits of ``chunk`` vocabulary entries at a time and keeps their statistics.
+    Backward makes each chunk again (one GEMM more than with ``keep``), turns it into its gradient
+    in place, and multiplies it into the gradients of x and weight. Saves an alias of x and 16 bytes
+    a token (with sequence parallelism, of all ranks' tokens). Gradients are right for any gradient
+    of the loss per token.
 
     Args:
-        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's
+            part of it.
         weight: this rank's ``[v / tp, h]``, of the dtype of x.
-        labels: ``[...]``, integer, for the whole sequence; tokens labelled -100 have loss and gradient zero.
+        labels: ``[...]``, integer, for the whole sequence; tokens labelled -100 have loss and
+            gradient zero.
         bias: this rank's ``[v / tp]``, of the dtype of x.
         z_loss: see :func:`vocab_parallel_cross_entropy`.
-        chunk: vocabulary entries a rank makes logits of at a time. None = as many as make 2**26 logits (128 MiB in
-            BF16).
-        exact: sum products in fp64, as :func:`~coat_dist.flow.invariant_linear` does: loss and gradients are then the
-            same bits for every number of ranks and every chunk. Slow on GPUs.
-        keep: keep the logits for backward, ``v / tp`` of x's dtype a token, instead of making them again. Equal bits.
+        chunk: vocabulary entries a rank makes logits of at a time. None = as many as make 2**26
+            logits (128 MiB in BF16).
+        exact: sum products in fp64, as :func:`~coat_dist.flow.invariant_linear` does: loss and
+            gradients are then the same bits for every number of ranks and every chunk. Slow on
+            GPUs.
+        keep: keep the logits for backward, ``v / tp`` of x's dtype a token, instead of making them
+            again. Equal bits.
 
     Returns:
         Loss per token, fp32, of the shape of ``labels``, the same on every rank.
 
     Raises:
-        ValueError: a shape, dtype or chunk that does not fit; names the argument. For labels as above.
+        ValueError: a shape, dtype or chunk that does not fit; names the argument. For labels as
+            above.
     """
     check_input(x, weight)
-    for name, t, shape in (("weight", weight, list(weight.shape)), ("bias", bias, [weight.shape[0]])):
+    for name, t, shape in (
+        ("weight", weight, list(weight.shape)),
+        ("bias", bias, [weight.shape[0]]),
+    ):
         if t is not None and (t.dtype != x.dtype or list(t.shape) != shape):
-            raise ValueError(f"{name}: got {t.dtype} {list(t.shape)}, accepted: {x.dtype} (the dtype of x) {shape}")
+            raise ValueError(
+                f"{name}: got {t.dtype} {list(t.shape)}, accepted: {x.dtype} (the dtype of x) "
+                f"{shape}"
+            )
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk: got {chunk!r}, accepted: a positive number of vocabulary entries, or None")
+        raise ValueError(
+            f"chunk: got {chunk!r}, accepted: a positive number of vocabulary entries, or None"
+        )
     tokens = torch.Size([x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1]])
     _check(labels, tokens, weight.shape[0] * tp.size, z_loss)
     width = _width(weight.shape[0], labels.numel()) if chunk is None else chunk
-    keep = keep and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    keep = (
+        keep
+        and torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    )
     return _LinearCrossEntropy.apply(x, weight, bias, labels, tp, z_loss, width, exact, keep)
 
 
@@ -122,20 +147,34 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Chunks are cut from the vocabulary, not from the tokens. A chunk's part of dweight is then complete, is rounded
-    once, and goes straight to its place; what is summed over chunks is dx, in fp32, tokens x h. Cut from the tokens,
-    it would be dweight, v / tp x h in fp32: more wherever a rank has more vocabulary entries than tokens."""
+    """Chunks are cut from the vocabulary, not from the tokens. A chunk's part of dweight is then
+    complete, is rounded once, and goes straight to its place; what is summed over chunks is dx, in
+    fp32, tokens x h. Cut from the tokens, it would be dweight, v / tp x h in fp32: more wherever a
+    rank has more vocabulary entries than tokens.
+    """
 
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x, weight, bias, labels, tp: TensorParallel, z_loss: float, width: int, exact: bool, keep: bool
+        ctx: Any,
+        x,
+        weight,
+        bias,
+        labels,
+        tp: TensorParallel,
+        z_loss: float,
+        width: int,
+        exact: bool,
+        keep: bool,
     ) -> torch.Tensor:
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
         first, size = tp.rank * weight.shape[0], weight.shape[0]
         chunks = range(0, size, width)
         exponents = torch.empty(len(chunks), len(rows), dtype=torch.float32, device=x.device)
-        totals, label = torch.empty_like(exponents, dtype=torch.float64), torch.zeros_like(exponents[0])
+        totals, label = (
+            torch.empty_like(exponents, dtype=torch.float64),
+            torch.zeros_like(exponents[0]),
+        )
         kept: list[torch.Tensor] = []
         for i, start in enumerate(chunks):
             part = slice(start, start + width)
@@ -161,8 +200,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
         first, size = tp.rank * weight.shape[0], weight.shape[0]
         factors = _factors(dloss, flat, size * tp.size, exponent, inverse, z_loss)
-        dx = _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size) if wants_x else None
-        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if wants_weight else None
+        dx = (
+            _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size)
+            if wants_x
+            else None
+        )
+        dweight = (
+            torch.empty_like(weight, memory_format=torch.contiguous_format)
+            if wants_weight
+            else None
+        )
         dbias = torch.empty_like(bias) if wants_bias else None
         for i, start in enumerate(range(0, size, width)):
             part = slice(start, start + width)
@@ -182,19 +229,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Sum:
-    """The gradient of x, summed over chunks and then over ranks: fp64 where exact, else fp32 (BF16 over ranks, as
-    Megatron does), and on a GPU without a wider buffer where there is one chunk."""
+    """The gradient of x, summed over chunks and then over ranks: fp64 where exact, else fp32 (BF16
+    over ranks, as Megatron does), and on a GPU without a wider buffer where there is one chunk.
+    """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, exact: bool, several: bool) -> None:
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool,
+        several: bool,
+    ) -> None:
         self.exact, self.dtype, self.total = exact, dtype, None
         if exact or several:
-            self.total = torch.zeros(shape, dtype=torch.float64 if exact else torch.float32, device=device)
+            self.total = torch.zeros(
+                shape, dtype=torch.float64 if exact else torch.float32, device=device
+            )
 
     def add(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
         if self.total is None and grad.is_cuda:
             self.total = grad @ weight
         elif self.total is None:
-            # Without BF16 instructions, torch on CPU takes a hundred times as long for this product in BF16.
+            # Without BF16 instructions, torch on CPU takes a hundred times as long for this product
+            # in BF16.
             self.total = (grad.float() @ weight.float()).to(self.dtype)
         elif self.exact:
             self.total += exact_mm(grad, weight.t())
@@ -223,14 +281,19 @@ def _logits(
 def _loss(
     stats: LogitStats, labels: torch.Tensor, vocabulary: int, tp: TensorParallel, z_loss: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, and what backward needs of each row: exponent and 1 / total over all ranks. Two collectives."""
+    """Loss, and what backward needs of each row: exponent and 1 / total over all ranks. Two
+    collectives.
+    """
     exponent = tp.max_(stats.exponent.clone())
-    # One fp64 tensor, one reduction: sums of exponentials and the label's logit (zero on every rank but one).
+    # One fp64 tensor, one reduction: sums of exponentials and the label's logit (zero on every rank
+    # but one).
     sums = torch.stack([stats.total * pow2(stats.exponent - exponent), stats.label.double()])
     total, label = tp.sum(sums)
     log_sum = total.log() + exponent.double() * math.log(2)
     loss = (log_sum - label + z_loss * log_sum.square() if z_loss else log_sum - label).float()
-    loss = loss.masked_fill(labels == IGNORE_INDEX, 0.0).masked_fill(_out_of_range(labels, vocabulary), torch.nan)
+    loss = loss.masked_fill(labels == IGNORE_INDEX, 0.0).masked_fill(
+        _out_of_range(labels, vocabulary), torch.nan
+    )
     return loss, exponent, total.reciprocal().float()
 
 
@@ -242,7 +305,9 @@ def _factors(
     inverse: torch.Tensor,
     z_loss: float,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """``boost`` and ``dloss`` of ``logit_grad``: d loss / d logits = softmax * (1 + 2 z log_sum) - onehot."""
+    """``boost`` and ``dloss`` of ``logit_grad``: d loss / d logits = softmax * (1 + 2 z log_sum)
+    - onehot.
+    """
     dloss = dloss.reshape(-1).float().masked_fill(labels == IGNORE_INDEX, 0.0)
     dloss = dloss.masked_fill(_out_of_range(labels, vocabulary), torch.nan)
     if not z_loss:
@@ -252,14 +317,17 @@ def _factors(
 
 def _check(labels: torch.Tensor, shape: torch.Size, vocabulary: int, z_loss: float) -> None:
     if labels.shape != shape or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels: got {labels.dtype} {list(labels.shape)}, accepted: integers {list(shape)}")
+        raise ValueError(
+            f"labels: got {labels.dtype} {list(labels.shape)}, accepted: integers {list(shape)}"
+        )
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss: got {z_loss}, accepted: a finite number from 0")
     if labels.device.type == "cpu":
         wrong = labels[_out_of_range(labels, vocabulary)]
         if wrong.numel():
             raise ValueError(
-                f"labels: got {wrong[0].item()}, accepted: 0 to {vocabulary - 1}, or {IGNORE_INDEX} to ignore"
+                f"labels: got {wrong[0].item()}, accepted: 0 to {vocabulary - 1}, or "
+                f"{IGNORE_INDEX} to ignore"
             )
 
 

@@ -1,7 +1,9 @@
-"""(norm →) fc1 → activation → fc2, as one autograd function, and what an expert does with its result.
+"""(norm →) fc1 → activation → fc2, as one autograd function, and what an expert does with its
+result.
 
-Saved per token: x8 (with group scales and rstd, if there is a norm), the pre-activation in per-group FP8 (gate and up,
-or one tensor without a gate); per call: four scales. Not saved: fc1's output, the activation, any copy of the weights.
+Saved per token: x8 (with group scales and rstd, if there is a norm), the pre-activation in
+per-group FP8 (gate and up, or one tensor without a gate); per call: four scales. Not saved: fc1's
+output, the activation, any copy of the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ from ..function import check_settings, once_differentiable, shaped, without_auto
 from ..inputs import check_normed, quantized_input, residual_alias, restore_input
 from ..parallel.tensor_parallel import TensorParallel
 from ..products import check_input, gemm, summed_gemm
-from ..scaling import Operand, gradient_amax, quantize_gradient, row_operand, saved_format, share_rows, shared_scale
+from ..scaling import (
+    Operand,
+    gradient_amax,
+    quantize_gradient,
+    row_operand,
+    saved_format,
+    share_rows,
+    shared_scale,
+)
 from ..weights import JoinedWeight, Weight, Weights, joined
 from .norm import Norm
 
@@ -50,18 +60,22 @@ def norm_mlp(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """An MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
 
-    A bias of fc2 is not added: it is replicated over ranks, and belongs to the dropout and residual that follow.
+    A bias of fc2 is not added: it is replicated over ranks, and belongs to the dropout and residual
+    that follow.
 
     Args:
-        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
-        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows, also as two weights (gate, up);
-            ``[f / tp, h]`` without a gate.
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's
+            part of it.
+        fc1_weight: this rank's ``[2 f / tp, h]``: its gate rows, then its up rows, also as two
+            weights (gate, up); ``[f / tp, h]`` without a gate.
         fc2_weight: this rank's ``[h, f / tp]``.
-        activation: with a gate "swiglu", "geglu" (erf), "geglu_tanh" or "quick_geglu"; without "gelu" (erf),
-            "gelu_tanh", "quick_gelu" or "squared_relu".
+        activation: with a gate "swiglu", "geglu" (erf), "geglu_tanh" or "quick_geglu"; without
+            "gelu" (erf), "gelu_tanh", "quick_gelu" or "squared_relu".
         fc1_bias: this rank's ``[2 f / tp]`` or ``[f / tp]``, or one for each weight; added in fp32.
-        residual: also return x's alias for the residual connection, as :func:`~coat_dist.flow.norm_linear` does.
-        before_fc2: called before fc2_weight is read, after the product with fc1_weight: what waits for its values.
+        residual: also return x's alias for the residual connection, as
+            :func:`~coat_dist.flow.norm_linear` does.
+        before_fc2: called before fc2_weight is read, after the product with fc1_weight: what waits
+            for its values.
 
     Returns:
         The shape and dtype of x; with ``residual`` also the alias.
@@ -88,10 +102,11 @@ def mlp(
     fc1_bias: Weights | None = None,
     before_fc2: Callable[[], object] | None = None,
 ) -> torch.Tensor:
-    """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router, and norms after the MLP.
+    """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router, and norms
+    after the MLP.
 
-    Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any number of tokens will
-    do, also none.
+    Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any
+    number of tokens will do, also none.
     """
     weights, biases = joined(fc1_weight, fc1_bias)
     _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
@@ -107,21 +122,29 @@ def _check_mlp(x, fc1_weights, fc2_weight, activation, tp, settings, fc1_biases)
     rows, width = sum(weight.shape[0] for weight in fc1_weights), fc2_weight.shape[-1]
     if fc2_weight.dim() != 2 or rows != parts * width:
         raise ValueError(
-            f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/{parts}], as many columns as "
+            f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/{parts}], as "
+            "many columns as "
             f"fc1_weight has rows for each of the {parts} tensors that {activation!r} takes"
         )
     for weight, bias in zip(fc1_weights, fc1_biases, strict=False):
         if bias.shape != weight.shape[:1]:
-            raise ValueError(f"fc1_bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}")
+            raise ValueError(
+                f"fc1_bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}"
+            )
     if settings.tp_invariant and tp.size > 1 and width % settings.group_size:
         raise ValueError(
-            f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a multiple of group_size "
+            f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a "
+            "multiple of group_size "
             f"{settings.group_size}, or groups would depend on the number of ranks"
         )
 
 
 def _activate(
-    pre: torch.Tensor, bias: torch.Tensor | None, activation: str, tp: TensorParallel, settings: ActivationConfig
+    pre: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    tp: TensorParallel,
+    settings: ActivationConfig,
 ) -> tuple[QuantizedTensor, Operand]:
     """From fc1's output ``[rows, parts f / tp]``: what is saved of it, and a, the input of fc2."""
     fmt, exact = fp8_format(settings.format), settings.forward == "exact"
@@ -158,12 +181,19 @@ class _MLP(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         fc1_weights, fc1_biases = fc1[:count], fc1[count:]
-        ctx.fc1, ctx.fc2 = JoinedWeight(fc1_weights, tp, settings), Weight(fc2_weight, tp, settings, split=True)
+        ctx.fc1, ctx.fc2 = (
+            JoinedWeight(fc1_weights, tp, settings),
+            Weight(fc2_weight, tp, settings, split=True),
+        )
         w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
         block_input.received(y8)
         del y8
-        fc1_bias = (torch.cat(fc1_biases) if len(fc1_biases) > 1 else fc1_biases[0]) if fc1_biases else None
+        fc1_bias = (
+            (torch.cat(fc1_biases) if len(fc1_biases) > 1 else fc1_biases[0])
+            if fc1_biases
+            else None
+        )
         pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
         del pre
         if before_fc2 is not None:
@@ -171,7 +201,14 @@ class _MLP(torch.autograd.Function):
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         ctx.save_for_backward(
-            *block_input.save(), pre8.codes, pre8.scales, a_scale, w1_scale, fc2_weight, w2_scale, *fc1
+            *block_input.save(),
+            pre8.codes,
+            pre8.scales,
+            a_scale,
+            w1_scale,
+            fc2_weight,
+            w2_scale,
+            *fc1,
         )
         ctx.args = block_input.options(), activation, x.shape, count, len(fc1_biases)
         ctx.set_materialize_grads(False)
@@ -195,7 +232,10 @@ class _MLP(torch.autograd.Function):
         dx = dnorm_weight = dnorm_bias = dfc2 = None
         dfc1: list[torch.Tensor | None] = [None] * n
         dfc1_biases: list[torch.Tensor | None] = [None] * biased
-        want_weights, want_biases = ctx.needs_input_grad[11 : 11 + n], ctx.needs_input_grad[11 + n :]
+        want_weights, want_biases = (
+            ctx.needs_input_grad[11 : 11 + n],
+            ctx.needs_input_grad[11 + n :],
+        )
 
         dout = dout.reshape(-1, fc2_weight.shape[0])
         agreed = gradient_amax(dout, tp, settings, gather=True)
@@ -213,7 +253,8 @@ class _MLP(torch.autograd.Function):
         if inner.dbias is not None:
             sums = zip(inner.dbias.split(ctx.fc1.rows), fc1[n:], want_biases, strict=True)
             dfc1_biases = [s.to(b.dtype) if want else None for s, b, want in sums]
-        # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while wgrad is.
+        # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while
+        # wgrad is.
         y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
         if ctx.needs_input_grad[3]:
             dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
@@ -234,10 +275,12 @@ class _MLP(torch.autograd.Function):
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:
-    """``y * factor[..., None]``: an expert's output times the probability that its router gave each token.
+    """``y * factor[..., None]``: an expert's output times the probability that its router gave each
+    token.
 
-    The product with fc2 is linear and a bias apart, so this is what multiplying the activation by ``factor`` gives,
-    and per-tensor FP8 never sees its spread. Saves y in per-group FP8, for the gradient of ``factor`` alone.
+    The product with fc2 is linear and a bias apart, so this is what multiplying the activation by
+    ``factor`` gives, and per-tensor FP8 never sees its spread. Saves y in per-group FP8, for the
+    gradient of ``factor`` alone.
 
     Args:
         y: ``[..., n]``.
@@ -264,7 +307,9 @@ class _ScaleRows(torch.autograd.Function):
             y8 = quantize_groups(y, saved_format(settings), settings.group_size, settings.scale)
             codes, scales = y8.codes, y8.scales
         ctx.save_for_backward(codes, scales, factor)
-        return shaped(take_rows(y.reshape(-1, y.shape[-1]), None, factor.reshape(-1)).contiguous(), *y.shape)
+        return shaped(
+            take_rows(y.reshape(-1, y.shape[-1]), None, factor.reshape(-1)).contiguous(), *y.shape
+        )
 
     @staticmethod
     @once_differentiable
@@ -273,6 +318,8 @@ class _ScaleRows(torch.autograd.Function):
         codes, scales, factor = ctx.saved_tensors
         n, y8 = dout.shape[-1], None
         if ctx.needs_input_grad[1]:
-            y8 = QuantizedTensor(codes.view(-1, n), scales.view(-1, scales.shape[-1]), "group", ctx.group_size)
+            y8 = QuantizedTensor(
+                codes.view(-1, n), scales.view(-1, scales.shape[-1]), "group", ctx.group_size
+            )
         dy, _, dfactor = spread_gradient(dout.reshape(-1, n), None, factor.reshape(-1), y8)
         return dy.view(dout.shape), None if dfactor is None else dfactor.view(factor.shape), None

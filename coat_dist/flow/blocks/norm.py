@@ -1,4 +1,6 @@
-"""A norm on its own in BF16; with a linear behind it, it is part of what ``inputs.py`` describes."""
+"""A norm on its own in BF16; with a linear behind it, it is part of what ``inputs.py``
+describes.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,27 @@ class Norm:
     """``[h]``; None = no affine part."""
     bias: torch.Tensor | None = None
     reduce_grad: bool = False
-    """Sum the gradients of weight and bias over ``tp.group`` inside backward, before they are rounded: for parameters
-    that every rank holds while each sees only some of the rows."""
+    """Sum the gradients of weight and bias over ``tp.group`` inside backward, before they are
+    rounded: for parameters that every rank holds while each sees only some of the rows.
+    """
 
     def __post_init__(self) -> None:
         if self.kind not in ("rmsnorm", "layernorm"):
             raise ValueError(f"norm.kind: got {self.kind!r}, accepted: 'rmsnorm', 'layernorm'")
 
     def without_parameters(self) -> Norm:
-        """Its kind and options alone, for an autograd context: tensors belong into ``save_for_backward``."""
+        """Its kind and options alone, for an autograd context: tensors belong into
+        ``save_for_backward``.
+        """
         return replace(self, weight=None, bias=None)
 
     def check(self, hidden: int) -> None:
         """Raises ValueError where weight or bias do not fit x ``[..., hidden]``."""
         if self.bias is not None and self.weight is None:
-            raise ValueError("norm.bias: got a bias without a weight, accepted: both, or a weight alone, or neither")
+            raise ValueError(
+                "norm.bias: got a bias without a weight, accepted: both, or a weight alone, or "
+                "neither"
+            )
         for name, t in (("weight", self.weight), ("bias", self.bias)):
             if t is not None and t.shape != (hidden,):
                 raise ValueError(f"norm.{name}: got shape {list(t.shape)}, accepted: [{hidden}]")
@@ -57,7 +65,8 @@ def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -
     Saves an alias of x and the row statistics.
 
     Args:
-        exact: sum the parameters' gradients in fp64, so that they do not depend on how rows are spread over ranks.
+        exact: sum the parameters' gradients in fp64, so that they do not depend on how rows are
+            spread over ranks.
 
     Raises:
         ValueError: the norm's parameters do not fit x.
@@ -69,7 +78,9 @@ def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x, weight, bias, norm: Norm, tp: TensorParallel, exact: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x, weight, bias, norm: Norm, tp: TensorParallel, exact: bool
+    ) -> torch.Tensor:
         y, stats = norm_forward(x, norm.kind, norm.eps, weight, bias)
         ctx.save_for_backward(x, weight, bias, *stats)
         ctx.args = norm.without_parameters(), tp, exact
@@ -98,7 +109,9 @@ def finish_grads(
     norm: Norm,
     tp: TensorParallel,
 ) -> ParameterGrads:
-    """Sum gradients over ranks where the norm asks for it, in one collective; round them to the parameters' dtypes."""
+    """Sum gradients over ranks where the norm asks for it, in one collective; round them to the
+    parameters' dtypes.
+    """
     if norm.reduce_grad and any(wanted):
         if dbias is None:
             dweight = tp.sum(dweight)

@@ -1,12 +1,15 @@
-"""(norm →) column-parallel linear, as one autograd function; for attention also its split into rotated heads.
+"""(norm →) column-parallel linear, as one autograd function; for attention also its split into
+rotated heads.
 
-Saved per token: x8, with a norm also its group scales and rstd; per call: one scale of y8, one of the weight, and a
-reference to the table of cosines and sines, which all layers share. Not saved: y, y8, any copy of the weight.
+Saved per token: x8, with a norm also its group scales and rstd; per call: one scale of y8, one of
+the weight, and a reference to the table of cosines and sines, which all layers share. Not saved: y,
+y8, any copy of the weight.
 
-With ``residual`` :func:`norm_qkv` returns x once more, as an alias for the residual connection. Its gradient arrives
-in the same backward as that of the product, and the pass that computes the norm's gradient adds it, in fp32 and before
-the one rounding: autograd has nothing left to add. The alias is a view of x and costs no memory. Autograd refuses to
-change it in place. Where x gets no gradient, it is x itself.
+With ``residual`` :func:`norm_qkv` returns x once more, as an alias for the residual connection. Its
+gradient arrives in the same backward as that of the product, and the pass that computes the norm's
+gradient adds it, in fp32 and before the one rounding: autograd has nothing left to add. The alias
+is a view of x and costs no memory. Autograd refuses to change it in place. Where x gets no
+gradient, it is x itself.
 """
 
 from __future__ import annotations
@@ -39,10 +42,11 @@ def norm_linear(
     """``norm(x) @ weight.T + bias`` with an FP8 product, split over ranks by output features.
 
     Args:
-        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's part of it.
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's
+            part of it.
         norm: None where the linear reads x itself.
-        weight, bias: this rank's ``[n / tp, h]`` and ``[n / tp]``; or several of each, one below the other, whose n add
-            up.
+        weight, bias: this rank's ``[n / tp, h]`` and ``[n / tp]``; or several of each, one below
+            the other, whose n add up.
 
     Returns:
         ``[..., n / tp]`` of x's dtype, for the whole sequence.
@@ -67,23 +71,26 @@ def norm_qkv(
     settings: ActivationConfig,
     residual: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`norm_linear` for attention: queries, keys and values, queries and keys with rotary position embedding.
+    """:func:`norm_linear` for attention: queries, keys and values, queries and keys with rotary
+    position embedding.
 
     Backward takes the amax of the projection's output gradient in the pass that puts it together.
 
     Args:
-        x: ``[s, b, h]``, bfloat16 or float32; with sequence parallelism, this rank's part of dimension 0. ``[b, s, h]``
-            with ``heads.batch_first``, without sequence parallelism.
+        x: ``[s, b, h]``, bfloat16 or float32; with sequence parallelism, this rank's part of
+            dimension 0. ``[b, s, h]`` with ``heads.batch_first``, without sequence parallelism.
         norm: None where the linear reads x itself; then there is no ``residual``.
-        weight, bias: this rank's ``[heads.width, h]`` and ``[heads.width]``, in the layout of ``reference/rope.py``; or
-            several of each, one below the other.
+        weight, bias: this rank's ``[heads.width, h]`` and ``[heads.width]``, in the layout of
+            ``reference/rope.py``; or several of each, one below the other.
         heads: this rank's heads.
-        table: from :func:`~coat_dist.flow.rope_table` for the whole sequence; None without rotary embedding.
+        table: from :func:`~coat_dist.flow.rope_table` for the whole sequence; None without rotary
+            embedding.
         residual: also return x's alias for the residual connection.
 
     Returns:
-        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` of x's dtype, for the whole sequence,
-        each contiguous (``[b, s, ...]`` with ``heads.batch_first``); with ``residual`` also the alias.
+        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` of x's dtype, for
+        the whole sequence, each contiguous (``[b, s, ...]`` with ``heads.batch_first``); with
+        ``residual`` also the alias.
 
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
@@ -91,10 +98,14 @@ def norm_qkv(
     weights, biases = joined(weight, bias)
     _check(x, norm, weights, biases, tp, settings)
     if residual and norm is None:
-        raise ValueError("residual: got true without a norm, accepted: false (its backward has nothing to add to)")
+        raise ValueError(
+            "residual: got true without a norm, accepted: false (its backward has nothing to add "
+            "to)"
+        )
     if x.dim() != 3 or heads.batch_first and tp.sharded:
         raise ValueError(
-            f"x: got shape {list(x.shape)}, accepted: [s, b, h], or [b, s, h] without sequence parallelism"
+            f"x: got shape {list(x.shape)}, accepted: [s, b, h], or [b, s, h] without sequence "
+            "parallelism"
         )
     rows = x.shape[0] * (tp.size if tp.sharded else 1)
     heads.check((rows, x.shape[1], sum(w.shape[0] for w in weights)), table)
@@ -123,16 +134,28 @@ def _check(
         check_normed(x, norm, tp)
     for weight, bias in zip(weights, biases, strict=False):
         if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}")
+            raise ValueError(
+                f"bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}"
+            )
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x, norm_weight, norm_bias, norm: Norm | None, tp: TensorParallel, settings: ActivationConfig,
-        heads: Heads | None, table: RopeTable | None, alias: bool, count: int, *weights_and_biases,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        x,
+        norm_weight,
+        norm_bias,
+        norm: Norm | None,
+        tp: TensorParallel,
+        settings: ActivationConfig,
+        heads: Heads | None,
+        table: RopeTable | None,
+        alias: bool,
+        count: int,
+        *weights_and_biases,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.weight = JoinedWeight(weights, tp, settings)
@@ -143,7 +166,14 @@ class _NormLinear(torch.autograd.Function):
             out += biases[0] if count == 1 else torch.cat(biases)
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
         ctx.save_for_backward(*block_input.save(), w_scale, cos, sin, *weights_and_biases)
-        ctx.args = block_input.options(), x.shape, heads, table is not None and table.interleaved, count, len(biases)
+        ctx.args = (
+            block_input.options(),
+            x.shape,
+            heads,
+            table is not None and table.interleaved,
+            count,
+            len(biases),
+        )
         ctx.set_materialize_grads(False)
         leading = (x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1])
         out = shaped(out, *leading, out.shape[1])
@@ -165,7 +195,10 @@ class _NormLinear(torch.autograd.Function):
         dx = dnorm_weight = dnorm_bias = None
         dweights: list[torch.Tensor | None] = [None] * n
         dbiases: list[torch.Tensor | None] = [None] * biased
-        want_weights, want_biases = ctx.needs_input_grad[10 : 10 + n], ctx.needs_input_grad[10 + n :]
+        want_weights, want_biases = (
+            ctx.needs_input_grad[10 : 10 + n],
+            ctx.needs_input_grad[10 + n :],
+        )
         count = 1 if heads is None else 3
         douts, residual = grads[:count], grads[count] if len(grads) > count else None
         given = [d for d in douts if d is not None]
@@ -177,18 +210,26 @@ class _NormLinear(torch.autograd.Function):
             table = None if cos is None else RopeTable(cos, sin, interleaved)
             dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
         dout = dout.reshape(-1, dout.shape[-1])
-        # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad is.
+        # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad
+        # is.
         y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
         d8, d8_t = quantize_gradient(
             dout, tp, settings, gather=False, top=gradient_amax(dout, tp, settings, False, top)
         )
         if any(want_biases):
-            sums = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32).split(ctx.weight.rows)
-            dbiases = [s.to(b.dtype) if want else None for s, b, want in zip(sums, biases, want_biases, strict=True)]
+            sums = dout.sum(
+                0, dtype=torch.float64 if settings.tp_invariant else torch.float32
+            ).split(ctx.weight.rows)
+            dbiases = [
+                s.to(b.dtype) if want else None
+                for s, b, want in zip(sums, biases, want_biases, strict=True)
+            ]
         del dout
         dinput = None
         if any(wanted := ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.weight.transposed(weights, w_scale), block_input.dtype, tp, settings)
+            dy = summed_gemm(
+                d8, ctx.weight.transposed(weights, w_scale), block_input.dtype, tp, settings
+            )
             dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8
@@ -200,9 +241,13 @@ class _NormLinear(torch.autograd.Function):
         return dx, dnorm_weight, dnorm_bias, *[None] * 7, *dweights, *dbiases
 
 
-def _no_none(douts: tuple[torch.Tensor | None, ...], heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _no_none(
+    douts: tuple[torch.Tensor | None, ...], heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values, zeros for those that nothing used."""
     given = next(d for d in douts if d is not None)
     shapes = [(*given.shape[:2], n, heads.size) for n in heads.counts]
-    dq, dk, dv = (given.new_zeros(shape) if d is None else d for d, shape in zip(douts, shapes, strict=True))
+    dq, dk, dv = (
+        given.new_zeros(shape) if d is None else d for d, shape in zip(douts, shapes, strict=True)
+    )
     return dq, dk, dv

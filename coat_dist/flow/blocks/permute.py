@@ -1,7 +1,9 @@
-"""Tokens to the experts that a router chose for them, and back, on one rank: rows sorted by expert, sums of rows.
+"""Tokens to the experts that a router chose for them, and back, on one rank: rows sorted by expert,
+sums of rows.
 
-Every token goes to the same number of experts. So sizes are known without asking the GPU, and each direction is one
-kernel that reads and writes every row once: no atomic additions, the same bits every time, sums rounded once.
+Every token goes to the same number of experts. So sizes are known without asking the GPU, and each
+direction is one kernel that reads and writes every row once: no atomic additions, the same bits
+every time, sums rounded once.
 """
 
 from __future__ import annotations
@@ -24,23 +26,33 @@ class TokenOrder(NamedTuple):
     rows: torch.Tensor
     """``[tokens, topk]``: the rows of each token."""
     chosen: torch.Tensor
-    """int64 ``[tokens * topk]``: of each row, the place in the transposed routing map, ``[experts * tokens]``."""
+    """int64 ``[tokens * topk]``: of each row, the place in the transposed routing map,
+    ``[experts * tokens]``.
+    """
 
 
 def token_order(routing_map: torch.Tensor, topk: int) -> TokenOrder:
-    """The order for bool ``[tokens, experts]`` with ``topk`` true in each row; nothing waits for the GPU."""
+    """The order for bool ``[tokens, experts]`` with ``topk`` true in each row; nothing waits for
+    the GPU.
+    """
     tokens, experts = routing_map.shape
     by_expert, by_token = routing_map.t().reshape(-1), routing_map.reshape(-1)
     count = tokens * topk
     row = by_expert.cumsum(0) - 1
     every = torch.arange(by_expert.shape[0], device=routing_map.device)
     chosen = _compact(by_expert, row, every, count)
-    rows = _compact(by_token, by_token.cumsum(0) - 1, row.view(experts, tokens).t().reshape(-1), count)
+    rows = _compact(
+        by_token, by_token.cumsum(0) - 1, row.view(experts, tokens).t().reshape(-1), count
+    )
     return TokenOrder((chosen % max(tokens, 1)).int(), rows.view(tokens, topk).int(), chosen)
 
 
-def _compact(mask: torch.Tensor, place: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
-    """``values[mask]``, whose number is known: what is not wanted goes to a place behind the last one."""
+def _compact(
+    mask: torch.Tensor, place: torch.Tensor, values: torch.Tensor, count: int
+) -> torch.Tensor:
+    """``values[mask]``, whose number is known: what is not wanted goes to a place behind the
+    last one.
+    """
     return values.new_zeros(count + 1).scatter_(0, place.where(mask, count), values)[:count]
 
 
@@ -50,7 +62,9 @@ def permute(x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
 
 
 def unpermute(y: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-    """The sum of each token's rows of y ``[tokens * topk, n]``, ``[tokens, n]``, in fp32, rounded once."""
+    """The sum of each token's rows of y ``[tokens * topk, n]``, ``[tokens, n]``, in fp32,
+    rounded once.
+    """
     return _Permute.apply(y, order, False)
 
 
@@ -67,4 +81,8 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
-        return sum_rows(dout, ctx.order.rows) if ctx.there else take_rows(dout, ctx.order.token), None, None
+        return (
+            sum_rows(dout, ctx.order.rows) if ctx.there else take_rows(dout, ctx.order.token),
+            None,
+            None,
+        )

@@ -1,4 +1,5 @@
-"""Attention, of one document or of several, and its own node of the autograd graph without the tensors that it saved.
+"""Attention, of one document or of several, and its own node of the autograd graph without the
+tensors that it saved.
 
 Here tensors are as SDPA takes them: ``[b, heads, s, d]``.
 """
@@ -21,14 +22,18 @@ from .documents import Documents, flash_documents, why_no_flash
 __all__ = ["DocumentNodes", "attend", "node_of"]
 
 
-def attend(values: Sequence[torch.Tensor], documents: Documents | None, options: dict[str, Any]) -> torch.Tensor:
+def attend(
+    values: Sequence[torch.Tensor], documents: Documents | None, options: dict[str, Any]
+) -> torch.Tensor:
     """Attention of q, k, v ``[b, heads, s, d]``."""
     if documents is None:
         return plain_sdpa(*values, **options)
     if why_no_flash(*values) is None:
         q, k, v = (_tokens_first(t) for t in values)
         return _heads_first(flash_documents(q, k, v, documents, **options))
-    return _join([plain_sdpa(*(t[:, :, part] for t in values), **options) for part in _parts(documents)])
+    return _join(
+        [plain_sdpa(*(t[:, :, part] for t in values), **options) for part in _parts(documents)]
+    )
 
 
 def node_of(
@@ -43,9 +48,9 @@ def node_of(
 class Node:
     """SDPA's own node of the autograd graph, without the tensors that it saved.
 
-    PyTorch decides which kernel runs, what it keeps and how its backward is called. Of what it saves, queries, keys,
-    values and output are dropped here, and given back while backward runs. The rest, ``extras`` (logarithms of sums,
-    random state), the caller saves.
+    PyTorch decides which kernel runs, what it keeps and how its backward is called. Of what it
+    saves, queries, keys, values and output are dropped here, and given back while backward runs.
+    The rest, ``extras`` (logarithms of sums, random state), the caller saves.
     """
 
     def __init__(self, attend: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -56,7 +61,10 @@ class Node:
             inputs = [_GradientEdge.apply(v, anchor) for v in values]
             with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 out = attend(*inputs)
-        self._input_edges, self._output_edge = [get_gradient_edge(i) for i in inputs], get_gradient_edge(out)
+        self._input_edges, self._output_edge = (
+            [get_gradient_edge(i) for i in inputs],
+            get_gradient_edge(out),
+        )
         self._out: torch.Tensor | None = out.detach()
         self._extras: list[torch.Tensor] | None = self._saved.release([*values, self._out])
 
@@ -71,12 +79,15 @@ class Node:
     ) -> Sequence[torch.Tensor]:
         """Gradients of q, k, v. ``values``: q, k, v and the output, shaped as in forward."""
         with self._saved.given_back(values, extras):
-            return torch.autograd.grad([self._output_edge], self._input_edges, [dout], retain_graph=True)
+            return torch.autograd.grad(
+                [self._output_edge], self._input_edges, [dout], retain_graph=True
+            )
 
 
 class _Saved:
-    """Stands in SDPA's node for the tensors that it saved. Not part of :class:`Node`, whose references to the
-    graph, which refers to this, would close a cycle that Python cannot collect."""
+    """Stands in SDPA's node for the tensors that it saved. Not part of :class:`Node`, whose
+    references to the graph, which refers to this, would close a cycle that Python cannot collect.
+    """
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -90,7 +101,10 @@ class _Saved:
         """Forget all tensors; those that are none of ``values`` are returned."""
         extras: list[torch.Tensor] = []
         for t in self._tensors:
-            same = (t.shape == v.shape and t.dtype == v.dtype and t.data_ptr() == v.data_ptr() for v in values)
+            same = (
+                t.shape == v.shape and t.dtype == v.dtype and t.data_ptr() == v.data_ptr()
+                for v in values
+            )
             found = next((i for i, is_it in enumerate(same) if is_it), None)
             if found is None:
                 self._places.append((len(values) + len(extras), None))
@@ -101,7 +115,9 @@ class _Saved:
         return extras
 
     @contextmanager
-    def given_back(self, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> Iterator[None]:
+    def given_back(
+        self, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
         self._tensors = [*values, *extras]
         try:
             yield
@@ -118,7 +134,9 @@ class _Saved:
 
 
 class _GradientEdge(torch.autograd.Function):
-    """Identity: the edge at which gradients are read. A leaf would do, were it not kept alive by the graph."""
+    """Identity: the edge at which gradients are read. A leaf would do, were it not kept alive by
+    the graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +150,9 @@ class _GradientEdge(torch.autograd.Function):
 class _FlashNode(Node):
     """The node of :func:`flash_documents`, in :func:`plain_sdpa`'s layout."""
 
-    def __init__(self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]) -> None:
+    def __init__(
+        self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]
+    ) -> None:
         attend = functools.partial(flash_documents, documents=documents, **options)
         super().__init__(attend, [_tokens_first(t) for t in values])
 
@@ -146,9 +166,13 @@ class _FlashNode(Node):
 
 
 class DocumentNodes:
-    """A :class:`Node` for each document, with the methods of one, in :func:`plain_sdpa`'s layout."""
+    """A :class:`Node` for each document, with the methods of one, in :func:`plain_sdpa`'s
+    layout.
+    """
 
-    def __init__(self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]) -> None:
+    def __init__(
+        self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]
+    ) -> None:
         self._parts = _parts(documents)
         attend = functools.partial(plain_sdpa, **options)
         self._nodes = [Node(attend, [t[:, :, part] for t in values]) for part in self._parts]
@@ -185,7 +209,8 @@ def _heads_first(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1).unsqueeze(0)
 
 
-# Causal, 4096 tokens, H200: cuDNN 535 TFLOP/s forward and 466 backward, PyTorch's flash backend 299 and 257.
+# Causal, 4096 tokens, H200: cuDNN 535 TFLOP/s forward and 466 backward, PyTorch's flash backend 299
+# and 257.
 _HOPPER_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -195,10 +220,17 @@ _HOPPER_ORDER = [
 
 
 def plain_sdpa(q, k, v, *, causal: bool, scale: float | None, dropout: float = 0.0) -> torch.Tensor:
-    # cuDNN's answer to no sequences at all is None (torch 2.11); the plain products take any number.
+    # cuDNN's answer to no sequences at all is None (torch 2.11); the plain products take any
+    # number.
     with _preferred_backend(q.device) if q.numel() else sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
 
 
@@ -215,9 +247,10 @@ def _preferred_backend(device: torch.device) -> Iterator[None]:
         with sdpa_kernel(_HOPPER_ORDER, set_priority=True):
             yield
     else:
-        # The order alone, by what sdpa_kernel calls: it also switches each backend on and off again, one by one, which
-        # is as much host time as several launches. Backends that the user has switched off stay off. As there, the
-        # order is the process's: attention from several threads at a time may leave it changed.
+        # The order alone, by what sdpa_kernel calls: it also switches each backend on and off
+        # again, one by one, which is as much host time as several launches. Backends that the user
+        # has switched off stay off. As there, the order is the process's: attention from several
+        # threads at a time may leave it changed.
         before = _get_order()
         _set_order([*_HOPPER_NUMBERS, *(b for b in before if b not in _HOPPER_NUMBERS)])
         try:

@@ -1,8 +1,9 @@
-"""RMSNorm over a dimension whose elements are divided over ranks: of queries and keys, over all heads together.
+"""RMSNorm over a dimension whose elements are divided over ranks: of queries and keys, over all
+heads together.
 
-Each rank has some channels of every token. What the ranks share is one number a token and pass: the sum of squares in
-forward, and in backward the sum of products with the gradient. Everything else stays on its rank, the weight's part and
-its gradient too.
+Each rank has some channels of every token. What the ranks share is one number a token and pass: the
+sum of squares in forward, and in backward the sum of products with the gradient. Everything else
+stays on its rank, the weight's part and its gradient too.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from .norm import Norm, norm
 __all__ = ["split_norm"]
 
 
-def split_norm(x: torch.Tensor, norm_: Norm, tp: TensorParallel, exact: bool = False) -> torch.Tensor:
+def split_norm(
+    x: torch.Tensor, norm_: Norm, tp: TensorParallel, exact: bool = False
+) -> torch.Tensor:
     """RMSNorm of x ``[..., n / tp]`` over all n channels, in BF16; returns the dtype of x.
 
-    Saves an alias of x and one fp32 number a token. Sequence parallelism makes no difference: tokens are whole.
+    Saves an alias of x and one fp32 number a token. Sequence parallelism makes no difference:
+    tokens are whole.
 
     Args:
-        norm_: with this rank's ``[n / tp]`` of the weight, or none; ``reduce_grad`` is not looked at.
+        norm_: with this rank's ``[n / tp]`` of the weight, or none; ``reduce_grad`` is not looked
+            at.
         exact: sum in fp64, so that nothing depends on the number of ranks.
 
     Raises:
@@ -32,22 +37,30 @@ def split_norm(x: torch.Tensor, norm_: Norm, tp: TensorParallel, exact: bool = F
     """
     norm_.check(x.shape[-1])
     if norm_.kind != "rmsnorm":
-        raise ValueError(f"norm.kind: got {norm_.kind!r}, accepted: 'rmsnorm' over channels of several ranks")
+        raise ValueError(
+            f"norm.kind: got {norm_.kind!r}, accepted: 'rmsnorm' over channels of several ranks"
+        )
     if tp.size == 1 and not exact:
         return norm(x, norm_, tp)
-    return _SplitNorm.apply(x, norm_.weight, norm_.eps, tp, torch.float64 if exact else torch.float32)
+    return _SplitNorm.apply(
+        x, norm_.weight, norm_.eps, tp, torch.float64 if exact else torch.float32
+    )
 
 
 class _SplitNorm(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x, weight, eps: float, tp: TensorParallel, dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any, x, weight, eps: float, tp: TensorParallel, dtype: torch.dtype
+    ) -> torch.Tensor:
         squares = tp.sum(x.to(dtype).square().sum(-1, keepdim=True))
         rstd = torch.rsqrt(squares / (x.shape[-1] * tp.size) + eps).float()
         ctx.save_for_backward(x, weight, rstd)
         ctx.args = tp, dtype
         y = x.float() * rstd
-        return shaped((y if weight is None else y * weight.float()).to(x.dtype).contiguous(), *x.shape)
+        return shaped(
+            (y if weight is None else y * weight.float()).to(x.dtype).contiguous(), *x.shape
+        )
 
     @staticmethod
     @once_differentiable

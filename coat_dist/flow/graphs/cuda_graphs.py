@@ -1,18 +1,22 @@
-"""A function of one tensor and some parameters, such as a layer, run as two CUDA graphs: forward and backward.
+"""A function of one tensor and some parameters, such as a layer, run as two CUDA graphs: forward
+and backward.
 
-With few tokens a GPU has done a layer before Python has started its kernels: some thirty launches, allocations and
-calls of libraries. A graph starts them all at once. What it holds are addresses, so three things must not change
-between calls: where inputs lie, where parameters lie, and which memory is free for what the function makes.
+With few tokens a GPU has done a layer before Python has started its kernels: some thirty launches,
+allocations and calls of libraries. A graph starts them all at once. What it holds are addresses, so
+three things must not change between calls: where inputs lie, where parameters lie, and which memory
+is free for what the function makes.
 
-* **Inputs** are copied to where the graph reads them, and results from where it leaves them. So outputs and gradients
-  are tensors like any others, and the parameters' ``.grad`` belongs to the code that adds to it.
+* **Inputs** are copied to where the graph reads them, and results from where it leaves them. So
+  outputs and gradients are tensors like any others, and the parameters' ``.grad`` belongs to the
+  code that adds to it.
 * **Parameters** are used where they are. If one has moved, graphs are made anew.
-* **Memory** is that of ``graph_pool.py``. Where other forward passes wait for their backward than when a graph was
-  made, or a graph is to be made while data lie where it would take memory, the function runs as it is. With two passes
-  in flight the first one goes on to use graphs; where a layer was left out, frozen or moved, all are made anew.
+* **Memory** is that of ``graph_pool.py``. Where other forward passes wait for their backward than
+  when a graph was made, or a graph is to be made while data lie where it would take memory, the
+  function runs as it is. With two passes in flight the first one goes on to use graphs; where a
+  layer was left out, frozen or moved, all are made anew.
 
-The first call with a key runs as it is, which compiles kernels and makes workspaces; the second one makes the graph of
-forward, and its backward the other.
+The first call with a key runs as it is, which compiles kernels and makes workspaces; the second one
+makes the graph of forward, and its backward the other.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ class GraphedFunction:
         self._graphs: dict[Hashable, _Graph] = {}
         """The last one was used last."""
         self._seen: dict[Hashable, Any] = {}
-        """Keys of one call, with what was held then: as long as it lives, no other object has its id."""
+        """Keys of one call, with what was held then: as long as it lives, no other object has
+        its id.
+        """
         self._places: tuple[int, ...] = ()
         self._captures = self._generation = 0
 
@@ -56,20 +62,27 @@ class GraphedFunction:
         return type(self), ()
 
     def __call__(
-        self, function: Function, x: torch.Tensor, parameters: Sequence[torch.Tensor], held: Any = None
+        self,
+        function: Function,
+        x: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        held: Any = None,
     ) -> torch.Tensor:
         """``function(x, parameters)``, differentiable in both; without gradients it runs as it is.
 
         Args:
-            function: as :data:`Function`. No dropout, nothing that waits for the GPU, nothing that differs from call to
-                call: Python runs once. Its output is one tensor.
+            function: as :data:`Function`. No dropout, nothing that waits for the GPU, nothing that
+                differs from call to call: Python runs once. Its output is one tensor.
             x: on a GPU.
-            held: an object that the function reads, kept alive by its graphs; another one is another key.
+            held: an object that the function reads, kept alive by its graphs; another one is
+                another key.
 
         Raises:
             RuntimeError: the function cannot be captured.
         """
-        if not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in parameters)):
+        if not torch.is_grad_enabled() or not (
+            x.requires_grad or any(p.requires_grad for p in parameters)
+        ):
             return function(x, parameters)
         pool = pool_of(x.device)
         places = tuple(p.data_ptr() for p in parameters)
@@ -90,16 +103,22 @@ class GraphedFunction:
         return _Replay.apply(graph, x, *parameters)
 
     def _may_capture(self, key: Hashable, held: Any, pool: Pool) -> bool:
-        """Whether a call is to be captured: its key came before, and no data lie where the graph may take memory."""
+        """Whether a call is to be captured: its key came before, and no data lie where the graph
+        may take memory.
+        """
         if key not in self._seen:
             if len(self._seen) == _REMEMBERED:
                 run_without_graphs(
-                    f"the last {_REMEMBERED} inputs had as many shapes, or rotary embeddings of their own"
+                    f"the last {_REMEMBERED} inputs had as many shapes, or rotary embeddings of "
+                    "their own"
                 )
                 self._seen.clear()
             self._seen[key] = held
         elif self._captures == _CAPTURES:
-            run_without_graphs(f"a layer was captured {_CAPTURES} times: shapes, places of parameters or order change")
+            run_without_graphs(
+                f"a layer was captured {_CAPTURES} times: shapes, places of parameters or order "
+                "change"
+            )
         elif any(graph in self._graphs.values() for graph in pool.waiting.now()):
             run_without_graphs("another forward pass waits for its backward")
         elif not pool.can_capture():
@@ -115,21 +134,30 @@ class _Graph:
     """Forward and backward of a function for one key."""
 
     def __init__(
-        self, pool: Pool, function: Function, x: torch.Tensor, parameters: Sequence[torch.Tensor], held: Any
+        self,
+        pool: Pool,
+        function: Function,
+        x: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        held: Any,
     ) -> None:
-        """Captures forward. Backward is captured when it first runs, as the pool is then as it will be."""
+        """Captures forward. Backward is captured when it first runs, as the pool is then as it
+        will be.
+        """
         self.pool = pool
         self.held = held
         self.places = [p.data_ptr() for p in parameters]
         self.before = [weakref.ref(graph) for graph in pool.waiting.now()]
         """Whose passes waited when this was captured, and have to whenever it runs."""
-        # Leaves of their own: hooks of the parameters are for the gradients that leave the graph, and a step of the
-        # optimizer before backward is captured changes nothing of what was saved.
+        # Leaves of their own: hooks of the parameters are for the gradients that leave the graph,
+        # and a step of the optimizer before backward is captured changes nothing of what was saved.
         leaves = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
 
         def work() -> tuple[torch.Tensor, torch.Tensor]:
             with without_filling():
-                entered = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+                entered = torch.empty_like(
+                    x, memory_format=torch.contiguous_format, requires_grad=False
+                )
             if x.requires_grad:
                 entered = _Enter.apply(entered, torch.empty(0, device=x.device, requires_grad=True))
             return entered, function(entered, leaves).contiguous()
@@ -177,14 +205,17 @@ class _Graph:
         """Gradients of x and the parameters, None for those that need none."""
         self.pool.waiting.finish(run)
         if self._backward is None:
-            # All that may wait when it runs has to wait now, and to hold its memory: else it would take that.
+            # All that may wait when it runs has to wait now, and to hold its memory: else it would
+            # take that.
             if self._waits_as_before() and self.pool.can_capture():
                 self._capture_backward(dy)
             else:
                 self.pool.stale = True
         found: Sequence[torch.Tensor | None]
         if self._backward is None:
-            found = torch.autograd.grad([self._end], self._wanted, [dy], retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                [self._end], self._wanted, [dy], retain_graph=True, allow_unused=True
+            )
         else:
             self._dy.copy_(dy)
             self._backward.replay()
@@ -211,8 +242,9 @@ class _Graph:
 
 
 class _Enter(torch.autograd.Function):
-    """A tensor whose gradient can be asked for, and which is no leaf: those live as long as the autograd graph, and
-    the input's place is to be free as soon as the function has read it."""
+    """A tensor whose gradient can be asked for, and which is no leaf: those live as long as the
+    autograd graph, and the input's place is to be free as soon as the function has read it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -225,10 +257,13 @@ class _Enter(torch.autograd.Function):
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, graph: _Graph, x: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         y, ctx.run = graph.forward(x)
         ctx.graph, ctx.count = graph, 1 + len(parameters)
-        ctx.save_for_backward(*parameters)  # so that autograd refuses those that were changed in the meantime
+        # So that autograd refuses those that were changed in the meantime.
+        ctx.save_for_backward(*parameters)
         ctx.set_materialize_grads(False)
         return y
 
@@ -239,7 +274,8 @@ class _Replay(torch.autograd.Function):
             return None, *[None] * ctx.count
         if [p.data_ptr() for p in ctx.saved_tensors] != ctx.graph.places:
             raise RuntimeError(
-                "activation.cuda_graphs: parameters of a layer moved between its forward and backward (as fully_shard "
+                "activation.cuda_graphs: parameters of a layer moved between its forward and "
+                "backward (as fully_shard "
                 "has them do), accepted: parameters that stay where they are, or false"
             )
         return None, *ctx.graph.backward(ctx.run, dy)

@@ -1,10 +1,12 @@
-"""The memory of CUDA graphs (:mod:`~coat_dist.flow.graphs.cuda_graphs`), and the order in which they may use it.
+"""The memory of CUDA graphs (:mod:`~coat_dist.flow.graphs.cuda_graphs`), and the order in which
+they may use it.
 
-All graphs of a stream share one of torch's private pools. While a graph is captured, tensors are freed and their places
-used again as in eager execution: what forward saves is free once backward has read it, and one layer's gradients lie
-where the last one's were. Between replays nothing of that is anybody's, as far as torch knows, so it is right only in
-the order in which the graphs were captured. What decides is which forward passes *wait* for their backward, as they
-hold memory: the pool keeps a list of them.
+All graphs of a stream share one of torch's private pools. While a graph is captured, tensors are
+freed and their places used again as in eager execution: what forward saves is free once backward
+has read it, and one layer's gradients lie where the last one's were. Between replays nothing of
+that is anybody's, as far as torch knows, so it is right only in the order in which the graphs were
+captured. What decides is which forward passes *wait* for their backward, as they hold memory: the
+pool keeps a list of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Pass", "Pool", "Waiting", "pool_bytes", "pool_of", "run_without_graphs", "without_filling", "without_owner"]
+__all__ = [
+    "Pass",
+    "Pool",
+    "Waiting",
+    "pool_bytes",
+    "pool_of",
+    "run_without_graphs",
+    "without_filling",
+    "without_owner",
+]
 
 _LONG = 1000
 """Calls of functions."""
@@ -32,8 +43,9 @@ class Pass:
 
 
 class Waiting:
-    """Forward passes whose backward is to come, in their order. One that nobody can run backward any more (its part of
-    the autograd graph is gone) does not count."""
+    """Forward passes whose backward is to come, in their order. One that nobody can run backward
+    any more (its part of the autograd graph is gone) does not count.
+    """
 
     def __init__(self) -> None:
         self._passes: list[weakref.ref[Pass]] = []
@@ -56,8 +68,10 @@ class Waiting:
         """
         if not one.waits:
             raise RuntimeError(
-                "activation.cuda_graphs: a layer's backward ran twice, or after that of a layer before it, and what it "
-                "had saved is overwritten; accepted: one backward for each forward pass (no retain_graph), the last "
+                "activation.cuda_graphs: a layer's backward ran twice, or after that of a layer "
+                "before it, and what it "
+                "had saved is overwritten; accepted: one backward for each forward pass (no "
+                "retain_graph), the last "
                 "one first where there are several; or false"
             )
         while self._passes:
@@ -83,7 +97,8 @@ class Pool:
         self._generation = 0
         self._put_off = 0  # calls since graphs were to be made anew
         self._handle: Any = None
-        self._stream = torch.cuda.Stream(device)  # torch's own for captures is on the device of the first one
+        # torch's own for captures is on the device of the first one.
+        self._stream = torch.cuda.Stream(device)
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._recorded = 0
         self._size = (0, 0), 0
@@ -93,12 +108,16 @@ class Pool:
         state = len(self._graphs), self._recorded
         if self._size[0] != state:
             segments = torch.cuda.memory_snapshot()
-            self._size = state, sum(s["total_size"] for s in segments if s["segment_pool_id"] == self._handle)
+            self._size = (
+                state,
+                sum(s["total_size"] for s in segments if s["segment_pool_id"] == self._handle),
+            )
         return self._size[1]
 
     def can_capture(self) -> bool:
-        """Whether what waiting passes have saved is out of a new graph's reach: once their backward has been captured,
-        it lies where captured memory is free."""
+        """Whether what waiting passes have saved is out of a new graph's reach: once their backward
+        has been captured, it lies where captured memory is free.
+        """
         return not any(graph.is_whole for graph in self.waiting.now())
 
     def generation(self) -> int:
@@ -110,7 +129,8 @@ class Pool:
             self._put_off += 1
             if self._put_off == _LONG:
                 run_without_graphs(
-                    "they are to be made anew, and some forward pass waits for its backward all the time"
+                    "they are to be made anew, and some forward pass waits for its backward all "
+                    "the time"
                 )
         return self._generation
 
@@ -121,13 +141,18 @@ class Pool:
             RuntimeError: it cannot be captured. Torch's random numbers may be of no use after that.
             torch.OutOfMemoryError
         """
-        users = [*self._graphs]  # torch forgets a pool with its last graph: none may go between this line and the next
+        # Torch forgets a pool with its last graph: none may go between this line and the next.
+        users = [*self._graphs]
         with torch.cuda.device(self.device):
             if not users:
                 self._handle = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads (NCCL's watchdog, loaders that pin memory) go on calling CUDA.
-            options = {"pool": self._handle, "stream": self._stream, "capture_error_mode": "thread_local"}
+            options = {
+                "pool": self._handle,
+                "stream": self._stream,
+                "capture_error_mode": "thread_local",
+            }
             try:
                 with torch.cuda.graph(graph, **options):
                     result = work()
@@ -135,7 +160,8 @@ class Pool:
                 raise
             except Exception as problem:
                 raise RuntimeError(
-                    f"activation.cuda_graphs: got true, accepted: false, as a layer could not be captured: {problem}"
+                    "activation.cuda_graphs: got true, accepted: false, as a layer could not be "
+                    f"captured: {problem}"
                 ) from problem
         del users
         self._graphs.add(graph)
@@ -147,7 +173,9 @@ _pools: dict[tuple[torch.device, int], Pool] = {}
 
 
 def pool_of(device: torch.device) -> Pool:
-    """That of the device's current stream: graphs that wait for each other on no stream may not share memory."""
+    """That of the device's current stream: graphs that wait for each other on no stream may not
+    share memory.
+    """
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _pools:
         _pools[key] = Pool(device)
@@ -155,7 +183,9 @@ def pool_of(device: torch.device) -> Pool:
 
 
 def pool_bytes(device: torch.device) -> int:
-    """GPU memory that is kept for graphs; what they use of it does not count as allocated, once they are captured."""
+    """GPU memory that is kept for graphs; what they use of it does not count as allocated, once
+    they are captured.
+    """
     return sum(pool.bytes() for (where, _), pool in _pools.items() if where == device)
 
 
@@ -166,8 +196,10 @@ def run_without_graphs(why: str) -> None:
 
 @contextlib.contextmanager
 def without_filling() -> Iterator[None]:
-    """``torch.empty`` leaves memory as it is, also with ``use_deterministic_algorithms``, which has NaN written there:
-    a graph would write them over what was copied to that place before its replay."""
+    """``torch.empty`` leaves memory as it is, also with ``use_deterministic_algorithms``, which has
+    NaN written there: a graph would write them over what was copied to that place before its
+    replay.
+    """
     switch: Any = torch.utils.deterministic
     before, switch.fill_uninitialized_memory = switch.fill_uninitialized_memory, False
     try:
@@ -190,7 +222,11 @@ class _Bytes:
 
 
 def without_owner(tensor: torch.Tensor) -> torch.Tensor:
-    """The same contiguous memory, which stays free for others: a graph's pool keeps it from the rest of the program."""
+    """The same contiguous memory, which stays free for others: a graph's pool keeps it from the
+    rest of the program.
+    """
     if tensor.numel() == 0:
         return tensor.detach()
-    return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+    return (
+        torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+    )

@@ -1,1 +1,3 @@
-"""Collectives of the flow: tensor parallelism, FP8 gathers, products that overlap with transfers."""
+"""Collectives of the flow: tensor parallelism, FP8 gathers, products that overlap with
+transfers.
+"""

@@ -1,13 +1,16 @@
-"""Weights in shards: each rank quantizes its part, and codes travel, one byte an element where BF16 takes two.
+"""Weights in shards: each rank quantizes its part, and codes travel, one byte an element where BF16
+takes two.
 
-A shard is a stretch of a weight's elements, as ZeRO-3 divides it: it may begin and end inside a row. What comes
-together is what quantizing the whole weight gives, to the bit. Codes are made element by element once a scale is known,
-and a scale is a monotone function of an amax: the largest that ranks have found for their parts of a row is the row's.
+A shard is a stretch of a weight's elements, as ZeRO-3 divides it: it may begin and end inside a
+row. What comes together is what quantizing the whole weight gives, to the bit. Codes are made
+element by element once a scale is known, and a scale is a monotone function of an amax: the largest
+that ranks have found for their parts of a row is the row's.
 
-Two layouts of codes are gathered. Forward multiplies one (``forward_scales``), and dgrad multiplies codes with one
-scale for the whole weight: codes by rows, rounded again, would not be those. A weight that is gathered once for both is
-gathered in both layouts then, which are as many bytes as BF16's; one that is let go in between, as ZeRO-3 does where
-memory matters, takes half of BF16's bytes each time.
+Two layouts of codes are gathered. Forward multiplies one (``forward_scales``), and dgrad multiplies
+codes with one scale for the whole weight: codes by rows, rounded again, would not be those. A
+weight that is gathered once for both is gathered in both layouts then, which are as many bytes as
+BF16's; one that is let go in between, as ZeRO-3 does where memory matters, takes half of BF16's
+bytes each time.
 """
 
 from __future__ import annotations
@@ -33,25 +36,42 @@ class Shard(NamedTuple):
     first: int
     """Where in the flattened weight they begin."""
     room: int
-    """Elements that each rank has of the weight, padding at its end included; the same on all ranks."""
+    """Elements that each rank has of the weight, padding at its end included; the same on all
+    ranks.
+    """
     shape: torch.Size
     """Of the weight, ``[out, in]``."""
     layout: str
     """"row" or "tensor"."""
     beside: tuple[torch.Tensor, ...] = ()
-    """This rank's elements of other weights of the same product, which share the scale of a "tensor"."""
+    """This rank's elements of other weights of the same product, which share the scale of a
+    "tensor".
+    """
 
 
 class Pending:
     """A gather that is under way: its codes come when :meth:`wait` returns."""
 
     def __init__(
-        self, shards: Sequence[Shard], scales: list[torch.Tensor], buffer: torch.Tensor, work: Any, fmt: FP8Format
+        self,
+        shards: Sequence[Shard],
+        scales: list[torch.Tensor],
+        buffer: torch.Tensor,
+        work: Any,
+        fmt: FP8Format,
     ):
-        self._shards, self._scales, self._buffer, self._work, self._fmt = shards, scales, buffer, work, fmt
+        self._shards, self._scales, self._buffer, self._work, self._fmt = (
+            shards,
+            scales,
+            buffer,
+            work,
+            fmt,
+        )
 
     def wait(self) -> list[QuantizedTensor]:
-        """The quantized weights, in the order of the shards. On a GPU the current stream waits, not the host."""
+        """The quantized weights, in the order of the shards. On a GPU the current stream waits,
+        not the host.
+        """
         self._work.wait()
         found, begin = [], 0
         for shard, scale in zip(self._shards, self._scales, strict=True):
@@ -68,22 +88,27 @@ class Pending:
                 )
             begin += shard.room
             scale = scale[:, None] if shard.layout == "row" else scale
-            found.append(QuantizedTensor(codes.view(self._fmt.dtype).view(shard.shape), scale, shard.layout))
+            found.append(
+                QuantizedTensor(codes.view(self._fmt.dtype).view(shard.shape), scale, shard.layout)
+            )
         return found
 
 
 @torch.no_grad()
 def gather(shards: Sequence[Shard], fmt: FP8Format, group: dist.ProcessGroup) -> Pending:
-    """Quantize this rank's shards and begin to gather the codes: two collectives, however many shards there are.
+    """Quantize this rank's shards and begin to gather the codes: two collectives, however many
+    shards there are.
 
-    Scales are powers of two, as forward's are. Their largest over ranks are found first, 4 bytes a row, or a weight.
+    Scales are powers of two, as forward's are. Their largest over ranks are found first, 4 bytes a
+    row, or a weight.
 
     Args:
         shards: of the same weights and layouts, in the same order, on all ranks of ``group``.
     """
     device = shards[0].values.device
     counts = [shard.shape[0] if shard.layout == "row" else 1 for shard in shards]
-    rooms = [-(-count // 4) * 4 for count in counts]  # cuBLASLt takes scales at multiples of 16 bytes only
+    # cuBLASLt takes scales at multiples of 16 bytes only.
+    rooms = [-(-count // 4) * 4 for count in counts]
     largest = torch.zeros(sum(rooms), dtype=torch.float32, device=device)
     scales = [part[:count] for part, count in zip(largest.split(rooms), counts, strict=True)]
     payload = torch.empty(sum(shard.room for shard in shards), dtype=torch.uint8, device=device)
@@ -103,15 +128,23 @@ def gather(shards: Sequence[Shard], fmt: FP8Format, group: dist.ProcessGroup) ->
 
 
 def _pieces(shard: Shard) -> tuple[slice, list[slice]]:
-    """The stretch of whole rows in a shard's elements, and what there is of rows that other ranks have parts of."""
+    """The stretch of whole rows in a shard's elements, and what there is of rows that other
+    ranks have parts of.
+    """
     columns, n = shard.shape[1], shard.values.numel()
     begin = min(-shard.first % columns, n)
     end = begin + (n - begin) // columns * columns
-    return slice(begin, end), [piece for piece in (slice(0, begin), slice(end, n)) if piece.stop > piece.start]
+    return slice(begin, end), [
+        piece for piece in (slice(0, begin), slice(end, n)) if piece.stop > piece.start
+    ]
 
 
-def _scale_and_quantize_whole_rows(shard: Shard, scale: torch.Tensor, out: torch.Tensor, fmt: FP8Format) -> None:
-    """Fill ``scale`` as far as this rank sees it, and ``out`` where nothing is left to be learnt from other ranks."""
+def _scale_and_quantize_whole_rows(
+    shard: Shard, scale: torch.Tensor, out: torch.Tensor, fmt: FP8Format
+) -> None:
+    """Fill ``scale`` as far as this rank sees it, and ``out`` where nothing is left to be learnt
+    from other ranks.
+    """
     if shard.layout == "tensor":
         top = torch.stack([amax(values) for values in (shard.values, *shard.beside)]).amax()
         scale.copy_(tensor_scale(top, fmt, aligned=True))
@@ -128,31 +161,42 @@ def _scale_and_quantize_whole_rows(shard: Shard, scale: torch.Tensor, out: torch
         scale[row].copy_(tensor_scale(amax(shard.values[piece]), fmt, aligned=True))
 
 
-def _quantize_the_rest(shard: Shard, scale: torch.Tensor, out: torch.Tensor, fmt: FP8Format) -> None:
+def _quantize_the_rest(
+    shard: Shard, scale: torch.Tensor, out: torch.Tensor, fmt: FP8Format
+) -> None:
     columns = shard.shape[1]
     if shard.layout == "tensor":
         n = shard.values.numel()
-        whole = n // columns * columns  # as rows: a kernel takes many of these, and no single one of any length
+        # As rows: a kernel takes many of these, and no single one of any length.
+        whole = n // columns * columns
         if whole:
             codes = quantize_tensor(shard.values[:whole].view(-1, columns), fmt, scale).codes
             out[:whole].copy_(codes.view(torch.uint8).view(-1))
         if whole < n:
-            out[whole:n].copy_(quantize_tensor(shard.values[whole:], fmt, scale).codes.view(torch.uint8))
+            out[whole:n].copy_(
+                quantize_tensor(shard.values[whole:], fmt, scale).codes.view(torch.uint8)
+            )
         return
     for piece in _pieces(shard)[1]:
         row = (shard.first + piece.start) // columns
-        out[piece].copy_(quantize_tensor(shard.values[piece], fmt, scale[row]).codes.view(torch.uint8))
+        out[piece].copy_(
+            quantize_tensor(shard.values[piece], fmt, scale[row]).codes.view(torch.uint8)
+        )
 
 
 class GatheredWeight:
     """A whole weight of which this rank has codes and no values, for as long as it is in use.
 
-    It is the attribute ``coat_gathered`` of the parameter, whose data are NaN meanwhile: whatever reads them by mistake
-    is not wrong unnoticed.
+    It is the attribute ``coat_gathered`` of the parameter, whose data are NaN meanwhile: whatever
+    reads them by mistake is not wrong unnoticed.
     """
 
-    def __init__(self, codes: dict[str, QuantizedTensor], fetch: Callable[[str], QuantizedTensor]) -> None:
-        """``codes``: by layout. ``fetch``: gathers those of a layout that is not among them; collective."""
+    def __init__(
+        self, codes: dict[str, QuantizedTensor], fetch: Callable[[str], QuantizedTensor]
+    ) -> None:
+        """``codes``: by layout. ``fetch``: gathers those of a layout that is not among them;
+        collective.
+        """
         self.codes = codes
         self.used: set[str] = set()
         self._fetch = fetch

@@ -1,7 +1,8 @@
-"""Products whose rows come from other ranks or go to them, part by part, while parts that are here are multiplied.
+"""Products whose rows come from other ranks or go to them, part by part, while parts that are here
+are multiplied.
 
-Only over ``peer_memory.py``. Two parts are multiplied at a time, so that the last tiles of one leave no
-multiprocessor idle. Every part is the product that it is within the whole one.
+Only over ``peer_memory.py``. Two parts are multiplied at a time, so that the last tiles of one
+leave no multiprocessor idle. Every part is the product that it is within the whole one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class Rows:
 
     def __init__(self, peers: PeerMemory, own: QuantizedTensor) -> None:
         self.peers, self.own = peers, own
-        tensors = [own.codes.contiguous(), *([own.scales.contiguous()] if own.layout == "row" else [])]
+        tensors = [
+            own.codes.contiguous(),
+            *([own.scales.contiguous()] if own.layout == "row" else []),
+        ]
         outs, self._coming = peers.gather(tensors)
         self._whole = QuantizedTensor(outs[0], outs[1] if len(outs) > 1 else own.scales, own.layout)
 
@@ -69,8 +73,8 @@ def scattered_product(
 ) -> Pending[torch.Tensor]:
     """This rank's rows of the sum over ranks of the product with a, ``[m / ranks, n]``, under way.
 
-    Others' rows are multiplied first and fetched while the rest is. Two ranks' parts are added as a reduce-scatter adds
-    them; of more, the sum is fp32 and rounded once.
+    Others' rows are multiplied first and fetched while the rest is. Two ranks' parts are added as a
+    reduce-scatter adds them; of more, the sum is fp32 and rounded once.
     """
     m, rank, size = a.codes.shape[0] // peers.size, peers.rank, peers.size
     own, *others = (torch.empty(m, n, dtype=dtype, device=a.codes.device) for _ in range(size))

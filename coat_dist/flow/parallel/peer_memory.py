@@ -1,22 +1,24 @@
 """Rows that ranks of one machine read from each other's memory, beside products.
 
-A kernel of NCCL occupies multiprocessors; a product that is started beside it lacks them, or keeps NCCL waiting until
-it ends. Here the GPUs' copy engines move data: a rank writes what others need into its own *room*, a barrier says that
-all rooms are written, and copies on a stream of their own fetch from the others' rooms what this rank needs. NVLink
-multicast is not used. ``COAT_PEER_MEMORY=0`` switches it off: NCCL does the same.
+A kernel of NCCL occupies multiprocessors; a product that is started beside it lacks them, or keeps
+NCCL waiting until it ends. Here the GPUs' copy engines move data: a rank writes what others need
+into its own *room*, a barrier says that all rooms are written, and copies on a stream of their own
+fetch from the others' rooms what this rank needs. NVLink multicast is not used.
+``COAT_PEER_MEMORY=0`` switches it off: NCCL does the same.
 
-**Rooms are written again** when it is certain that they were read. There are two, taken in turn. All barriers are on
-the stream that computes, and before barrier ``k`` it waits for this rank's copies of exchange ``k - 1``. So behind
-barrier ``k`` all copies up to ``k - 1`` are done on all ranks, and what they read may be written: by exchange
-``k + 1``. These waits cost nothing, as copies are done long before the next exchange. Where another stream computes
-than before, it waits for that one first. An exchange that ended before its barrier, by an exception, gives its room to
-the next.
+**Rooms are written again** when it is certain that they were read. There are two, taken in turn.
+All barriers are on the stream that computes, and before barrier ``k`` it waits for this rank's
+copies of exchange ``k - 1``. So behind barrier ``k`` all copies up to ``k - 1`` are done on all
+ranks, and what they read may be written: by exchange ``k + 1``. These waits cost nothing, as copies
+are done long before the next exchange. Where another stream computes than before, it waits for that
+one first. An exchange that ended before its barrier, by an exception, gives its room to the next.
 
-Memory: two rooms of the largest exchange for each group, outside of torch's allocator. Where a rank has none left for
-larger rooms, all ranks of the group go on over NCCL.
+Memory: two rooms of the largest exchange for each group, outside of torch's allocator. Where a rank
+has none left for larger rooms, all ranks of the group go on over NCCL.
 
-A layer has a dozen exchanges, whose cost is the host's: views of rooms are made once, streams are asked for by the
-device's number, and are switched by :class:`On`. torch finds out the current device each time otherwise.
+A layer has a dozen exchanges, whose cost is the host's: views of rooms are made once, streams are
+asked for by the device's number, and are switched by :class:`On`. torch finds out the current
+device each time otherwise.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ from ..function import outside_of_graphs
 __all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
 
 FEWEST = 3 * 2**23
-"""Elements of what one rank sends from which this is worth it. The host has more to do here than for a collective, and
-does not keep up with short products: on H200s 2**24 elements were slower, 2**25 faster (docs/flow.md, peer memory)."""
+"""Elements of what one rank sends from which this is worth it. The host has more to do here than
+for a collective, and does not keep up with short products: on H200s 2**24 elements were slower,
+2**25 faster (docs/flow.md, peer memory).
+"""
 SWITCH = "COAT_PEER_MEMORY"
 ALIGNMENT = 512
 
@@ -57,7 +61,9 @@ class Fetched:
 
 
 class On:
-    """As ``torch.cuda.stream``, for a stream of the current device; to be entered again and again."""
+    """As ``torch.cuda.stream``, for a stream of the current device; to be entered again and
+    again.
+    """
 
     def __init__(self, stream: torch.cuda.Stream, device: int | None) -> None:
         self.stream, self.device = stream, device
@@ -71,7 +77,9 @@ class On:
 
 
 class PeerMemory:
-    """The rooms of one process group, whose ranks all call the same methods with the same sizes in the same order."""
+    """The rooms of one process group, whose ranks all call the same methods with the same sizes
+    in the same order.
+    """
 
     _reserved: list[torch.Tensor] | None = None
     _stream: torch.cuda.Stream | None = None
@@ -87,7 +95,10 @@ class PeerMemory:
         self._theirs: list[torch.Tensor] = []
         """Every rank's rooms, as bytes."""
         self._copies, self._products = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._on_copies, self._on_products = On(self._copies, device.index), On(self._products, device.index)
+        self._on_copies, self._on_products = (
+            On(self._copies, device.index),
+            On(self._products, device.index),
+        )
         self._last: Fetched | None = None
         self._before: Fetched | None = None
 
@@ -110,14 +121,21 @@ class PeerMemory:
         self._begun = True
         assert self._buffer is not None
         first = self._turn * self._bytes
-        return [self._buffer[first + at : first + at + n] for at, n in zip(offsets[:-1], nbytes, strict=True)]
+        return [
+            self._buffer[first + at : first + at + n]
+            for at, n in zip(offsets[:-1], nbytes, strict=True)
+        ]
 
     @outside_of_graphs
     def reserve(self, *kinds: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
-        """A new exchange: tensors in this rank's room, to be written on the current stream and given to :meth:`gather`,
-        which has nothing to copy then. They last until the exchange after the next."""
+        """A new exchange: tensors in this rank's room, to be written on the current stream and
+        given to :meth:`gather`, which has nothing to copy then. They last until the exchange after
+        the next.
+        """
         parts = self.room(*(math.prod(shape) * dtype.itemsize for shape, dtype in kinds))
-        self._reserved = [p.view(dtype).view(*shape) for p, (shape, dtype) in zip(parts, kinds, strict=True)]
+        self._reserved = [
+            p.view(dtype).view(*shape) for p, (shape, dtype) in zip(parts, kinds, strict=True)
+        ]
         return self._reserved
 
     def written(self) -> None:
@@ -130,8 +148,11 @@ class PeerMemory:
         self._handle.barrier(channel=0)
         self._copies.wait_stream(stream)
 
-    def fetch(self, sizes: tuple[int, ...], wanted: dict[int, dict[int, torch.Tensor]]) -> dict[int, Fetched]:
-        """Start copying parts of ranks' rooms into contiguous tensors, one rank's after the other's.
+    def fetch(
+        self, sizes: tuple[int, ...], wanted: dict[int, dict[int, torch.Tensor]]
+    ) -> dict[int, Fetched]:
+        """Start copying parts of ranks' rooms into contiguous tensors, one rank's after the
+        other's.
 
         Args:
             sizes: as :meth:`room` was given them.
@@ -153,25 +174,33 @@ class PeerMemory:
 
     @outside_of_graphs
     def gather(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, Fetched]]:
-        """All ranks' tensors one after the other along dimension 0, and by rank when they will have come."""
+        """All ranks' tensors one after the other along dimension 0, and by rank when they will
+        have come.
+        """
         sizes = tuple(t.nbytes for t in tensors)
         if self._reserved is None or self._reserved[0] is not tensors[0]:
             for part, t in zip(self.room(*sizes), tensors, strict=True):
                 part.copy_(t.view(-1).view(torch.uint8))
         self._reserved = None
-        # Before the barrier: with deterministic algorithms torch fills new memory, and copies must come after that.
+        # Before the barrier: with deterministic algorithms torch fills new memory, and copies must
+        # come after that.
         outs = [t.new_empty(self.size * t.shape[0], *t.shape[1:]) for t in tensors]
         self.written()
         parts = [out.chunk(self.size) for out in outs]
-        order = [(self.rank + step) % self.size for step in range(1, self.size + 1)]  # this rank's own last
-        return outs, self.fetch(sizes, {rank: {i: part[rank] for i, part in enumerate(parts)} for rank in order})
+        # This rank's own last.
+        order = [(self.rank + step) % self.size for step in range(1, self.size + 1)]
+        return outs, self.fetch(
+            sizes, {rank: {i: part[rank] for i, part in enumerate(parts)} for rank in order}
+        )
 
     def fork(self) -> None:
         """What is computed :meth:`beside` the current stream may begin when this has come here."""
         self._products.wait_stream(torch.cuda.current_stream(self.device.index))
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """What is computed inside runs beside the current stream, between :meth:`fork` and :meth:`join`."""
+        """What is computed inside runs beside the current stream, between :meth:`fork` and
+        :meth:`join`.
+        """
         return self._on_products
 
     def join(self) -> None:
@@ -186,7 +215,9 @@ class PeerMemory:
         return offsets
 
     def holds(self, nbytes: int) -> bool:
-        """Whether a room has this many bytes, made larger if not, which is a collective. The same on all ranks."""
+        """Whether a room has this many bytes, made larger if not, which is a collective. The
+        same on all ranks.
+        """
         if nbytes <= self._bytes:
             return True
         import torch.distributed._symmetric_memory as symmetric
@@ -203,7 +234,9 @@ class PeerMemory:
         self._buffer, self._bytes = buffer, nbytes
         self._handle = symmetric.rendezvous(buffer, self.group.group_name)
         with torch.inference_mode(False):
-            self._theirs = [self._handle.get_buffer(r, buffer.shape, torch.uint8, 0) for r in range(self.size)]
+            self._theirs = [
+                self._handle.get_buffer(r, buffer.shape, torch.uint8, 0) for r in range(self.size)
+            ]
         return True
 
     def _allocate(self, nbytes: int) -> torch.Tensor | None:
@@ -217,7 +250,8 @@ class PeerMemory:
             return symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             warnings.warn(
-                f"tensor-parallel ranks exchange rows by NCCL alone from now on: rank {self.rank} of the group has no "
+                f"tensor-parallel ranks exchange rows by NCCL alone from now on: rank {self.rank} "
+                "of the group has no "
                 f"{nbytes} bytes for others to read: {error}",
                 stacklevel=2,
             )
@@ -238,20 +272,23 @@ _switched: set[dist.ProcessGroup] = set()
 def peer_memory(
     group: dist.ProcessGroup | None, elements: int, itemsize: int, device: torch.device
 ) -> PeerMemory | None:
-    """The rooms of this group where its GPUs can read each other's memory and it is worth it; else None.
+    """The rooms of this group where its GPUs can read each other's memory and it is worth it; else
+    None.
 
     Args:
         elements: of what one rank sends to another.
         itemsize: bytes of one.
 
-    The first call with enough elements is a collective, and so is one with more bytes than any before.
+    The first call with enough elements is a collective, and so is one with more bytes than any
+    before.
 
     Raises:
         CoatConfigError: ``COAT_PEER_MEMORY`` is neither 0 nor 1, or not the same on all ranks.
     """
     if group is None or device.type != "cuda" or elements < FEWEST:
         return None
-    if torch.cuda.is_current_stream_capturing():  # a graph may not wait for copies that it does not hold
+    # A graph may not wait for copies that it does not hold.
+    if torch.cuda.is_current_stream_capturing():
         return None
     if group not in _switched:
         check_switch(group)
@@ -262,24 +299,30 @@ def peer_memory(
         _of_group[group] = _try(group, device) if _all_can_read(group, device) else None
     if (peers := _of_group[group]) is None:
         return None
-    if not peers.holds(peers.size * elements * itemsize):  # more than any exchange of parts of this size takes
+    # More than any exchange of parts of this size takes.
+    if not peers.holds(peers.size * elements * itemsize):
         _of_group[group] = None
     return _of_group[group]
 
 
 def check_switch(group: dist.ProcessGroup) -> None:
-    """A collective. Raises CoatConfigError on all ranks where one has another ``COAT_PEER_MEMORY`` than it should."""
+    """A collective. Raises CoatConfigError on all ranks where one has another
+    ``COAT_PEER_MEMORY`` than it should.
+    """
     everyone = gather(os.environ.get(SWITCH, "1"), group)
     for rank, value in enumerate(everyone):
         if value not in ("0", "1") or value != everyone[0]:
             raise CoatConfigError(
-                f"{SWITCH}: got {value!r} on tensor-parallel rank {rank} and {everyone[0]!r} on rank 0, accepted: 0 or "
+                f"{SWITCH}: got {value!r} on tensor-parallel rank {rank} and {everyone[0]!r} on "
+                "rank 0, accepted: 0 or "
                 "1 (the default), the same on all ranks"
             )
 
 
 def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks are on one machine, each with a GPU of its own that reads those of the others."""
+    """Whether all ranks are on one machine, each with a GPU of its own that reads those of the
+    others.
+    """
     try:
         import torch.distributed._symmetric_memory  # noqa: F401
 

@@ -1,7 +1,8 @@
 """The ranks that share a layer, and the collectives that the flow runs over them.
 
-Large collectives are started and waited for apart: ``start_...`` gives a :class:`Pending`, and what is computed before
-its ``wait()`` hides them. On a GPU waiting is the current stream's; the host goes on.
+Large collectives are started and waited for apart: ``start_...`` gives a :class:`Pending`, and what
+is computed before its ``wait()`` hides them. On a GPU waiting is the current stream's; the host
+goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 _find_peers = outside_of_graphs(peer_memory)
-"""Ranks have to find the same: also where torch.compile traces a call on one of them and not on another."""
+"""Ranks have to find the same: also where torch.compile traces a call on one of them and not on
+another.
+"""
 
 
 def gather_into(out: torch.Tensor, t: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -43,7 +46,9 @@ class Pending(Generic[T]):
     Holds the collective's operands, which nobody may change or free before :meth:`wait`.
     """
 
-    def __init__(self, result: Callable[[], T], works: tuple[Any, ...] = (), operands: Any = None) -> None:
+    def __init__(
+        self, result: Callable[[], T], works: tuple[Any, ...] = (), operands: Any = None
+    ) -> None:
         self._result: Callable[[], T] | None = result
         self._works = works
         self._operands = operands
@@ -63,7 +68,9 @@ class Pending(Generic[T]):
         return Pending(lambda: function(result()), self._works, self._operands)
 
     def settled(self) -> Pending[T]:
-        """This; computed at once where no other rank takes part, so that what it is computed from can be freed."""
+        """This; computed at once where no other rank takes part, so that what it is computed
+        from can be freed.
+        """
         if self._works:
             return self
         value = self.wait()
@@ -72,16 +79,21 @@ class Pending(Generic[T]):
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks that share a layer, and whether they split the sequence too. ``TensorParallel()`` means one rank."""
+    """The ranks that share a layer, and whether they split the sequence too.
+    ``TensorParallel()`` means one rank.
+    """
 
     group: dist.ProcessGroup | None = None
     """None means one rank, never the default group."""
     sequence_parallel: bool = False
     reads_peers: bool = True
-    """Whether large collectives may go through memory that ranks read from each other (``peer_memory.py``)."""
+    """Whether large collectives may go through memory that ranks read from each other
+    (``peer_memory.py``).
+    """
 
     def __post_init__(self) -> None:
-        # Looked up here, for torch.compile: before Python 3.12 a cached property takes a lock, which it cannot trace.
+        # Looked up here, for torch.compile: before Python 3.12 a cached property takes a lock,
+        # which it cannot trace.
         _ = self.size, self.rank, self.for_backward
 
     @cached_property
@@ -98,8 +110,14 @@ class TensorParallel:
         return self.sequence_parallel and self.size > 1
 
     def with_sequence_parallel(self, sequence_parallel: bool) -> TensorParallel:
-        """The same ranks, splitting the sequence or not. Makes no new object from the second switch on."""
-        return self if self.group is None or sequence_parallel == self.sequence_parallel else self._switched
+        """The same ranks, splitting the sequence or not. Makes no new object from the second
+        switch on.
+        """
+        return (
+            self
+            if self.group is None or sequence_parallel == self.sequence_parallel
+            else self._switched
+        )
 
     @cached_property
     def _switched(self) -> TensorParallel:
@@ -107,27 +125,34 @@ class TensorParallel:
 
     @cached_property
     def for_backward(self) -> TensorParallel:
-        """The same ranks, who leave backward's collectives to the backend: other products hide them there as well, and
-        the host has less to do."""
+        """The same ranks, who leave backward's collectives to the backend: other products hide them
+        there as well, and the host has less to do.
+        """
         if self.group is None or not self.reads_peers:
             return self
         return TensorParallel(self.group, self.sequence_parallel, False)
 
     def peers(self, elements: int, itemsize: int, device: torch.device) -> PeerMemory | None:
-        """Memory that these ranks read from each other, if they can and so many elements are worth it."""
+        """Memory that these ranks read from each other, if they can and so many elements are
+        worth it.
+        """
         if self.size == 1 or not self.reads_peers:
             return None
         return _find_peers(self.group, elements, itemsize, device)
 
     def max_(self, t: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has none."""
+        """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has
+        none.
+        """
         return self.start_max(t).wait()
 
     def start_max(self, t: torch.Tensor) -> Pending[torch.Tensor]:
         """:meth:`max_`, under way."""
         if self.size == 1:
             return Pending(lambda: t)
-        return Pending(lambda: t, (dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group, async_op=True),))
+        return Pending(
+            lambda: t, (dist.all_reduce(t, dist.ReduceOp.MAX, group=self.group, async_op=True),)
+        )
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
         """The sum over ranks. Overwrites ``t``, which must be contiguous, and returns it."""
@@ -140,7 +165,9 @@ class TensorParallel:
         return Pending(lambda: t, (dist.all_reduce(t, group=self.group, async_op=True),))
 
     def gather_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``t`` one after the other along dimension 0. FP8 travels as bytes: not every backend knows it."""
+        """All ranks' ``t`` one after the other along dimension 0. FP8 travels as bytes: not
+        every backend knows it.
+        """
         return self.start_gather(t).wait()[0]
 
     def start_gather(self, *tensors: torch.Tensor) -> Pending[tuple[torch.Tensor, ...]]:
@@ -166,8 +193,12 @@ class TensorParallel:
         return Pending(gathered, works, payloads)
 
     def start_gather_quantized(self, q: QuantizedTensor) -> Pending[QuantizedTensor]:
-        """All ranks' rows of a tensor quantized by rows, codes and scales in one collective, under way."""
-        return self.start_gather(q.codes, q.scales).then(lambda t: QuantizedTensor(t[0], t[1], q.layout))
+        """All ranks' rows of a tensor quantized by rows, codes and scales in one collective,
+        under way.
+        """
+        return self.start_gather(q.codes, q.scales).then(
+            lambda t: QuantizedTensor(t[0], t[1], q.layout)
+        )
 
     def all_rows(self, x: torch.Tensor) -> torch.Tensor:
         """x ``[..., h]`` as rows ``[rows, h]``, those of all ranks where they are split."""
@@ -175,7 +206,9 @@ class TensorParallel:
         return self.gather_rows(rows) if self.sharded else rows
 
     def own_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """This rank's share along dimension 0 where rows are split over ranks, all of them otherwise."""
+        """This rank's share along dimension 0 where rows are split over ranks, all of them
+        otherwise.
+        """
         return t.chunk(self.size)[self.rank] if self.sharded else t
 
     def reduce_scatter_rows(self, t: torch.Tensor) -> torch.Tensor:
@@ -191,12 +224,17 @@ class TensorParallel:
         if self.size == 1:
             return Pending(lambda: t)
         if t.shape[0] % self.size:
-            raise ValueError(f"sequence parallelism: got {t.shape[0]} rows, accepted: a multiple of {self.size} ranks")
+            raise ValueError(
+                f"sequence parallelism: got {t.shape[0]} rows, accepted: a multiple of {self.size} "
+                "ranks"
+            )
         out, t = t.new_empty(t.shape[0] // self.size, *t.shape[1:]), t.contiguous()
         return Pending(lambda: out, (_reduce_scatter(out, t, group=self.group, async_op=True),), t)
 
 
 def _payload(t: torch.Tensor, together: bool) -> torch.Tensor:
-    """What travels: FP8 as bytes, as not every backend knows it; several tensors too, as gloo wants one type."""
+    """What travels: FP8 as bytes, as not every backend knows it; several tensors too, as gloo
+    wants one type.
+    """
     t = t.contiguous()
     return t.view(torch.uint8) if together or t.dtype.itemsize == 1 else t

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from benchmarks.accuracy import trajectories
-from benchmarks.accuracy.trajectories import FORMER, Joined, Options, Trained, measure, ratios, train
+from benchmarks.accuracy.trajectories import (
+    FORMER,
+    Joined,
+    Options,
+    Trained,
+    measure,
+    ratios,
+    train,
+)
 from benchmarks.accuracy.trajectory_gradients import (
     Gradients,
     changing_scale,
@@ -70,21 +78,28 @@ def test_a_range_is_that_of_the_first_moment_and_the_packages_is_half_of_f_squar
     package, half, wide = (train(steps, Options(factor=factor)) for factor in (None, 0.5, 2.0))
     assert all(torch.equal(a, b) for a, b in zip(package, half, strict=True))
     assert not torch.equal(wide[0], half[0])
-    assert all(torch.equal(a, b) for a, b in zip(wide[1:], half[1:], strict=True))  # fp32 AdamW's, and second moments
+    # fp32 AdamW's, and second moments.
+    assert all(torch.equal(a, b) for a, b in zip(wide[1:], half[1:], strict=True))
 
 
 @pytest.mark.parametrize("change", [*FORMER, "rounding", "expand"])
 def test_every_alteration_alters(change):
     steps = normal(256, 12, octaves=1.5).steps
     value = not Options(rounding=True)._asdict()[change]
-    ways = [train(steps, o).coded for o in (Options(rounding=True), Options(rounding=True)._replace(**{change: value}))]
+    ways = [
+        train(steps, o).coded
+        for o in (Options(rounding=True), Options(rounding=True)._replace(**{change: value}))
+    ]
     assert not torch.equal(*ways)
 
 
 def test_main_writes_every_row(monkeypatch, tmp_path, capsys):
     one = {7: {"stopped": lambda: stopped(256, steps=7)}, 8: {"random": lambda: normal(256, 8)}}
     monkeypatch.setattr(trajectories, "SCENARIOS", one)
-    rows = [(True, "", Options()), (False, "fresh grids", Options("int8", "log8", fresh_grids=True))]
+    rows = [
+        (True, "", Options()),
+        (False, "fresh grids", Options("int8", "log8", fresh_grids=True)),
+    ]
     monkeypatch.setattr(trajectories, "configurations", lambda: rows)
     monkeypatch.setattr(sys, "argv", ["trajectories", "--output", str(tmp_path)])
     trajectories.main()
@@ -96,4 +111,6 @@ def test_main_writes_every_row(monkeypatch, tmp_path, capsys):
     assert "random 8 error" in first and "random 8 error" not in second
     assert "farthest" in capsys.readouterr().out
     lines = path.read_text().splitlines()
-    assert sum('"betas"' in line for line in lines) == 2 and not any(a == b for a, b in pairwise(lines))
+    assert sum('"betas"' in line for line in lines) == 2 and not any(
+        a == b for a, b in pairwise(lines)
+    )

@@ -1,4 +1,6 @@
-"""Branches of one run: they continue its very state, a BF16 one to the bit, and what they are compared with."""
+"""Branches of one run: they continue its very state, a BF16 one to the bit, and what they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -53,23 +55,51 @@ def call(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "launched", in_a_rank)
     monkeypatch.setattr(branches, "launched", in_a_rank)
     data = str(tmp_path / "text")
-    given = ["--input", str(ROOT / "benchmarks"), "--glob", "*.py", "--tokenizer", "bytes", "--workers", "1", "--quiet"]
+    given = [
+        "--input",
+        str(ROOT / "benchmarks"),
+        "--glob",
+        "*.py",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+        "--quiet",
+    ]
     assert prepare_data.main([*given, "--output", data]) == 0
 
     def call(*more: str, finished: bool = True) -> dict:
-        given = ["--tiny", "--steps", str(STEPS), "--branch-at", str(AT), "--average", "3", "--data", data]
+        given = [
+            "--tiny",
+            "--steps",
+            str(STEPS),
+            "--branch-at",
+            str(AT),
+            "--average",
+            "3",
+            "--data",
+            data,
+        ]
         given += ["--folder", str(tmp_path / "kept"), "--output", str(tmp_path)]
         monkeypatch.setattr(sys, "argv", ["branches", *given, *more])
-        with nullcontext() if finished else pytest.raises(SystemExit, match="^error: none of . runs was finished"):
+        with (
+            nullcontext()
+            if finished
+            else pytest.raises(SystemExit, match="^error: none of . runs was finished")
+        ):
             branches.main()
         return json.loads((tmp_path / "convergence/branches-tiny.json").read_text())
 
-    call.arguments = branches.parse(["--tiny", "--steps", str(STEPS), "--branch-at", str(AT), "--average", "3"])
+    call.arguments = branches.parse(
+        ["--tiny", "--steps", str(STEPS), "--branch-at", str(AT), "--average", "3"]
+    )
     call.data = data
     return call
 
 
-def test_branches_continue_the_trunk_to_the_bit(call, tmp_path, monkeypatch, capsys, refused) -> None:
+def test_branches_continue_the_trunk_to_the_bit(
+    call, tmp_path, monkeypatch, capsys, refused
+) -> None:
     kept: list = []
     real = runs.measured
 
@@ -80,7 +110,12 @@ def test_branches_continue_the_trunk_to_the_bit(call, tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(branches, "measured", measured)
     found = call("--runs", "bf16:0:0", "bf16:0:1", "fp8 moments, row scales:0:0", "--nudge", "0.1")
-    assert not found["failed"] and [len(records) for records in kept] == [AT, STEPS - AT, STEPS - AT, STEPS - AT]
+    assert not found["failed"] and [len(records) for records in kept] == [
+        AT,
+        STEPS - AT,
+        STEPS - AT,
+        STEPS - AT,
+    ]
 
     # A run that was never cut is the trunk and, behind it, the branch.
     config, out = tmp_path / "whole.json", tmp_path / "whole"
@@ -93,15 +128,26 @@ def test_branches_continue_the_trunk_to_the_bit(call, tmp_path, monkeypatch, cap
     first, nudged, coat = found["runs"]
     assert first["held_out_loss"] == whole[-1]["valid_loss"] and first["steps"] == STEPS
     assert first["bf16_held_out_loss"] == first["held_out_loss"] != first["averaged_held_out_loss"]
-    assert first["averaged_bf16_held_out_loss"] == first["averaged_held_out_loss"] and first["averaged_steps"] == 3
+    assert (
+        first["averaged_bf16_held_out_loss"] == first["averaged_held_out_loss"]
+        and first["averaged_steps"] == 3
+    )
 
     # All begin with the same weights, and then part.
     assert len({r["trunk"] for r in found["runs"]}) == 1
     assert first["distance"] == 0 < nudged["distance"] and coat["distance"] > 0
     assert kept[3][0]["loss"] == kept[1][0]["loss"] and kept[3][-1]["loss"] != kept[1][-1]["loss"]
-    assert coat["bf16_held_out_loss"] != coat["held_out_loss"] == pytest.approx(first["held_out_loss"], rel=1e-2)
+    assert (
+        coat["bf16_held_out_loss"]
+        != coat["held_out_loss"]
+        == pytest.approx(first["held_out_loss"], rel=1e-2)
+    )
     (row,) = found["gaps"]
-    assert row["variant"] == "fp8 moments, row scales" and row["trunks"] == [first["trunk"]] and row["runs"] == [1, 2]
+    assert (
+        row["variant"] == "fp8 moments, row scales"
+        and row["trunks"] == [first["trunk"]]
+        and row["runs"] == [1, 2]
+    )
     assert row["held_out_loss_error"] > 0 and "from repeat to repeat" in capsys.readouterr().out
 
     # A later call goes on: with the trunk that is kept, and with the branches of the file.
@@ -110,21 +156,35 @@ def test_branches_continue_the_trunk_to_the_bit(call, tmp_path, monkeypatch, cap
     kept.clear()
     again = call("--runs", "bf16:0:0", "bf16:0:2", "--extend", str(tmp_path / "first.json"))
     assert len(kept) == 1 and [r["variant"] for r in again["runs"]].count(BF16) == 3
-    assert len({r["trunk"] for r in again["runs"]}) == 1 and "not compared" not in capsys.readouterr().out
+    assert (
+        len({r["trunk"] for r in again["runs"]}) == 1
+        and "not compared" not in capsys.readouterr().out
+    )
     with refused("settings.average: got 3, accepted: this call's 1"):
         call("--average", "1", "--extend", str(tmp_path / "first.json"))
 
 
 def branch(variant: str, trunk: str, loss: float, **more: object) -> dict:
     return {
-        "variant": variant, "seed": 0, "repeat": 0, "trunk": trunk, "steps": 9, "distance": 1.0,
-        **dict.fromkeys(KEYS, loss), **more,
-    }  # fmt: skip
+        "variant": variant,
+        "seed": 0,
+        "repeat": 0,
+        "trunk": trunk,
+        "steps": 9,
+        "distance": 1.0,
+        **dict.fromkeys(KEYS, loss),
+        **more,
+    }
 
 
 def test_branches_are_compared_within_their_trunk(capsys) -> None:
     found = [branch(BF16, "a", 1.0), branch(BF16, "a", 1.2), branch("row scales", "a", 1.3)]
-    found += [branch(BF16, "b", 2.0), branch("row scales", "b", 2.1), branch("row scales", "c", 9.0)]  # c: no BF16
+    # C: no BF16.
+    found += [
+        branch(BF16, "b", 2.0),
+        branch("row scales", "b", 2.1),
+        branch("row scales", "c", 9.0),
+    ]
     found += [branch(BF16, "b", 7.0, steps=8)]  # stopped
     (row,) = by_trunk(found, 9)
     assert row["trunks"] == ["a", "b"] and row["held_out_loss"] == pytest.approx([0.2 / 1.1, 0.05])

@@ -19,9 +19,13 @@ ARGUMENTS = argparse.Namespace(tiny=False, steps=1200, seed=0, lr=6e-4)
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", long.VARIANTS)
-def test_both_train_what_the_first_lines_say_on_any_number_of_gpus(tmp_path, monkeypatch, name, ranks) -> None:
+def test_both_train_what_the_first_lines_say_on_any_number_of_gpus(
+    tmp_path, monkeypatch, name, ranks
+) -> None:
     monkeypatch.chdir(ROOT)
-    (tmp_path / "text.json").write_text(json.dumps({"vocab_size": 16384, "eod": 0, "tokenizer_digest": "d"}))
+    (tmp_path / "text.json").write_text(
+        json.dumps({"vocab_size": 16384, "eod": 0, "tokenizer_digest": "d"})
+    )
     for end in ".bin", ".idx":
         (tmp_path / f"text{end}").write_bytes(b"")
     line = long.command(name, str(tmp_path / "text"), tmp_path, ranks, ARGUMENTS)
@@ -31,7 +35,9 @@ def test_both_train_what_the_first_lines_say_on_any_number_of_gpus(tmp_path, mon
     assert 302e6 < parameter_count(p.model) < 304e6
     coat = (p.settings["optimizer"]["type"], p.coat is not None and p.coat.activation.enabled)
     moments, flow = "coat" in name or name == "moments", "coat" in name or name == "flow"
-    assert coat == ("CoatAdamW" if moments else "AdamW", flow) and (p.args.lr == 6e-4) != ("again" in name)
+    assert coat == ("CoatAdamW" if moments else "AdamW", flow) and (p.args.lr == 6e-4) != (
+        "again" in name
+    )
     assert p.args.load == "auto" and p.args.save
 
 
@@ -39,15 +45,25 @@ def metrics(folder, steps: int, factor: float) -> dict:
     folder.mkdir()
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):
-            record = {"step": step, "loss": factor * (2 + 3 / step), "step_time": 0.5, "peak_memory_bytes": 2**30}
-            record |= {"tokens_per_second_per_gpu": 1000.0} | ({"valid_loss": factor * 2.5} if step % 50 == 0 else {})
+            record = {
+                "step": step,
+                "loss": factor * (2 + 3 / step),
+                "step_time": 0.5,
+                "peak_memory_bytes": 2**30,
+            }
+            record |= {"tokens_per_second_per_gpu": 1000.0} | (
+                {"valid_loss": factor * 2.5} if step % 50 == 0 else {}
+            )
             file.write(json.dumps(record) + "\n")
         file.write('{"step": ')  # cut by a kill
     return long.curve(folder, 256, 1024)
 
 
 def test_curves_are_drawn_as_far_as_they_go(tmp_path, capsys) -> None:
-    runs = {"bf16": metrics(tmp_path / "bf16", 300, 1.0), "coat": metrics(tmp_path / "coat", 501, 1.001)}
+    runs = {
+        "bf16": metrics(tmp_path / "bf16", 300, 1.0),
+        "coat": metrics(tmp_path / "coat", 501, 1.001),
+    }
     assert runs["bf16"]["steps"] == 300 and runs["coat"]["tokens"] == 501 * 262_144
     assert runs["coat"]["steps_a_point"] == 3 and len(runs["coat"]["training_losses"]) == 167
     assert held_out_gaps(runs) == {step: pytest.approx(0.001) for step in range(50, 301, 50)}

@@ -12,7 +12,9 @@ CASE = {"model": "tiny", "micro_batches": [2], "sequence": 8, "warm_up": 2, "ste
 
 
 def test_a_run_gets_rows_for_its_steps_and_no_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: Any, folder: str) -> None:
+    def train(
+        name: str, model: Any, ds: dict[str, Any], rows: torch.Tensor, steps: Any, folder: str
+    ) -> None:
         assert (name, rows.shape) == ("lightning", (10, 8))
         assert "gradient_accumulation_steps" not in ds
         for loss in range(5):

@@ -63,7 +63,13 @@ def test_the_peers_layers_are_those_of_the_preset(monkeypatch, name, recipe) -> 
     monkeypatch.setattr(te_layer.importlib, "import_module", lambda module: recipes)
     model = load_model_config(
         ROOT / "configs/models/llama3-8b.json",
-        ["num_layers=2", "hidden_size=64", "ffn_hidden_size=96", "num_attention_heads=4", "num_query_groups=2"],
+        [
+            "num_layers=2",
+            "hidden_size=64",
+            "ffn_hidden_size=96",
+            "num_attention_heads=4",
+            "num_query_groups=2",
+        ],
     )
     te = SimpleNamespace(TransformerLayer=Layer, autocast=autocast)
     forward, layers, x = te_layer.stack(te, model, 24, recipe, 8)
@@ -71,8 +77,16 @@ def test_the_peers_layers_are_those_of_the_preset(monkeypatch, name, recipe) -> 
     forward().sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
     (hidden, ffn, heads, settings), _ = told
-    assert (hidden, ffn, heads, settings["num_gqa_groups"], settings["kv_channels"]) == (64, 96, 4, 2, 16)
-    assert contexts[0]["enabled"] == (name != "TE bf16") and contexts[0]["recipe"] == ("delayed" if recipe else None)
+    assert (hidden, ffn, heads, settings["num_gqa_groups"], settings["kv_channels"]) == (
+        64,
+        96,
+        4,
+        2,
+        16,
+    )
+    assert contexts[0]["enabled"] == (name != "TE bf16") and contexts[0]["recipe"] == (
+        "delayed" if recipe else None
+    )
 
 
 def test_bad_arguments_are_named(call, refused) -> None:
@@ -88,7 +102,10 @@ def test_bad_arguments_are_named(call, refused) -> None:
 
 def test_work_of_an_mlp_without_a_gate() -> None:
     gated, *plain = (
-        flops(load_model_config(ROOT / "configs/models/llama2-7b.json", [f"activation={name}"]), SEQUENCE)
+        flops(
+            load_model_config(ROOT / "configs/models/llama2-7b.json", [f"activation={name}"]),
+            SEQUENCE,
+        )
         for name in ("swiglu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu")
     )
     assert {gated - other for other in plain} == {6.0 * SEQUENCE * 4096 * 11008}

@@ -1,4 +1,6 @@
-"""The account of a layer's peak memory, against what an allocator measured and against the docs' bytes."""
+"""The account of a layer's peak memory, against what an allocator measured and against the docs'
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,12 @@ def test_recorded_runs_hold_nothing_that_is_not_accounted_for(name) -> None:
         model = preset(result["preset"], f"num_layers={measured['settings']['layers']}")
         for variant in measured["settings"]["variants"]:
             run, chosen = result["runs"][variant], settings(**VARIANTS[variant])
-            assert run["saved_bytes_per_token"] == pytest.approx(sum(saved_bytes(model, chosen)), rel=0.01)
+            assert run["saved_bytes_per_token"] == pytest.approx(
+                sum(saved_bytes(model, chosen)), rel=0.01
+            )
             expected = expected_peak(model, result["tokens"], chosen)
-            assert run["peak_bytes"] == pytest.approx(expected.bytes, rel=0.005)  # 0.002 is the largest difference
+            # 0.002 is the largest difference.
+            assert run["peak_bytes"] == pytest.approx(expected.bytes, rel=0.005)
 
 
 def test_saved_bytes_are_those_of_the_documentation() -> None:
@@ -40,7 +45,9 @@ def test_saved_bytes_are_those_of_the_documentation() -> None:
 
 
 def test_where_the_peak_lies() -> None:
-    many, few = (expected_peak(preset("llama2-7b", "num_layers=4"), t, settings()) for t in (16384, 1024))
+    many, few = (
+        expected_peak(preset("llama2-7b", "num_layers=4"), t, settings()) for t in (16384, 1024)
+    )
     assert (many.layer, few.layer) == (4, 1)
     deeper = expected_peak(preset("llama2-7b", "num_layers=5"), 16384, settings())
     assert deeper.bytes - many.bytes == 16384 * 64056  # one more layer waits
@@ -48,7 +55,11 @@ def test_where_the_peak_lies() -> None:
 
 @pytest.mark.parametrize(
     "key, value, accepted",
-    [("qk_norm", "true", "false"), ("num_moe_experts", "8", "null"), ("linear_bias", "true", "false")]
+    [
+        ("qk_norm", "true", "false"),
+        ("num_moe_experts", "8", "null"),
+        ("linear_bias", "true", "false"),
+    ]
     + [(f"{what}_dropout", "0.1", "0.0") for what in ("hidden", "attention")],
 )
 def test_what_is_not_accounted_for_is_refused(key, value, accepted) -> None:

@@ -1,4 +1,6 @@
-"""What the tensor-parallel layer benchmark refuses before it starts ranks, and where it finds its peer."""
+"""What the tensor-parallel layer benchmark refuses before it starts ranks, and where it finds
+its peer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_bad_arguments_are_named(monkeypatch, refused, tmp_path) -> None:
         with refused(message):
             tp_layer.parse(arguments)
     monkeypatch.setattr(sys, "argv", ["tp_layer", "--presets", "olmo-1b", "--peers", str(tmp_path)])
-    with refused("error: --peers: got the preset 'olmo-1b' with normalization 'layernorm', accepted"):
+    with refused(
+        "error: --peers: got the preset 'olmo-1b' with normalization 'layernorm', accepted"
+    ):
         tp_layer.main()
 
 
@@ -32,7 +36,9 @@ def test_the_peer_builds_these(preset) -> None:
 def test_the_peer_is_unpacked(tmp_path) -> None:
     folder, target = tmp_path / "peers", tmp_path / "target"
     folder.mkdir()
-    with pytest.raises(ValueError, match="^--peers: got '.*peers' with 0 archives, accepted: a folder with trans"):
+    with pytest.raises(
+        ValueError, match="^--peers: got '.*peers' with 0 archives, accepted: a folder with trans"
+    ):
         te_layer.unpack(str(folder), str(target))
     package = tmp_path / "transformer_engine"
     package.mkdir()

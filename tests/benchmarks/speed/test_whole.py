@@ -1,4 +1,6 @@
-"""Whole models: cases that run, that run out of memory and that fail, and what the report says of them."""
+"""Whole models: cases that run, that run out of memory and that fail, and what the report says
+of them.
+"""
 
 import json
 import subprocess
@@ -8,7 +10,16 @@ import pytest
 from benchmarks.speed import whole, whole_report
 from benchmarks.speed.whole_rank import VARIANTS, settings_of
 
-TINY = ["--models", "tiny", "--model-override", "vocab_size=512", "num_layers=1", "seq_length=32", "--ranks", "2"]
+TINY = [
+    "--models",
+    "tiny",
+    "--model-override",
+    "vocab_size=512",
+    "num_layers=1",
+    "seq_length=32",
+    "--ranks",
+    "2",
+]
 
 
 def cases_in(folder):
@@ -16,12 +27,16 @@ def cases_in(folder):
 
 
 def test_cases_are_measured_once(tmp_path, capsys, monkeypatch) -> None:
-    """Also micro-batches that are asked for later: only these. A failure is told, and tried again."""
+    """Also micro-batches that are asked for later: only these. A failure is told, and tried
+    again.
+    """
     options = [*TINY, "--variants", "both", "--output", str(tmp_path), "--micro-batches"]
     whole.main([*options, "3", "1"])
     whole.main([*options, "2", "1", "3"])
     (case,) = cases_in(tmp_path)
-    assert [step["micro_batch"] for step in case["steps"]] == [1, 2, 3] and case["out_of_memory_at"] is None
+    assert [step["micro_batch"] for step in case["steps"]] == [1, 2, 3] and case[
+        "out_of_memory_at"
+    ] is None
     held = [step["held_bytes"] for step in case["steps"]]
     assert held[0]["optimizer moments"] == held[2]["optimizer moments"] > 0
     assert held[0]["activations"] < held[1]["activations"] < held[2]["activations"]
@@ -30,11 +45,15 @@ def test_cases_are_measured_once(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(whole, "run", lambda *_: pytest.fail("measured again"))
     whole.main([*options, "1", "2"])
     assert capsys.readouterr().out.startswith("has tiny, 2 GPUs, both: micro-batch")
-    monkeypatch.setattr(whole, "run", lambda *_: {"steps": [], "out_of_memory_at": None, "error": "a\nthe reason"})
+    monkeypatch.setattr(
+        whole, "run", lambda *_: {"steps": [], "out_of_memory_at": None, "error": "a\nthe reason"}
+    )
     monkeypatch.setattr(whole, "current", lambda case: False)
     whole.main([*options, "1", "2"])
     assert "failed: the reason" in capsys.readouterr().out
-    assert cases_in(tmp_path)[0]["steps"] == [], "nothing of earlier code is kept beside what is new"
+    assert cases_in(tmp_path)[0]["steps"] == [], (
+        "nothing of earlier code is kept beside what is new"
+    )
 
 
 RANK = """import json, os, pathlib, sys, time
@@ -51,7 +70,12 @@ while path.read_text().count("\\n") < len(steps):
 @pytest.mark.parametrize(
     "steps, end, limit, expected",
     [
-        ([1, 2], "sys.exit(7 * (os.environ['RANK'] == '1') or time.sleep(60))", 30, {"out_of_memory_at": 4}),
+        (
+            [1, 2],
+            "sys.exit(7 * (os.environ['RANK'] == '1') or time.sleep(60))",
+            30,
+            {"out_of_memory_at": 4},
+        ),
         ([], "sys.exit(7)", 30, {"out_of_memory_at": 1}),
         ([1, 2, 4], "", 30, {}),
         ([1, 2, 4], "time.sleep(60)", 2, {}),
@@ -62,7 +86,11 @@ while path.read_text().count("\\n") < len(steps):
 )
 def test_how_a_case_ends(steps, end, limit, expected, monkeypatch) -> None:
     real, code = subprocess.Popen, RANK.format(steps=steps, end=end)
-    monkeypatch.setattr(whole.subprocess, "Popen", lambda line, **more: real([line[0], "-c", code, *line[3:]], **more))
+    monkeypatch.setattr(
+        whole.subprocess,
+        "Popen",
+        lambda line, **more: real([line[0], "-c", code, *line[3:]], **more),
+    )
     found = whole.run({"ranks": 2, "variant": "both", "micro_batches": [1, 2, 4]}, None, limit)
     assert [step["micro_batch"] for step in found.pop("steps")] == steps
     if "error" in expected:
@@ -74,13 +102,18 @@ def test_how_a_case_ends(steps, end, limit, expected, monkeypatch) -> None:
 def test_variants() -> None:
     for name, (optimizer, activation, file) in VARIANTS.items():
         settings = settings_of(name, 3)
-        assert settings["optimizer"]["type"] == optimizer and settings["zero_optimization"]["stage"] == 3
+        assert (
+            settings["optimizer"]["type"] == optimizer
+            and settings["zero_optimization"]["stage"] == 3
+        )
         plain = optimizer == "AdamW" and activation == {"enabled": False}
         assert ("coat" in settings) != plain
         if not plain:
             assert activation.items() <= settings["coat"]["activation"].items()
             assert ("optimizer" in settings["coat"]) == (optimizer == "CoatAdamW")
-            remainders = settings["coat"].get("optimizer", {}).get("master_weights") == "bf16_remainder"
+            remainders = (
+                settings["coat"].get("optimizer", {}).get("master_weights") == "bf16_remainder"
+            )
             assert remainders == (file == "zero2-remainder") == ("remainders" in name)
 
 
@@ -94,7 +127,14 @@ def case(variant, speeds, out_of_memory_at=None, commit="abc", **more):
         for n, speed in speeds.items()
     ]
     return {
-        **{"model": "llama2-7b", "override": [], "variant": variant, "ranks": 2, "stage": 2, "gpu_memory": None},
+        **{
+            "model": "llama2-7b",
+            "override": [],
+            "variant": variant,
+            "ranks": 2,
+            "stage": 2,
+            "gpu_memory": None,
+        },
         **{"steps": steps, "out_of_memory_at": out_of_memory_at},
         "measured": {"commit": commit, "date": "2026-11-24", "gpus": ["NVIDIA H200"] * 2},
         **more,
@@ -118,11 +158,20 @@ def test_report(tmp_path) -> None:
         "| both | 2 | 2.0 | 12.0 | 2.0 | 2 000 | 1.33 | 0 |",
     ]
     assert whole_report.largest(cases)[-1] == "Out of memory with micro-batch 1: flow only."
-    assert whole_report.largest(cases)[3] == "| both | 8 | 2.0 | 18.0 | 8.0 | 2 900 | 1.93 | 7 | 3 000 (4) |"
-    assert whole_report.cost(cases)[2:] == ["| BF16 | 1 500 | 55 556 |", "| both | 3 000 | 27 778 |"]
+    assert (
+        whole_report.largest(cases)[3]
+        == "| both | 8 | 2.0 | 18.0 | 8.0 | 2 900 | 1.93 | 7 | 3 000 (4) |"
+    )
+    assert whole_report.cost(cases)[2:] == [
+        "| BF16 | 1 500 | 55 556 |",
+        "| both | 3 000 | 27 778 |",
+    ]
     *lines, named = whole_report.report(CASES)
     assert "optimizer only" not in "\n".join(lines)
-    assert lines[-2] == "Measured: commit abc, 2026-11-24 (BF16; flow only); commit def, 2026-11-24 (both)."
+    assert (
+        lines[-2]
+        == "Measured: commit abc, 2026-11-24 (BF16; flow only); commit def, 2026-11-24 (both)."
+    )
     assert named == "Not finished: optimizer only (llama2-7b, 2 x H200, ZeRO-2; failed)."
     whole_report.plot(CASES, tmp_path / "whole.png")
     assert (tmp_path / "whole.png").stat().st_size > 10_000

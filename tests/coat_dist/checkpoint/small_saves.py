@@ -4,7 +4,10 @@ from pathlib import Path
 
 import torch
 
-ONE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}}}
+ONE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+}
 
 
 def small(config, net=None):

@@ -1,4 +1,6 @@
-"""Arguments that DeepSpeed would misread: one error on all ranks, before anything is written or loaded."""
+"""Arguments that DeepSpeed would misread: one error on all ranks, before anything is written or
+loaded.
+"""
 
 import os
 from pathlib import Path
@@ -14,7 +16,9 @@ from tests.support import run_ranks
 
 
 def handed_back(rank, world, folder):
-    """What loading returned goes into the next save, as in DeepSpeed's tutorial; the engine has gone on meanwhile."""
+    """What loading returned goes into the next save, as in DeepSpeed's tutorial; the engine has
+    gone on meanwhile.
+    """
     from coat_dist.checkpoint.save import _DEEPSPEED_KEYS
 
     wrong = []
@@ -26,7 +30,10 @@ def handed_back(rank, world, folder):
         step(engine)
         engine.save_checkpoint(where, client_state={"mine": 1})
         file = next(Path(where).glob("*/*model_states.pt"))
-        wrong += [f"{stage}: {key}" for key in torch.load(file, weights_only=False).keys() - _DEEPSPEED_KEYS - {"mine"}]
+        wrong += [
+            f"{stage}: {key}"
+            for key in torch.load(file, weights_only=False).keys() - _DEEPSPEED_KEYS - {"mine"}
+        ]
         for flags in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
             _, state = engine.load_checkpoint(where, **flags)
             step(engine)
@@ -34,7 +41,11 @@ def handed_back(rank, world, folder):
             engine.save_checkpoint(f"{where}-again", tag="x", client_state={**state, "mine": 2})
             _, state = engine.load_checkpoint(f"{where}-again")
             found = engine.global_steps, engine.global_samples, state["mine"]
-            wrong += [] if found == (steps, samples, 2) else [f"{stage}, {flags}: {found}, not {(steps, samples)}"]
+            wrong += (
+                []
+                if found == (steps, samples, 2)
+                else [f"{stage}, {flags}: {found}, not {(steps, samples)}"]
+            )
     return wrong
 
 
@@ -74,12 +85,18 @@ def test_what_holds_no_checkpoints_is_not_taken_for_a_new_run(tmp_path):
         ("plain", f"{tmp_path}/a", str(tmp_path), "a"),
     ]:
         call = f"load_checkpoint({where!r}, tag={tag!r})"
-        assert said[name] == f"CheckpointError: load_dir: got {given}, which is a checkpoint itself; accepted: {call}"
+        assert (
+            said[name]
+            == f"CheckpointError: load_dir: got {given}, which is a checkpoint itself; accepted: "
+            f"{call}"
+        )
     for name, text in {
-        "a file": f"load_dir: got {tmp_path}/latest, which is a file; accepted: a folder that holds checkpoints",
+        "a file": f"load_dir: got {tmp_path}/latest, which is a file; accepted: a folder that "
+        "holds checkpoints",
         "outer": f"tag: got 'b', which is no checkpoint in {tmp_path}, accepted: a",
         "nothing": "TypeError: ",
-        "different": "load_optimizer_states: got True on rank 0; False on rank 1, accepted: the same on",
+        "different": "load_optimizer_states: got True on rank 0; False on rank 1, accepted: the "
+        "same on",
     }.items():
         assert str(said[name]).startswith(f"CheckpointError: {text}"), said[name]
 
@@ -91,14 +108,21 @@ class Sized(torch.nn.Sequential):
 
 
 def other_models(rank, world, folder, stage):
-    """A checkpoint of two layers before models of other sizes, and before one in which a layer is frozen."""
+    """A checkpoint of two layers before models of other sizes, and before one in which a layer
+    is frozen.
+    """
 
     def engine(width=64, layers=2, frozen=False):
         config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
         return small(config, Sized(width, layers, frozen))
 
     engine().save_checkpoint(folder, tag="a")
-    others = {"wide": {"width": 128}, "more": {"layers": 3}, "fewer": {"layers": 1}, "frozen": {"frozen": True}}
+    others = {
+        "wide": {"width": 128},
+        "more": {"layers": 3},
+        "fewer": {"layers": 1},
+        "frozen": {"frozen": True},
+    }
     return {name: told(engine(**other).load_checkpoint, folder) for name, other in others.items()}
 
 
@@ -116,4 +140,7 @@ def test_another_model_is_told_from_another_layout(stage, tmp_path):
         }.items():
             assert said[name].startswith(start + text), said[name]
             assert "convert" not in said[name] and said[name].endswith("or the model that wrote it")
-        assert "or other groups or frozen parameters: " in said["frozen"] and "convert_to_universal" in said["frozen"]
+        assert (
+            "or other groups or frozen parameters: " in said["frozen"]
+            and "convert_to_universal" in said["frozen"]
+        )

@@ -51,7 +51,9 @@ def build(settings, model=Stateful, frozen=("frozen",), universal=False, mpu=Non
         **settings,
         **more,
     }
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+    with deepspeed.zero.Init(
+        config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
+    ):
         net = model()
     for name, p in net.named_parameters():
         p.requires_grad_(not name.startswith(frozen))
@@ -64,14 +66,23 @@ def weights(engine):
     from deepspeed.utils import safe_get_full_fp32_param
 
     named = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(named.values()), enabled=hasattr(named["scale"], "ds_id")):
+    with deepspeed.zero.GatheredParameters(
+        list(named.values()), enabled=hasattr(named["scale"], "ds_id")
+    ):
         held = {n: p.detach().clone() for n, p in named.items()}
-    return held, {n: safe_get_full_fp32_param(p).clone() for n, p in named.items() if p.requires_grad}
+    return held, {
+        n: safe_get_full_fp32_param(p).clone() for n, p in named.items() if p.requires_grad
+    }
 
 
 def everything(engine):
     """All that loading may change."""
-    held = [v for m in (engine.module.amaxes, engine.module.counts) if isinstance(m, Extra) for v in [m.value]]
+    held = [
+        v
+        for m in (engine.module.amaxes, engine.module.counts)
+        if isinstance(m, Extra)
+        for v in [m.value]
+    ]
     return (
         snapshot(engine),
         [b.clone() for b in engine.module.buffers()],
@@ -105,7 +116,10 @@ def frozen_now_and_then(rank, world, settings, folder):
     from coat_dist import convert_to_universal
 
     engine = build(settings)
-    engine.module.amaxes.value, engine.module.counts.value = torch.arange(4.0), {"seen": 7, "names": ["a"]}
+    engine.module.amaxes.value, engine.module.counts.value = (
+        torch.arange(4.0),
+        {"seen": 7, "names": ["a"]},
+    )
     engine.module.seen += torch.tensor([1, 2, 3])
     run(engine, rank, 0, 3)
     held, masters = weights(engine)
@@ -121,9 +135,19 @@ def frozen_now_and_then(rank, world, settings, folder):
     engine.load_checkpoint(**arguments)
     got, trained = weights(engine)
     wrong += [f"frozen now: {n}" for n, x in got.items() if not torch.equal(x, held[n])]
-    wrong += [f"frozen now: {n}" for n, x in got.items() if n in masters and not torch.equal(x, masters[n].bfloat16())]
-    wrong += [f"frozen now: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])]
-    wrong += [] if len(trained) == 4 and torch.equal(engine.module.seen, torch.tensor([1, 2, 3])) else ["buffer"]
+    wrong += [
+        f"frozen now: {n}"
+        for n, x in got.items()
+        if n in masters and not torch.equal(x, masters[n].bfloat16())
+    ]
+    wrong += [
+        f"frozen now: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])
+    ]
+    wrong += (
+        []
+        if len(trained) == 4 and torch.equal(engine.module.seen, torch.tensor([1, 2, 3]))
+        else ["buffer"]
+    )
     wrong += [] if torch.equal(engine.module.amaxes.value, torch.arange(4.0)) else ["amaxes"]
     wrong += [] if engine.module.counts.value == {"seen": 7, "names": ["a"]} else ["counts"]
     wrong += [] if all(0 < x < 10 for x in run(engine, rank, 6, 7)) else ["loss"]
@@ -136,7 +160,9 @@ def frozen_now_and_then(rank, world, settings, folder):
     got, trained = weights(engine)
     wrong += [f"frozen then: {n}" for n, x in got.items() if not torch.equal(x, held[n])]
     masters |= {n: x.float() for n, x in held.items() if n not in masters}
-    wrong += [f"frozen then: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])]
+    wrong += [
+        f"frozen then: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])
+    ]
     wrong += [] if len(trained) == len(held) else ["frozen then: not all are trained"]
     engine.destroy()
     return wrong, messages
@@ -147,7 +173,8 @@ def test_what_was_trained_and_is_frozen_and_the_other_way_round(case, tmp_path):
     for wrong, (message,) in run_ranks(2, frozen_now_and_then, CASES[case], str(tmp_path)):
         assert wrong == []
         assert "frozen.weight, frozen.bias had no moments when this was saved" in message or (
-            "frozen." in message and "load_optimizer_states=False, which loads weights alone" in message
+            "frozen." in message
+            and "load_optimizer_states=False, which loads weights alone" in message
         )
 
 
@@ -209,12 +236,18 @@ def test_every_refusal_comes_before_any_change(case, tmp_path):
         assert text in messages[name] and text in others[name], name
     assert "got steps [2, 3] of" in messages["steps"] and messages["steps"] == others["steps"]
     extra, missing = "got amaxes._extra_state, counts._extra_state", "missing newer, accepted: "
-    assert extra in messages["fewer"] and missing in messages["fewer"] and "load_module_strict" in messages["fewer"]
+    assert (
+        extra in messages["fewer"]
+        and missing in messages["fewer"]
+        and "load_module_strict" in messages["fewer"]
+    )
     assert messages["fewer"] == others["fewer"] and steps == 2
 
 
 def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
-    """Gate and up of a frozen gated MLP, joined by [gate; gate; up; up] of two ranks; extra states of each rank."""
+    """Gate and up of a frozen gated MLP, joined by [gate; gate; up; up] of two ranks; extra
+    states of each rank.
+    """
     from coat_dist.checkpoint.universal.folder import UniversalFolder
 
     zero = tmp_path / "zero"
@@ -222,14 +255,18 @@ def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
     torch.save({}, zero / "optimizer_state.pt")
     entry = {"param": torch.arange(8.0).view(8, 1), "cat_dim": 0, "param_n_sub_params": 2}
     torch.save({"fc1.weight": entry}, zero / "rest.pt")
-    torch.save({"a._extra_state": [{"x": 1}, {"x": 2}], "b._extra_state": [3, 3]}, zero / "extra_state.pt")
+    torch.save(
+        {"a._extra_state": [{"x": 1}, {"x": 2}], "b._extra_state": [3, 3]}, zero / "extra_state.pt"
+    )
     for rank, rows in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
         source = UniversalFolder(tmp_path, (rank, 2))
         assert source.weights("fc1.weight", torch.Size([4, 1])).flatten().tolist() == rows
         assert source.extra_state("a._extra_state") == {"x": rank + 1}
     one = UniversalFolder(tmp_path, (0, 1))
     assert one.extra_state("b._extra_state") == 3
-    with pytest.raises(ValueError, match="a._extra_state: got one for each of 2 tensor-parallel ranks, accepted"):
+    with pytest.raises(
+        ValueError, match="a._extra_state: got one for each of 2 tensor-parallel ranks, accepted"
+    ):
         one.extra_state("a._extra_state")
 
 
@@ -269,7 +306,10 @@ def missing_file(rank, world, folder):
 
 def test_a_missing_file_is_named_on_every_rank_without_a_manifest(tmp_path):
     for said in run_ranks(2, missing_file, str(tmp_path)):
-        assert "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing\naccepted: what wrote it" in said
+        assert (
+            "x/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: missing\naccepted: what wrote it"
+            in said
+        )
 
 
 def saved_on_two(rank, world, settings, folder):
@@ -286,8 +326,16 @@ def test_deepspeeds_own_converter_names_ours_and_ends(case, tmp_path):
     from deepspeed.checkpoint import ds_to_universal
 
     assert run_ranks(2, saved_on_two, CASES[case], str(tmp_path)) == [[], []]
-    given = ["--input_folder", f"{tmp_path}/two", "--output_folder", f"{tmp_path}/out", "--inject_missing_state"]
+    given = [
+        "--input_folder",
+        f"{tmp_path}/two",
+        "--output_folder",
+        f"{tmp_path}/out",
+        "--inject_missing_state",
+    ]
     with mock.patch("sys.argv", ["ds_to_universal", *given]):
         arguments = ds_to_universal.parse_arguments()
-    with pytest.raises(KeyError, match="exp_avg: CoatAdamW's moments are .* convert .* launch/to_universal.py"):
+    with pytest.raises(
+        KeyError, match="exp_avg: CoatAdamW's moments are .* convert .* launch/to_universal.py"
+    ):
         ds_to_universal.main(arguments)

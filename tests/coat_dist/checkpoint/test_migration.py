@@ -11,7 +11,9 @@ MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
 def adamw(rank, world, settings, folder, load):
-    """A run of plain DeepSpeed with torch's AdamW, saved after five steps; or one that loads what CoatAdamW saved."""
+    """A run of plain DeepSpeed with torch's AdamW, saved after five steps; or one that loads
+    what CoatAdamW saved.
+    """
     import deepspeed
 
     from coat_dist.checkpoint.universal.load import enable_universal_load
@@ -26,15 +28,25 @@ def adamw(rank, world, settings, folder, load):
         "checkpoint": {"load_universal": load},
         **settings,
     }
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+    with deepspeed.zero.Init(
+        config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
+    ):
         model = WithBuffer()
     # The same groups as build() has, in the same order.
     named = {n: p for n, p in model.named_parameters() if p.requires_grad and n != "scale"}
-    groups = [{"params": [p for p in named.values() if len(getattr(p, "ds_shape", p.shape)) > 1], "weight_decay": 0.1}]
+    groups = [
+        {
+            "params": [p for p in named.values() if len(getattr(p, "ds_shape", p.shape)) > 1],
+            "weight_decay": 0.1,
+        }
+    ]
     groups += [{"params": [p for p in named.values() if len(getattr(p, "ds_shape", p.shape)) < 2]}]
     groups += [{"params": [model.scale]}]
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, optimizer=lambda g: torch.optim.AdamW(g, lr=0.01), config=config
+        model=model,
+        model_parameters=groups,
+        optimizer=lambda g: torch.optim.AdamW(g, lr=0.01),
+        config=config,
     )
     if load:
         enable_universal_load(engine)
@@ -50,12 +62,17 @@ def adamw(rank, world, settings, folder, load):
     everything = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-    moments = {w: {n: torch.zeros(getattr(p, "ds_shape", p.shape)) for n, p in trained.items()} for w in MOMENTS}
+    moments = {
+        w: {n: torch.zeros(getattr(p, "ds_shape", p.shape)) for n, p in trained.items()}
+        for w in MOMENTS
+    }
     for part in partitions(engine.optimizer):
         for f in part.fragments:
             for which, key in MOMENTS.items():
                 mine = engine.optimizer.optimizer.state[part.flat][key][f.start : f.start + f.numel]
-                moments[which][engine.param_names[f.param]].view(-1)[f.first : f.first + f.numel] = mine
+                moments[which][engine.param_names[f.param]].view(-1)[
+                    f.first : f.first + f.numel
+                ] = mine
     for value in (v for one in moments.values() for v in one.values()):
         torch.distributed.all_reduce(value)
     return {
@@ -75,9 +92,13 @@ def migrated(rank, world, settings, folder, there):
     return contents(engine), wrong_codes(engine, torch.load(f"{folder}/saved.pt"))
 
 
-@pytest.mark.parametrize(("source", "ranks", "target", "to"), [("zero-1", 2, "zero-3", 1), ("zero-3", 1, "zero-2", 2)])
+@pytest.mark.parametrize(
+    ("source", "ranks", "target", "to"), [("zero-1", 2, "zero-3", 1), ("zero-3", 1, "zero-2", 2)]
+)
 def test_from_torchs_adamw_and_back(source, ranks, target, to, tmp_path):
-    """A BF16 run of plain DeepSpeed goes on with FP8 moments, at another size and stage, and with AdamW again."""
+    """A BF16 run of plain DeepSpeed goes on with FP8 moments, at another size and stage, and
+    with AdamW again.
+    """
     from coat_dist import convert_to_universal
 
     saved = run_ranks(ranks, adamw, CASES[source], str(tmp_path), False)[0]
@@ -88,7 +109,9 @@ def test_from_torchs_adamw_and_back(source, ranks, target, to, tmp_path):
     assert wrong == [] and ours["steps"] == saved["steps"] == [5]
     for kind in ("fp32", "weights", "first", "second"):
         for name, value in saved[kind].items():  # all but FP8 moments to the bit
-            assert torch.equal(ours[kind][name], value) or (kind in ("first", "second") and value.ndim > 1), (
+            assert torch.equal(ours[kind][name], value) or (
+                kind in ("first", "second") and value.ndim > 1
+            ), (
                 kind,
                 name,
             )
@@ -101,7 +124,9 @@ def test_from_torchs_adamw_and_back(source, ranks, target, to, tmp_path):
 
 
 def follow_the_page(rank, world, folder):
-    """What docs/from-deepspeed.md says in steps 2 and 4, in its words: losses, and what moved over."""
+    """What docs/from-deepspeed.md says in steps 2 and 4, in its words: losses, and what moved
+    over.
+    """
     import contextlib
     import io
     import re
@@ -112,14 +137,20 @@ def follow_the_page(rank, world, folder):
 
     deepspeed = quiet_deepspeed()
     # The same optimizer, without a minute of compiling DeepSpeed's.
-    deepspeed.ops.adam.FusedAdam = lambda params, adam_w_mode, **options: torch.optim.AdamW(params, **options)
+    deepspeed.ops.adam.FusedAdam = lambda params, adam_w_mode, **options: torch.optim.AdamW(
+        params, **options
+    )
     page = (Path(__file__).parents[3] / "docs" / "from-deepspeed.md").read_text(encoding="utf-8")
     (program, load), (before, after, key) = (
-        re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S) for language in ("python", "json")
+        re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
+        for language in ("python", "json")
     )
     (folder_now,) = re.findall(r"save into another folder,\s+`(\"[\w-]+\")`", page)
     (arguments,) = re.findall(r"^python -m launch\.to_universal (.*)$", page, re.M)
-    printed, after_program = io.StringIO(), "import coat_dist\n" + program.replace('"out"', folder_now)
+    printed, after_program = (
+        io.StringIO(),
+        "import coat_dist\n" + program.replace('"out"', folder_now),
+    )
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         there, here = {}, {}
         for code, config, values in ((program, before, there), (after_program, after, here)):
@@ -131,7 +162,12 @@ def follow_the_page(rank, world, folder):
         exec(loading.replace("range(20)", "range(0)").partition("\nprint(")[0], now := {})
     weights = [[p.detach() for p in values["model"].parameters()] for values in (there, here, now)]
     same = [all(map(torch.equal, weights[2], one)) for one in weights[:2]]
-    return re.findall(r"^loss (\S+)$", printed.getvalue(), re.M), status, same, now["engine"].global_steps
+    return (
+        re.findall(r"^loss (\S+)$", printed.getvalue(), re.M),
+        status,
+        same,
+        now["engine"].global_steps,
+    )
 
 
 def test_the_page_for_deepspeed_programs_can_be_followed_word_for_word(tmp_path):

@@ -1,5 +1,6 @@
-"""First moments stored over the root of the second, and by themselves: what one kind of run wrote, the other gets
-through the universal format only."""
+"""First moments stored over the root of the second, and by themselves: what one kind of run wrote,
+the other gets through the universal format only.
+"""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ def coat(normalize):
 
 
 def converted(rank, world, settings, normalize, folder):
-    """One kind saves, the other loads it: as it is, and converted. The error, and whatever is wrong."""
+    """One kind saves, the other loads it: as it is, and converted. The error, and whatever is
+    wrong.
+    """
     from coat_dist import convert_to_universal
 
     engine = build(settings, coat=coat(normalize))
@@ -42,7 +45,10 @@ def converted(rank, world, settings, normalize, folder):
 def test_refused_as_it_is_and_converted_by_the_universal_format(case, normalize, tmp_path):
     for wrong, message in run_ranks(2, converted, CASES[case], normalize, str(tmp_path)):
         assert wrong == [] and "convert_to_universal" in message
-        assert f"normalize of parameter group 0: checkpoint has {normalize}, this run has {not normalize}" in message
+        assert (
+            f"normalize of parameter group 0: checkpoint has {normalize}, this run has "
+            f"{not normalize}" in message
+        )
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -53,7 +59,9 @@ def test_codes_are_taken_over_where_they_mean_the_same(normalize, tmp_path):
         x.grad = torch.randn(256)
         optimizer.step()
     path, starts = tmp_path / "codes.coat", torch.tensor([0, 128])
-    write_codes(path, saved.param_groups[0], [[(starts, select_codes(saved.state[p], slice(0, 2)))]])
+    write_codes(
+        path, saved.param_groups[0], [[(starts, select_codes(saved.state[p], slice(0, 2)))]]
+    )
     found = read_codes(path, other.state[q], other.param_groups[0], (0, 0, 256), (0, 1))
     assert found == (0 if normalize else 2)
     assert torch.equal(other.state[q]["coat_m_q"], saved.state[p]["coat_m_q"]) is not normalize

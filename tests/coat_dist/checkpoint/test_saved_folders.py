@@ -1,4 +1,6 @@
-"""What a folder of checkpoints holds: what `latest` names, what a kill left, and what is not ours."""
+"""What a folder of checkpoints holds: what `latest` names, what a kill left, and what is not
+ours.
+"""
 
 import contextlib
 import json
@@ -20,7 +22,9 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 
 
 def beside(rank, world, folder):
-    """Files that somebody put beside a checkpoint's stay when it is saved again, and so does what others made."""
+    """Files that somebody put beside a checkpoint's stay when it is saved again, and so does
+    what others made.
+    """
     engine = small(BF16)
     step(engine)
     for _ in range(2):
@@ -35,7 +39,12 @@ def beside(rank, world, folder):
     os.remove(f"{folder}/latest")
     path = engine.load_checkpoint(folder)[0]
     os.rename(f"{folder}/x", f"{folder}/.unfinished-replaced-x")
-    return path, engine.load_checkpoint(folder)[0], engine.load_checkpoint(folder, "x")[0], listed(folder)
+    return (
+        path,
+        engine.load_checkpoint(folder)[0],
+        engine.load_checkpoint(folder, "x")[0],
+        listed(folder),
+    )
 
 
 def test_what_is_not_ours_stays_and_what_a_kill_left_is_found(tmp_path):
@@ -47,7 +56,9 @@ def test_what_is_not_ours_stays_and_what_a_kill_left_is_found(tmp_path):
 
 
 def beside_at_odds(rank, world, folder):
-    """Beside a checkpoint whose manifest is damaged, and where the new one has a file of a folder's name."""
+    """Beside a checkpoint whose manifest is damaged, and where the new one has a file of a
+    folder's name.
+    """
     engine = small(BF16)
     step(engine)
     notes = Extras(add_files=lambda into: Path(into, "notes").write_text("of the program"))
@@ -63,11 +74,20 @@ def beside_at_odds(rank, world, folder):
 
 
 def test_what_somebody_put_beside_stays_also_where_it_is_in_the_way(tmp_path):
-    assert run_ranks(1, beside_at_odds, str(tmp_path)) == [["damaged.kept/notes/mine", "odd.kept/notes/mine"]]
+    assert run_ranks(1, beside_at_odds, str(tmp_path)) == [
+        ["damaged.kept/notes/mine", "odd.kept/notes/mine"]
+    ]
 
 
 SCRIPT = "zero_to_fp32.py"
-PLANTED = (".latest.new", ".lock", ".unfinished-x", ".unfinished-replaced-x", ".unfinished-removed-x", SCRIPT)
+PLANTED = (
+    ".latest.new",
+    ".lock",
+    ".unfinished-x",
+    ".unfinished-replaced-x",
+    ".unfinished-removed-x",
+    SCRIPT,
+)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -100,7 +120,9 @@ def test_links_that_others_put_into_the_folder_are_not_followed(name, target, tm
 
 
 def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):
-    """Without `latest`: the one that was saved last, also under the name that it has while it is saved again."""
+    """Without `latest`: the one that was saved last, also under the name that it has while it is
+    saved again.
+    """
     for name, saved in (("step00000009", 1.0), ("step00000005", 2.0)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(json.dumps({"saved": saved}))
@@ -108,7 +130,9 @@ def test_the_program_and_the_engine_mean_the_same_checkpoint(tmp_path):
     os.rename(tmp_path / "step00000005", tmp_path / ".unfinished-replaced-step00000005")
     assert find(tmp_path).name == ".unfinished-replaced-step00000005"
     assert find(tmp_path / "step00000005") == find(tmp_path)
-    (tmp_path / "step00000009" / "manifest.json").write_text(json.dumps({"saved": 3.0, "latest": False}))
+    (tmp_path / "step00000009" / "manifest.json").write_text(
+        json.dumps({"saved": 3.0, "latest": False})
+    )
     assert find(tmp_path).name == ".unfinished-replaced-step00000005"
     (tmp_path / "latest").symlink_to(tmp_path / "gone")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -125,7 +149,9 @@ def unpublished(rank, world, folder):
     found["manifest"] = Path(folder, "first", ".unfinished-t", "manifest.json").is_file()
     found["first"] = engine.load_checkpoint(f"{folder}/first")
     for i in (1, 2, 3):
-        engine.save_checkpoint(f"{folder}/kept", f"step0000000{i}", save_latest=i == 1, extras=Extras(keep_last=1))
+        engine.save_checkpoint(
+            f"{folder}/kept", f"step0000000{i}", save_latest=i == 1, extras=Extras(keep_last=1)
+        )
     found["kept"] = [name for name in listed(f"{folder}/kept") if name.startswith("step")]
     found["latest"] = engine.load_checkpoint(f"{folder}/kept")[0]
     return found

@@ -1,4 +1,6 @@
-"""A run that goes on from a universal checkpoint has the learning rate that it had, whatever its groups are."""
+"""A run that goes on from a universal checkpoint has the learning rate that it had, whatever its
+groups are.
+"""
 
 import pytest
 import torch
@@ -70,7 +72,9 @@ def test_the_rate_is_the_schedules(tmp_path):
 
 
 def left_in(rank, world, folder):
-    """``load_universal`` stays in the configuration of a run that saves where it was loaded from, or elsewhere."""
+    """``load_universal`` stays in the configuration of a run that saves where it was loaded
+    from, or elsewhere.
+    """
     from pathlib import Path
 
     from launch.to_universal import convert
@@ -85,7 +89,9 @@ def left_in(rank, world, folder):
     train(engine, rank, 1)
     engine.save_checkpoint(f"{folder}/new")
     engine.save_checkpoint(f"{folder}/elsewhere")
-    lines = [told(engine.load_checkpoint, f"{folder}/{name}") for name in ("new", "elsewhere", "nothing")]
+    lines = [
+        told(engine.load_checkpoint, f"{folder}/{name}") for name in ("new", "elsewhere", "nothing")
+    ]
     engine.load_checkpoint(f"{folder}/new", tag="global_step1")
     assert engine.global_steps == 1
     return lines
@@ -93,6 +99,12 @@ def left_in(rank, world, folder):
 
 def test_load_universal_that_was_left_in_loses_no_steps(tmp_path):
     ((beside, elsewhere, nothing),) = run_ranks(1, left_in, str(tmp_path))
-    assert "new/global_step1 of step 1, but global_step2 of step 2 is there too; accepted: false" in beside
+    assert (
+        "new/global_step1 of step 1, but global_step2 of step 2 is there too; accepted: false"
+        in beside
+    )
     for line in (elsewhere, nothing):
-        assert "checkpoint.load_universal: got true, accepted: false, or a folder with latest_universal" in line
+        assert (
+            "checkpoint.load_universal: got true, accepted: false, or a folder with "
+            "latest_universal" in line
+        )

@@ -66,7 +66,8 @@ def folders(rank, world, folder):
     ]
     calls = []
     answers = [
-        on_first_ranks(ranks, lambda: calls.append(1) or f"made by {rank}") for ranks in (found["shared"], found["own"])
+        on_first_ranks(ranks, lambda: calls.append(1) or f"made by {rank}")
+        for ranks in (found["shared"], found["own"])
     ]
 
     def fail():
@@ -74,19 +75,41 @@ def folders(rank, world, folder):
             raise CheckpointError("no room")
 
     errors.append(error_of(on_first_ranks, found["own"], fail))
-    return found, errors, answers, len(calls), sorted(os.listdir("own")), say_ranks([0, 1]), say_ranks([1])
+    return (
+        found,
+        errors,
+        answers,
+        len(calls),
+        sorted(os.listdir("own")),
+        say_ranks([0, 1]),
+        say_ranks([1]),
+    )
 
 
 def test_folders_of_two_nodes(tmp_path):
-    for rank, (found, errors, answers, calls, left, both, second) in enumerate(run_ranks(2, folders, str(tmp_path))):
+    for rank, (found, errors, answers, calls, left, both, second) in enumerate(
+        run_ranks(2, folders, str(tmp_path))
+    ):
         assert found == {"shared": [[0, 1]], "own": [[0], [1]], "missing": [[0], [1]]}
         apart, one, missing, failed = errors
-        assert "--save: got own, which rank 0 (host node-a) and rank 1 (host node-b) do not share, accepted: " in apart
-        assert f"got true, but --save {tmp_path} is one folder of ranks 0-1 (hosts node-a, node-b), accepted: f" in one
-        assert "--load: got own/0, which is not there on rank 1 (host node-b), accepted: a folder that all" in missing
+        assert (
+            "--save: got own, which rank 0 (host node-a) and rank 1 (host node-b) do not share, "
+            "accepted: " in apart
+        )
+        assert (
+            f"got true, but --save {tmp_path} is one folder of ranks 0-1 (hosts node-a, node-b), "
+            "accepted: f" in one
+        )
+        assert (
+            "--load: got own/0, which is not there on rank 1 (host node-b), accepted: a folder "
+            "that all" in missing
+        )
         assert failed == "host node-b: no room"
         assert answers == ["made by 0", f"made by {rank}"] and calls == (1 if rank else 2)
-        assert left == [str(rank)] and (both, second) == ("ranks 0-1 (hosts node-a, node-b)", "rank 1 (host node-b)")
+        assert left == [str(rank)] and (both, second) == (
+            "ranks 0-1 (hosts node-a, node-b)",
+            "rank 1 (host node-b)",
+        )
 
 
 def parts(rank, world, folder, case):
@@ -113,15 +136,25 @@ def parts(rank, world, folder, case):
 def test_each_node_has_its_part(case, tmp_path):
     for loaded, shared, missing, swapped, lost in run_ranks(2, parts, str(tmp_path), case):
         assert loaded
-        assert f"use_node_local_storage: got true, but save_dir {tmp_path} is one folder of ranks 0-1" in shared
+        assert (
+            f"use_node_local_storage: got true, but save_dir {tmp_path} is one folder of ranks 0-1"
+            in shared
+        )
         assert "host node-a: tag: got 'x', which is no checkpoint in disk" in missing
-        assert "host node-a: disk/x: holds the files of rank 1 (host node-b) of 2, accepted here: those of" in swapped
+        assert (
+            "host node-a: disk/x: holds the files of rank 1 (host node-b) of 2, accepted here: "
+            "those of" in swapped
+        )
         assert "host node-b: disk/x: holds the " in swapped
-        assert "1' on rank 1 (host node-b), accepted: the same on all ranks" in lost.replace("/disk", ""), lost
+        assert "1' on rank 1 (host node-b), accepted: the same on all ranks" in lost.replace(
+            "/disk", ""
+        ), lost
 
 
 def saved_again(rank, world, folder):
-    """A tag that is saved a second time; node b is killed before its part has the new name, or between both names."""
+    """A tag that is saved a second time; node b is killed before its part has the new name, or
+    between both names.
+    """
     on_a_node(rank, folder)
     engine = build(CASES["zero-2"], checkpoint={"use_node_local_storage": True})
     run(engine, rank, 0, 1)
@@ -151,7 +184,12 @@ def saved_again(rank, world, folder):
 
 def test_parts_of_two_saves_are_not_mixed(tmp_path):
     for rank, (path, wrong, mixed) in enumerate(run_ranks(2, saved_again, str(tmp_path))):
-        assert path == f"disk/{'.unfinished-replaced-x' if rank else 'x'}/mp_rank_00_model_states.pt"
+        assert (
+            path == f"disk/{'.unfinished-replaced-x' if rank else 'x'}/mp_rank_00_model_states.pt"
+        )
         assert wrong == []
         for text in mixed:
-            assert "rank 0 (host node-a) and rank 1 (host node-b)" in text and "got parts of different saves" in text
+            assert (
+                "rank 0 (host node-a) and rank 1 (host node-b)" in text
+                and "got parts of different saves" in text
+            )

@@ -1,4 +1,6 @@
-"""Universal checkpoints: BF16_Optimizer and sub-groups (``test_matrix.py`` has the rest), and what is not converted."""
+"""Universal checkpoints: BF16_Optimizer and sub-groups (``test_matrix.py`` has the rest), and
+what is not converted.
+"""
 
 import os
 
@@ -23,9 +25,12 @@ from tests.support import run_ranks
 def test_other_optimizers_of_deepspeed_and_sub_groups(source, ranks, target, to, tmp_path):
     saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path))[0]
     convert_to_universal(tmp_path / "plain", tmp_path / "universal")
-    for r in run_ranks(to, load_and_compare, CASES[target], str(tmp_path), saved, "BF16" not in source):
+    for r in run_ranks(
+        to, load_and_compare, CASES[target], str(tmp_path), saved, "BF16" not in source
+    ):
         assert r["problems"] == []
-        assert r["linked"] <= {"exp_avg", "exp_avg_sq"}  # of groups with fp32 moments; no fp32 copy of the others
+        # Of groups with fp32 moments; no fp32 copy of the others.
+        assert r["linked"] <= {"exp_avg", "exp_avg_sq"}
         codes = {f"coat_{m}_{t}" for m in "mv" for t in "qak"}
         assert set(r["keys"]) - {"coat_seed"} == {"exp_avg", "exp_avg_sq", "step"} | codes
 
@@ -50,16 +55,23 @@ def save_new(rank, world, folder):
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no file matches .*accepted: a checkpoint of ZeRO stage 1, 2 or 3"):
+    with pytest.raises(
+        ValueError, match="no file matches .*accepted: a checkpoint of ZeRO stage 1, 2 or 3"
+    ):
         convert_to_universal(tmp_path / "nothing", tmp_path / "out")
     run_ranks(1, save_new, str(tmp_path))
-    with pytest.raises(ValueError, match=r"state of .*: got nothing \(saved before the first step\), accepted"):
+    with pytest.raises(
+        ValueError, match=r"state of .*: got nothing \(saved before the first step\), accepted"
+    ):
         convert_to_universal(tmp_path / "plain", tmp_path / "out")
     before = {p: p.read_bytes() for p in (tmp_path / "plain").iterdir()}
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
     for target in ("plain/universal", "used"):
-        with pytest.raises(ValueError, match=f"target: got .*{target}, accepted: an empty or a new folder outside of"):
+        with pytest.raises(
+            ValueError,
+            match=f"target: got .*{target}, accepted: an empty or a new folder outside of",
+        ):
             convert_to_universal(tmp_path / "plain", tmp_path / target)
     assert {p: p.read_bytes() for p in (tmp_path / "plain").iterdir()} == before
     model = tmp_path / "plain" / "mp_rank_00_model_states.pt"
@@ -74,5 +86,7 @@ def test_fp32_moments_stop_the_first_step():
     optimizer = CoatAdamW([p])
     optimizer.state[p] = {"step": 1, "exp_avg": torch.zeros(256), "exp_avg_sq": torch.zeros(256)}
     p.grad = torch.ones(256)
-    with pytest.raises(ValueError, match="got exp_avg, exp_avg_sq, step, accepted with moments='fp8'"):
+    with pytest.raises(
+        ValueError, match="got exp_avg, exp_avg_sq, step, accepted with moments='fp8'"
+    ):
         optimizer.step()

@@ -1,4 +1,6 @@
-"""``engine.save_checkpoint`` and ``load_checkpoint`` of coat engines: whole or not there, verified, errors on all."""
+"""``engine.save_checkpoint`` and ``load_checkpoint`` of coat engines: whole or not there,
+verified, errors on all.
+"""
 
 import os
 import shutil
@@ -52,7 +54,9 @@ LATEST = {
 
 
 def damaged(rank, world, folder, case):
-    """Each file damaged in turn, in each way; what loading says, what it changes, and that the whole one loads."""
+    """Each file damaged in turn, in each way; what loading says, what it changes, and that the
+    whole one loads.
+    """
     engine = build(CASES[case])
     run(engine, rank, 0, 1)
     root = Path(folder)
@@ -90,7 +94,9 @@ def damaged(rank, world, folder, case):
     expect("swapped", f"{root}/b/{last}: damaged")
     on_rank_0(rank, lambda: shutil.copy(root / "a" / last, root / "b" / last))
     expect("of another checkpoint", f"{root}/b/{last}: damaged")
-    on_rank_0(rank, lambda: shutil.copy(root / "a" / last, root / "b" / last.replace("rank_0", "rank_7")))
+    on_rank_0(
+        rank, lambda: shutil.copy(root / "a" / last, root / "b" / last.replace("rank_0", "rank_7"))
+    )
     expect("foreign", "is of another checkpoint")
     for name, content in LATEST.items():
         on_rank_0(rank, lambda content=content: (root / "latest").write_bytes(content))
@@ -103,8 +109,15 @@ def damaged(rank, world, folder, case):
     expect("other tags", "tag: got ", tag=["a", "b"][rank])
     if case == "zero-3":
         said = told(engine.load_checkpoint, folder, tag="a", load_optimizer_states=False)
-        text = "ValueError: load_optimizer_states: got False with tag 'a' and zero_optimization.stage 3"
-        wrong.extend([] if str(said).startswith(f"{text}, where DeepSpeed reads what {root}/latest ") else [said])
+        text = (
+            "ValueError: load_optimizer_states: got False with tag 'a' and "
+            "zero_optimization.stage 3"
+        )
+        wrong.extend(
+            []
+            if str(said).startswith(f"{text}, where DeepSpeed reads what {root}/latest ")
+            else [said]
+        )
         wrong.extend(changes(now, snapshot(engine)))
     on_rank_0(rank, (root / "latest").unlink)
     path, state = engine.load_checkpoint(folder)
@@ -117,6 +130,8 @@ def damaged(rank, world, folder, case):
 
 
 # Stages 1 and 2 write the same files.
-@pytest.mark.parametrize("case", ["zero-1", pytest.param("zero-2", marks=pytest.mark.slow), "zero-3"])
+@pytest.mark.parametrize(
+    "case", ["zero-1", pytest.param("zero-2", marks=pytest.mark.slow), "zero-3"]
+)
 def test_nothing_damaged_is_loaded(tmp_path, case):
     assert run_ranks(2, damaged, str(tmp_path / "save"), case) == [[], []]

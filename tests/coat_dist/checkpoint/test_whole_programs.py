@@ -22,7 +22,12 @@ def pipeline(rank, world, folder):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)]
+    layers = [
+        torch.nn.Linear(64, 64),
+        torch.nn.GELU(),
+        torch.nn.Linear(64, 64),
+        torch.nn.Linear(64, 64),
+    ]
     net = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
     config = {
         "train_batch_size": 4,
@@ -47,7 +52,11 @@ def pipeline(rank, world, folder):
 
 def test_a_pipelines_layers_are_summed_and_verified(tmp_path):
     for same, files, said in run_ranks(2, pipeline, str(tmp_path)):
-        assert same and [f for f in files if f.startswith("layer_02")] and f"{tmp_path}/global_step1/layer_02" in said
+        assert (
+            same
+            and [f for f in files if f.startswith("layer_02")]
+            and f"{tmp_path}/global_step1/layer_02" in said
+        )
         assert said.startswith("CheckpointError: ")
 
 
@@ -69,9 +78,15 @@ def trained(rank, world, folder):
         t = trainer(folder, steps, config)
         a = t.args
         a.save_steps, a.save_total_limit, a.eval_strategy, a.eval_steps = 2, 2, "steps", 2
-        a.load_best_model_at_end, a.metric_for_best_model, a.greater_is_better = True, "eval_loss", False
+        a.load_best_model_at_end, a.metric_for_best_model, a.greater_is_better = (
+            True,
+            "eval_loss",
+            False,
+        )
         t.eval_dataset = torch.utils.data.Subset(Tokens(), range(8))
-        t.add_callback(transformers.trainer_callback.EarlyStoppingCallback(early_stopping_patience=100))
+        t.add_callback(
+            transformers.trainer_callback.EarlyStoppingCallback(early_stopping_patience=100)
+        )
         return t
 
     first = make(6)
@@ -85,7 +100,9 @@ def trained(rank, world, folder):
     return left, manifest, again.state.global_step, again.state.best_model_checkpoint
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="not installed: transformers")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="not installed: transformers"
+)
 def test_the_trainers_rotation_resume_and_best_model(tmp_path):
     left, manifest, steps, best = run_ranks(1, trained, str(tmp_path))[0]
     assert len(left) == 2 and left[-1] == "checkpoint-6" and steps == 8 and best

@@ -1,4 +1,6 @@
-"""Saving: DeepSpeed's arguments, errors on all ranks, kills, every kind of engine, DeepSpeed's own tools afterwards."""
+"""Saving: DeepSpeed's arguments, errors on all ranks, kills, every kind of engine, DeepSpeed's
+own tools afterwards.
+"""
 
 import contextlib
 import inspect
@@ -28,7 +30,10 @@ def arguments(rank, world, folder):
     original = type(engine).save_checkpoint
     same = inspect.signature(engine.save_checkpoint) == inspect.signature(original.__get__(engine))
     assert engine.save_checkpoint(folder) is True
-    assert listed(folder) == ["global_step1", "latest"] and Path(folder, "latest").read_text() == "global_step1"
+    assert (
+        listed(folder) == ["global_step1", "latest"]
+        and Path(folder, "latest").read_text() == "global_step1"
+    )
     files = json.loads(Path(folder, "global_step1", "manifest.json").read_text())["files"]
     for name, (size, checksum) in files.items():
         data = Path(folder, "global_step1", name).read_bytes()
@@ -41,9 +46,13 @@ def arguments(rank, world, folder):
         said[tag] = told(engine.save_checkpoint, folder, tag=tag)
     said["ranks"] = told(engine.save_checkpoint, folder, tag=f"rank{rank}")
     said["flags"] = told(engine.save_checkpoint, folder, save_latest=rank == 0)
-    said["keys"] = told(engine.save_checkpoint, folder, client_state={"x": 1, "lr_scheduler": None} if rank else {})
+    said["keys"] = told(
+        engine.save_checkpoint, folder, client_state={"x": 1, "lr_scheduler": None} if rank else {}
+    )
     said["list"] = told(engine.save_checkpoint, folder, client_state=[1])
-    said["pickle"] = told(engine.save_checkpoint, folder, client_state={"f": (lambda: 0) if rank == 0 else 1})
+    said["pickle"] = told(
+        engine.save_checkpoint, folder, client_state={"f": (lambda: 0) if rank == 0 else 1}
+    )
     said["file"] = told(engine.save_checkpoint, __file__)
     with contextlib.ExitStack() as hooked:
         if rank == 1:
@@ -66,8 +75,14 @@ def test_arguments_are_deepspeeds(tmp_path):
         for tag, text in said.items()
         if tag not in special
     )
-    assert "tag: got 'rank0' on rank 0; 'rank1' on rank 1, accepted: the same on all ranks" in said["ranks"]
-    assert "save_latest: got True on rank 0; False on rank 1, accepted: the same on all ranks" in said["flags"]
+    assert (
+        "tag: got 'rank0' on rank 0; 'rank1' on rank 1, accepted: the same on all ranks"
+        in said["ranks"]
+    )
+    assert (
+        "save_latest: got True on rank 0; False on rank 1, accepted: the same on all ranks"
+        in said["flags"]
+    )
     assert said["keys"].startswith(
         "CheckpointError: client_state: got keys lr_scheduler, which DeepSpeed writes itself"
     )
@@ -95,8 +110,15 @@ def no_room(rank, world, folder):
     states = {name: Path(folder, name).stat().st_mtime_ns for name in ("x/manifest.json", "latest")}
     run(engine, rank, 1, 2)
     said = []
-    for tag, problem in (("x", OSError(28, "No space left on device")), ("y", RuntimeError("unexpected pos 64 vs 0"))):
-        with mock.patch.object(torch, "save", full(problem)) if rank == 1 else contextlib.nullcontext():
+    for tag, problem in (
+        ("x", OSError(28, "No space left on device")),
+        ("y", RuntimeError("unexpected pos 64 vs 0")),
+    ):
+        with (
+            mock.patch.object(torch, "save", full(problem))
+            if rank == 1
+            else contextlib.nullcontext()
+        ):
             said.append(told(engine.save_checkpoint, folder, tag=tag))
     torch.distributed.barrier()
     left = listed(folder)
@@ -113,7 +135,9 @@ def test_a_full_disk_is_told_on_every_rank(tmp_path):
     for said, left, kept, wrong, after, size in run_ranks(2, no_room, str(folder)):
         for text in said:
             assert "No space left on device" in text and "unexpected pos" not in text
-            needed, free = re.search(r"save: ([0-9,]+) bytes are needed, ([0-9,]+) were free$", text).groups()
+            needed, free = re.search(
+                r"save: ([0-9,]+) bytes are needed, ([0-9,]+) were free$", text
+            ).groups()
             assert 0.8 < int(needed.replace(",", "")) / size < 1 and int(free.replace(",", "")) > 0
             assert text.startswith("CheckpointError: cannot write ")
             assert "rank 1: " in text and "rank 0" not in text.split("optim_states")[0]
@@ -121,7 +145,9 @@ def test_a_full_disk_is_told_on_every_rank(tmp_path):
 
 
 def killed(rank, world, folder):
-    """Die at every rename, replace, sync and opening of a save, of a new tag and of one that is there."""
+    """Die at every rename, replace, sync and opening of a save, of a new tag and of one that is
+    there.
+    """
     engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
     step(engine)
     engine.save_checkpoint(folder, tag="a")
@@ -185,16 +211,22 @@ def kinds(rank, world, folder):
         engine.load_checkpoint(where)
         wrong.extend([name] * (not all(map(torch.equal, before, weights(engine)))))
         flip(flipped := next(Path(where).glob("*/*_states.pt")))
-        wrong.extend([f"{name}: damaged"] * (str(flipped) not in str(told(engine.load_checkpoint, where))))
+        wrong.extend(
+            [f"{name}: damaged"] * (str(flipped) not in str(told(engine.load_checkpoint, where)))
+        )
         engine.destroy()
 
     there_and_back("fp32, stage 0", small({}))
     there_and_back("fp32, stage 2", small({"zero_optimization": {"stage": 2}}))
     bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    there_and_back("older format", small({**bf16, "checkpoint": {"checkpoint_serialization": False}}))
+    there_and_back(
+        "older format", small({**bf16, "checkpoint": {"checkpoint_serialization": False}})
+    )
     config = {"train_micro_batch_size_per_gpu": 2, **bf16}
     net = torch.nn.Linear(128, 128)
-    other = coat_dist.initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01))[0]
+    other = coat_dist.initialize(
+        model=net, config=config, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01)
+    )[0]
     save_whole_checkpoints(other)
     load_whole_checkpoints(other)
     step(other)
@@ -211,7 +243,10 @@ def kinds(rank, world, folder):
 
     state = get_fp32_state_dict_from_zero_checkpoint(folder)
     refused = told(engine.load_checkpoint, f"{folder}/other")
-    wrong.extend([refused] * ("optimizer.type: checkpoint has 'AdamW', this run has 'CoatAdamW'" not in refused))
+    wrong.extend(
+        [refused]
+        * ("optimizer.type: checkpoint has 'AdamW', this run has 'CoatAdamW'" not in refused)
+    )
     masters = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
     wrong.extend(["zero_to_fp32"] * (not torch.equal(state["weight"], masters)))
     wrong.extend(["script"] * (not os.access(f"{folder}/zero_to_fp32.py", os.X_OK)))
@@ -244,10 +279,16 @@ def without_frozen(rank, world, folder):
     names = []
     for exclude in (False, True):
         engine.save_checkpoint(folder, tag="x", exclude_frozen_parameters=exclude)
-        names.append(sorted(torch.load(f"{folder}/x/mp_rank_00_model_states.pt", weights_only=False)["module"]))
+        names.append(
+            sorted(
+                torch.load(f"{folder}/x/mp_rank_00_model_states.pt", weights_only=False)["module"]
+            )
+        )
     return names
 
 
 def test_frozen_parameters_are_left_out(tmp_path):
     trained = ["1.bias", "1.weight"]
-    assert run_ranks(1, without_frozen, str(tmp_path)) == [[["0.bias", "0.weight", *trained], trained]]
+    assert run_ranks(1, without_frozen, str(tmp_path)) == [
+        [["0.bias", "0.weight", *trained], trained]
+    ]

@@ -12,7 +12,9 @@ class WithBuffer(Model):
 
 
 def build(settings, universal=False, model=WithBuffer, **more):
-    """An engine of ``coat_dist.initialize``, with a group of one element and its own learning rate."""
+    """An engine of ``coat_dist.initialize``, with a group of one element and its own learning
+    rate.
+    """
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 
@@ -29,7 +31,9 @@ def build(settings, universal=False, model=WithBuffer, **more):
         **settings,
         **more,
     }
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+    with deepspeed.zero.Init(
+        config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
+    ):
         model = model()
     named = list(model.named_parameters())
     groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
@@ -38,7 +42,9 @@ def build(settings, universal=False, model=WithBuffer, **more):
 
 
 def contents(engine):
-    """fp32 weights, moments (trained parameters), 16-bit weights and steps, whole, on every rank."""
+    """fp32 weights, moments (trained parameters), 16-bit weights and steps, whole, on every
+    rank.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -55,7 +61,9 @@ def contents(engine):
         "second": {n: coat_dist.safe_get_full_moment(p, "second") for n, p in trained.items()},
         "weights": weights,
         "steps": sorted({s["step"] for s in engine.optimizer.optimizer.state.values()}),
-        "groups": [(g["lr"], g["weight_decay"], g["moments"]) for g in engine.optimizer.param_groups],
+        "groups": [
+            (g["lr"], g["weight_decay"], g["moments"]) for g in engine.optimizer.param_groups
+        ],
     }
 
 
@@ -65,7 +73,9 @@ def train_and_save(rank, world, settings, folder):
 
     engine = build(settings)
     frozen = engine.module.frozen.weight
-    with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0, enabled=hasattr(frozen, "ds_id")):
+    with deepspeed.zero.GatheredParameters(
+        [frozen], modifier_rank=0, enabled=hasattr(frozen, "ds_id")
+    ):
         frozen.data.add_(0.25)  # not what a new model has
     engine.module.seen.add_(torch.tensor([1, 2, 3]))
     run(engine, rank, 0, 5)
@@ -88,7 +98,12 @@ def load_and_compare(rank, world, settings, folder, saved, from_loss_scaler):
     held = {n for m in mappings if m is not None for n in m.optim_fragment}
     states = engine.optimizer.optimizer.state.values()
     keys = sorted({k for s in states for k in s})
-    kept = {t.untyped_storage().data_ptr() for s in states for t in s.values() if isinstance(t, torch.Tensor)}
+    kept = {
+        t.untyped_storage().data_ptr()
+        for s in states
+        for t in s.values()
+        if isinstance(t, torch.Tensor)
+    }
     fragments = [t for m in mappings if m is not None for t in m.optim_fragment.values()]
     if any(t.untyped_storage().data_ptr() not in kept for t in fragments):
         problems.append("a parameter is linked to a state of before")
@@ -106,8 +121,9 @@ def differences(loaded, saved):
 
 
 def wrong_codes(engine, saved):
-    """FP8 groups that neither decode to the saved moments nor are, to the byte, their encoding; elements beyond the
-    stated error."""
+    """FP8 groups that neither decode to the saved moments nor are, to the byte, their encoding;
+    elements beyond the stated error.
+    """
     from coat_dist.checkpoint.zero_partitions import partitions
     from coat_dist.optim.moments import encode_moments
     from coat_dist.optim.state import codecs, moment
@@ -118,7 +134,10 @@ def wrong_codes(engine, saved):
         if part.group["moments"] == "fp32":
             continue
         codec_m, codec_v = codecs(part.group)
-        stored = [moment(engine.optimizer.optimizer.state[part.flat], kind) for kind in ("first", "second")]
+        stored = [
+            moment(engine.optimizer.optimizer.state[part.flat], kind)
+            for kind in ("first", "second")
+        ]
         got_v = decode(stored[1], codec_v)
         flat = {kind: torch.zeros(part.flat.numel()) for kind in ("first", "second")}
         for f in part.fragments:
@@ -126,19 +145,28 @@ def wrong_codes(engine, saved):
                 full = saved[kind][engine.param_names[f.param]].flatten()
                 flat[kind][f.start : f.start + f.numel] = full[f.first : f.first + f.numel]
         expected = encode_moments(part.group, flat["first"], flat["second"])
-        for kind, codec, held, wanted in zip(flat, (codec_m, codec_v), stored, expected, strict=True):
+        for kind, codec, held, wanted in zip(
+            flat, (codec_m, codec_v), stored, expected, strict=True
+        ):
             ratio = kind == "first" and codec.over_root
             got = decode(held, codec, second=got_v if ratio else None)
             padded = torch.nn.functional.pad(flat[kind], (0, got.numel() - flat[kind].numel()))
             kept = (got == padded).view(-1, codec.group_size).all(1)
-            again = torch.stack([(getattr(held, n) == getattr(wanted, n)).view(len(kept), -1).all(1) for n in "qak"])
+            again = torch.stack(
+                [(getattr(held, n) == getattr(wanted, n)).view(len(kept), -1).all(1) for n in "qak"]
+            )
             again = again.all(0)
-            found += [] if (kept | again).all() else [f"{kind}: {int((~(kept | again)).sum())} groups"]
+            found += (
+                [] if (kept | again).all() else [f"{kind}: {int((~(kept | again)).sum())} groups"]
+            )
             a, k = held.a.float(), held.k.float() / 16
             a, k = (t.repeat_interleave(codec.group_size) for t in (a, k))
             y = codec.fp8.max * ((padded / divisor(got_v) if ratio else padded).abs() / a) ** k
-            d = torch.maximum(torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y))
-            some = (padded != 0) & (d < 1)  # of the others, ratios below half a code may become zero
+            d = torch.maximum(
+                torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y)
+            )
+            # Of the others, ratios below half a code may become zero.
+            some = (padded != 0) & (d < 1)
             error, limit = (got / padded).log2().abs()[some], (-torch.log2(1 - d) / k)[some]
             far = not (error <= limit * 1.001 + 1e-5).all() or bool(got[~some].any())
             found += [f"{kind} error"] if far or not ratio and (d >= 1)[padded != 0].any() else []

@@ -1,4 +1,6 @@
-"""What accessors give as moments after one step, and what they leave in states when they set one."""
+"""What accessors give as moments after one step, and what they leave in states when they set
+one.
+"""
 
 import torch
 
@@ -6,7 +8,9 @@ from tests.coat_dist.checkpoint.universal_runs import build
 
 
 def moments_of_one_step(rank, world, settings):
-    """Moments after the first step, beside what AdamW's are: (1 - beta) times the gradient, or its square."""
+    """Moments after the first step, beside what AdamW's are: (1 - beta) times the gradient, or
+    its square.
+    """
     from deepspeed.utils import safe_get_full_grad
 
     import coat_dist

@@ -12,7 +12,9 @@ BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_
 
 
 class Given(torch.nn.Module):
-    """Its gradients are what it is given, whatever its weights are. Parameter groups have another order than it."""
+    """Its gradients are what it is given, whatever its weights are. Parameter groups have
+    another order than it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -22,12 +24,17 @@ class Given(torch.nn.Module):
         self.other = torch.nn.Parameter(torch.randn(33, 129))
 
     def forward(self, given):
-        return sum((p * g).sum(dtype=torch.float32) for p, g in zip(self.parameters(), given, strict=True))
+        return sum(
+            (p * g).sum(dtype=torch.float32) for p, g in zip(self.parameters(), given, strict=True)
+        )
 
 
 def build(settings, remainder=True, universal=False, model=WithBuffer, **more):
     params = {"lr": 0.01, **({"master_weights": "bf16_remainder"} if remainder else {})}
-    config = {"bf16": BF16 if remainder else {"enabled": True}, "optimizer": {"type": "CoatAdamW", "params": params}}
+    config = {
+        "bf16": BF16 if remainder else {"enabled": True},
+        "optimizer": {"type": "CoatAdamW", "params": params},
+    }
     config |= copy.deepcopy(settings) | more
     config["zero_optimization"] = BUCKETS | config["zero_optimization"]
     return build_engine(config, universal, model)

@@ -7,7 +7,10 @@ CONFIG = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2},
     "data_types": {"grad_accum_dtype": "fp32"},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "CoatAdamW",
+        "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    },
     "coat": {"optimizer": {"second_moment": "e5m2"}, "activation": {"enabled": False}},
 }
 

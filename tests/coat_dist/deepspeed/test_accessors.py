@@ -1,4 +1,6 @@
-"""``safe_get_full_moment``, ``safe_set_full_moment``; DeepSpeed's own accessors give moments or raise, never codes."""
+"""``safe_get_full_moment``, ``safe_set_full_moment``; DeepSpeed's own accessors give moments or
+raise, never codes.
+"""
 
 from functools import partial
 
@@ -12,7 +14,9 @@ from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.support import run_ranks
 
 CODED = 0.0455
-"""log2 of a ratio: half an E4M3 step in a group of eight octaves or less, whose exponent is 33/16 or more."""
+"""log2 of a ratio: half an E4M3 step in a group of eight octaves or less, whose exponent is
+33/16 or more.
+"""
 
 
 def set_and_get(rank, world, settings):
@@ -22,14 +26,20 @@ def set_and_get(rank, world, settings):
     torch.manual_seed(5)
     for name, which in (
         ("up.weight", "second"),
-        ("up.weight", "first"),  # as training has it, near the root of the second: nothing hides anything
+        # As training has it, near the root of the second: nothing hides anything.
+        ("up.weight", "first"),
         ("norm.weight", "second"),
         ("scale", "first"),
     ):
-        param, others = params[name], [p for n, p in params.items() if n != name and p.requires_grad]
+        param, others = (
+            params[name],
+            [p for n, p in params.items() if n != name and p.requires_grad],
+        )
         before = [coat_dist.safe_get_full_moment(p, which) for p in others]
         second = coat_dist.safe_get_full_moment(param, "second")
-        value = (torch.rand(second.shape) + 0.5) * (second.sqrt() if name == "up.weight" and which == "first" else 1.0)
+        value = (torch.rand(second.shape) + 0.5) * (
+            second.sqrt() if name == "up.weight" and which == "first" else 1.0
+        )
         if which == "first":
             value[torch.rand(value.shape) < 0.5] *= -1.0
         coat_dist.safe_set_full_moment(param, value, which)
@@ -37,7 +47,8 @@ def set_and_get(rank, world, settings):
         bound, error = (0.0, error.max()) if value.ndim < 2 else (CODED, error.median())
         if not error <= bound:  # nor where a sign is wrong, which has no logarithm
             problems.append(f"{name} {which}: off by {error} in log2")
-        for p, moment in zip(others, before, strict=True):  # all but what shares a group of 128 elements
+        # All but what shares a group of 128 elements.
+        for p, moment in zip(others, before, strict=True):
             changed = (coat_dist.safe_get_full_moment(p, which) != moment).sum()
             if changed > (256 if value.ndim > 1 else 0):
                 problems.append(f"{name} {which}: {changed} elements of {list(p.shape)} changed")
@@ -60,7 +71,10 @@ def frozen(rank, world, settings):
     found = [utils.safe_get_full_optimizer_state(p, "exp_avg"), utils.safe_get_full_fp32_param(p)]
     utils.safe_set_full_optimizer_state(p, ones, "exp_avg_sq")
     if hasattr(p, "ds_id"):
-        found += [utils.safe_get_local_optimizer_state(p, "exp_avg"), utils.safe_get_local_fp32_param(p)]
+        found += [
+            utils.safe_get_local_optimizer_state(p, "exp_avg"),
+            utils.safe_get_local_fp32_param(p),
+        ]
         utils.safe_set_local_optimizer_state(p, ones, "exp_avg")
         p.requires_grad_(True)  # too late
         with pytest.raises(ValueError, match="no CoatAdamW under ZeRO trains"):
@@ -70,7 +84,9 @@ def frozen(rank, world, settings):
 
 
 def set_both(rank, world, settings, local):
-    """Relative errors of moments that DeepSpeed's accessors set over unlike ones, in both orders."""
+    """Relative errors of moments that DeepSpeed's accessors set over unlike ones, in both
+    orders.
+    """
     from deepspeed import utils
 
     get, put = utils.safe_get_full_optimizer_state, utils.safe_set_full_optimizer_state
@@ -90,12 +106,16 @@ def set_both(rank, world, settings, local):
             for p, values in zip(params, wanted, strict=True):
                 put(p, values[key], key)
         for p, values in zip(params, wanted, strict=True):
-            found += [float((get(p, key) - value).norm() / value.norm()) for key, value in values.items()]
+            found += [
+                float((get(p, key) - value).norm() / value.norm()) for key, value in values.items()
+            ]
         run(engine, rank, 1, 2)
     return found
 
 
-@pytest.mark.parametrize(("case", "local"), [("zero-1", False), ("zero-2", False), ("zero-3", False), ("zero-3", True)])
+@pytest.mark.parametrize(
+    ("case", "local"), [("zero-1", False), ("zero-2", False), ("zero-3", False), ("zero-3", True)]
+)
 def test_moments_are_set_in_either_order(case, local):
     for errors in run_ranks(2, set_both, CASES[case], local):
         assert len(errors) == 8 and max(errors) < 0.03, errors
@@ -126,7 +146,9 @@ def deepspeeds_own(rank, world, settings):
             shape = getattr(p, "ds_shape", p.shape)
             for key, which in (("exp_avg", "first"), ("exp_avg_sq", "second")):
                 got = utils.safe_get_full_optimizer_state(p, key)
-                if not torch.equal(got, coat_dist.safe_get_full_moment(p, which)) or got.any() != (when == "stepped"):
+                if not torch.equal(got, coat_dist.safe_get_full_moment(p, which)) or got.any() != (
+                    when == "stepped"
+                ):
                     wrong.append(f"get {when} {name} {key}: {got.dtype} {list(got.shape)}")
                 if stage3:
                     local = utils.safe_get_local_optimizer_state(p, key)
@@ -147,11 +169,15 @@ def deepspeeds_own(rank, world, settings):
                     try:
                         wrong.append(f"no error {i} {name} {key}: {call()}")
                     except ValueError as error:
-                        if f"optim_state_key: got {key!r}, accepted with CoatAdamW: exp_avg, exp_avg_sq" != str(error):
+                        if (
+                            f"optim_state_key: got {key!r}, accepted with CoatAdamW: exp_avg, "
+                            "exp_avg_sq" != str(error)
+                        ):
                             wrong.append(str(error))
             wrong += changes(before, snapshot(engine))
             master = utils.safe_get_full_fp32_param(p)
-            if not stage3:  # DeepSpeed's own, which fails there for sizes that do not divide by the ranks
+            # DeepSpeed's own, which fails there for sizes that do not divide by the ranks.
+            if not stage3:
                 utils.safe_set_full_fp32_param(p, master + 1)
                 if not torch.equal(utils.safe_get_full_fp32_param(p), master + 1):
                     wrong.append(f"weights of {name}")
@@ -170,11 +196,26 @@ def refusals(rank, world):
     p, frozen = engine.module.up.weight, engine.module.frozen.weight
     for words, call in (
         ("which: got 'exp_avg'", lambda: coat_dist.safe_get_full_moment(p, "exp_avg")),
-        ("param: got a Parameter of shape ", lambda: coat_dist.safe_get_full_moment(frozen, "first")),
-        ("value: got torch.float32 ", lambda: coat_dist.safe_set_full_moment(p, torch.ones(3), "first")),
-        ("value: got torch.int32 ", lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape).int(), "first")),
-        ("value: got elements", lambda: coat_dist.safe_set_full_moment(p, -torch.ones(p.shape), "second")),
-        ("value: got elements", lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape) / 0, "first")),
+        (
+            "param: got a Parameter of shape ",
+            lambda: coat_dist.safe_get_full_moment(frozen, "first"),
+        ),
+        (
+            "value: got torch.float32 ",
+            lambda: coat_dist.safe_set_full_moment(p, torch.ones(3), "first"),
+        ),
+        (
+            "value: got torch.int32 ",
+            lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape).int(), "first"),
+        ),
+        (
+            "value: got elements",
+            lambda: coat_dist.safe_set_full_moment(p, -torch.ones(p.shape), "second"),
+        ),
+        (
+            "value: got elements",
+            lambda: coat_dist.safe_set_full_moment(p, torch.ones(p.shape) / 0, "first"),
+        ),
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
             call()
@@ -193,11 +234,15 @@ def two_engines(rank, world, stages):
     quiet_deepspeed()
     wrong, net = [], model()
     first, second = (
-        coat_dist.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": s}})[0] for s in stages
+        coat_dist.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": s}})[0]
+        for s in stages
     )
     train(second, rank, 2)
     p = net[0].weight
-    got, own = coat_dist.safe_get_full_moment(p, "first"), deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg")
+    got, own = (
+        coat_dist.safe_get_full_moment(p, "first"),
+        deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg"),
+    )
     if not got.any() or not torch.equal(got, own) or first.global_steps:
         wrong.append("not the latest")
     second.destroy()

@@ -1,4 +1,6 @@
-"""Ranks that were called differently: every rank raises what one has found, and none waits in a collective."""
+"""Ranks that were called differently: every rank raises what one has found, and none waits in a
+collective.
+"""
 
 import time
 
@@ -15,13 +17,20 @@ CUT = '{"coat": {'
 
 
 def called(rank, world, configs, late, folder):
-    """What each rank's call raises, after an engine of a plain program on all of them; ranks stay alive."""
+    """What each rank's call raises, after an engine of a plain program on all of them; ranks
+    stay alive.
+    """
     deepspeed = quiet_deepspeed()
     import coat_dist  # noqa: F401
 
     net, config = model(), configs[rank]
     if late is not None:
-        train(deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=PLAIN)[0], rank)
+        train(
+            deepspeed.initialize(
+                model=net, optimizer=torch.optim.AdamW(net.parameters()), config=PLAIN
+            )[0],
+            rank,
+        )
         time.sleep(1.0 if rank == late else 0.0)
     if config == CUT:
         (folder / "ds.json").write_text(CUT)
@@ -29,7 +38,9 @@ def called(rank, world, configs, late, folder):
     started, named = time.monotonic(), isinstance(config, dict) and "optimizer" in config
     try:
         deepspeed.initialize(
-            model=net, config=config, optimizer=None if named else torch.optim.AdamW(net.parameters(), lr=1e-2)
+            model=net,
+            config=config,
+            optimizer=None if named else torch.optim.AdamW(net.parameters(), lr=1e-2),
         )
     except ValueError as error:
         took = time.monotonic() - started
@@ -41,9 +52,16 @@ def called(rank, world, configs, late, folder):
 @pytest.mark.parametrize(
     ("configs", "late", "words"),
     [
-        *(([CONFIG, PLAIN], late, 'a "coat" block or a CoatAdamW on rank 0, neither on rank 1') for late in (0, 1)),
+        *(
+            ([CONFIG, PLAIN], late, 'a "coat" block or a CoatAdamW on rank 0, neither on rank 1')
+            for late in (0, 1)
+        ),
         *(([other, CUT], None, "ds.json is not JSON") for other in (CONFIG, PLAIN)),
-        ([CONFIG, {**CONFIG, "gradient_clipping": "1"}], None, 'gradient_clipping: got "1", accepted: a number >= 0'),
+        (
+            [CONFIG, {**CONFIG, "gradient_clipping": "1"}],
+            None,
+            'gradient_clipping: got "1", accepted: a number >= 0',
+        ),
     ],
 )
 def test_every_rank_raises_what_one_has_found(configs, late, words, tmp_path):

@@ -1,4 +1,6 @@
-"""What is replaced on DeepSpeed's objects is what the list in ``attach.py`` says, no more and no less."""
+"""What is replaced on DeepSpeed's objects is what the list in ``attach.py`` says, no more and no
+less.
+"""
 
 import functools
 import inspect
@@ -13,22 +15,36 @@ from coat_dist.config import ActivationConfig
 from coat_dist.deepspeed.attach import ATTACHMENTS, attach
 from tests.support import run_ranks
 
-REMAINDERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+REMAINDERS = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+}
 ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
 CASES = {
     "zero-1": {"zero_optimization": {"stage": 1}},
-    "BF16_Optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "BF16_Optimizer": {
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "zero-2": {"zero_optimization": {"stage": 2}},
     "zero-2, some gradients are not counted": {"zero_optimization": {"stage": 2}},
     "zero-2, round robin, remainders": {**ROUND_ROBIN, **REMAINDERS},
-    "zero-2, cached weights": {"zero_optimization": {"stage": 2}, "coat": {"activation": {"weights": "cached"}}},
+    "zero-2, cached weights": {
+        "zero_optimization": {"stage": 2},
+        "coat": {"activation": {"weights": "cached"}},
+    },
     "zero-2, experts divided": {"zero_optimization": {"stage": 2}},
-    "BF16_Optimizer, experts divided": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "BF16_Optimizer, experts divided": {
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "zero-3": {"zero_optimization": {"stage": 3}},
     "zero-3, codes": {"zero_optimization": {"stage": 3}, "coat": {}},
     "zero-3, remainders": {"zero_optimization": {"stage": 3}, **REMAINDERS},
     "torch's AdamW": {"zero_optimization": {"stage": 2}},
-    "torch's AdamW, round robin, universal": {**ROUND_ROBIN, "checkpoint": {"load_universal": True}},
+    "torch's AdamW, round robin, universal": {
+        **ROUND_ROBIN,
+        "checkpoint": {"load_universal": True},
+    },
     "zero-1, a pipeline stage": {"zero_optimization": {"stage": 1}},
     "zero-1, a pipeline stage, BF16_Optimizer": {
         "zero_optimization": {"stage": 1},
@@ -56,7 +72,9 @@ class TwoStages:
 
 
 class TwoExpertRanks(TwoStages):
-    """An mpu of two ranks that divide experts, of which this process is the first and no other runs."""
+    """An mpu of two ranks that divide experts, of which this process is the first and no other
+    runs.
+    """
 
     def __getattr__(self, name):
         if name.endswith("world_size"):
@@ -85,7 +103,9 @@ def build(case):
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **changes}
     given = None
     if "torch's" in case:
-        given = (torch.optim.AdamW if "AdamW" in case else torch.optim.SGD)(net.parameters(), lr=1e-3)
+        given = (torch.optim.AdamW if "AdamW" in case else torch.optim.SGD)(
+            net.parameters(), lr=1e-3
+        )
     else:
         kept = {"master_weights": "bf16_remainder"} if "remainders" in case else {}
         config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-3, **kept}}
@@ -103,7 +123,9 @@ def is_ours(value):
 
 
 def replaced(engine):
-    """Methods of the instances that hide one of their class; of parameters, which get theirs from DeepSpeed, ours."""
+    """Methods of the instances that hide one of their class; of parameters, which get theirs
+    from DeepSpeed, ours.
+    """
     objects = {"engine": engine, "zero": engine.optimizer}
     hidden = {
         f"{kind}.{name}"
@@ -120,9 +142,15 @@ def engines(rank, world):
     found = {}
     for case in CASES:
         engine = build(case)
-        before = replaced(engine), {name: id(value) for name, value in vars(engine.optimizer).items()}
+        before = (
+            replaced(engine),
+            {name: id(value) for name, value in vars(engine.optimizer).items()},
+        )
         again = attach(engine)
-        same = before == (replaced(engine), {name: id(value) for name, value in vars(engine.optimizer).items()})
+        same = before == (
+            replaced(engine),
+            {name: id(value) for name, value in vars(engine.optimizer).items()},
+        )
         wraps = getattr(vars(engine.optimizer).get("step"), "__wrapped__", None)
         found[case] = (again, before[0], same, wraps is not None and is_ours(wraps))
         engine.destroy()
@@ -134,16 +162,21 @@ def test_what_is_replaced_is_what_the_list_says():
     declared = {attachment.name: set(attachment.replaces) for attachment in ATTACHMENTS}
     for case, (attached, overridden, same, _) in found.items():
         assert overridden == set().union(*(declared[name] for name in attached)), case
-        assert list(attached) == [name for name in declared if name in attached], "in the order of the list"
+        assert list(attached) == [name for name in declared if name in attached], (
+            "in the order of the list"
+        )
         assert same, "a second time nothing changes"
     seen = {name for attached, *_ in found.values() for name in attached}
     unseen = {
         "step: the host does not wait for reductions",  # on a GPU
-        "gradient norm of a PipelineModule with other groups on other stages",  # test_pipeline_module.py
+        # test_pipeline_module.py.
+        "gradient norm of a PipelineModule with other groups on other stages",
         "Megatron's jobs around a step's micro-batches",  # tests/megatron_patches/test_step_jobs.py
     }
     assert seen == declared.keys() - unseen
     assert not found["torch's SGD, stage 0"][0]
     assert {a.name for a in ATTACHMENTS if a.every_engine} <= set(found["torch's AdamW"][0])
     assert found["torch's AdamW"][1] == {"engine.load_checkpoint"}
-    assert found["zero-2, cached weights"][3], "what drops the cache is around the step that was replaced"
+    assert found["zero-2, cached weights"][3], (
+        "what drops the cache is around the step that was replaced"
+    )

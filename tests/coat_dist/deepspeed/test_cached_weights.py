@@ -1,4 +1,6 @@
-"""Cached FP8 weights under DeepSpeed's flat buffers: losses are those without a cache, to the bit."""
+"""Cached FP8 weights under DeepSpeed's flat buffers: losses are those without a cache, to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _evaluate(engine, losses):
 
 
 def _train(rank, world, stage, grad_accum, weights, tp, folder, changes):
-    """Losses of two training micro-batches a step, evaluation before and after steps, a checkpoint loaded between."""
+    """Losses of two training micro-batches a step, evaluation before and after steps, a
+    checkpoint loaded between.
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -71,7 +75,9 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, changes):
             engine.load_checkpoint(folder, tag="here")
             _evaluate(engine, losses)  # the first forward after a load
     zero = engine.optimizer  # master weights edited by hand
-    for flat in getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition:
+    for flat in (
+        getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition
+    ):
         flat.data.mul_(1.25)
     _evaluate(engine, losses)
     zero.update_lp_params()
@@ -89,12 +95,19 @@ def _modes(rank, world, stage, grad_accum, tp, changes, folder):
     weights.quantize_input = lambda w, *rest: (quantized.append(w), original(w, *rest))[1]
     runs = {}
     for mode in ("on_use", "cached"):
-        runs[mode] = _train(rank, world, stage, grad_accum, mode, tp, f"{folder}/{mode}", changes), len(quantized)
+        runs[mode] = (
+            _train(rank, world, stage, grad_accum, mode, tp, f"{folder}/{mode}", changes),
+            len(quantized),
+        )
         quantized.clear()
     return runs
 
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 CASES = {
     "ZeRO-1": (1, "bf16", 1, {}),
     "BF16_Optimizer": (1, "fp32", 1, {}),
@@ -112,13 +125,16 @@ def test_cached_losses_are_the_same_to_the_bit(case, tmp_path):
         (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
         assert cached == plain
         assert len(set(plain)) > STEPS * ACCUMULATION  # weights did move
-        # Two layers of four weights: at the start, after all steps but the last, and after the load. By hand: two.
+        # Two layers of four weights: at the start, after all steps but the last, and after the
+        # load. By hand: two.
         assert made == 2 * 4 * (STEPS + 3)
         assert uncached > 2 * made
 
 
 def _replaced(rank, world, weights):
-    """Losses before and after a master weight, of which the library writes the weight too, was replaced."""
+    """Losses before and after a master weight, of which the library writes the weight too, was
+    replaced.
+    """
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
     import megatron_patches

@@ -1,4 +1,6 @@
-"""One block, one call, any caller: ``deepspeed.initialize`` builds what ``coat_dist.initialize`` would build."""
+"""One block, one call, any caller: ``deepspeed.initialize`` builds what ``coat_dist.initialize``
+would build.
+"""
 
 import argparse
 import base64
@@ -16,7 +18,10 @@ from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspee
 from tests.support import run_ranks
 
 HF = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
-BLOCK = {"optimizer": {"first_moment": "int8", "second_moment": "log8"}, "activation": {"enabled": False}}
+BLOCK = {
+    "optimizer": {"first_moment": "int8", "second_moment": "log8"},
+    "activation": {"enabled": False},
+}
 WITH_BLOCK = {**CONFIG, "coat": BLOCK}
 BARE = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
 HJSON = "{ // a comment, and no comma after it\n" + json.dumps(WITH_BLOCK)[1:]
@@ -25,7 +30,10 @@ HJSON = "{ // a comment, and no comma after it\n" + json.dumps(WITH_BLOCK)[1:]
 def built(engine, rank):
     """What an engine is: its groups, what is attached, and two losses."""
     groups = [
-        [g.get(k) for k in ("name", "moments", "weight_decay", "first_moment", "second_moment", "lr")]
+        [
+            g.get(k)
+            for k in ("name", "moments", "weight_decay", "first_moment", "second_moment", "lr")
+        ]
         for g in engine.optimizer.optimizer.param_groups
     ]
     return groups, engine.coat_attached, train(engine, rank, 2)
@@ -35,9 +43,17 @@ def as_lightning_calls(net, config, rank):
     """The call of DeepSpeedStrategy in pytorch-lightning 2.6."""
     import deepspeed
 
-    given = {"optimizer": None, "lr_scheduler": None, "dist_init_required": False, "model": net, "config": config}
+    given = {
+        "optimizer": None,
+        "lr_scheduler": None,
+        "dist_init_required": False,
+        "model": net,
+        "config": config,
+    }
     trained = filter(lambda p: p.requires_grad, net.parameters())
-    return deepspeed.initialize(args=argparse.Namespace(device_rank=rank), model_parameters=trained, **given)
+    return deepspeed.initialize(
+        args=argparse.Namespace(device_rank=rank), model_parameters=trained, **given
+    )
 
 
 def every_form(rank, world, folder):
@@ -60,14 +76,20 @@ def every_form(rank, world, folder):
         "base64": lambda: start(model=model(), config=encoded),
         "config_params": lambda: start(model=model(), config_params=given),
         "args": lambda: start(args=arguments, model=model()),
-        "position": lambda: start(None, model(), None, None, None, None, 29500, None, None, None, given),
+        "position": lambda: start(
+            None, model(), None, None, None, None, 29500, None, None, None, given
+        ),
         "Lightning": lambda: as_lightning_calls(model(), given, rank),
     }.items():
         found[name] = built(call()[0], rank)
-    assert given == WITH_BLOCK and arguments.deepspeed_config is given, "the caller's stay as they are"
+    assert given == WITH_BLOCK and arguments.deepspeed_config is given, (
+        "the caller's stay as they are"
+    )
     make, plain = (lambda params: coat_dist.CoatAdamW(params, lr=1e-3)), copy.deepcopy(BARE)
     net = model()
-    found["object"] = built(start(model=net, optimizer=make(net.parameters()), config=plain)[0], rank)
+    found["object"] = built(
+        start(model=net, optimizer=make(net.parameters()), config=plain)[0], rank
+    )
     found["callable"] = built(start(model=model(), optimizer=make, config=plain)[0], rank)
     assert plain == BARE
     return found
@@ -85,22 +107,33 @@ def test_every_form_of_the_configuration(tmp_path):
         for form, one in found.items():
             assert one == expected, form
         assert made == called and made[1] == expected[1]
-        assert [group[1] for group in made[0]] == ["fp8"], "a user's own optimizer stays as the user built it"
+        assert [group[1] for group in made[0]] == ["fp8"], (
+            "a user's own optimizer stays as the user built it"
+        )
 
 
 def plain(rank, world):
-    """A program without block: what DeepSpeed is called with, and errors of names that are nearly ours."""
+    """A program without block: what DeepSpeed is called with, and errors of names that are
+    nearly ours.
+    """
     deepspeed = quiet_deepspeed()
     import coat_dist
 
-    config = {**BARE, "a_key_of_another_library": 3, "_comment": "x", "optimizer": {"type": "AdamW"}}
+    config = {
+        **BARE,
+        "a_key_of_another_library": 3,
+        "_comment": "x",
+        "optimizer": {"type": "AdamW"},
+    }
     config["optimizer"]["params"] = {"torch_adam": True}
     handed, theirs = [], deepspeed.initialize.__wrapped__
     own = theirs.__code__, theirs.__globals__["set_optimizer_flags"]
     theirs.__globals__["set_optimizer_flags"] = lambda made, net: handed.append(made._param_dict)
     engine = deepspeed.initialize(model=model(), config=config)[0]
     theirs.__globals__["set_optimizer_flags"] = own[1]
-    untouched = handed[0] is config and set(engine.coat_attached) <= {a.name for a in ATTACHMENTS if a.every_engine}
+    untouched = handed[0] is config and set(engine.coat_attached) <= {
+        a.name for a in ATTACHMENTS if a.every_engine
+    }
     messages = []
     coat_adamw = {"optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}}}
     for changes, adamw in (
@@ -121,16 +154,24 @@ def plain(rank, world):
 def test_a_plain_program_is_left_alone_and_near_misses_are_not():
     for untouched, *messages in run_ranks(2, plain):
         assert untouched
-        assert messages == [[
-            'caot: unknown key (did you mean "coat"?)',
-            'optimizer.type: got "CoatAdamW" beside optimizer=AdamW',
-            "coat.optimizer: got a block beside optimizer=AdamW",
-            "optimizer.type: got null",
-        ]] * 2  # fmt: skip
+        assert (
+            messages
+            == [
+                [
+                    'caot: unknown key (did you mean "coat"?)',
+                    'optimizer.type: got "CoatAdamW" beside optimizer=AdamW',
+                    "coat.optimizer: got a block beside optimizer=AdamW",
+                    "optimizer.type: got null",
+                ]
+            ]
+            * 2
+        )
 
 
 def under_accelerate(rank, world):
-    """Accelerate with Trainer-like groups (decay, no decay) and its stand-ins for optimizer and schedule."""
+    """Accelerate with Trainer-like groups (decay, no decay) and its stand-ins for optimizer and
+    schedule.
+    """
     quiet_deepspeed()
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim, DummyScheduler
@@ -140,14 +181,21 @@ def under_accelerate(rank, world):
     config = copy.deepcopy(WITH_BLOCK)
     config["optimizer"]["params"] = {"lr": "auto", "weight_decay": "auto"}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch` does
-    accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(
+        mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
+    )
     net = model()
-    matrices, vectors = ([p for p in net.parameters() if (p.ndim > 1) == whole] for whole in (True, False))
+    matrices, vectors = (
+        [p for p in net.parameters() if (p.ndim > 1) == whole] for whole in (True, False)
+    )
     optimizer = DummyOptim(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-3,
+        weight_decay=0.1,
     )
     schedule = DummyScheduler(
-        optimizer, lr_scheduler_callable=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5**n)
+        optimizer,
+        lr_scheduler_callable=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5**n),
     )
     engine, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
     groups, attached, losses = built(engine, rank)
@@ -158,32 +206,55 @@ def under_accelerate(rank, world):
 def test_accelerate():
     for groups, attached, learns in run_ranks(2, under_accelerate):
         assert attached and learns
-        assert [group[1:5] for group in groups] == [["fp8", 0.1, "int8", "log8"], ["fp32", 0.0, "int8", "log8"]]
+        assert [group[1:5] for group in groups] == [
+            ["fp8", 0.1, "int8", "log8"],
+            ["fp32", 0.0, "int8", "log8"],
+        ]
 
 
 def under_the_trainer(rank, world, folder):
-    """The Trainer with ZeRO-3 and ``from_pretrained`` under ``zero.Init`` evaluates, and trains in the flow."""
+    """The Trainer with ZeRO-3 and ``from_pretrained`` under ``zero.Init`` evaluates, and trains
+    in the flow.
+    """
     quiet_deepspeed()
     import transformers
 
     from tests.coat_dist.deepspeed.test_trainer import Tokens
 
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
-    config = transformers.LlamaConfig(vocab_size=61, num_key_value_heads=2, max_position_embeddings=32, **sizes)
+    config = transformers.LlamaConfig(
+        vocab_size=61, num_key_value_heads=2, max_position_embeddings=32, **sizes
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(f"{folder}/pretrained")
 
     def trainer(block, stage):
         settings = {
-            **{"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"},
+            **{
+                "train_micro_batch_size_per_gpu": "auto",
+                "bf16": {"enabled": "auto"},
+                "gradient_clipping": "auto",
+            },
             "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
-            "optimizer": {"type": "CoatAdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+            "optimizer": {
+                "type": "CoatAdamW",
+                "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"},
+            },
             "coat": block,
         }
         arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=3, learning_rate=0.01, weight_decay=0.1, per_device_train_batch_size=4,
-            save_strategy="no", logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, bf16=True,
+            output_dir=folder,
+            max_steps=3,
+            learning_rate=0.01,
+            weight_decay=0.1,
+            per_device_train_batch_size=4,
+            save_strategy="no",
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            bf16=True,
             deepspeed=settings,
-        )  # fmt: skip
+        )
         net = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/pretrained")
         partitioned = hasattr(net.model.norm.weight, "ds_shape")
         return transformers.Trainer(

@@ -1,4 +1,6 @@
-"""``coat_dist.initialize`` and ``"type": "CoatAdamW"`` under real DeepSpeed engines, two gloo ranks."""
+"""``coat_dist.initialize`` and ``"type": "CoatAdamW"`` under real DeepSpeed engines, two gloo
+ranks.
+"""
 
 import contextlib
 import copy
@@ -16,7 +18,9 @@ from tests.support import run_ranks
 
 
 def order(rank, world):
-    """What happens first: devices that are chosen, and collectives on whatever device is the current one."""
+    """What happens first: devices that are chosen, and collectives on whatever device is the
+    current one.
+    """
     deepspeed = quiet_deepspeed()
     import torch.distributed as dist
 
@@ -24,7 +28,10 @@ def order(rank, world):
 
     happened, gather, found = [], dist.all_gather_object, []
     deepspeed.accelerator.get_accelerator().set_device = lambda n: happened.append(n)
-    dist.all_gather_object = lambda *a, **k: (happened.append("all_gather_object"), gather(*a, **k))[1]
+    dist.all_gather_object = lambda *a, **k: (
+        happened.append("all_gather_object"),
+        gather(*a, **k),
+    )[1]
     for args in (None, SimpleNamespace(local_rank=rank), SimpleNamespace(device_rank=5)):
         happened.clear()
         coat_dist.initialize(args=args, model=model(), config=CONFIG)
@@ -61,7 +68,8 @@ OFF = {"enabled": False}
         ({"gradient_clipping": [1.0, 0.5]}, "gradient_clipping: 1.0 on rank 0, 0.5 on rank 1"),
         (
             {"coat": [{"activation": OFF}, {"optimizer": {"expand": False}, "activation": OFF}]},
-            "ranks were started differently: coat.optimizer.expand: true on rank 0, false on rank 1",
+            "ranks were started differently: coat.optimizer.expand: true on rank 0, false on rank "
+            "1",
         ),
         ({"coat": {}}, "coat.activation.enabled: got true"),
         ({"coat": {"optimizer": {"group_size": 3}}}, "coat.optimizer.group_size: got 3"),
@@ -77,7 +85,9 @@ def test_errors_reach_every_rank(changes, words):
 
 
 def other_groups(rank, world):
-    """Messages for parameter groups that differ between ranks, given as groups or as those of an optimizer."""
+    """Messages for parameter groups that differ between ranks, given as groups or as those of an
+    optimizer.
+    """
     deepspeed = quiet_deepspeed()
     import coat_dist
 
@@ -90,13 +100,19 @@ def other_groups(rank, world):
             "order": {"model_parameters": [{"params": params[::-1] if rank else params}]},
             "same": {"model_parameters": ({"params": (p for p in params)} for _ in range(1))},
         }.get(case, {})
-        settings = {**plain, "gradient_clipping": 1.0 + rank} if case == "object and clip" else plain
+        settings = (
+            {**plain, "gradient_clipping": 1.0 + rank} if case == "object and clip" else plain
+        )
         if case.startswith("object"):
             lr = 1e-3 * (1 + rank if case == "object" else 1)
             given = {"optimizer": coat_dist.CoatAdamW(params, lr=torch.tensor(lr) if rank else lr)}
         try:
-            engine, *_ = deepspeed.initialize(model=net, config=settings if "object" in case else CONFIG, **given)
-            messages.append([len(group["params"]) for group in engine.optimizer.optimizer.param_groups])
+            engine, *_ = deepspeed.initialize(
+                model=net, config=settings if "object" in case else CONFIG, **given
+            )
+            messages.append(
+                [len(group["params"]) for group in engine.optimizer.optimizer.param_groups]
+            )
         except coat_dist.CoatConfigError as error:
             messages.append(str(error))
     return messages
@@ -144,9 +160,15 @@ def made_by_callables(rank, world):
 def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
     for messages, calls in run_ranks(2, made_by_callables):
         elastic, effect, expand, foreign, nothing = messages
-        assert effect.startswith("coat: got a block that compresses nothing") and '"AdamW"' in effect
-        assert calls == 2 and elastic.startswith("zero_optimization.elastic_checkpoint: got true, accepted: false")
-        assert expand.startswith("coat.optimizer.expand: got false beside a CoatAdamW that has true")
+        assert (
+            effect.startswith("coat: got a block that compresses nothing") and '"AdamW"' in effect
+        )
+        assert calls == 2 and elastic.startswith(
+            "zero_optimization.elastic_checkpoint: got true, accepted: false"
+        )
+        assert expand.startswith(
+            "coat.optimizer.expand: got false beside a CoatAdamW that has true"
+        )
         assert foreign.startswith("coat.optimizer: got a block beside optimizer=AdamW")
         assert nothing.startswith("optimizer.type: got null, accepted: ")
 
@@ -205,7 +227,9 @@ def test_one_line_says_what_runs():
     lines, given, lightning = run_ranks(1, start_line)[0]
     assert lines == ["coat_dist: CoatAdamW; no layers in the FP8 flow"]
     assert given == ALONE, "the caller's configuration was changed"
-    assert lightning == ALONE | {"zero_allow_untested_optimizer": True}, "where trainer.test looks that key up"
+    assert lightning == ALONE | {"zero_allow_untested_optimizer": True}, (
+        "where trainer.test looks that key up"
+    )
 
 
 def reference(rank, world, frozen, bf16):
@@ -213,7 +237,11 @@ def reference(rank, world, frozen, bf16):
     plain, kind = copy.deepcopy(net), torch.bfloat16 if bf16 else torch.float32
     plain.to(kind)
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
-    given = ALONE | {"bf16": {"enabled": bf16}, "zero_optimization": {"stage": 0}, "scheduler": scheduler}
+    given = ALONE | {
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": 0},
+        "scheduler": scheduler,
+    }
     engine, lines = built(net, given)
     x, messages = torch.randn(2, 64, dtype=kind), []
     with torch.no_grad():
@@ -229,6 +257,11 @@ def reference(rank, world, frozen, bf16):
 @pytest.mark.parametrize(("frozen", "bf16"), [(False, True), (True, True), (True, False)])
 def test_a_reference_engine_at_stage_0_is_built_and_not_trained(frozen, bf16):
     same, lines, messages = run_ranks(1, reference, frozen, bf16)[0]
-    assert same and lines == ["coat_dist: no optimizer, this engine evaluates; no layers in the FP8 flow"]
+    assert same and lines == [
+        "coat_dist: no optimizer, this engine evaluates; no layers in the FP8 flow"
+    ]
     assert len(messages) == 2
-    assert all(text.startswith("zero_optimization.stage: got 0") and "1, 2 or 3 to train" in text for text in messages)
+    assert all(
+        text.startswith("zero_optimization.stage: got 0") and "1, 2 or 3 to train" in text
+        for text in messages
+    )

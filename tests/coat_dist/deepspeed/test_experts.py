@@ -1,4 +1,6 @@
-"""DeepSpeed's own mixture of experts (``deepspeed.moe``) with CoatAdamW, experts divided over two ranks."""
+"""DeepSpeed's own mixture of experts (``deepspeed.moe``) with CoatAdamW, experts divided over
+two ranks.
+"""
 
 import pytest
 import torch
@@ -24,14 +26,18 @@ def model():
         def __init__(self):
             super().__init__()
             self.embed = torch.nn.Embedding(61, 48)
-            expert = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 48))
+            expert = torch.nn.Sequential(
+                torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 48)
+            )
             self.moe = MoE(48, expert, num_experts=4, ep_size=2, min_capacity=64, use_rts=False)
             self.out = torch.nn.Linear(48, 61)
 
         def forward(self, tokens):
             x = self.embed(tokens)
             y = self.out(x + self.moe(x)[0])
-            return torch.nn.functional.cross_entropy(y[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+            return torch.nn.functional.cross_entropy(
+                y[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
+            )
 
     return Experts()
 
@@ -46,7 +52,8 @@ def build(rank, settings, listed):
     torch.manual_seed(rank)  # other experts on each rank; the rest is broadcast
     net = model()
     groups = [{"params": list(net.parameters()), "weight_decay": 0.1}]
-    handed = [{**group, "params": iter(group["params"])} for group in groups]  # as torch's optimizers take them, too
+    # As torch's optimizers take them, too.
+    handed = [{**group, "params": iter(group["params"])} for group in groups]
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
@@ -54,14 +61,17 @@ def build(rank, settings, listed):
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
         **settings,
     }
-    engine = coat_dist.initialize(model=net, model_parameters=handed if listed else None, config=config)[0]
+    engine = coat_dist.initialize(
+        model=net, model_parameters=handed if listed else None, config=config
+    )[0]
     assert len(groups) == len(handed) == 1  # what is handed over stays as it is
     return engine
 
 
 def experts(rank, world, folder):
-    """By case: groups of the optimizer, what a resumed run has otherwise than the one that went on, and what steps with
-    NaN in one rank's expert changed."""
+    """By case: groups of the optimizer, what a resumed run has otherwise than the one that went on,
+    and what steps with NaN in one rank's expert changed.
+    """
     found = {}
     for name, (settings, listed) in CASES.items():
         where = f"{folder}/{name}"
@@ -76,11 +86,18 @@ def experts(rank, world, folder):
         engine.load_checkpoint(where, tag="x")
         run(engine, rank, 3, 5)
         resumed = snapshot(engine)
-        weight = next(p for n, p in engine.module.named_parameters() if "experts" in n and p.ndim == 2)
-        hook = weight.register_hook(lambda g, rank=rank: torch.full_like(g, torch.nan) if rank else g)
+        weight = next(
+            p for n, p in engine.module.named_parameters() if "experts" in n and p.ndim == 2
+        )
+        hook = weight.register_hook(
+            lambda g, rank=rank: torch.full_like(g, torch.nan) if rank else g
+        )
         run(engine, rank, 5, 6)
         hook.remove()
-        groups = [(g["name"], g["moments"], bool(g.get("moe"))) for g in engine.basic_optimizer.param_groups]
+        groups = [
+            (g["name"], g["moments"], bool(g.get("moe")))
+            for g in engine.basic_optimizer.param_groups
+        ]
         found[name] = groups, changes(went_on, resumed), changes(resumed, snapshot(engine))
         engine.destroy()
     return found
@@ -90,7 +107,9 @@ def test_experts_train_resume_and_skip_nan(tmp_path):
     for found in run_ranks(2, experts, str(tmp_path)):
         for name, (groups, resumed, skipped) in found.items():
             assert resumed == [] and skipped == [], name
-            of_experts = sorted(moments for name, moments, moe in groups if moe and name == "ep_size_2")
+            of_experts = sorted(
+                moments for name, moments, moe in groups if moe and name == "ep_size_2"
+            )
             assert of_experts == ["fp32", "fp8"], groups
 
 

@@ -1,4 +1,6 @@
-"""``model_parameters`` that a program gives: with names, and as groups with options of their own."""
+"""``model_parameters`` that a program gives: with names, and as groups with options of their
+own.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from tests.support import run_ranks
 
 
 def given_parameters(rank, world):
-    """What CoatAdamW's groups hold, or the message, by what is handed over as ``model_parameters``."""
+    """What CoatAdamW's groups hold, or the message, by what is handed over as
+    ``model_parameters``.
+    """
     deepspeed = quiet_deepspeed()
     import coat_dist  # noqa: F401
 
@@ -24,7 +28,10 @@ def given_parameters(rank, world):
         net = model()
         try:
             engine = deepspeed.initialize(model=net, model_parameters=listed(net), config=CONFIG)[0]
-            found[name] = [(g.get("name"), g["moments"], g.get("layer_id")) for g in engine.optimizer.param_groups]
+            found[name] = [
+                (g.get("name"), g["moments"], g.get("layer_id"))
+                for g in engine.optimizer.param_groups
+            ]
         except ValueError as error:
             found[name] = str(error).partition(",")[0]
     return found
@@ -43,7 +50,9 @@ def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw
 
 
 def half_trained(rank, world, stage):
-    """Losses where only matrices, or only vectors, of a given group are trained: as given, and without what is not."""
+    """Losses where only matrices, or only vectors, of a given group are trained: as given, and
+    without what is not.
+    """
     deepspeed, found = quiet_deepspeed(), []
     for vectors in (False, True):
         for chosen in (lambda p: True, lambda p: p.requires_grad):
@@ -53,7 +62,9 @@ def half_trained(rank, world, stage):
             settings = {**CONFIG, "zero_optimization": {"stage": stage}}
             groups = [{"params": [p for p in net.parameters() if chosen(p)], "lr": 0.05}]
             engine = deepspeed.initialize(model=net, model_parameters=groups, config=settings)[0]
-            assert [g["moments"] for g in engine.optimizer.param_groups] == ["fp32" if vectors else "fp8"]
+            assert [g["moments"] for g in engine.optimizer.param_groups] == [
+                "fp32" if vectors else "fp8"
+            ]
             found.append(train(engine, rank, 3))
     return found
 

@@ -1,4 +1,6 @@
-"""Heartbeats: a rank that is stopped, stuck or killed is named by the others, and nothing else ends a run."""
+"""Heartbeats: a rank that is stopped, stuck or killed is named by the others, and nothing else
+ends a run.
+"""
 
 import json
 import os
@@ -27,7 +29,9 @@ class Engine:
 
 
 def beating(seconds, steps=3):
-    """Start the thread, as if collectives waited so long, and an engine after ``steps``; that engine."""
+    """Start the thread, as if collectives waited so long, and an engine after ``steps``; that
+    engine.
+    """
     heartbeat.SHORTEST = 0.0
     heartbeat.group_timeout = lambda: seconds
     engine = Engine(steps)
@@ -69,14 +73,20 @@ def test_a_stopped_rank_is_named_by_all_others(tmp_path):
         assert line.startswith(f"error: rank 1 ({HOST}; after step 3 at test_heartbeat.py:"), line
         # The place is that of its last datagram, which may be its first.
         assert ") has not answered for 3 s of the 4 s that collectives wait; rank" in line, line
-        assert f"rank {rank} ends after step 3 at test_heartbeat.py:" in line and "one_is_stopped" in line, line
-        assert json.loads((tmp_path / f"error{rank}.json").read_text())["message"]["message"] == line
+        assert (
+            f"rank {rank} ends after step 3 at test_heartbeat.py:" in line
+            and "one_is_stopped" in line
+        ), line
+        assert (
+            json.loads((tmp_path / f"error{rank}.json").read_text())["message"]["message"] == line
+        )
     ranks[1].kill()
 
 
 def one_sleeps(rank, world):
     """What ranks 0 and 1 learn of rank 2, and how long after."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))  # as init_process_group(timeout=) does
+    # As init_process_group(timeout=) does.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
     group, chosen = dist.new_group(), dist.new_group(timeout=timedelta(seconds=99))
     engine = Engine(3)
     heartbeat.start(engine)
@@ -126,7 +136,9 @@ def test_a_programs_traceback_ends_with_the_rank(tmp_path):
     ranks[0].join(60)
     first, *_, last = (tmp_path / "screen0").read_text().splitlines()
     assert "Traceback" in first, first
-    assert last == f"error: a collective failed, because rank 1 ({HOST}) has ended or does not answer"
+    assert (
+        last == f"error: a collective failed, because rank 1 ({HOST}) has ended or does not answer"
+    )
 
 
 def one_waits_one_leaves(rank, world):
@@ -159,7 +171,10 @@ def elsewhere(rank, world):
 def test_ranks_that_are_alive_at_different_steps_are_told_once():
     ((note,), _), (second, _) = run_ranks(2, elsewhere)
     assert note.startswith("note: all ranks answer, but there was no step for ") and not second
-    assert f"rank 0 ({HOST}; after step 5 at test_heartbeat.py:" in note and f"rank 1 ({HOST}; after step 4 at " in note
+    assert (
+        f"rank 0 ({HOST}; after step 5 at test_heartbeat.py:" in note
+        and f"rank 1 ({HOST}; after step 4 at " in note
+    )
 
 
 def alone(rank, world):
@@ -181,7 +196,9 @@ def test_silence_is_counted_in_ticks():
 
 
 def engines(rank, world):
-    """The thread starts with the first engine, with the group's timeout, and not at all where it is off."""
+    """The thread starts with the first engine, with the group's timeout, and not at all where it
+    is off.
+    """
     import coat_dist
 
     quiet_deepspeed()
@@ -210,7 +227,9 @@ def test_ranks_of_the_first_host_are_reached_at_the_master_address(master, monke
     monkeypatch.setenv("MASTER_ADDR", master)
     monkeypatch.setattr(heartbeat, "gather", lambda mine: everyone)
     real = socket.gethostbyname
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1" if name == "localhost" else real(name))
+    monkeypatch.setattr(
+        socket, "gethostbyname", lambda name: "10.0.0.1" if name == "localhost" else real(name)
+    )
     _, hosts, addresses, token = heartbeat._meet()
     assert (hosts, token) == (["a", "b"], b"ab")
     assert addresses == [("10.0.0.1" if master == "localhost" else "127.0.0.1", 1), ("10.0.0.2", 2)]

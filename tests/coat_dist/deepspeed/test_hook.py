@@ -1,6 +1,8 @@
-"""``deepspeed.initialize`` is changed when DeepSpeed is imported, or at once, once, and also after a reload.
+"""``deepspeed.initialize`` is changed when DeepSpeed is imported, or at once, once, and also after
+a reload.
 
-With a package of that name that is no DeepSpeed and records its calls; engines are in ``test_callers.py``.
+With a package of that name that is no DeepSpeed and records its calls; engines are in
+``test_callers.py``.
 """
 
 import functools
@@ -33,7 +35,9 @@ def package():
 def calls(monkeypatch, package):
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     seen = []
-    monkeypatch.setattr(engine, "called_as_deepspeed", lambda args, kwargs: seen.append((args, kwargs)) or "ours")
+    monkeypatch.setattr(
+        engine, "called_as_deepspeed", lambda args, kwargs: seen.append((args, kwargs)) or "ours"
+    )
     return seen
 
 
@@ -42,7 +46,11 @@ def test_a_name_that_was_bound_before_goes_the_same_way(package, calls):
     arguments = inspect.getfullargspec(bound)
     for _ in range(2):  # a second time nothing is changed
         hook.honour(package)
-    assert package.initialize is bound and bound(1, config=2) == "ours" and calls == [((1,), {"config": 2})]
+    assert (
+        package.initialize is bound
+        and bound(1, config=2) == "ours"
+        and calls == [((1,), {"config": 2})]
+    )
     assert inspect.signature(bound) == signature and bound.__doc__ == "Builds an engine."
     assert inspect.getfullargspec(bound) == arguments
     assert engine.original()(3) == ("DeepSpeed's", 3, None, None)
@@ -58,7 +66,9 @@ def test_what_others_wrapped_around_it_stays(package, calls):
     package.initialize = wrapper
     hook.honour(package)
     assert package.initialize(1) == ("wrapped", "ours")
-    assert engine.original()(1)[0] == "DeepSpeed's", "no way back into the wrapper, which would not end"
+    assert engine.original()(1)[0] == "DeepSpeed's", (
+        "no way back into the wrapper, which would not end"
+    )
 
 
 def test_what_another_library_put_there_is_called_by_ours(package, calls):
@@ -90,7 +100,8 @@ def test_it_waits_for_the_import_and_survives_reloads(tmp_path):
         import deepspeed
         from coat_dist.deepspeed import engine
         engine.called_as_deepspeed = lambda args, kwargs: "ours"
-        for again in (lambda: None, lambda: importlib.reload(coat_dist), lambda: importlib.reload(deepspeed)):
+        reload = importlib.reload
+        for again in (lambda: None, lambda: reload(coat_dist), lambda: reload(deepspeed)):
             again()
             assert initialize(1) == deepspeed.initialize(1) == "ours"
             assert deepspeed.initialize.__wrapped__(1)[0] == "DeepSpeed's"

@@ -1,4 +1,6 @@
-"""bfloat16 and remainder through DeepSpeed: the bits of fp32 master weights, in one copy, saved and loaded exactly."""
+"""bfloat16 and remainder through DeepSpeed: the bits of fp32 master weights, in one copy, saved
+and loaded exactly.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def bits(found):
 
 def trajectory(rank, world, settings, remainder, clip):
     """Master weights, weights and moments after each of ten steps on given gradients."""
-    engine = build(settings, remainder, model=Given, gradient_clipping=clip, gradient_accumulation_steps=2)
+    engine = build(
+        settings, remainder, model=Given, gradient_clipping=clip, gradient_accumulation_steps=2
+    )
     found = []
     shapes = [getattr(p, "ds_shape", p.shape) for p in engine.module.parameters()]
     for step in range(20):
@@ -48,17 +52,30 @@ def contents_of_given(engine):
     from deepspeed.utils import safe_get_full_fp32_param
 
     named = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(named.values()), enabled=hasattr(named["matrix"], "ds_id")):
+    with deepspeed.zero.GatheredParameters(
+        list(named.values()), enabled=hasattr(named["matrix"], "ds_id")
+    ):
         weights = {n: p.detach().clone() for n, p in named.items()}
-    moments = {(n, w): coat_dist.safe_get_full_moment(p, w) for n, p in named.items() for w in ("first", "second")}
-    return {"masters": {n: safe_get_full_fp32_param(p) for n, p in named.items()}, "weights": weights, **moments}
+    moments = {
+        (n, w): coat_dist.safe_get_full_moment(p, w)
+        for n, p in named.items()
+        for w in ("first", "second")
+    }
+    return {
+        "masters": {n: safe_get_full_fp32_param(p) for n, p in named.items()},
+        "weights": weights,
+        **moments,
+    }
 
 
 @pytest.mark.parametrize(
-    ("case", "clip"), [("zero-1", 0.0), ("zero-2", 30.0), ("zero-3", 0.0), ("zero-3, sub-groups, persistent", 0.0)]
+    ("case", "clip"),
+    [("zero-1", 0.0), ("zero-2", 30.0), ("zero-3", 0.0), ("zero-3, sub-groups, persistent", 0.0)],
 )
 def test_given_equal_gradients_every_step_has_the_bits_of_fp32_master_weights(case, clip):
-    """Where ZeRO clips, it is CoatAdamW that multiplies (ZeRO-1, 2); ZeRO-3 would round clipped gradients to bf16."""
+    """Where ZeRO clips, it is CoatAdamW that multiplies (ZeRO-1, 2); ZeRO-3 would round clipped
+    gradients to bf16.
+    """
     ours = run_ranks(2, trajectory, CASES[case], True, clip)
     fp32 = run_ranks(2, trajectory, CASES[case], False, clip)
     assert any((x.remainder(1 << 16) != 0).any() for x in ours[0][0]["masters"].values())
@@ -75,16 +92,24 @@ def copies(engine):
     """Partitions that are stepped in other memory than that of the weights."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        pairs = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
+        pairs = zip(
+            zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True
+        )
     else:
         flats = zero.single_partition_of_fp32_groups
         pairs = ((flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats))
-    return [i for i, (a, b) in enumerate(pairs) if a.data_ptr() != b.data_ptr() or a.dtype != torch.bfloat16]
+    return [
+        i
+        for i, (a, b) in enumerate(pairs)
+        if a.data_ptr() != b.data_ptr() or a.dtype != torch.bfloat16
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_five_a_restart_and_five(case, tmp_path):
-    for rank, r in enumerate(run_ranks(2, straight_and_resumed, CASES[case], str(tmp_path), {}, build)):
+    for rank, r in enumerate(
+        run_ranks(2, straight_and_resumed, CASES[case], str(tmp_path), {}, build)
+    ):
         assert r["losses"][5:] == r["more"], rank
         assert r["loaded"] == r["end"] == [], rank
         assert r["losses"][-1] < 0.8 * r["losses"][0]
@@ -98,7 +123,9 @@ def train_and_save(rank, world, settings, folder, remainder):
 
 
 def load(rank, world, settings, folder, remainder):
-    """Master weights after loading, once with optimizer states and once without, and the weights."""
+    """Master weights after loading, once with optimizer states and once without, and the
+    weights.
+    """
     found = []
     for states in (True, False):
         engine = build(settings, remainder, universal=True)
@@ -132,11 +159,17 @@ def test_universal_checkpoints_carry_masters_between_all_kinds(
         for masters, weights in rank:
             for name, master in saved.items():
                 assert torch.equal(masters[name].view(torch.int32), master.view(torch.int32)), name
-                assert torch.equal(weights[name], split(master)[0] if loaded_as else master.bfloat16()), name
+                assert torch.equal(
+                    weights[name], split(master)[0] if loaded_as else master.bfloat16()
+                ), name
 
 
 def accessors(rank, world, settings):
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+    )
 
     engine = build(settings)
     problems = [f"two copies of partition {i}" for i in copies(engine)]
@@ -148,12 +181,18 @@ def accessors(rank, world, settings):
             value.view(-1)[0] = -0.0
             safe_set_full_fp32_param(p, value)
             after = contents_of(engine)
-            if not torch.equal(safe_get_full_fp32_param(p).view(torch.int32), value.view(torch.int32)):
+            if not torch.equal(
+                safe_get_full_fp32_param(p).view(torch.int32), value.view(torch.int32)
+            ):
                 problems.append(f"{name} {stepped}: not what was set")
             if not torch.equal(after["weights"][name], split(value)[0]):
                 problems.append(f"{name} {stepped}: the weight is another")
             before[name] = value
-            problems += [f"{name} changed {n}" for n, x in after["fp32"].items() if not torch.equal(x, before[n])]
+            problems += [
+                f"{name} changed {n}"
+                for n, x in after["fp32"].items()
+                if not torch.equal(x, before[n])
+            ]
             if stepped and name != "up.weight":
                 for key, which in (("exp_avg", "first"), ("exp_avg_sq", "second")):
                     got = safe_get_full_optimizer_state(p, key)
@@ -182,7 +221,8 @@ def test_deepspeeds_accessors_give_and_take_fp32(case):
 def weights_only(rank, world, settings, folder):
     """Of weights loaded without optimizer states, nothing of older remainders is left.
 
-    ``load_module_only`` leaves ZeRO-3's weights as they are in DeepSpeed 0.19.8, whatever the optimizer.
+    ``load_module_only`` leaves ZeRO-3's weights as they are in DeepSpeed 0.19.8, whatever the
+    optimizer.
     """
     engine = build(settings)
     run(engine, rank, 0, 3)
@@ -194,7 +234,9 @@ def weights_only(rank, world, settings, folder):
         run(engine, rank, 3, 5)
         engine.load_checkpoint(folder, **more)
         got = contents_of(engine)
-        problems += [f"{more}: {n}" for n, x in got["fp32"].items() if not torch.equal(x, weights[n].float())]
+        problems += [
+            f"{more}: {n}" for n, x in got["fp32"].items() if not torch.equal(x, weights[n].float())
+        ]
     return problems
 
 
@@ -209,8 +251,14 @@ def mixed_groups(rank, world):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     net = Given().bfloat16()
     first, *others = net.parameters()
-    optimizer = coat_dist.CoatAdamW([{"params": [first]}, {"params": others, "master_weights": "bf16_remainder"}])
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    optimizer = coat_dist.CoatAdamW(
+        [{"params": [first]}, {"params": others, "master_weights": "bf16_remainder"}]
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+    }
     with pytest.raises(ValueError, match="master_weights: got 'bf16_remainder'") as error:
         coat_dist.initialize(model=net, optimizer=optimizer, config=config)
     return str(error.value)

@@ -9,7 +9,9 @@ from tests.support import run_ranks
 
 @pytest.mark.parametrize("case", CASES)
 def test_states_in_host_memory_change_no_bit_and_checkpoints_go_both_ways(case, tmp_path):
-    resident, hosted = (run_ranks(2, trajectory, CASES[case], on, str(tmp_path / str(on))) for on in (False, True))
+    resident, hosted = (
+        run_ranks(2, trajectory, CASES[case], on, str(tmp_path / str(on))) for on in (False, True)
+    )
     for one, other in zip(resident, hosted, strict=True):
         assert_same(one[0], other[0])
         assert_same(one[0][5:], one[1])
@@ -25,6 +27,8 @@ def test_states_in_host_memory_change_no_bit_and_checkpoints_go_both_ways(case, 
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
 def test_states_weights_and_masters_that_were_away_are_the_same_bits(case, remainder, include):
     for offloaded in (True, False) if remainder else (False,):
-        still, away = (run_ranks(2, moved, CASES[case], offloaded, remainder, x) for x in ("", include))
+        still, away = (
+            run_ranks(2, moved, CASES[case], offloaded, remainder, x) for x in ("", include)
+        )
         for one, other in zip(still, away, strict=True):
             assert_same(one, other)

@@ -1,4 +1,6 @@
-"""A gradient that is not finite, under every ZeRO optimizer: the step is skipped where plain DeepSpeed skips it."""
+"""A gradient that is not finite, under every ZeRO optimizer: the step is skipped where plain
+DeepSpeed skips it.
+"""
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 BF16 = {"bf16": {"enabled": True}}
 CASES = {
     "zero-1": BF16 | {"zero_optimization": {"stage": 1}},
-    "zero-2": BF16 | {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero-2": BF16
+    | {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero-3": BF16 | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
-    "bf16_optimizer": BF16 | {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16_optimizer": BF16
+    | {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero-1, fp16": FP16 | {"zero_optimization": {"stage": 1}},
     "zero-2, fp16": FP16 | {"zero_optimization": {"stage": 2}},
     "zero-3, fp16": FP16 | {"zero_optimization": {"stage": 3}},
@@ -45,14 +49,22 @@ def poison(param, value, active):
 
 def bits(tensors):
     """Copies in which NaN equals NaN."""
-    return [t.detach().clone().view(torch.uint8) for t in tensors if isinstance(t, torch.Tensor) and t.dim()]
+    return [
+        t.detach().clone().view(torch.uint8)
+        for t in tensors
+        if isinstance(t, torch.Tensor) and t.dim()
+    ]
 
 
 def contents(engine):
     """Every tensor of the step: weights as the module has them, partitions and states."""
     inner = engine.optimizer.optimizer
     held = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
+    for name in (
+        "single_partition_of_fp32_groups",
+        "fp32_partitioned_groups_flat",
+        "fp32_groups_flat_partition",
+    ):
         held += getattr(engine.optimizer, name, [])
     steps = [int(s["step"]) for s in inner.state.values() if "step" in s]
     return bits(held + [s[k] for s in inner.state.values() for k in sorted(s)]), steps
@@ -100,7 +112,9 @@ def both(rank, case, value, read):
             engine, *_ = deepspeed.initialize(model=net, optimizer=adamw, config=settings)
         found.append(follow(engine, rank, active))
         replaced = "unscale_and_clip_grads" in vars(engine.optimizer)
-        assert replaced == (ours and read and case.split(",")[0] in ("zero-1", "zero-2")), "fused where it was read"
+        assert replaced == (ours and read and case.split(",")[0] in ("zero-1", "zero-2")), (
+            "fused where it was read"
+        )
         engine.destroy()
     return found
 
@@ -110,7 +124,8 @@ def run(rank, world, cases, value, read):
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch has it
+    # DeepSpeed refuses it on a CPU, where torch has it.
+    accelerator.is_fp16_supported = lambda: True
     if not read:
         reviewed.VERIFIED.clear()
     return {case: both(rank, case, value, read) for case in cases}
@@ -120,7 +135,9 @@ def same_as_plain(ranks, case):
     for (ours, finite), (plain, plain_finite) in (rank[case] for rank in ranks):
         assert [s[:3] for s in ours] == [s[:3] for s in plain] and finite == plain_finite
         assert finite and [s[0] for s in ours] == [i != BAD for i in range(STEPS)]
-        assert ours[BAD] == (False, True, 1, True) and not any(s[3] for i, s in enumerate(ours) if i != BAD)
+        assert ours[BAD] == (False, True, 1, True) and not any(
+            s[3] for i, s in enumerate(ours) if i != BAD
+        )
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +157,9 @@ def test_a_deepspeed_that_was_not_read_keeps_its_own_passes():
         same_as_plain(ranks, case)
 
 
-OUTSIDE = [  # parameter whose gradient is bad, whether the step is fused, whether biases are marked as replicated
+# Parameter whose gradient is bad, whether the step is fused, whether biases are marked as
+# replicated.
+OUTSIDE = [
     ("up.bias", False, False),
     ("up.bias", True, False),
     ("up.weight", True, False),
@@ -149,7 +168,9 @@ OUTSIDE = [  # parameter whose gradient is bad, whether the step is fused, wheth
 
 
 def tensor_parallel(rank, world):
-    """NaN on rank 1 of two tensor-parallel ranks, in the gradient of a parameter that the norm of rank 1 leaves out."""
+    """NaN on rank 1 of two tensor-parallel ranks, in the gradient of a parameter that the norm
+    of rank 1 leaves out.
+    """
     import deepspeed
 
     import coat_dist
@@ -174,7 +195,10 @@ def tensor_parallel(rank, world):
         config["coat"] = {"activation": {"enabled": False}}
         engine, *_ = coat_dist.initialize(model=net, config=config, mpu=MPUAdapter())
         check = engine.optimizer._has_inf_or_nan
-        engine.optimizer._has_inf_or_nan = lambda g, check=check, looked=looked: (looked.append(g.numel()), check(g))[1]
+        engine.optimizer._has_inf_or_nan = lambda g, check=check, looked=looked: (
+            looked.append(g.numel()),
+            check(g),
+        )[1]
         said, finite = follow(engine, rank, active)
         found.append((said, finite, sorted(looked[: len(looked) // STEPS])))
         engine.destroy()
@@ -182,7 +206,9 @@ def tensor_parallel(rank, world):
 
 
 def test_gradients_that_the_norm_leaves_out_are_checked():
-    """Both ranks skip, and no gradient is looked at again: the norm has seen those that it does not count."""
+    """Both ranks skip, and no gradient is looked at again: the norm has seen those that it does
+    not count.
+    """
     for rank, found in enumerate(run_ranks(2, tensor_parallel)):
         for case, (said, finite, looked) in zip(OUTSIDE, found, strict=True):
             assert finite and [s[0] for s in said] == [i != BAD for i in range(STEPS)], (rank, case)

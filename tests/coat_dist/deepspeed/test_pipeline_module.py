@@ -19,8 +19,15 @@ def settings(optimizer="CoatAdamW", sums="bf16", stage=1, **coat):
         "zero_optimization": {"stage": stage},
         "data_types": {"grad_accum_dtype": sums},
         "gradient_clipping": 0.1,
-        "optimizer": {"type": optimizer, "params": {"lr": 3e-3, "weight_decay": 0.1} | not_compiled},
-        **({"coat": {"activation": {"enabled": False}, "optimizer": coat}} if optimizer == "CoatAdamW" else {}),
+        "optimizer": {
+            "type": optimizer,
+            "params": {"lr": 3e-3, "weight_decay": 0.1} | not_compiled,
+        },
+        **(
+            {"coat": {"activation": {"enabled": False}, "optimizer": coat}}
+            if optimizer == "CoatAdamW"
+            else {}
+        ),
     }
 
 
@@ -52,8 +59,9 @@ def train(engine, steps):
 
 
 def of_other_groups(rank, world, sums):
-    """Norms of a first stage with biases and a second one without, under CoatAdamW and under AdamW, which has one
-    group everywhere; and how many groups this stage has."""
+    """Norms of a first stage with biases and a second one without, under CoatAdamW and under AdamW,
+    which has one group everywhere; and how many groups this stage has.
+    """
     found = []
     for optimizer in ("CoatAdamW", "AdamW"):
         torch.manual_seed(2)
@@ -70,15 +78,21 @@ def of_other_groups(rank, world, sums):
 @pytest.mark.parametrize("sums", ["bf16", "fp32"])
 def test_stages_with_another_number_of_groups(sums):
     results = run_ranks(2, of_other_groups, sums)
-    assert [groups for _, groups, _, _ in results] == [2, 1] and {count for *_, count in results} == {1}
+    assert [groups for _, groups, _, _ in results] == [2, 1] and {
+        count for *_, count in results
+    } == {1}
     first, second = ([ours, plain] for ours, _, plain, _ in results)
     assert first == second, "every stage knows the same norm"
-    assert first[0] == pytest.approx(first[1], rel=0.02) and first[0][0] == pytest.approx(first[1][0], rel=1e-5)
+    assert first[0] == pytest.approx(first[1], rel=0.02) and first[0][0] == pytest.approx(
+        first[1][0], rel=1e-5
+    )
 
 
 def tied_layers(middle=None):
-    """The first stage holds the tied weight of the last one, and one more of its size before it; the last one a layer
-    besides, without which DeepSpeed's BF16_Optimizer (sums in fp32) finds nothing there to make a norm of."""
+    """The first stage holds the tied weight of the last one, and one more of its size before it;
+    the last one a layer besides, without which DeepSpeed's BF16_Optimizer (sums in fp32) finds
+    nothing there to make a norm of.
+    """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     tied = TiedLayerSpec("tied", torch.nn.Linear, SIZE, SIZE)
@@ -90,7 +104,9 @@ def of_tied_weights(rank, world, sums, coat, alone):
     engine = build(tied_layers(torch.nn.GELU() if alone else None), settings(sums=sums, **coat))
     groups = [(g["name"], g["moments"]) for g in engine.optimizer.optimizer.param_groups]
     train(engine, 20)
-    (weight,) = (p for name, p in engine.module.named_parameters() if name == "tied_modules.tied.weight")
+    (weight,) = (
+        p for name, p in engine.module.named_parameters() if name == "tied_modules.tied.weight"
+    )
     both = [torch.empty_like(weight) for _ in range(2)]
     dist.all_gather(both, weight.detach())
     return groups, torch.equal(*both)
@@ -113,9 +129,21 @@ def refused(rank, world):
     del config["optimizer"]
     config["coat"] = {"activation": {"enabled": False}}
     for name, given, changes in (
-        ("groups", {"model_parameters": lambda net: [{"params": net.parameters(), "moments": "fp8"}]}, settings()),
-        ("object", {"optimizer": lambda net: CoatAdamW([{"params": net.parameters(), "moments": "fp8"}])}, config),
-        ("callable", {"optimizer": lambda net: CoatAdamW, "model_parameters": lambda net: net.parameters()}, config),
+        (
+            "groups",
+            {"model_parameters": lambda net: [{"params": net.parameters(), "moments": "fp8"}]},
+            settings(),
+        ),
+        (
+            "object",
+            {"optimizer": lambda net: CoatAdamW([{"params": net.parameters(), "moments": "fp8"}])},
+            config,
+        ),
+        (
+            "callable",
+            {"optimizer": lambda net: CoatAdamW, "model_parameters": lambda net: net.parameters()},
+            config,
+        ),
         ("stage 0", {}, settings(stage=0)),
     ):
         try:
@@ -123,15 +151,25 @@ def refused(rank, world):
             found[name] = "built"
         except ValueError as error:
             found[name] = str(error)
-    groups = build(tied_layers(), settings(), model_parameters=lambda net: [{"params": net.parameters(), "lr": 0.5}])
+    groups = build(
+        tied_layers(),
+        settings(),
+        model_parameters=lambda net: [{"params": net.parameters(), "lr": 0.5}],
+    )
     found["split"] = [(g["moments"], g["lr"]) for g in groups.optimizer.optimizer.param_groups]
     return found
 
 
 def test_what_would_drift_apart_is_refused_and_other_groups_are_split():
     for found in run_ranks(2, refused):
-        given = {"groups": "model_parameters", "object": "optimizer.param_groups", "callable": "optimizer.param_groups"}
+        given = {
+            "groups": "model_parameters",
+            "object": "optimizer.param_groups",
+            "callable": "optimizer.param_groups",
+        }
         for name, what in given.items():
-            assert found[name].startswith(f'{what}.0.moments: got "fp8" for a weight that several stages of')
+            assert found[name].startswith(
+                f'{what}.0.moments: got "fp8" for a weight that several stages of'
+            )
         assert found["stage 0"].startswith("zero_optimization.stage: got 0, accepted: 1, 2 or 3")
         assert found["split"] == [("fp8", 0.5), ("fp32", 0.5), ("fp32", 0.5)]

@@ -1,4 +1,6 @@
-"""DeepSpeed's monitors over a patched model: they replace functions and hook modules, and must not change a bit."""
+"""DeepSpeed's monitors over a patched model: they replace functions and hook modules, and must
+not change a bit.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,11 @@ MONITORS = {
 MODELS = {
     "swiglu": {},
     "gelu": {"activation_func": F.gelu, "gated_linear_unit": False, "add_bias_linear": True},
-    "experts": {"num_moe_experts": 2, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 64},
+    "experts": {
+        "num_moe_experts": 2,
+        "moe_router_topk": 2,
+        "moe_shared_expert_intermediate_size": 64,
+    },
 }
 
 

@@ -1,4 +1,5 @@
-"""DeepSpeed files that LLaMA-Factory, axolotl and Accelerate ship: with the block added each trains.
+"""DeepSpeed files that LLaMA-Factory, axolotl and Accelerate ship: with the block added each
+trains.
 
 Keys and values as of November 2026, after these programs have put numbers in place of "auto".
 """
@@ -11,62 +12,119 @@ import torch
 from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
 from tests.support import run_ranks
 
-BATCH = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+BATCH = {
+    "train_batch_size": 2,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+}
 BATCH |= {"gradient_clipping": 1.0}
 SCALES = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 BF16 = {"bf16": {"enabled": True}, "fp16": {"enabled": False, "initial_scale_power": 16, **SCALES}}
 OVERLAPPED = {"overlap_comm": True, "contiguous_gradients": True}
 MONITORS = {
     "comms_config": {"verbose": False},
-    "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
+    "monitor_config": {
+        "enabled": True,
+        "tag": "DeepSpeedMonitor",
+        "csv_monitor": {"enabled": False},
+    },
 }
-SIZES = {"reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 3686, "stage3_param_persistence_threshold": 640}
-BILLIONS = {"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
+SIZES = {
+    "reduce_bucket_size": 4096,
+    "stage3_prefetch_bucket_size": 3686,
+    "stage3_param_persistence_threshold": 640,
+}
+BILLIONS = {
+    "sub_group_size": 1e9,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-TEMPLATE = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": True}}
+TEMPLATE = {
+    "type": "AdamW",
+    "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": True},
+}
 DECAY = {
     "type": "WarmupDecayLR",
-    "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1, "total_num_steps": 10},
+    "params": {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 1e-3,
+        "warmup_num_steps": 1,
+        "total_num_steps": 10,
+    },
 }
 FILES = {
     "LLaMA-Factory ds_z2_config.json": {
-        **BATCH, **BF16, **MONITORS, "zero_allow_untested_optimizer": True,
+        **BATCH,
+        **BF16,
+        **MONITORS,
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {
-            "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False,
-            "reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True,
+            "stage": 2,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 5e8,
+            "overlap_comm": False,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "contiguous_gradients": True,
             "round_robin_gradients": True,
         },
     },
     "LLaMA-Factory ds_z3_config.json": {
-        **BATCH, **BF16, **MONITORS, "zero_allow_untested_optimizer": True,
+        **BATCH,
+        **BF16,
+        **MONITORS,
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {
-            "stage": 3, "overlap_comm": False, "contiguous_gradients": True, **SIZES, **BILLIONS,
+            "stage": 3,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            **SIZES,
+            **BILLIONS,
             "stage3_gather_16bit_weights_on_model_save": True,
         },
     },
     "axolotl zero3_bf16.json": {
-        **BATCH, "bf16": {"enabled": True}, "wall_clock_breakdown": False,
+        **BATCH,
+        "bf16": {"enabled": True},
+        "wall_clock_breakdown": False,
         "zero_optimization": {
-            "stage": 3, **OVERLAPPED, "sub_group_size": 0, "reduce_bucket_size": 4096, "prefetch_bucket_size": 3686,
-            "param_persistence_threshold": 640, "max_live_parameters": 0, "max_reuse_distance": 0,
+            "stage": 3,
+            **OVERLAPPED,
+            "sub_group_size": 0,
+            "reduce_bucket_size": 4096,
+            "prefetch_bucket_size": 3686,
+            "param_persistence_threshold": 640,
+            "max_live_parameters": 0,
+            "max_reuse_distance": 0,
             "gather_16bit_weights_on_model_save": True,
         },
     },
     "accelerate zero_stage2_config.json": {
-        **BATCH, **BF16, "optimizer": TEMPLATE, "scheduler": DECAY, "steps_per_print": 2000,
+        **BATCH,
+        **BF16,
+        "optimizer": TEMPLATE,
+        "scheduler": DECAY,
+        "steps_per_print": 2000,
         "wall_clock_breakdown": False,
         "zero_optimization": {
-            "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 2e8, **OVERLAPPED,
-            "reduce_scatter": True, "reduce_bucket_size": 4096,
+            "stage": 2,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 2e8,
+            **OVERLAPPED,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 4096,
         },
     },
-}  # fmt: skip
+}
 OFFLOADED = {
     "axolotl zero2.json": {
-        **BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2, **OFFLOAD, **OVERLAPPED},
+        **BATCH,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, **OFFLOAD, **OVERLAPPED},
     },
-}  # fmt: skip
+}
 for name, stage in (("ds_z2_config.json", 2), ("ds_z3_config.json", 3)):
     plain = FILES[f"LLaMA-Factory {name}"]
     OFFLOADED[f"LLaMA-Factory ds_z{stage}_offload_config.json"] = {
@@ -98,7 +156,11 @@ def test_each_file_trains_with_the_block_added():
     for name, found in run_ranks(1, one_step, FILES)[0].items():
         assert not isinstance(found, str), f"{name}: {found}"
         optimizer, losses = found
-        assert optimizer == "CoatAdamW" and losses[-1] < losses[0] and torch.tensor(losses).isfinite().all(), name
+        assert (
+            optimizer == "CoatAdamW"
+            and losses[-1] < losses[0]
+            and torch.tensor(losses).isfinite().all()
+        ), name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -110,4 +172,7 @@ def test_files_that_offload_states_take_remainders_unless_they_name_other_master
         file["optimizer"] = {"params": {"lr": 1e-3, "master_weights": "parameter"}}
     for name, message in run_ranks(1, one_step, files)[0].items():
         assert isinstance(message, str), name
-        assert message.startswith("zero_optimization.offload_optimizer.device: got") and message.count("\n") == 0, name
+        assert (
+            message.startswith("zero_optimization.offload_optimizer.device: got")
+            and message.count("\n") == 0
+        ), name

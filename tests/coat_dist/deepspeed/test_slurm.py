@@ -7,7 +7,15 @@ import pytest
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed import without_launcher as slurm
 
-SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SET = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 TASK = {
     "SLURM_JOB_ID": "70123",
     "SLURM_STEP_ID": "1",
@@ -30,7 +38,9 @@ def task(monkeypatch):
 
     def change(**changes):
         for name, value in {**TASK, **changes}.items():
-            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(
+                name, value
+            )
 
     return change
 
@@ -43,7 +53,13 @@ def test_a_task_becomes_a_rank(task):
     task()
     assert slurm.take_ranks()
     assert now() == {
-        **{"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "LOCAL_SIZE": "3"},
+        **{
+            "RANK": "5",
+            "WORLD_SIZE": "7",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "3",
+            "LOCAL_SIZE": "3",
+        },
         **{"MASTER_ADDR": "gpu07", "MASTER_PORT": str(20_000 + 70124 % 12_000)},
     }
 
@@ -64,12 +80,16 @@ def test_the_first_host_is_the_master(task, hosts, first):
 
 
 def test_an_address_that_is_given_stays(task):
-    task(MASTER_ADDR="10.0.0.9", MASTER_PORT="4711", SLURM_JOB_NODELIST="[", SLURM_STEP_NODELIST=None)
+    task(
+        MASTER_ADDR="10.0.0.9", MASTER_PORT="4711", SLURM_JOB_NODELIST="[", SLURM_STEP_NODELIST=None
+    )
     slurm.take_ranks()
     assert os.environ["MASTER_ADDR"] == "10.0.0.9" and os.environ["MASTER_PORT"] == "4711"
 
 
-@pytest.mark.parametrize("names", [{"RANK": "2"}, {"SLURM_PROCID": None}, {"OMPI_COMM_WORLD_SIZE": "4"}])
+@pytest.mark.parametrize(
+    "names", [{"RANK": "2"}, {"SLURM_PROCID": None}, {"OMPI_COMM_WORLD_SIZE": "4"}]
+)
 def test_launchers_are_believed(task, names):
     task(**names)
     before = now()
@@ -82,7 +102,8 @@ def test_launchers_are_believed(task, names):
         ({"SLURM_NTASKS": None, "SLURM_STEP_NUM_TASKS": None}, "SLURM_NTASKS"),
         ({"SLURM_PROCID": "-1"}, "SLURM_PROCID"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID"),
-        ({"SLURM_STEP_ID": None}, "SLURM_STEP_ID"),  # a batch script's own process, which would wait for others
+        # A batch script's own process, which would wait for others.
+        ({"SLURM_STEP_ID": None}, "SLURM_STEP_ID"),
         ({"SLURM_JOB_NODELIST": None, "SLURM_STEP_NODELIST": None}, "MASTER_ADDR"),
         ({"SLURM_STEP_NODELIST": "node[a-b]"}, "MASTER_ADDR"),
     ],

@@ -1,4 +1,6 @@
-"""ZeRO without the passes that CoatAdamW makes unnecessary: the same bits, and the same skipped steps."""
+"""ZeRO without the passes that CoatAdamW makes unnecessary: the same bits, and the same skipped
+steps.
+"""
 
 import itertools
 import shutil
@@ -23,8 +25,14 @@ def train(rank, world, stage, clip, fused):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     copied = set()
     original_steps = (adamw.adamw_steps, adamw.adamw_fp32_steps)
-    adamw.adamw_steps = lambda many, *a: (copied.add(many[0].copy is not None), original_steps[0](many, *a))
-    adamw.adamw_fp32_steps = lambda many, *a: (copied.add(many[0].copy is not None), original_steps[1](many, *a))
+    adamw.adamw_steps = lambda many, *a: (
+        copied.add(many[0].copy is not None),
+        original_steps[0](many, *a),
+    )
+    adamw.adamw_fp32_steps = lambda many, *a: (
+        copied.add(many[0].copy is not None),
+        original_steps[1](many, *a),
+    )
     if not fused:
         passes.may_leave_out_passes = lambda zero: False
     torch.manual_seed(0)
@@ -58,8 +66,13 @@ def train(rank, world, stage, clip, fused):
     weights = [p.detach().clone() for p in net.parameters()]
     if stage < 3:
         masters = built.optimizer.single_partition_of_fp32_groups
-        assert all(m.dtype == torch.float32 and m.grad is None for m in masters), "restored, and without a gradient"
-        assert all(g["params"][0] is m for g, m in zip(built.basic_optimizer.param_groups, masters, strict=True))
+        assert all(m.dtype == torch.float32 and m.grad is None for m in masters), (
+            "restored, and without a gradient"
+        )
+        assert all(
+            g["params"][0] is m
+            for g, m in zip(built.basic_optimizer.param_groups, masters, strict=True)
+        )
         weights += [m.detach().clone() for m in masters]
         assert not built.basic_optimizer.copies and copied == {fused}
     return replaced, norms, applied, [t for t in states if isinstance(t, torch.Tensor)], weights
@@ -71,10 +84,14 @@ CASES = [(1, 0.0, 2), (1, 1e-3, 3), (2, 1e-3, 2), (2, 1e6, 2), (2, 0.0, 3)]
 @pytest.mark.parametrize(("stage", "clip", "world"), CASES)
 def test_fused_step_gives_the_same_bits(stage, clip, world):
     for fused, plain in zip(
-        run_ranks(world, train, stage, clip, True), run_ranks(world, train, stage, clip, False), strict=True
+        run_ranks(world, train, stage, clip, True),
+        run_ranks(world, train, stage, clip, False),
+        strict=True,
     ):
         assert len(fused[0]) == 6 and plain[0] == []
-        assert fused[2] == plain[2] and fused[2].count(False) == 1, "the step with NaN gradients is skipped"
+        assert fused[2] == plain[2] and fused[2].count(False) == 1, (
+            "the step with NaN gradients is skipped"
+        )
         assert [n for n, ok in zip(fused[1], fused[2], strict=True) if ok] == [
             n for n, ok in zip(plain[1], plain[2], strict=True) if ok
         ]
@@ -87,7 +104,11 @@ def test_what_lies_in_a_row():
 
     memory = torch.arange(64, dtype=torch.bfloat16)
     whole = _in_a_row([memory[3:20], memory[20:21], memory[21:60]])
-    assert whole is not None and whole.data_ptr() == memory[3:].data_ptr() and torch.equal(whole, memory[3:60])
+    assert (
+        whole is not None
+        and whole.data_ptr() == memory[3:].data_ptr()
+        and torch.equal(whole, memory[3:60])
+    )
     for apart in (
         [memory[3:20], memory[21:60]],
         [memory[20:30], memory[3:20]],
@@ -108,7 +129,9 @@ def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
             return SimpleNamespace(flat_partition=memory[10 * group_idx :].zero_())
 
         def build(self, group_idx):
-            self.averaged_gradients[group_idx] = self._build_compact_grad_partition_buffer(group_idx)
+            self.averaged_gradients[group_idx] = self._build_compact_grad_partition_buffer(
+                group_idx
+            )
 
     zero = Bare(micro_step_id=0, averaged_gradients={})
     add_without_a_copy(zero)
@@ -139,7 +162,9 @@ def test_stage_three_is_left_alone():
 
 
 def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_path, caplog):
-    """What these tests do not run is no version that was read: another installed DeepSpeed fails here until it is."""
+    """What these tests do not run is no version that was read: another installed DeepSpeed fails
+    here until it is.
+    """
     import deepspeed
 
     assert {deepspeed.__version__: reviewed.build_hash()} == reviewed.VERIFIED
@@ -150,13 +175,17 @@ def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_p
     monkeypatch.setattr(deepspeed, "__file__", str(tmp_path / "__init__.py"))
     assert reviewed.is_verified_build.__wrapped__()
     (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
-    assert not reviewed.is_verified_build.__wrapped__(), f"a patched {name} has the same version number"
+    assert not reviewed.is_verified_build.__wrapped__(), (
+        f"a patched {name} has the same version number"
+    )
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "docs/support.md" in record.message
 
 
 def test_the_host_waits_for_reductions_no_more(monkeypatch):
-    """The end of a step's last backward has a stream wait for the other, once; afterwards all is as before."""
+    """The end of a step's last backward has a stream wait for the other, once; afterwards all is
+    as before.
+    """
     from deepspeed.accelerator import get_accelerator
 
     from coat_dist.deepspeed.step.step_gradients import has_reduction_stream, wait_on_the_gpu
@@ -182,18 +211,27 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
     zero.independent_gradient_partition_epilogue()
     assert order == ["reductions", "host"] and "synchronize" not in vars(accelerator)
     with mock.patch("coat_dist.deepspeed.step.step.may_leave_out_passes", lambda _: True):
-        for overlap, contiguous, stream in itertools.product((True, False), (True, False), ("s", None)):
-            given = SimpleNamespace(overlap_comm=overlap, contiguous_gradients=contiguous, reduction_stream=stream)
+        for overlap, contiguous, stream in itertools.product(
+            (True, False), (True, False), ("s", None)
+        ):
+            given = SimpleNamespace(
+                overlap_comm=overlap, contiguous_gradients=contiguous, reduction_stream=stream
+            )
             assert has_reduction_stream(given) == (overlap and contiguous and stream is not None)
 
 
 def test_when_the_norm_is_known() -> None:
-    """A norm forgets the event of the step before, and after a call that changed nothing there is none."""
+    """A norm forgets the event of the step before, and after a call that changed nothing there
+    is none.
+    """
     from coat_dist.deepspeed.step.step import _norm, norm_known
 
     zero = SimpleNamespace(coat_norm_known="event", device="cpu", dp_process_group=None)
     zero._model_parallel_all_reduce = lambda **_: None
-    known = [norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda a=a: a)) for a in (True, False)]
+    known = [
+        norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda a=a: a))
+        for a in (True, False)
+    ]
     with mock.patch("deepspeed.comm.all_reduce"):
         assert float(_norm(zero, [], [])) == 0.0
     known.append(norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda: True)))

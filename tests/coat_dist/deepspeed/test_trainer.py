@@ -1,5 +1,6 @@
-"""CoatAdamW and the block in the Trainer of transformers, alone and with DeepSpeed, and under Accelerate; skipped where
-they are not installed."""
+"""CoatAdamW and the block in the Trainer of transformers, alone and with DeepSpeed, and under
+Accelerate; skipped where they are not installed.
+"""
 
 import importlib.util
 
@@ -9,16 +10,24 @@ import torch
 from coat_dist.optim import CoatAdamW, param_groups
 from tests.support import run_ranks
 
-MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None
+]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 OPTIMIZER = {"type": "CoatAdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
-BLOCK = {"optimizer": {"first_moment": "int8", "second_moment": "log8"}, "activation": {"enabled": False}}
+BLOCK = {
+    "optimizer": {"first_moment": "int8", "second_moment": "log8"},
+    "activation": {"enabled": False},
+}
 STAGES = {
     "zero-1": {"zero_optimization": {"stage": 1}, "optimizer": OPTIMIZER},
     "zero-2": {"zero_optimization": {"stage": 2}, "optimizer": OPTIMIZER, "coat": BLOCK},
     # Threshold 0: parameters of these sizes would stay whole on every rank.
-    "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "optimizer": OPTIMIZER},
+    "zero-3": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": OPTIMIZER,
+    },
 }
 
 
@@ -35,8 +44,15 @@ def trainer(folder, steps, deepspeed=None):
     import transformers
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 32,
+    }
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
     model = transformers.LlamaForCausalLM(config)
     arguments = transformers.TrainingArguments(
         output_dir=folder,
@@ -59,7 +75,9 @@ def trainer(folder, steps, deepspeed=None):
         return transformers.Trainer(model=model, args=arguments, train_dataset=Tokens())
     optimizer = CoatAdamW(param_groups(model, 0.1), lr=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
-    return transformers.Trainer(model=model, args=arguments, train_dataset=Tokens(), optimizers=(optimizer, schedule))
+    return transformers.Trainer(
+        model=model, args=arguments, train_dataset=Tokens(), optimizers=(optimizer, schedule)
+    )
 
 
 def losses_of(t):
@@ -91,7 +109,16 @@ def ten_or_five_and_five(rank, world, folder, stage):
     engine = type(resumed.model_wrapped).__name__ == "DeepSpeedEngine"
     formats = {(g["first_moment"], g["second_moment"]) for g in inner.param_groups}
     attached = getattr(resumed.model_wrapped, "coat_attached", ())
-    return losses_of(whole), losses_of(resumed), type(inner).__name__, kinds, same, engine, formats, attached
+    return (
+        losses_of(whole),
+        losses_of(resumed),
+        type(inner).__name__,
+        kinds,
+        same,
+        engine,
+        formats,
+        attached,
+    )
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])

@@ -7,7 +7,14 @@ import torch
 
 from coat_dist.deepspeed import engine, without_launcher
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *without_launcher._OF_OTHERS)
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    *without_launcher._OF_OTHERS,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +28,18 @@ def test_a_process_of_its_own_is_the_only_rank(capsys):
     without_launcher.prepare()
     assert [os.environ[name] for name in NAMES[:4]] == ["0", "1", "0", "127.0.0.1"]
     assert int(os.environ["MASTER_PORT"]) > 0
-    assert capsys.readouterr().err.startswith("note: started without a launcher, so this process is the only rank")
+    assert capsys.readouterr().err.startswith(
+        "note: started without a launcher, so this process is the only rank"
+    )
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "SLURM_NTASKS"])
 def test_what_a_launcher_says_is_left_alone(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "4")
     without_launcher.prepare()
-    assert {n: os.environ[n] for n in NAMES if n in os.environ} == {name: "4"} and not capsys.readouterr().err
+    assert {n: os.environ[n] for n in NAMES if n in os.environ} == {
+        name: "4"
+    } and not capsys.readouterr().err
 
 
 def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
@@ -41,9 +52,12 @@ def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "original", lambda: start)
-    monkeypatch.setattr(deepspeed, "init_distributed", None)  # left to DeepSpeed, as this is the only rank
+    # Left to DeepSpeed, as this is the only rank.
+    monkeypatch.setattr(deepspeed, "init_distributed", None)
     with pytest.raises(KeyboardInterrupt):
-        engine.called_as_deepspeed((torch.nn.Linear(4, 4),), {"config": {"optimizer": {"type": "AdamW"}}})
+        engine.called_as_deepspeed(
+            (torch.nn.Linear(4, 4),), {"config": {"optimizer": {"type": "AdamW"}}}
+        )
     assert [*seen.values()] == ["0", "1", "0", "127.0.0.1"]
 
 

@@ -37,7 +37,9 @@ def straight_and_resumed(rank, world, settings, folder, options, build=build):
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_five_a_restart_and_five(case, tmp_path):
     options = {"stochastic_rounding": case == "zero-2"}
-    for rank, r in enumerate(run_ranks(2, straight_and_resumed, CASES[case], str(tmp_path), options)):
+    for rank, r in enumerate(
+        run_ranks(2, straight_and_resumed, CASES[case], str(tmp_path), options)
+    ):
         assert r["losses"][5:] == r["more"], rank
         assert r["loaded"] == [] and r["end"] == [], rank
         assert r["kinds"] == ["fp32", "fp8"] and r["steps"] == [5]

@@ -1,4 +1,6 @@
-"""ZeRO's options with CoatAdamW: what only moves data changes no bit; all else leaves every moment where it belongs."""
+"""ZeRO's options with CoatAdamW: what only moves data changes no bit; all else leaves every
+moment where it belongs.
+"""
 
 import pytest
 
@@ -12,8 +14,13 @@ FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def zero(stage, *, top=FP32, **options):
-    """Settings of a stage. Threshold 0: ZeRO-3 would keep parameters of tests' sizes whole on every rank."""
-    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **options}, **top}
+    """Settings of a stage. Threshold 0: ZeRO-3 would keep parameters of tests' sizes whole on
+    every rank.
+    """
+    return {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **options},
+        **top,
+    }
 
 
 MOVES = {
@@ -24,7 +31,11 @@ MOVES = {
 MOVES_BY_STAGE = {
     1: MOVES,
     2: MOVES | {"reduce_scatter": {"reduce_scatter": False}},
-    3: MOVES | {"persistent": {"stage3_param_persistence_threshold": 10**6}, "hpz": {"zero_hpz_partition_size": 2}},
+    3: MOVES
+    | {
+        "persistent": {"stage3_param_persistence_threshold": 10**6},
+        "hpz": {"zero_hpz_partition_size": 2},
+    },
 }
 
 
@@ -35,7 +46,10 @@ def four_steps(rank, world, stage, cases):
         found[name] = run(engine, rank, 0, 4), snapshot(engine)
         engine.destroy()
     losses, state = found.pop("")
-    return {name: changes(state, other) + ["losses"] * (losses != more) for name, (more, other) in found.items()}
+    return {
+        name: changes(state, other) + ["losses"] * (losses != more)
+        for name, (more, other) in found.items()
+    }
 
 
 @pytest.mark.parametrize("stage", MOVES_BY_STAGE)
@@ -49,8 +63,13 @@ PLACES = {
     "2, round robin": zero(2, round_robin_gradients=True),
     "2, parameter alignment": zero(2, parameter_alignment=True),
     "3, sub-groups": zero(3, sub_group_size=1000),
-    **{f"{s}, bf16 sums of two": zero(s, top={"gradient_accumulation_steps": 2}) for s in (1, 2, 3)},
-    **{f"{s}, fp32 sums of two": zero(s, top={"gradient_accumulation_steps": 2, **FP32}) for s in (1, 2, 3)},
+    **{
+        f"{s}, bf16 sums of two": zero(s, top={"gradient_accumulation_steps": 2}) for s in (1, 2, 3)
+    },
+    **{
+        f"{s}, fp32 sums of two": zero(s, top={"gradient_accumulation_steps": 2, **FP32})
+        for s in (1, 2, 3)
+    },
 }
 
 
@@ -59,7 +78,9 @@ def one_step_each(rank, world, cases):
 
 
 def test_every_moment_is_where_it_belongs():
-    """By name: (1 - beta) times the accumulated gradient, and of its square. Two ranks with different micro-batches."""
+    """By name: (1 - beta) times the accumulated gradient, and of its square. Two ranks with
+    different micro-batches.
+    """
     for found in run_ranks(2, one_step_each, PLACES):
         assert found == dict.fromkeys(PLACES, [])
 
@@ -108,7 +129,10 @@ def test_wrong_places_in_deepspeeds_files_are_noticed(tmp_path):
     from coat_dist import convert_to_universal
 
     run_ranks(2, save_without_us, str(tmp_path))
-    with pytest.raises(ValueError, match="zero_optimization.round_robin_gradients: got true, and places .* are wrong"):
+    with pytest.raises(
+        ValueError,
+        match="zero_optimization.round_robin_gradients: got true, and places .* are wrong",
+    ):
         convert_to_universal(tmp_path / "plain", tmp_path / "universal")
 
 
@@ -123,5 +147,8 @@ def sub_groups(rank, world, folder):
 def test_checkpoints_of_other_sub_groups_are_refused(tmp_path):
     for count, message in run_ranks(2, sub_groups, str(tmp_path)):
         assert count == 5  # three matrices, the vectors, and one element
-        assert "zero_optimization.sub_group_size, " in message and "elements of sub-groups: checkpoint has [" in message
+        assert (
+            "zero_optimization.sub_group_size, " in message
+            and "elements of sub-groups: checkpoint has [" in message
+        )
         assert not message.startswith("changed") and "to_universal" in message

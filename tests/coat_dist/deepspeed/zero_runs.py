@@ -2,14 +2,17 @@
 
 import torch
 
-# More than these models have parameters. DeepSpeed's own size is 500 million elements, and where torch is told to be
-# deterministic it fills all of them in every step.
+# More than these models have parameters. DeepSpeed's own size is 500 million elements, and where
+# torch is told to be deterministic it fills all of them in every step.
 BUCKETS = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
 
 
 CASES = {
     "zero-1": {"zero_optimization": {"stage": 1}},
-    "zero-1, BF16_Optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero-1, BF16_Optimizer": {
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "zero-2": {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     "zero-1, round robin": {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
@@ -26,7 +29,9 @@ CASES = {
 
 
 class Model(torch.nn.Module):
-    """Sizes that divide by nothing, a frozen layer, and a group so small that a rank's share of it is all padding."""
+    """Sizes that divide by nothing, a frozen layer, and a group so small that a rank's share of
+    it is all padding.
+    """
 
     def __init__(self):
         super().__init__()
@@ -40,7 +45,9 @@ class Model(torch.nn.Module):
     def forward(self, tokens):
         x = self.norm(self.embed(tokens))
         y = self.down(torch.nn.functional.gelu(self.up(x + self.frozen(x)))) * self.scale
-        return torch.nn.functional.cross_entropy(y[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            y[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
 
 def build(settings, model=None, **options):
@@ -61,14 +68,23 @@ def build(settings, model=None, **options):
         "zero_optimization": BUCKETS | settings["zero_optimization"],
     }
     if model is None:
-        with deepspeed.zero.Init(config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3):
+        with deepspeed.zero.Init(
+            config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
+        ):
             model = Model()
     named = list(model.named_parameters())
     groups = param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
-    groups += param_groups([(n, p) for n, p in named if n == "scale"], 0.0) if hasattr(model, "scale") else []
+    groups += (
+        param_groups([(n, p) for n, p in named if n == "scale"], 0.0)
+        if hasattr(model, "scale")
+        else []
+    )
     # DeepSpeed's own function, which `import coat_dist` leads to ours.
     engine, *_ = deepspeed.initialize_without_coat(
-        model=model, model_parameters=groups, optimizer=lambda g: CoatAdamW(g, lr=0.01, **options), config=config
+        model=model,
+        model_parameters=groups,
+        optimizer=lambda g: CoatAdamW(g, lr=0.01, **options),
+        config=config,
     )
     return engine
 
@@ -94,7 +110,8 @@ def snapshot(engine):
     import deepspeed
 
     params = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):  # shards end in stray padding
+    # Shards end in stray padding.
+    with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
         return state, [p.detach().clone() for p in params]
 
 
@@ -111,4 +128,8 @@ def differences(a, b):
             if one.keys() != other.keys()
             else [f"{i}: {k}" for k, v in one.items() if not same(v, other[k])]
         )
-    return found + [f"weight {i}" for i, (p, q) in enumerate(zip(a[1], b[1], strict=True)) if not torch.equal(p, q)]
+    return found + [
+        f"weight {i}"
+        for i, (p, q) in enumerate(zip(a[1], b[1], strict=True))
+        if not torch.equal(p, q)
+    ]

@@ -26,15 +26,27 @@ from .common import ONE, Layer, settings
 H = 64
 HEADS = Heads(groups=2, per_group=2, size=16)
 NAMES = (
-    "norm", "norm_linear", "norm_qkv", "norm_qkv without rotation", "linear", "norm_mlp", "mlp", "scale_rows",
-    "invariant_linear", "vocab_parallel_cross_entropy", "linear_cross_entropy", "exact linear_cross_entropy", "sdpa",
+    "norm",
+    "norm_linear",
+    "norm_qkv",
+    "norm_qkv without rotation",
+    "linear",
+    "norm_mlp",
+    "mlp",
+    "scale_rows",
+    "invariant_linear",
+    "vocab_parallel_cross_entropy",
+    "linear_cross_entropy",
+    "exact linear_cross_entropy",
+    "sdpa",
     "attention",
-)  # fmt: skip
+)
 
 
 def catalogue(layer: Layer, **changes):
-    """{name: function of x ``[s, b, 64]`` that returns a tuple of its outputs}; parameters are ``layer``'s, whose
-    ``weight`` is ``[HEADS.width, 64]``."""
+    """{name: function of x ``[s, b, 64]`` that returns a tuple of its outputs}; parameters are
+    ``layer``'s, whose ``weight`` is ``[HEADS.width, 64]``.
+    """
     config = settings(**changes)
 
     def labels(x):
@@ -43,7 +55,9 @@ def catalogue(layer: Layer, **changes):
     def qkv(x, table=True, residual=False):
         freqs = torch.linspace(0, 30, x.shape[0] * 12, device=x.device).view(x.shape[0], 1, 1, 12)
         angles = rope_table(freqs) if table else None
-        return norm_qkv(x, layer.norm, layer.weight, layer.bias, HEADS, angles, ONE, config, residual=residual)
+        return norm_qkv(
+            x, layer.norm, layer.weight, layer.bias, HEADS, angles, ONE, config, residual=residual
+        )
 
     def heads(x):
         q = x.view(*x.shape[:2], 4, 16)
@@ -51,21 +65,30 @@ def catalogue(layer: Layer, **changes):
 
     return {
         "norm": lambda x: (norm(x, layer.norm, ONE),),
-        "norm_linear": lambda x: (norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),),
+        "norm_linear": lambda x: (
+            norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
+        ),
         "norm_qkv": qkv,
         "norm_qkv without rotation": lambda x: qkv(x, table=False),
         "linear": lambda x: (linear(x, layer.weight, ONE, config),),
-        "norm_mlp": lambda x: (norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config),),
+        "norm_mlp": lambda x: (
+            norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config),
+        ),
         "mlp": lambda x: (mlp(x, layer.fc1, layer.fc2, "swiglu", ONE, config),),
         "scale_rows": lambda x: (scale_rows(x, x[..., 0], config),),
         "invariant_linear": lambda x: (invariant_linear(x, layer.weight, ONE),),
-        "vocab_parallel_cross_entropy": lambda x: (vocab_parallel_cross_entropy(x, labels(x), ONE),),
-        "linear_cross_entropy": lambda x: (linear_cross_entropy(x, layer.back.t(), labels(x) % 48, ONE),),
+        "vocab_parallel_cross_entropy": lambda x: (
+            vocab_parallel_cross_entropy(x, labels(x), ONE),
+        ),
+        "linear_cross_entropy": lambda x: (
+            linear_cross_entropy(x, layer.back.t(), labels(x) % 48, ONE),
+        ),
         "exact linear_cross_entropy": lambda x: (
-            linear_cross_entropy(x, layer.fc1, labels(x), ONE, exact=True, chunk=50),),
+            linear_cross_entropy(x, layer.fc1, labels(x), ONE, exact=True, chunk=50),
+        ),
         "sdpa": lambda x: (sdpa(*heads(x)),),
         "attention": lambda x: (attention(*heads(x), config)[0],),
-    }  # fmt: skip
+    }
 
 
 def residual_functions(layer: Layer, **changes):
@@ -75,5 +98,7 @@ def residual_functions(layer: Layer, **changes):
         "norm_qkv": lambda x: norm_qkv(
             x, layer.norm, layer.weight, layer.bias, HEADS, None, ONE, config, residual=True
         ),
-        "norm_mlp": lambda x: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=True),
+        "norm_mlp": lambda x: norm_mlp(
+            x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=True
+        ),
     }

@@ -1,7 +1,8 @@
-"""What the flow's tests share: layers with fresh parameters, and a second implementation of the precision flow.
+"""What the flow's tests share: layers with fresh parameters, and a second implementation of the
+precision flow.
 
-The second implementation is plain autograd over values that are quantized and read back, gradients passing straight
-through. It shares no code with the flow.
+The second implementation is plain autograd over values that are quantized and read back, gradients
+passing straight through. It shares no code with the flow.
 """
 
 from __future__ import annotations
@@ -58,7 +59,16 @@ class Layer:
     fc1_bias: torch.Tensor | None = None
 
     @classmethod
-    def random(cls, h=64, n=48, f=96, kind="rmsnorm", dtype=torch.float32, activation="swiglu", biased=False):
+    def random(
+        cls,
+        h=64,
+        n=48,
+        f=96,
+        kind="rmsnorm",
+        dtype=torch.float32,
+        activation="swiglu",
+        biased=False,
+    ):
         def leaf(t):
             return t.to(dtype).requires_grad_()
 
@@ -89,7 +99,9 @@ class Layer:
         return {name: t for name, t in named if isinstance(t, torch.Tensor)}
 
     def flow(self, x, settings: ActivationConfig, activation="swiglu", tp=ONE):
-        x = x + linear(norm_linear(x, self.norm, self.weight, self.bias, tp, settings), self.back, tp, settings)
+        x = x + linear(
+            norm_linear(x, self.norm, self.weight, self.bias, tp, settings), self.back, tp, settings
+        )
         return x + self.norm_mlp(x, settings, activation, tp)
 
     def norm_mlp(self, x, settings, activation="swiglu", tp=ONE):
@@ -108,9 +120,11 @@ class Layer:
         return act(pre if self.fc1_bias is None else pre + self.fc1_bias, activation) @ self.fc2.t()
 
     def fp8_linear(self, a, w, config, bias=None):
-        """Straight-through autograd of a linear: operands and the gradient of its output are quantized per tensor.
+        """Straight-through autograd of a linear: operands and the gradient of its output are
+        quantized per tensor.
 
-        With row scales the product's value is that of operands quantized by rows, its gradients are the same.
+        With row scales the product's value is that of operands quantized by rows, its gradients are
+        the same.
         """
         by_rows = per_row(a, config.format) @ per_row(w, config.format).t()
         a, w = (StraightThrough.apply(t, per_tensor(t, config.format)) for t in (a, w))
@@ -140,7 +154,9 @@ class Layer:
         return self.fp8_linear(act(pre, activation), self.fc2, config)
 
     def grouped_norm(self, x, config):
-        """The norm of values that groups rounded; of a LayerNorm they are those of x less its mean."""
+        """The norm of values that groups rounded; of a LayerNorm they are those of x less its
+        mean.
+        """
         if self.kind == "rmsnorm":
             return self._norm(self.grouped(x, config))
         x = self.grouped(x - x.mean(-1, keepdim=True), config)
@@ -198,7 +214,9 @@ def as_format(x, fmt):
     x, numbers = ((x * 2.0**-12).half() * 2.0**12).to(x.dtype), E3M4.flatten().to(x)
     above = torch.searchsorted(numbers, x.abs().contiguous()).clamp(1, 127)
     low, high = numbers[above - 1], numbers[above]
-    up = torch.where(x.abs() - low == high - x.abs(), above % 2 == 0, x.abs() - low > high - x.abs())
+    up = torch.where(
+        x.abs() - low == high - x.abs(), above % 2 == 0, x.abs() - low > high - x.abs()
+    )
     return torch.where(up, high, low).copysign(x)
 
 
@@ -210,7 +228,9 @@ def per_group(x, fmt, group_size, kind):
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
         else:
             rounded = scale.bfloat16()
-            up = torch.where(rounded.float() < scale, rounded.view(torch.int16) + 1, rounded.view(torch.int16))
+            up = torch.where(
+                rounded.float() < scale, rounded.view(torch.int16) + 1, rounded.view(torch.int16)
+            )
             scale = up.to(torch.int16).view(torch.bfloat16).float()
         parts.append(as_format(part / scale, fmt) * scale)
     return torch.cat(parts, -1)
@@ -221,7 +241,9 @@ def relative_error(got, expected):
 
 
 def median_error(got, expected):
-    """Median absolute error relative to the rms: blind to a few values that took the other code at a tie."""
+    """Median absolute error relative to the rms: blind to a few values that took the other code
+    at a tie.
+    """
     return ((got - expected).abs().median() / expected.square().mean().sqrt()).item()
 
 

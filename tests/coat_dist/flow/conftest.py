@@ -18,6 +18,8 @@ def quantized(monkeypatch):
     seen = []
     original = weights.quantize_input
     monkeypatch.setattr(
-        weights, "quantize_input", lambda w, *rest: (seen.append(tuple(w.shape)), original(w, *rest))[1]
+        weights,
+        "quantize_input",
+        lambda w, *rest: (seen.append(tuple(w.shape)), original(w, *rest))[1],
     )
     return seen

@@ -30,7 +30,9 @@ def replayed(kind):
     if kind == "offload":
 
         def call(f, x):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: t.detach().clone(), lambda t: t
+            ):
                 return f(x)
 
         return call

@@ -4,7 +4,9 @@ import torch
 
 
 def saved(call, *known):
-    """Storages that autograd keeps for ``call``, as {address: bytes}; those of ``known`` tensors left out."""
+    """Storages that autograd keeps for ``call``, as {address: bytes}; those of ``known`` tensors
+    left out.
+    """
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         out = call()
@@ -12,7 +14,10 @@ def saved(call, *known):
     known_addresses = {t.untyped_storage().data_ptr() for t in known}
     # On a GPU a scale may be a word of a buffer that many share; it counts alone.
     parts = [t if t.is_cuda and not t.dim() else t.untyped_storage() for t in held]
-    storages = {part.data_ptr(): part.nbytes if isinstance(part, torch.Tensor) else part.nbytes() for part in parts}
+    storages = {
+        part.data_ptr(): part.nbytes if isinstance(part, torch.Tensor) else part.nbytes()
+        for part in parts
+    }
     return {address: size for address, size in storages.items() if address not in known_addresses}
 
 

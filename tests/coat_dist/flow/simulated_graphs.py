@@ -1,9 +1,11 @@
-"""CUDA graphs on a CPU, with a pool whose memory is used again as CUDA's allocator does: what a replay may overwrite.
+"""CUDA graphs on a CPU, with a pool whose memory is used again as CUDA's allocator does: what a
+replay may overwrite.
 
-Inside a capture every operation is written down, and its results lie in an arena. Blocks return to it when their last
-tensor dies, and later captures get them. A replay repeats the operations on the same addresses, whoever owns them by
-then. Before each one all of the arena but what waiting passes have saved becomes NaN, so that a graph that reads what
-it has not made, or what another one has overwritten, gives other numbers.
+Inside a capture every operation is written down, and its results lie in an arena. Blocks return to
+it when their last tensor dies, and later captures get them. A replay repeats the operations on the
+same addresses, whoever owns them by then. Before each one all of the arena but what waiting passes
+have saved becomes NaN, so that a graph that reads what it has not made, or what another one has
+overwritten, gives other numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def at(address: int, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like another one, with its storage at an address, which it does not own."""
     size = tensor.untyped_storage().nbytes()
     raw = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
-    return raw.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return raw.view(tensor.dtype).as_strided(
+        tensor.size(), tensor.stride(), tensor.storage_offset()
+    )
 
 
 class Arena:
@@ -54,7 +58,9 @@ class Arena:
         block = np.frombuffer((ctypes.c_ubyte * size).from_address(self.base + start), np.uint8)
         weakref.finalize(block, self._give_back, start).atexit = False  # type: ignore[misc]
         storage = torch.from_numpy(block).untyped_storage()
-        made = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        made = torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
         return made.copy_(tensor)
 
     def _give_back(self, start: int) -> None:
@@ -85,13 +91,19 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         given = args, kwargs or {}
-        places = {t.untyped_storage().data_ptr() for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
+        places = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves(given)
+            if isinstance(t, torch.Tensor)
+        }
         addresses = tree_map(_address, given)
         results = operation(*args, **kwargs or {})
         made: list[torch.Tensor | None] = []
 
         def moved(result: Any) -> Any:
-            known = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in places
+            known = (
+                isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in places
+            )
             if known or not isinstance(result, torch.Tensor) or not result.numel():
                 made.append(None)
                 return result
@@ -106,7 +118,11 @@ class Recorder(TorchDispatchMode):
 
 
 def _address(value: Any) -> Any:
-    return at(value.untyped_storage().data_ptr(), value) if isinstance(value, torch.Tensor) and value.numel() else value
+    return (
+        at(value.untyped_storage().data_ptr(), value)
+        if isinstance(value, torch.Tensor) and value.numel()
+        else value
+    )
 
 
 class Graph:
@@ -118,7 +134,9 @@ class Graph:
     def replay(self) -> None:
         with torch.no_grad():
             for operation, (args, kwargs), made in self.log:
-                for place, result in zip(made, tree_leaves(operation(*args, **kwargs)), strict=True):
+                for place, result in zip(
+                    made, tree_leaves(operation(*args, **kwargs)), strict=True
+                ):
                     if place is not None:
                         place.copy_(result)
 
@@ -152,7 +170,9 @@ def simulate(monkeypatch: Any) -> None:
 
     def spoiled(method):
         def run(self, *args):
-            self.pool.arena.spoil([block for graph in self.pool.waiting.now() for block in graph.saved])
+            self.pool.arena.spoil(
+                [block for graph in self.pool.waiting.now() for block in graph.saved]
+            )
             return method(self, *args)
 
         return run
@@ -161,7 +181,11 @@ def simulate(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda_graphs._Graph, "__init__", init)
     for name in ("forward", "backward"):
         monkeypatch.setattr(cuda_graphs._Graph, name, spoiled(getattr(cuda_graphs._Graph, name)))
-    monkeypatch.setattr(cuda_graphs, "without_owner", lambda t: at(t.untyped_storage().data_ptr(), t.detach()))
+    monkeypatch.setattr(
+        cuda_graphs, "without_owner", lambda t: at(t.untyped_storage().data_ptr(), t.detach())
+    )
     monkeypatch.setattr(graph_pool, "Pool", SimulatedPool)
     monkeypatch.setattr(graph_pool, "_pools", {})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(cuda_stream=0)
+    )

@@ -1,4 +1,6 @@
-"""FP8 attention: forward and gradients are SDPA's on the rounded values, and only codes are kept."""
+"""FP8 attention: forward and gradients are SDPA's on the rounded values, and only codes are
+kept.
+"""
 
 import contextlib
 import gc
@@ -32,7 +34,9 @@ def qkv(groups=2, d=64, dtype=torch.bfloat16, keys=S):
 def rounded(x, config, d):
     """Rounded by groups within heads."""
     x = x.detach()
-    q = quantize_groups(x.unflatten(-1, (-1, d)), saved_format(config), config.group_size, config.scale)
+    q = quantize_groups(
+        x.unflatten(-1, (-1, d)), saved_format(config), config.group_size, config.scale
+    )
     return dequantize(q).to(x.dtype).view(x.shape)
 
 
@@ -67,7 +71,9 @@ def test_forward_and_gradients_are_sdpas_on_rounded_values(dtype, groups, d, cau
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_any_backend_of_sdpa_works(groups):
-    """The math backend saves other tensors, never its output: gradients are those of autograd, to the bit."""
+    """The math backend saves other tensors, never its output: gradients are those of autograd,
+    to the bit.
+    """
     config, inputs = settings(), qkv(groups)
     values = [rounded(t, config, 64).requires_grad_() for t in inputs]
     with sdpa_kernel([SDPBackend.MATH]):
@@ -95,11 +101,16 @@ def test_saved_bytes_are_codes_scales_and_the_logarithms_of_sums(form, d):
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch, scales):
-    """x8 holds the values of o8 where the formats are the same: codes were rounded once; only values that become
-    subnormal round again."""
+    """x8 holds the values of o8 where the formats are the same: codes were rounded once; only
+    values that become subnormal round again.
+    """
     config = settings(forward_scales=scales, saved_format="e4m3")
     operands = []
-    for where, name in (("blocks.linear", "summed_gemm"), ("blocks.linear", "gemm"), ("weights", "gemm")):
+    for where, name in (
+        ("blocks.linear", "summed_gemm"),
+        ("blocks.linear", "gemm"),
+        ("weights", "gemm"),
+    ):
         module = importlib.import_module(f"coat_dist.flow.{where}")
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda a, b, *rest, _real=real, **named: (
@@ -120,7 +131,8 @@ def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch, scal
             assert normal.float().mean() > 0.9
             assert torch.equal(values[normal], rows.float()[normal])
         largest = x8.codes.float().abs() if scales == "tensor" else x8.codes.float().abs().amax(-1)
-        assert largest.max() > 224 and (scales == "tensor" or largest.min() > 224)  # no bit is given away
+        # No bit is given away.
+        assert largest.max() > 224 and (scales == "tensor" or largest.min() > 224)
 
 
 def gradients(run, inputs):
@@ -153,7 +165,9 @@ def test_recompute_offload_and_repeated_backward_change_nothing():
         offload,
     ):
         got, grads = gradients(run, inputs)
-        assert torch.equal(got, out) and all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+        assert torch.equal(got, out) and all(
+            torch.equal(a, b) for a, b in zip(grads, expected, strict=True)
+        )
     loss = checkpoint(first, *inputs, use_reentrant=True).float().sin().sum()
     loss.backward()
     assert all(torch.equal(t.grad, g) for t, g in zip(inputs, expected, strict=True))
@@ -192,7 +206,9 @@ def test_no_gradients_and_frozen_inputs():
 
 
 def test_nothing_outlives_the_graph():
-    """The graph inside holds hooks that must not refer back to it: such a circle is never collected."""
+    """The graph inside holds hooks that must not refer back to it: such a circle is never
+    collected.
+    """
     module = importlib.import_module("coat_dist.flow.blocks.sdpa_node")
     gc.disable()
     try:
@@ -226,10 +242,15 @@ def test_bad_arguments_are_named():
         QuantizedTensor(o8.codes, o8.scales, "tensor"),
         QuantizedTensor(o8.codes[1:], o8.scales, "group", 32),
     ):
-        with pytest.raises(ValueError, match=r"compressed: got layout .*, accepted: layout 'group'"):
+        with pytest.raises(
+            ValueError, match=r"compressed: got layout .*, accepted: layout 'group'"
+        ):
             linear(out, weight, ONE, settings(), wrong)
     for given, said in (
-        ((out, o8), r"x: got tuple, accepted: a tensor; flow.attention returns \(output, compressed\)"),
+        (
+            (out, o8),
+            r"x: got tuple, accepted: a tensor; flow.attention returns \(output, compressed\)",
+        ),
         (None, "x: got NoneType, accepted: a tensor$"),
     ):
         with pytest.raises(TypeError, match=said):
@@ -239,5 +260,7 @@ def test_bad_arguments_are_named():
 @pytest.mark.parametrize("groups", [4, 2])
 def test_sdpa_takes_sequence_first(groups):
     q, k, v = qkv(groups, dtype=torch.float32)
-    expected = F.scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(
+        *heads_first(q, k, v), is_causal=True, enable_gqa=True
+    )
     assert torch.equal(sdpa(q, k, v), expected.permute(2, 0, 1, 3).flatten(2))

@@ -1,4 +1,6 @@
-"""The flow as a citizen of autograd: modes, hooks, checkpointing, odd inputs, bad values, clear refusals."""
+"""The flow as a citizen of autograd: modes, hooks, checkpointing, odd inputs, bad values, clear
+refusals.
+"""
 
 import re
 
@@ -6,7 +8,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import Norm, TensorParallel, invariant_linear, linear, norm, norm_linear, norm_mlp, scale_rows
+from coat_dist.flow import (
+    Norm,
+    TensorParallel,
+    invariant_linear,
+    linear,
+    norm,
+    norm_linear,
+    norm_mlp,
+    scale_rows,
+)
 
 from .common import EPS, ONE, Layer, gradients, settings
 
@@ -29,7 +40,9 @@ def calls(layer, config):
 NAMES = list(calls(None, None))
 
 
-@pytest.fixture(params=[*((name, "tensor") for name in NAMES), ("whole", "row"), ("mlp", "row")], ids="-".join)
+@pytest.fixture(
+    params=[*((name, "tensor") for name in NAMES), ("whole", "row"), ("mlp", "row")], ids="-".join
+)
 def call(request):
     name, scales = request.param
     return calls(Layer.random(), settings(forward_scales=scales))[name]
@@ -66,7 +79,9 @@ def test_backward_repeats_and_changes_nothing_saved(call):
     x = torch.randn(6, 4, 64, requires_grad=True)
     out = call(x)
     weighting = torch.randn_like(out)
-    first, other, again = (gradients(out, w, [x])[0] for w in (weighting, torch.randn_like(out), weighting))
+    first, other, again = (
+        gradients(out, w, [x])[0] for w in (weighting, torch.randn_like(out), weighting)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -84,7 +99,11 @@ def test_checkpointing_and_saved_tensor_hooks(call):
     x = torch.randn(6, 4, 64)
     out, grad = run(call, x)
     for reentrant in (True, False):
-        again = run(lambda t, r=reentrant: checkpoint(call, t, use_reentrant=r), x) if not reentrant else None
+        again = (
+            run(lambda t, r=reentrant: checkpoint(call, t, use_reentrant=r), x)
+            if not reentrant
+            else None
+        )
         if again is not None:
             assert torch.equal(out, again[0]) and torch.equal(grad, again[1])
         else:
@@ -124,7 +143,11 @@ def test_zeros_and_extremes_are_finite(forward, scales):
     x = rows.requires_grad_()
     out = layer.flow(x, settings(forward=forward, forward_scales=scales))
     assert out.isfinite().all()
-    for weighting in (torch.zeros_like(out), torch.full_like(out, 1e-30), torch.full_like(out, 1e20)):
+    for weighting in (
+        torch.zeros_like(out),
+        torch.full_like(out, 1e-30),
+        torch.full_like(out, 1e20),
+    ):
         grads = gradients(out, weighting, [x, *layer.parameters().values()])
         assert all(g.isfinite().all() for g in grads)
         if not weighting.any():
@@ -144,20 +167,45 @@ def test_what_does_not_fit_is_refused():
     fc2 = torch.randn(H, 24)
     short = Norm("rmsnorm", EPS, torch.ones(1))
     for call, message in [
-        (lambda: linear(X.half(), W, ONE, config), "x: got torch.float16, accepted: torch.bfloat16, torch.float32"),
-        (lambda: norm_linear(X, good, W, torch.ones(1), ONE, config), "bias: got shape [1], accepted: [48]"),
+        (
+            lambda: linear(X.half(), W, ONE, config),
+            "x: got torch.float16, accepted: torch.bfloat16, torch.float32",
+        ),
+        (
+            lambda: norm_linear(X, good, W, torch.ones(1), ONE, config),
+            "bias: got shape [1], accepted: [48]",
+        ),
         (lambda: norm_linear(X, short, W, None, ONE, config), "norm.weight: got shape [1]"),
-        (lambda: norm(X, Norm("layernorm", EPS, gain, torch.ones(3)), ONE), "norm.bias: got shape [3], accepted: [64]"),
-        (lambda: norm(X, Norm("layernorm", EPS, None, gain), ONE), "norm.bias: got a bias without a weight"),
-        (lambda: norm_linear(X, Norm("rmsnorm", EPS, gain, None, True), W, None, two, config),
-         "norm.reduce_grad: got true without sequence parallelism"),
-        (lambda: norm_mlp(X, good, W, torch.randn(H, 48), "swiglu", ONE, config), "fc2_weight: got shape [64, 48]"),
-        (lambda: norm_mlp(X, good, W, fc2, "relu", ONE, config), "activation: got 'relu', accepted: 'swiglu'"),
-        (lambda: norm_mlp(X, good, W, fc2, "swiglu", ONE, config, torch.ones(24)),
-         "fc1_bias: got shape [24], accepted: [48]"),
+        (
+            lambda: norm(X, Norm("layernorm", EPS, gain, torch.ones(3)), ONE),
+            "norm.bias: got shape [3], accepted: [64]",
+        ),
+        (
+            lambda: norm(X, Norm("layernorm", EPS, None, gain), ONE),
+            "norm.bias: got a bias without a weight",
+        ),
+        (
+            lambda: norm_linear(X, Norm("rmsnorm", EPS, gain, None, True), W, None, two, config),
+            "norm.reduce_grad: got true without sequence parallelism",
+        ),
+        (
+            lambda: norm_mlp(X, good, W, torch.randn(H, 48), "swiglu", ONE, config),
+            "fc2_weight: got shape [64, 48]",
+        ),
+        (
+            lambda: norm_mlp(X, good, W, fc2, "relu", ONE, config),
+            "activation: got 'relu', accepted: 'swiglu'",
+        ),
+        (
+            lambda: norm_mlp(X, good, W, fc2, "swiglu", ONE, config, torch.ones(24)),
+            "fc1_bias: got shape [24], accepted: [48]",
+        ),
         (lambda: scale_rows(X, torch.ones(2), config), "factor: got shape [2], accepted: [2, 3]"),
-        (lambda: norm_mlp(X, good, W, fc2, "swiglu", two, settings(tp_invariant=True)),
-         "fc2_weight: got 24 input features a rank, accepted with tp_invariant: a multiple of group_size 32"),
-    ]:  # fmt: skip
+        (
+            lambda: norm_mlp(X, good, W, fc2, "swiglu", two, settings(tp_invariant=True)),
+            "fc2_weight: got 24 input features a rank, accepted with tp_invariant: a multiple of "
+            "group_size 32",
+        ),
+    ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             call()

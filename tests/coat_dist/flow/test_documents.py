@@ -1,4 +1,6 @@
-"""Several documents in a sequence: each attends within itself, as if it were alone, and nothing more is saved."""
+"""Several documents in a sequence: each attends within itself, as if it were alone, and nothing
+more is saved.
+"""
 
 import itertools
 
@@ -34,7 +36,9 @@ def kinds(which):
 
 def each_alone(attend, inputs, **options):
     ends = documents().bounds
-    return torch.cat([attend(*(t[a:b] for t in inputs), **options) for a, b in itertools.pairwise(ends) if a < b])
+    return torch.cat(
+        [attend(*(t[a:b] for t in inputs), **options) for a, b in itertools.pairwise(ends) if a < b]
+    )
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
@@ -49,25 +53,39 @@ def test_each_document_has_the_bits_that_it_has_alone(which, dtype, groups, caus
     dout = torch.randn_like(out)
     grads, wanted = (torch.autograd.grad(o, inputs, dout, retain_graph=True) for o in (out, alone))
     again = torch.autograd.grad(out, inputs, dout)
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(grads, wanted, again, strict=True))
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c)
+        for a, b, c in zip(grads, wanted, again, strict=True)
+    )
     with torch.no_grad():
         assert torch.equal(attend(*inputs, documents(), causal=causal, scale=0.3), out)
-    recomputed = checkpoint(attend, *inputs, documents(), causal=causal, scale=0.3, use_reentrant=False)
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(recomputed, inputs, dout), wanted, strict=True))
+    recomputed = checkpoint(
+        attend, *inputs, documents(), causal=causal, scale=0.3, use_reentrant=False
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(torch.autograd.grad(recomputed, inputs, dout), wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_it_is_softmax_under_a_block_mask(groups):
-    """The definition in other words: one softmax over all keys of which those of other documents are masked."""
+    """The definition in other words: one softmax over all keys of which those of other documents
+    are masked.
+    """
     inputs = [t.detach().double().requires_grad_() for t in qkv(groups)]
     owner = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     mask = (owner[:, None] == owner) & torch.ones(T, T, dtype=torch.bool).tril()
     heads_first = [t.permute(1, 2, 0, 3) for t in inputs]
-    wanted = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).permute(2, 0, 1, 3)
+    wanted = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).permute(
+        2, 0, 1, 3
+    )
     out = sdpa(*inputs, documents=documents()).view(wanted.shape)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     dout = torch.randn_like(out)
-    for got, expected in zip(*(torch.autograd.grad(o, inputs, dout) for o in (out, wanted)), strict=True):
+    for got, expected in zip(
+        *(torch.autograd.grad(o, inputs, dout) for o in (out, wanted)), strict=True
+    ):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -86,7 +104,9 @@ def test_what_is_saved_does_not_grow(which):
     """q, k, v and the output once, and a logarithm of a sum for each token and head."""
     inputs, attend = qkv(), kinds(which)
     ignored = inputs if which == "fp8" else ()
-    kept = [sum(saved(lambda d=d: attend(*inputs, d), *ignored).values()) for d in (None, documents())]
+    kept = [
+        sum(saved(lambda d=d: attend(*inputs, d), *ignored).values()) for d in (None, documents())
+    ]
     assert kept[0] == kept[1]
 
 
@@ -110,7 +130,11 @@ def test_nothing_is_left_of_other_documents():
         for t in inputs:
             t.data[6:23] = float("nan")
         out = attend(*inputs, documents())
-        assert torch.equal(out[:6], wanted[:6]) and torch.equal(out[23:], wanted[23:]) and out[6:23].isnan().all()
+        assert (
+            torch.equal(out[:6], wanted[:6])
+            and torch.equal(out[23:], wanted[23:])
+            and out[6:23].isnan().all()
+        )
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [1] * 8, [40], [0, 3, 0, 2, 0]])
@@ -123,21 +147,31 @@ def test_bad_documents_are_named():
     q, k, v = qkv()
     starts = documents().cu_seqlens
     for given, message in (
-        (Documents(starts.long(), 17), r"cu_seqlens: got torch.int64 \[8\], accepted: torch.int32 \[documents \+ 1\]"),
+        (
+            Documents(starts.long(), 17),
+            r"cu_seqlens: got torch.int64 \[8\], accepted: torch.int32 \[documents \+ 1\]",
+        ),
         (
             Documents(starts - 1, 17),
             r"cu_seqlens: got \[-1, 4, .*, 39\], accepted: from 0 up to the number of tokens, 40",
         ),
         (Documents(starts[:-1], 17), "accepted: from 0 up to the number of tokens, 40"),
-        (Documents(starts, 16), "max_seqlen: got 16, accepted: at least the longest document, 17 tokens"),
+        (
+            Documents(starts, 16),
+            "max_seqlen: got 16, accepted: at least the longest document, 17 tokens",
+        ),
         (Documents(starts, torch.tensor(17)), r"max_seqlen: got tensor\(17\), accepted: an int"),
     ):
         for attend in (kinds("bf16"), kinds("fp8")):
             with pytest.raises(ValueError, match=message):
                 attend(q, k, v, given)
     for attend in (kinds("bf16"), kinds("fp8")):
-        with pytest.raises(TypeError, match=r"documents: got Tensor, accepted: Documents\(cu_seqlens, max_seqlen\)"):
+        with pytest.raises(
+            TypeError, match=r"documents: got Tensor, accepted: Documents\(cu_seqlens, max_seqlen\)"
+        ):
             attend(q, k, v, starts)
     for tensors in ([t.expand(-1, 2, -1, -1) for t in (q, k, v)],):
-        with pytest.raises(ValueError, match=r"q: got \[40, 2, 4, 32\] with 40 keys, accepted: \[s, 1, heads, d\]"):
+        with pytest.raises(
+            ValueError, match=r"q: got \[40, 2, 4, 32\] with 40 keys, accepted: \[s, 1, heads, d\]"
+        ):
             sdpa(*tensors, documents=documents())

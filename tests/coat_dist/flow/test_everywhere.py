@@ -1,5 +1,6 @@
-"""What holds for every function of the flow: autocast changes nothing, no tokens are a number of tokens, and
-``torch.compile`` traces them whole."""
+"""What holds for every function of the flow: autocast changes nothing, no tokens are a number of
+tokens, and ``torch.compile`` traces them whole.
+"""
 
 import importlib
 import pkgutil
@@ -24,7 +25,10 @@ EDGES = ("_Enter", "_GradientEdge")
 
 
 def autograd_functions():
-    pages = [importlib.import_module(page.name) for page in pkgutil.walk_packages(flow.__path__, "coat_dist.flow.")]
+    pages = [
+        importlib.import_module(page.name)
+        for page in pkgutil.walk_packages(flow.__path__, "coat_dist.flow.")
+    ]
     values = [value for page in pages for value in vars(page).values() if isinstance(value, type)]
     return sorted({v for v in values if issubclass(v, torch.autograd.Function)}, key=str)
 
@@ -52,9 +56,13 @@ def test_autocast_does_not_reach_inside(name, dtype, changes):
     outs, grads = run(call, layer, x)
     for around in ("forward", "both"):
         others, other_grads = run(call, layer, x, around)
-        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(outs, others, strict=True))
+        assert all(
+            a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(outs, others, strict=True)
+        )
         for a, b in zip(grads, other_grads, strict=True):
-            assert (a is None) == (b is None) and (a is None or a.dtype == b.dtype and torch.equal(a, b))
+            assert (a is None) == (b is None) and (
+                a is None or a.dtype == b.dtype and torch.equal(a, b)
+            )
 
 
 @pytest.mark.parametrize(("changes", "dtype"), CASES)
@@ -71,7 +79,9 @@ def test_no_tokens(name, shape, dtype, changes):
     assert grads[0].shape == x.shape
     for got, wanted in zip(grads[1:], expected_grads[1:], strict=True):
         assert (got is None) == (wanted is None)
-        assert got is None or got.shape == wanted.shape and got.dtype == wanted.dtype and not got.any()
+        assert (
+            got is None or got.shape == wanted.shape and got.dtype == wanted.dtype and not got.any()
+        )
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "sdpa"])
@@ -88,18 +98,30 @@ def test_backward_of_every_function_refuses_create_graph(function):
         function.backward(None, None)
 
 
-TRACED = ("norm", "norm_linear", "norm_qkv", "linear", "norm_mlp", "mlp", "scale_rows", "invariant_linear")
+TRACED = (
+    "norm",
+    "norm_linear",
+    "norm_qkv",
+    "linear",
+    "norm_mlp",
+    "mlp",
+    "scale_rows",
+    "invariant_linear",
+)
 
 
 def compiled_is_the_same(call, layer, x, backend):
-    """Of one graph, outputs and gradients are those without compilation; the first output is changed in place."""
+    """Of one graph, outputs and gradients are those without compilation; the first output is
+    changed in place.
+    """
 
     def changed(t):
         first, *others = call(t)
         return [first.mul_(2), *others]
 
     torch.compiler.reset()
-    compiled = torch.compile(changed, backend=backend, fullgraph=True)  # an error where the graph breaks
+    # An error where the graph breaks.
+    compiled = torch.compile(changed, backend=backend, fullgraph=True)
     (outs, grads), (wanted, wanted_grads) = run(compiled, layer, x), run(changed, layer, x)
     assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     for a, b in zip(grads, wanted_grads, strict=True):

@@ -1,4 +1,6 @@
-"""Weights in shards: what ranks quantize and gather is what quantizing the whole weight gives, to the bit."""
+"""Weights in shards: what ranks quantize and gather is what quantizing the whole weight gives,
+to the bit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from coat_dist.formats import E4M3, E5M2
 from tests.support import run_ranks
 
 SHAPES = [(48, 32), (7, 16), (5, 48), (1, 16), (64, 16), (3, 1000)]
-"""Shards of whole rows, shards that begin and end inside of rows, fewer rows than ranks, padding at the end."""
+"""Shards of whole rows, shards that begin and end inside of rows, fewer rows than ranks, padding
+at the end.
+"""
 
 
 def _weights(dtype):
@@ -40,18 +44,29 @@ def _gathered(rank, world):
                     room = -(-w.numel() // world)
                     first = min(rank * room, w.numel())
                     for layout in ("row", "tensor"):
-                        shards.append(Shard(w.reshape(-1)[first : first + room], first, room, w.shape, layout))
+                        shards.append(
+                            Shard(w.reshape(-1)[first : first + room], first, room, w.shape, layout)
+                        )
                         scale = tensor_scale(amax(w), fmt, aligned=True)
                         rows = layout == "row"
-                        expected.append(quantize_rows(w, fmt, True) if rows else quantize_tensor(w, fmt, scale))
+                        expected.append(
+                            quantize_rows(w, fmt, True) if rows else quantize_tensor(w, fmt, scale)
+                        )
                 found = gather(shards, fmt, dist.group.WORLD).wait()
                 for shard, q, e in zip(shards, found, expected, strict=True):
                     same = torch.equal(q.codes.view(torch.uint8), e.codes.view(torch.uint8))
                     same &= torch.equal(q.scales.isnan(), e.scales.isnan())
                     same &= torch.equal(q.scales.nan_to_num(), e.scales.nan_to_num())
-                    shapes = q.scales.shape == e.scales.shape and q.codes.is_contiguous() and q.layout == e.layout
-                    shapes &= q.scales.storage_offset() % 4 == 0  # cuBLASLt takes no other addresses
-                    wrong += [] if same and shapes else [(shard.shape, shard.layout, dtype, fmt.name)]
+                    shapes = (
+                        q.scales.shape == e.scales.shape
+                        and q.codes.is_contiguous()
+                        and q.layout == e.layout
+                    )
+                    # cuBLASLt takes no other addresses.
+                    shapes &= q.scales.storage_offset() % 4 == 0
+                    wrong += (
+                        [] if same and shapes else [(shard.shape, shard.layout, dtype, fmt.name)]
+                    )
     return wrong
 
 

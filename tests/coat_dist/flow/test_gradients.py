@@ -1,4 +1,6 @@
-"""Outputs and gradients: against the unquantized layer, and against a second implementation of the precision flow."""
+"""Outputs and gradients: against the unquantized layer, and against a second implementation of
+the precision flow.
+"""
 
 import itertools
 
@@ -34,7 +36,8 @@ def compare(layer, x, mine, reference):
 def test_close_to_the_unquantized_layer(forward, fmt, scale, kind):
     layer, x = Layer.random(kind=kind), torch.randn(12, 4, 64, requires_grad=True)
     config = settings(forward=forward, format=fmt, grad_format=fmt, scale=scale)
-    # E4M3 rounds by 2**-4 at most, 2.6 % rms; a gradient here passes up to six roundings. E5M2 doubles all of it.
+    # E4M3 rounds by 2**-4 at most, 2.6 % rms; a gradient here passes up to six roundings. E5M2
+    # doubles all of it.
     error_bound, cosine_bound = (0.16, 0.99) if fmt == "e4m3" else (0.32, 0.955)
     for name, (mine, reference) in compare(layer, x, layer.flow(x, config), layer.plain(x)).items():
         assert mine.dtype == reference.dtype and mine.shape == reference.shape
@@ -44,7 +47,8 @@ def test_close_to_the_unquantized_layer(forward, fmt, scale, kind):
 
 @pytest.mark.parametrize(("saved", "bound"), [("e4m3", 0.95), ("e3m4", 0.98)])
 def test_exact_forward_is_closer_than_quantized_forward(saved, bound):
-    layer, x = Layer.random(), torch.randn(512, 4, 64)  # ratios of 0.862 +- 0.005 and 0.959 +- 0.004
+    # Ratios of 0.862 +- 0.005 and 0.959 +- 0.004.
+    layer, x = Layer.random(), torch.randn(512, 4, 64)
     expected = layer.plain(x)
     modes = [settings(forward=mode, saved_format=saved) for mode in ("exact", "quantized")]
     errors = [relative_error(layer.flow(x, config), expected) for config in modes]
@@ -54,7 +58,9 @@ def test_exact_forward_is_closer_than_quantized_forward(saved, bound):
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 def test_a_mean_of_the_rows_costs_a_layer_norm_nothing(forward, scales):
-    """Means of up to a hundred deviations against fp64. What FP8 keeps has no mean; it would be all that FP8 keeps."""
+    """Means of up to a hundred deviations against fp64. What FP8 keeps has no mean; it would be
+    all that FP8 keeps.
+    """
     layer, config = Layer.random(kind="layernorm"), settings(forward=forward, forward_scales=scales)
     truth, centered = layer.copy(dtype=torch.float64), torch.randn(96, 64)
     weighting, errors = torch.randn(96, 48), {}
@@ -65,42 +71,60 @@ def test_a_mean_of_the_rows_costs_a_layer_norm_nothing(forward, scales):
         expected = truth._norm(wide) @ truth.weight.t() + truth.bias
         leaves = [[t, o.norm_weight, o.norm_bias, o.weight] for t, o in ((x, layer), (wide, truth))]
         got = torch.autograd.grad((y, x * 1), leaves[0], (weighting, weighting[:, :1].expand_as(x)))
-        want = torch.autograd.grad((expected, wide * 1), leaves[1], (weighting.double(), weighting[:, :1].expand_as(x)))
+        want = torch.autograd.grad(
+            (expected, wide * 1), leaves[1], (weighting.double(), weighting[:, :1].expand_as(x))
+        )
         names = ("y", "dx", "norm_weight", "norm_bias", "weight")
-        errors[mean] = {n: relative_error(g, w) for n, g, w in zip(names, (y, *got), (expected, *want), strict=True)}
+        errors[mean] = {
+            n: relative_error(g, w)
+            for n, g, w in zip(names, (y, *got), (expected, *want), strict=True)
+        }
     for mean, name in itertools.product((10, 30, 100), errors[0]):
         assert errors[mean][name] < 1.02 * errors[0][name], (mean, name)
 
 
 def assert_same_flow(pairs):
-    """Equal but for fp32's noise. A value so close to a tie that the noise decides its code moves a few results: seen
-    in about one case of fifty, then by less than 1 % but for one in ten thousand, up to 2.2 %; a rounding too many or
-    too few moves all by over 2 %."""
+    """Equal but for fp32's noise. A value so close to a tie that the noise decides its code moves a
+    few results: seen in about one case of fifty, then by less than 1 % but for one in ten thousand,
+    up to 2.2 %; a rounding too many or too few moves all by over 2 %.
+    """
     for name, (mine, reference) in pairs.items():
         assert relative_error(mine, reference) < 0.02, name
         assert median_error(mine, reference) < (1e-5 if name == "output" else 1e-2), name
 
 
 @pytest.mark.parametrize(("fmt", "scale", "kind"), FULL)
-@pytest.mark.parametrize(("grad_format", "scales"), [("e4m3", "tensor"), ("e5m2", "tensor"), ("e4m3", "row")])
+@pytest.mark.parametrize(
+    ("grad_format", "scales"), [("e4m3", "tensor"), ("e5m2", "tensor"), ("e4m3", "row")]
+)
 @ties_may_differ
 def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_format, scales):
     layer, x = Layer.random(kind=kind, f=80), torch.randn(24, 4, 64, requires_grad=True)
-    config = settings(forward="quantized", format=fmt, grad_format=grad_format, scale=scale, forward_scales=scales)
+    config = settings(
+        forward="quantized", format=fmt, grad_format=grad_format, scale=scale, forward_scales=scales
+    )
     mine = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
     assert_same_flow(compare(layer, x, mine, layer.straight_norm_linear(x, config)))
     mine = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config)
     assert_same_flow(compare(layer, x, mine, layer.straight_norm_mlp(x, config, "swiglu")))
     x = torch.randn(24, 4, 48, requires_grad=True)
-    assert_same_flow(compare(layer, x, linear(x, layer.back, ONE, config), layer.fp8_linear(x, layer.back, config)))
+    assert_same_flow(
+        compare(
+            layer, x, linear(x, layer.back, ONE, config), layer.fp8_linear(x, layer.back, config)
+        )
+    )
 
 
 @pytest.mark.parametrize("saved", ["mixed", "e3m4", "int8", "e4m3", "e5m2"])
-@pytest.mark.parametrize(("fmt", "scale", "scales"), [("e4m3", "bf16", "row"), ("e5m2", "e8m0", "tensor")])
+@pytest.mark.parametrize(
+    ("fmt", "scale", "scales"), [("e4m3", "bf16", "row"), ("e5m2", "e8m0", "tensor")]
+)
 @ties_may_differ
 def test_formats_of_saved_tensors(saved, fmt, scale, scales):
     layer = Layer.random(kind="layernorm", f=80, biased=True)
-    config = settings(forward="quantized", format=fmt, saved_format=saved, scale=scale, forward_scales=scales)
+    config = settings(
+        forward="quantized", format=fmt, saved_format=saved, scale=scale, forward_scales=scales
+    )
     x = torch.randn(24, 4, 64, requires_grad=True)
     mine = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
     assert_same_flow(compare(layer, x, mine, layer.straight_norm_linear(x, config)))
@@ -112,7 +136,9 @@ def test_formats_of_saved_tensors(saved, fmt, scale, scales):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("group_size", "biased", "scales"), [(16, False, "row"), (64, True, "tensor")])
+@pytest.mark.parametrize(
+    ("group_size", "biased", "scales"), [(16, False, "row"), (64, True, "tensor")]
+)
 @ties_may_differ
 def test_other_activations_groups_and_biases(activation, group_size, biased, scales):
     layer = Layer.random(f=72, activation=activation, biased=biased)
@@ -145,7 +171,9 @@ def test_mlp_close_to_the_unquantized_one(activation, kind):
 @pytest.mark.parametrize("mode", ["exact", "quantized"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_exact_mode_multiplies_what_plain_fp8_would(mode, activation, scales):
-    """The forward error of "exact" is that of FP8 GEMMs alone: its inputs are quantized from the unquantized tensor."""
+    """The forward error of "exact" is that of FP8 GEMMs alone: its inputs are quantized from the
+    unquantized tensor.
+    """
     layer, x = Layer.random(activation=activation, biased=True), torch.randn(24, 4, 64)
     got = layer.norm_mlp(x, settings(forward=mode, forward_scales=scales), activation)
     config = settings(forward_scales=scales)
@@ -177,7 +205,9 @@ def test_scaled_rows():
     assert torch.equal(dy, wanted[0])
     assert relative_error(dfactor, wanted[1]) < 0.06
     narrow = scale_rows(y.bfloat16(), factor, settings())
-    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, (y.bfloat16().float() * factor[..., None]).bfloat16())
+    assert narrow.dtype == torch.bfloat16 and torch.equal(
+        narrow, (y.bfloat16().float() * factor[..., None]).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
@@ -198,15 +228,20 @@ def test_dtypes_of_outputs_and_gradients(x_dtype, dtype, scales):
 @pytest.mark.parametrize("affine", [True, False])
 def test_unfused_norm_is_torch_autograd(kind, affine):
     layer, x = Layer.random(kind=kind), torch.randn(6, 2, 64, requires_grad=True)
-    parameters = [p for p in (layer.norm_weight, layer.norm_bias) if p is not None] if affine else []
+    parameters = (
+        [p for p in (layer.norm_weight, layer.norm_bias) if p is not None] if affine else []
+    )
     one = Norm(kind, EPS, *parameters)
     reference = Layer(**vars(layer) | ({} if affine else {"norm_weight": None, "norm_bias": None}))
     weighting = torch.randn(6, 2, 64)
     for exact in (False, True):
         mine, expected = norm(x, one, ONE, exact), reference._norm(x)
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-        for a, b in zip(gradients(mine, weighting, [x, *parameters]), gradients(expected, weighting, [x, *parameters]),
-                        strict=True):  # fmt: skip
+        for a, b in zip(
+            gradients(mine, weighting, [x, *parameters]),
+            gradients(expected, weighting, [x, *parameters]),
+            strict=True,
+        ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -215,21 +250,40 @@ def test_frozen_arguments_get_no_gradient_and_change_no_other(scales):
     layer, x = Layer.random(kind="layernorm", biased=True), torch.randn(6, 2, 64)
     config = settings(forward_scales=scales)
     calls = {
-        "norm_linear": lambda t: norm_linear(t["x"], Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]),
-                                             t["weight"], t["bias"], ONE, config),
+        "norm_linear": lambda t: norm_linear(
+            t["x"],
+            Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]),
+            t["weight"],
+            t["bias"],
+            ONE,
+            config,
+        ),
         "linear": lambda t: linear(t["weight"], t["x"][0, :, :], ONE, config),
-        "norm_mlp": lambda t: norm_mlp(t["x"], Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]), t["fc1"],
-                                       t["fc2"], "swiglu", ONE, config, t["fc1_bias"]),
+        "norm_mlp": lambda t: norm_mlp(
+            t["x"],
+            Norm("layernorm", EPS, t["norm_weight"], t["norm_bias"]),
+            t["fc1"],
+            t["fc2"],
+            "swiglu",
+            ONE,
+            config,
+            t["fc1_bias"],
+        ),
         "scale_rows": lambda t: scale_rows(t["x"], t["factor"], config),
-    }  # fmt: skip
-    used = {"norm_linear": ["x", "norm_weight", "norm_bias", "weight", "bias"], "linear": ["weight", "x"],
-            "norm_mlp": ["x", "norm_weight", "norm_bias", "fc1", "fc2", "fc1_bias"],
-            "scale_rows": ["x", "factor"]}  # fmt: skip
+    }
+    used = {
+        "norm_linear": ["x", "norm_weight", "norm_bias", "weight", "bias"],
+        "linear": ["weight", "x"],
+        "norm_mlp": ["x", "norm_weight", "norm_bias", "fc1", "fc2", "fc1_bias"],
+        "scale_rows": ["x", "factor"],
+    }
     values = {"x": x, "factor": torch.rand(6, 2), **layer.parameters()}
     for name, call in calls.items():
         full, weighting = None, None
         for trained in [used[name], *([n] for n in used[name])]:
-            tensors = {n: t.detach().clone().requires_grad_(n in trained) for n, t in values.items()}
+            tensors = {
+                n: t.detach().clone().requires_grad_(n in trained) for n, t in values.items()
+            }
             out = call(tensors)
             weighting = torch.randn_like(out) if weighting is None else weighting
             out.backward(weighting)

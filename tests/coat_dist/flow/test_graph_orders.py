@@ -1,4 +1,6 @@
-"""Layers in whatever order a program runs them: with graphs, over a simulated pool, the numbers are those without."""
+"""Layers in whatever order a program runs them: with graphs, over a simulated pool, the numbers
+are those without.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ WIDTH = 8
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Up to rounding: gradients of a tensor that several losses read are summed in another order, on which elements
-    depend that nearly cancel. Memory that was overwritten is another number altogether."""
-    return left.shape == right.shape and bool((left - right).abs().max() <= 1e-9 * right.abs().max())
+    """Up to rounding: gradients of a tensor that several losses read are summed in another order,
+    on which elements depend that nearly cancel. Memory that was overwritten is another number
+    altogether.
+    """
+    return left.shape == right.shape and bool(
+        (left - right).abs().max() <= 1e-9 * right.abs().max()
+    )
 
 
 def smooth(x, parameters):
@@ -46,7 +52,9 @@ class Layers:
         draw = random.Random(seed)
 
         def parameter(*shape):
-            return torch.nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.4)
+            return torch.nn.Parameter(
+                torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.4
+            )
 
         self.functions = [draw.choice([smooth, mixing, bent]) for _ in range(3)]
         self.layers = [(parameter(WIDTH, WIDTH), parameter(WIDTH)) for _ in self.functions]
@@ -57,14 +65,20 @@ class Layers:
         return [self.scale, *(p for pair in self.layers for p in pair)]
 
     def __call__(self, x, order, detached):
-        """What each of the layers in ``order`` gives; an input that is ``detached`` gets no gradient."""
+        """What each of the layers in ``order`` gives; an input that is ``detached`` gets no
+        gradient.
+        """
         x, outs = x * self.scale, []
         for place, i in enumerate(order):
             if i is None:
                 raise OSError("in the middle")
             call = self.functions[i] if self.graphs is None else self.graphs[i]
             given = x.detach() if place in detached else x
-            x = call(given, self.layers[i]) if self.graphs is None else call(self.functions[i], given, self.layers[i])
+            x = (
+                call(given, self.layers[i])
+                if self.graphs is None
+                else call(self.functions[i], given, self.layers[i])
+            )
             outs.append(x)
         return outs
 
@@ -77,10 +91,14 @@ class Both:
         self.models = [Layers(seed, graphs) for graphs in (False, True)]
 
     def losses(self, seed, tokens=3, order=(0, 1, 2), detached=(), of=None):
-        """The sum of the outputs ``of`` these places in the order, or of the last; None where a layer raised."""
+        """The sum of the outputs ``of`` these places in the order, or of the last; None where a
+        layer raised.
+        """
         found = []
         for model in self.models:
-            x = torch.randn(tokens, 2, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            x = torch.randn(
+                tokens, 2, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+            )
             try:
                 outs = model(x, order, detached)
             except OSError:
@@ -114,28 +132,43 @@ class Both:
 
     def each(self, change, layers=None):
         for model in self.models:
-            chosen = model.parameters() if layers is None else [p for i in layers for p in model.layers[i]]
+            chosen = (
+                model.parameters()
+                if layers is None
+                else [p for i in layers for p in model.layers[i]]
+            )
             with torch.no_grad():
                 for p in chosen:
                     change(p)
 
     def step(self):
         draw = self.draw
-        order = draw.choice([(0, 1, 2)] * 6 + [(0, 2), (1, 2), (2, 1, 0), (0, 1, 2, 1), (0, None, 2)])
+        order = draw.choice(
+            [(0, 1, 2)] * 6 + [(0, 2), (1, 2), (2, 1, 0), (0, 1, 2, 1), (0, None, 2)]
+        )
         detached = draw.choice([()] * 8 + [(1,), (0,), (1, 2)])
         places = range(len(order))
         of = draw.choice([None] * 5 + [[draw.choice(places)], [*places]])
         some = dict(
-            seed=draw.randrange(2**30), tokens=draw.choice([3, 3, 3, 5, 2]), order=order, detached=detached, of=of
+            seed=draw.randrange(2**30),
+            tokens=draw.choice([3, 3, 3, 5, 2]),
+            order=order,
+            detached=detached,
+            of=of,
         )
-        what = draw.choice(["train"] * 8 + ["drop", "two", "two", "freeze", "move", "sgd", "sgd", "evaluate"])
+        what = draw.choice(
+            ["train"] * 8 + ["drop", "two", "two", "freeze", "move", "sgd", "sgd", "evaluate"]
+        )
         if what == "train":
             for _ in range(draw.choice([1, 2, 3])):
                 self.backward(self.losses(**some))
         elif what == "drop":
             self.losses(**some)
         elif what == "two":
-            pairs = [self.losses(**some), self.losses(draw.randrange(2**30), tokens=draw.choice([3, 5]))]
+            pairs = [
+                self.losses(**some),
+                self.losses(draw.randrange(2**30), tokens=draw.choice([3, 5])),
+            ]
             for pair in draw.sample(pairs, 2):
                 self.backward(pair, may_fail=True)
         elif what == "freeze":
@@ -143,7 +176,10 @@ class Both:
             self.each(lambda p: p.requires_grad_(kept), [draw.randrange(3)])
             self.clear()
         elif what == "move":
-            self.each(lambda p: setattr(p, "data", p.data * 1.01), draw.choice([[0, 1, 2], [draw.randrange(3)]]))
+            self.each(
+                lambda p: setattr(p, "data", p.data * 1.01),
+                draw.choice([[0, 1, 2], [draw.randrange(3)]]),
+            )
         elif what == "sgd":
             self.each(lambda p: None if p.grad is None else p.sub_(0.05 * p.grad.clamp(-1, 1)))
             self.clear()
@@ -177,7 +213,9 @@ def settles(both) -> None:
         assert pool().captured == before and all(graphs._graphs for graphs in both.models[1].graphs)
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
+)
 def test_any_order(seed):
     both = Both(seed)
     for _ in range(30):
@@ -187,7 +225,9 @@ def test_any_order(seed):
 
 
 def test_losses_of_parts_in_turns():
-    """A backward that is captured while the layer below waits for none may not take that one's memory."""
+    """A backward that is captured while the layer below waits for none may not take that one's
+    memory.
+    """
     both = Both(1)
     for seed, of in enumerate([[0]] * 3 + [[1]] * 2 + [[0, 1]] * 4):
         both.clear()
@@ -210,7 +250,9 @@ def test_a_step_of_the_optimizer_before_backward_is_captured(when):
 
 def test_the_simulation_sees_what_is_overwritten(monkeypatch):
     """Graphs that do not look at who waits give other numbers."""
-    monkeypatch.setattr("coat_dist.flow.graphs.cuda_graphs._Graph._waits_as_before", lambda self: True)
+    monkeypatch.setattr(
+        "coat_dist.flow.graphs.cuda_graphs._Graph._waits_as_before", lambda self: True
+    )
     monkeypatch.setattr(graph_pool.Waiting, "finish", lambda self, one: None)
     both = Both(3)
     with pytest.raises((AssertionError, RuntimeError)):

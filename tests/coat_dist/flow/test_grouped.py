@@ -1,4 +1,6 @@
-"""All experts at once against one expert after the other: the same bits, and no number of tokens is special."""
+"""All experts at once against one expert after the other: the same bits, and no number of tokens
+is special.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, grouped_mlp, invalidate_weights, mlp, scale_rows, weights
 
 H, F = 64, 48
-COUNTS = {"any": [5, 0, 33, 32, 1], "one": [0, 0, 40, 0, 0], "none": [0, 0, 0, 0, 0], "last_empty": [64, 3, 7, 9, 0]}
+COUNTS = {
+    "any": [5, 0, 33, 32, 1],
+    "one": [0, 0, 40, 0, 0],
+    "none": [0, 0, 0, 0, 0],
+    "last_empty": [64, 3, 7, 9, 0],
+}
 
 
 def problem(counts, activation="swiglu", dtype=torch.bfloat16, seed=0):
@@ -22,7 +29,9 @@ def problem(counts, activation="swiglu", dtype=torch.bfloat16, seed=0):
     w1 *= torch.rand(experts, 1, 1, generator=g).mul(4).exp()
     w2 = torch.randn(experts, F, H, generator=g) * F**-0.5
     dout = torch.randn(tokens, H, generator=g)
-    return [t.to(dtype).requires_grad_() for t in (x, probs, w1.view(H, -1), w2.view(-1, H))], dout.to(dtype)
+    return [
+        t.to(dtype).requires_grad_() for t in (x, probs, w1.view(H, -1), w2.view(-1, H))
+    ], dout.to(dtype)
 
 
 def one_by_one(counts, x, probs, w1, w2, activation, settings):
@@ -55,14 +64,18 @@ def test_the_bits_of_one_expert_after_the_other(counts, activation, options):
     y = grouped_mlp(x, torch.tensor(counts), w1, w2, activation, settings, probs)
     grads = torch.autograd.grad(y, inputs, dout)
     expected = one_by_one(counts, *inputs, activation, settings)
-    for got, wanted in zip((y, *grads), (expected, *torch.autograd.grad(expected, inputs, dout)), strict=True):
+    for got, wanted in zip(
+        (y, *grads), (expected, *torch.autograd.grad(expected, inputs, dout)), strict=True
+    ):
         assert got.shape == wanted.shape and got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_weight_gradients_into_main_grad(overwrite):
-    """What one by one adds to main_grad, in fp32, is added to the same places; nothing is kept of a replaced one."""
+    """What one by one adds to main_grad, in fp32, is added to the same places; nothing is kept
+    of a replaced one.
+    """
     counts, settings = COUNTS["any"], ActivationConfig(wgrad="main_grad")
     (x, probs, w1, w2), dout = problem(counts)
     for w in (w1, w2):
@@ -85,7 +98,9 @@ def test_weight_gradients_into_main_grad(overwrite):
         parts.append([fc.main_grad.t() for fc in fcs])
         first += n
     for w, wanted in zip((w1, w2), zip(*parts, strict=True), strict=True):
-        assert torch.equal(w.main_grad.view(len(counts), -1), torch.stack(wanted).view(len(counts), -1))
+        assert torch.equal(
+            w.main_grad.view(len(counts), -1), torch.stack(wanted).view(len(counts), -1)
+        )
 
 
 def test_codes_are_kept_until_the_weights_change():
@@ -94,7 +109,10 @@ def test_codes_are_kept_until_the_weights_change():
     w1, w2 = torch.nn.Parameter(w1.detach()), torch.nn.Parameter(w2.detach())
     invalidate_weights()
     grouped_mlp(x, counts, w1, w2, "swiglu", settings)
-    assert {entry.operand.q8.codes.numel() for entry in weights._cache.values()} == {w1.numel(), w2.numel()}
+    assert {entry.operand.q8.codes.numel() for entry in weights._cache.values()} == {
+        w1.numel(),
+        w2.numel(),
+    }
     y = grouped_mlp(x, counts, w1, w2, "swiglu", settings)
     with torch.no_grad():
         w1.mul_(2)
@@ -116,7 +134,11 @@ def test_saved_bytes():
     for t in (w1, w2, probs):
         del storages[t.untyped_storage().data_ptr()]
     rows, groups = 160, -(-F // settings.group_size)
-    expected = rows * (H + 2 * F + 2 * groups + H + -(-H // settings.group_size)) + 4 * rows + 4 * sum(counts)
+    expected = (
+        rows * (H + 2 * F + 2 * groups + H + -(-H // settings.group_size))
+        + 4 * rows
+        + 4 * sum(counts)
+    )
     assert sum(storages.values()) == expected + 4 * rows // 32 + 4 * 5 + 4 * 4 * 5
 
 
@@ -127,17 +149,31 @@ def test_saved_bytes():
             {"x": torch.zeros(71, H, dtype=torch.float16)},
             "x: got torch.float16, accepted: torch.bfloat16, torch.float32",
         ),
-        ({"fc2_weight": torch.zeros(5 * 16, H)}, "fc2_weight: got 5120 elements, accepted: 30720/2"),
-        ({"tokens_per_expert": torch.tensor([1, 2, 3, 4, 5])}, r"tokens_per_expert: got \[1, 2, 3, 4, 5\], accepted"),
-        ({"settings": ActivationConfig(tp_invariant=True)}, "tp_invariant: got true, accepted: false"),
+        (
+            {"fc2_weight": torch.zeros(5 * 16, H)},
+            "fc2_weight: got 5120 elements, accepted: 30720/2",
+        ),
+        (
+            {"tokens_per_expert": torch.tensor([1, 2, 3, 4, 5])},
+            r"tokens_per_expert: got \[1, 2, 3, 4, 5\], accepted",
+        ),
+        (
+            {"settings": ActivationConfig(tp_invariant=True)},
+            "tp_invariant: got true, accepted: false",
+        ),
         ({"probs": torch.zeros(3)}, r"probs: got shape \[3\], accepted: \[71\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
     (x, probs, w1, w2), _ = problem(COUNTS["any"])
     given = dict(
-        x=x, tokens_per_expert=torch.tensor(COUNTS["any"]), fc1_weight=w1, fc2_weight=w2, activation="swiglu",
-        settings=ActivationConfig(), probs=probs,
-    )  # fmt: skip
+        x=x,
+        tokens_per_expert=torch.tensor(COUNTS["any"]),
+        fc1_weight=w1,
+        fc2_weight=w2,
+        activation="swiglu",
+        settings=ActivationConfig(),
+        probs=probs,
+    )
     with pytest.raises(ValueError, match=message):
         grouped_mlp(**given | changes)

@@ -1,4 +1,5 @@
-"""Changes in place, of outputs and of inputs: they give the gradients of the same change made out of place, or raise.
+"""Changes in place, of outputs and of inputs: they give the gradients of the same change made out
+of place, or raise.
 
 A BF16 model allows them, and code around it uses them: ``losses *= mask``, ``logits.mul_(factor)``.
 """
@@ -87,7 +88,9 @@ def test_outputs_beside_a_residual_can_be_changed_and_the_alias_cannot(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inputs_can_be_changed_in_place_or_backward_refuses(name):
-    """What backward needs of an input is either a copy in FP8 or guarded by autograd's version counter."""
+    """What backward needs of an input is either a copy in FP8 or guarded by autograd's version
+    counter.
+    """
     layer = Layer.random(h=H, n=HEADS.width if "qkv" in name else 48)
     call, x = catalogue(layer)[name], torch.randn(6, 2, H, requires_grad=True)
     outs = call(x * 1)
@@ -107,7 +110,9 @@ def test_inputs_can_be_changed_in_place_or_backward_refuses(name):
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_what_the_projection_keeps_of_attention(compressed):
-    """``linear`` keeps attention's output, or its codes. A change after it is refused in backward, or harmless."""
+    """``linear`` keeps attention's output, or its codes. A change after it is refused in
+    backward, or harmless.
+    """
     layer, x = Layer.random(h=H, n=48), torch.randn(6, 2, 4, 16, requires_grad=True)
 
     def run():
@@ -116,7 +121,9 @@ def test_what_the_projection_keeps_of_attention(compressed):
         return sdpa(x, x, x), None
 
     o, o8 = run()
-    wanted = torch.autograd.grad(linear(o, layer.weight, ONE, settings(), o8).sum(), [x, layer.weight])
+    wanted = torch.autograd.grad(
+        linear(o, layer.weight, ONE, settings(), o8).sum(), [x, layer.weight]
+    )
     o, o8 = run()
     y = linear(o, layer.weight, ONE, settings(), o8)
     with torch.no_grad():

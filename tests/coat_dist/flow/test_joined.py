@@ -1,4 +1,6 @@
-"""Several weights of one product: the bits of their concatenation, in any order of heads and positions."""
+"""Several weights of one product: the bits of their concatenation, in any order of heads and
+positions.
+"""
 
 import itertools
 
@@ -15,13 +17,18 @@ HEADS = Heads(groups=2, per_group=2, size=16, blocks=True)
 S, B, H = 10, 3, 64
 SETTINGS = [
     settings(forward=forward, forward_scales=scales, weights=kept)
-    for forward, scales, kept in itertools.product(("exact", "quantized"), ("row", "tensor"), ("on_use", "cached"))
+    for forward, scales, kept in itertools.product(
+        ("exact", "quantized"), ("row", "tensor"), ("on_use", "cached")
+    )
 ]
 
 
 def qkv_parameters(dtype, biased=True):
     layer = Layer.random(h=H, n=sum(SIZES), dtype=dtype, biased=True)
-    apart = [[t.detach().clone().requires_grad_() for t in whole.split(SIZES)] for whole in (layer.weight, layer.bias)]
+    apart = [
+        [t.detach().clone().requires_grad_() for t in whole.split(SIZES)]
+        for whole in (layer.weight, layer.bias)
+    ]
     return layer, apart[0], apart[1] if biased else None
 
 
@@ -38,7 +45,9 @@ def test_projections_of_attention(config, dtype):
     found = []
     for weight, bias in ((layer.weight, layer.bias), (apart, biases)):
         for _ in range(2):  # the second time from the cache
-            *outs, alias = norm_qkv(x, layer.norm, weight, bias, HEADS, angles, ONE, config, residual=True)
+            *outs, alias = norm_qkv(
+                x, layer.norm, weight, bias, HEADS, angles, ONE, config, residual=True
+            )
         torch.manual_seed(0)
         upstream = [torch.randn_like(t) for t in (*outs, alias)]
         leaves = [x, layer.norm_weight]
@@ -62,7 +71,9 @@ def test_batch_first(config, rows):
     assert all(torch.equal(g, turn(w)) for g, w in zip(got, wanted, strict=True))
     upstream = [torch.randn_like(t) for t in wanted]
     dx = torch.autograd.grad(wanted, [x], upstream)[0]
-    assert torch.equal(torch.autograd.grad(got, [x], [turn(t) for t in upstream])[0], dx), "sums go by token"
+    assert torch.equal(torch.autograd.grad(got, [x], [turn(t) for t in upstream])[0], dx), (
+        "sums go by token"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,23 +82,31 @@ def test_batch_first(config, rows):
 def test_gate_and_up(config, biased, dtype):
     layer = Layer.random(h=H, f=96, dtype=dtype, biased=biased)
     parts = [t.detach().clone().requires_grad_() for t in layer.fc1.split(96)]
-    biases = [t.detach().clone().requires_grad_() for t in layer.fc1_bias.split(96)] if biased else []
+    biases = (
+        [t.detach().clone().requires_grad_() for t in layer.fc1_bias.split(96)] if biased else []
+    )
     x = torch.randn(S, B, H, dtype=dtype, requires_grad=True)
     whole = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, layer.fc1_bias)
     joined = norm_mlp(x, layer.norm, parts, layer.fc2, "swiglu", ONE, config, biases or None)
     assert torch.equal(whole, joined)
     upstream, common = torch.randn_like(whole), [x, layer.norm_weight, layer.fc2]
-    wanted = torch.autograd.grad(whole, [*common, layer.fc1, *([layer.fc1_bias] if biased else [])], upstream)
+    wanted = torch.autograd.grad(
+        whole, [*common, layer.fc1, *([layer.fc1_bias] if biased else [])], upstream
+    )
     got = torch.autograd.grad(joined, [*common, *parts, *biases], upstream)
     assert all(torch.equal(a, b) for a, b in zip(wanted[:3], got[:3], strict=True))
-    assert torch.equal(wanted[3], torch.cat(got[3:5])) and (not biased or torch.equal(wanted[4], torch.cat(got[5:])))
+    assert torch.equal(wanted[3], torch.cat(got[3:5])) and (
+        not biased or torch.equal(wanted[4], torch.cat(got[5:]))
+    )
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_gradients_are_views_that_autograd_keeps(scales):
     """One product makes them, and ``.grad`` is its memory."""
     layer, apart, _ = qkv_parameters(torch.float32)
-    norm_linear(torch.randn(S, B, H), layer.norm, apart, None, ONE, settings(forward_scales=scales)).sum().backward()
+    norm_linear(
+        torch.randn(S, B, H), layer.norm, apart, None, ONE, settings(forward_scales=scales)
+    ).sum().backward()
     storages = {w.grad.untyped_storage().data_ptr() for w in apart}
     assert len(storages) == 1 and [w.grad.shape for w in apart] == [w.shape for w in apart]
 
@@ -103,7 +122,9 @@ def test_frozen_weights_get_none_and_change_no_other(frozen):
         w.requires_grad_(i not in frozen)
     norm_linear(x, layer.norm, apart, biases, ONE, config).square().sum().backward()
     for i, w in enumerate(apart):
-        assert (w.grad is None) == (i in frozen) and (w.grad is None or torch.equal(w.grad, full[i]))
+        assert (w.grad is None) == (i in frozen) and (
+            w.grad is None or torch.equal(w.grad, full[i])
+        )
 
 
 def test_main_grad_and_cached_codes_of_each():
@@ -112,7 +133,9 @@ def test_main_grad_and_cached_codes_of_each():
     norm_linear(x, layer.norm, apart, None, ONE, settings()).square().sum().backward()
     for w in apart:
         w.main_grad = torch.ones_like(w)
-    norm_linear(x, layer.norm, apart, None, ONE, settings(wgrad="main_grad")).square().sum().backward()
+    norm_linear(
+        x, layer.norm, apart, None, ONE, settings(wgrad="main_grad")
+    ).square().sum().backward()
     assert all(torch.equal(w.main_grad, 1 + w.grad) for w in apart)
     config = settings(weights="cached")
     for change in (None, 0, 2):  # a write to any of them is noticed

@@ -1,4 +1,6 @@
-"""linear_cross_entropy against the loss of all logits: same value, same gradients, none of the memory."""
+"""linear_cross_entropy against the loss of all logits: same value, same gradients, none of the
+memory.
+"""
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from .common import ONE, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 1e-3}
-"""Relative error of dx, which is summed in fp32: now and then an element of BF16 is the neighbour, and a large one
-(2**-7 beside a norm of about 14) alone makes 6e-4."""
+"""Relative error of dx, which is summed in fp32: now and then an element of BF16 is the neighbour,
+and a large one (2**-7 beside a norm of about 14) alone makes 6e-4.
+"""
 
 
 def problem(dtype, s=13, b=5, h=72, v=331, bias=False):
@@ -30,7 +33,9 @@ def plain(x, weight, bias, labels, z_loss=0.0):
 
 
 def both(leaves, labels, upstream, **options):
-    """(loss, gradients) of the plain path and of ours, for a gradient that differs from token to token."""
+    """(loss, gradients) of the plain path and of ours, for a gradient that differs from token to
+    token.
+    """
     z_loss = options.get("z_loss", 0.0)
     bias = leaves[2] if len(leaves) > 2 else None
     results = []
@@ -51,9 +56,12 @@ def test_is_the_plain_path(dtype, chunk, bias, z_loss):
     leaves, labels, upstream = problem(dtype, bias=bias)
     (expected, wanted), (got, grads) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss)
     _, (kept, of_kept) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss, keep=True)
-    assert torch.equal(got, kept) and all(torch.equal(a, b) for a, b in zip(grads, of_kept, strict=True))
+    assert torch.equal(got, kept) and all(
+        torch.equal(a, b) for a, b in zip(grads, of_kept, strict=True)
+    )
     whole = chunk is None or chunk > 331
-    if whole or dtype == torch.bfloat16:  # fp32 products may be summed in another order where the shape is another
+    # fp32 products may be summed in another order where the shape is another.
+    if whole or dtype == torch.bfloat16:
         assert torch.equal(got, expected) and torch.equal(grads[1], wanted[1])
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5)
     assert not got[0, 1] and not got[-1, -1] and not grads[0][0, 1].any()
@@ -71,7 +79,9 @@ def test_exact_products_give_the_same_bits_for_every_chunk(dtype, chunk):
     wanted = vocab_parallel_cross_entropy(invariant_linear(*leaves, ONE), labels, ONE)
     got = linear_cross_entropy(*leaves, labels, ONE, chunk=chunk, exact=True)
     assert torch.equal(got, wanted)
-    for a, b in zip(*(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)), strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -130,7 +140,8 @@ def test_keeps_its_input_and_16_bytes_a_token(keep):
     for t in (x, weight, bias):
         storages.pop(t.untyped_storage().data_ptr())
     logits = 2 * len(weight) * keep
-    assert sum(storages.values()) == labels.numel() * (8 + 8 + logits)  # the labels themselves, an exponent and a sum
+    # The labels themselves, an exponent and a sum.
+    assert sum(storages.values()) == labels.numel() * (8 + 8 + logits)
 
 
 def test_all_ignored():
@@ -145,9 +156,12 @@ def test_all_ignored():
 def test_labels_outside_the_vocabulary(label):
     leaves, labels, upstream = problem(torch.float32)
     labels[3, 2] = label
-    with pytest.raises(ValueError, match=f"labels: got {label}, accepted: 0 to 330, or -100 to ignore"):
+    with pytest.raises(
+        ValueError, match=f"labels: got {label}, accepted: 0 to 330, or -100 to ignore"
+    ):
         linear_cross_entropy(*leaves, labels, ONE)
-    out = loss._LinearCrossEntropy.apply(*leaves, None, labels, ONE, 0.0, 100, False, False)  # as on a GPU: no look
+    # As on a GPU: no look.
+    out = loss._LinearCrossEntropy.apply(*leaves, None, labels, ONE, 0.0, 100, False, False)
     assert out.isnan().sum() == 1 and out[3, 2].isnan()
     dx, dweight = torch.autograd.grad(out, leaves, upstream)
     assert dx.isnan().all(-1).sum() == 1 and dx[3, 2].isnan().all() and dweight.isnan().any()
@@ -181,13 +195,19 @@ def test_recomputed_retained_and_not_contiguous(dtype, keep):
     out = linear_cross_entropy(x, weight, labels, ONE, chunk=100, keep=keep)
     wanted = torch.autograd.grad(out, [x, weight], upstream, retain_graph=True)
     again = torch.autograd.grad(out, [x, weight], upstream)
-    inside = checkpoint(lambda x: linear_cross_entropy(x, weight, labels, ONE, chunk=100), x, use_reentrant=False)
+    inside = checkpoint(
+        lambda x: linear_cross_entropy(x, weight, labels, ONE, chunk=100), x, use_reentrant=False
+    )
     turned = x.detach().transpose(0, 1).contiguous().requires_grad_()
-    view = linear_cross_entropy(turned.transpose(0, 1), weight, labels.t().contiguous().t(), ONE, chunk=100)
+    view = linear_cross_entropy(
+        turned.transpose(0, 1), weight, labels.t().contiguous().t(), ONE, chunk=100
+    )
     assert torch.equal(inside, out) and torch.equal(view, out)
     recomputed = torch.autograd.grad(inside, [x, weight], upstream)
     strided = torch.autograd.grad(view, [turned, weight], upstream)
-    for a, b, c, d in zip(wanted, again, recomputed, (strided[0].transpose(0, 1), strided[1]), strict=True):
+    for a, b, c, d in zip(
+        wanted, again, recomputed, (strided[0].transpose(0, 1), strided[1]), strict=True
+    ):
         assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d)
 
 
@@ -198,7 +218,8 @@ def test_without_gradients():
         with context:
             out = linear_cross_entropy(x, weight, labels, ONE)
         assert torch.equal(out, wanted) and not out.requires_grad
-    flat = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten().int(), ONE)  # other shapes, other integers
+    # Other shapes, other integers.
+    flat = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten().int(), ONE)
     assert torch.equal(flat.view_as(wanted), wanted)
 
 
@@ -208,8 +229,14 @@ X, W, L = torch.randn(3, 2, 8), torch.randn(10, 8), torch.zeros(3, 2, dtype=torc
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: linear_cross_entropy(X, W, L, ONE, bias=W[0]), r"bias: got torch.float32 \[8\], accepted: .* \[10\]"),
-        (lambda: linear_cross_entropy(X, W, L[:2], ONE), r"labels: got torch.int64 \[2, 2\], accepted: .* \[3, 2\]"),
+        (
+            lambda: linear_cross_entropy(X, W, L, ONE, bias=W[0]),
+            r"bias: got torch.float32 \[8\], accepted: .* \[10\]",
+        ),
+        (
+            lambda: linear_cross_entropy(X, W, L[:2], ONE),
+            r"labels: got torch.int64 \[2, 2\], accepted: .* \[3, 2\]",
+        ),
         (lambda: linear_cross_entropy(X, W, L, ONE, chunk=0), "chunk: got 0, accepted: a positive"),
         (lambda: vocab_parallel_cross_entropy(X, L, ONE, z_loss=float("nan")), "z_loss: got nan"),
     ],

@@ -1,4 +1,6 @@
-"""Cross entropy on one rank: torch's value and gradient, no copy of the logits kept, bad labels refused."""
+"""Cross entropy on one rank: torch's value and gradient, no copy of the logits kept, bad labels
+refused.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from .common import ONE
 
 
 def reference(logits, labels):
-    flat = F.cross_entropy(logits.flatten(0, -2).double(), labels.flatten(), reduction="none", ignore_index=-100)
+    flat = F.cross_entropy(
+        logits.flatten(0, -2).double(), labels.flatten(), reduction="none", ignore_index=-100
+    )
     return flat.view(labels.shape)
 
 
@@ -27,14 +31,20 @@ def test_value_and_gradient(dtype, chunk, monkeypatch):
     assert mine.dtype == torch.float32 and mine.shape == labels.shape
     torch.testing.assert_close(mine, expected.float(), rtol=1e-6, atol=2e-6)
     weighting = torch.randn(7, 3)
-    (a,), (b,) = (torch.autograd.grad(out, logits, w) for out, w in ((mine, weighting), (expected, weighting.double())))
+    (a,), (b,) = (
+        torch.autograd.grad(out, logits, w)
+        for out, w in ((mine, weighting), (expected, weighting.double()))
+    )
     assert a.dtype == dtype
     torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2.0**-7, atol=1e-6)
     assert not a[2, 1].any() and not a[0, 0].any() and mine[2, 1] == 0
 
 
 def test_keeps_no_copy_of_the_logits():
-    logits, labels = torch.randn(8, 3, 1000, dtype=torch.bfloat16, requires_grad=True), torch.randint(0, 1000, (8, 3))
+    logits, labels = (
+        torch.randn(8, 3, 1000, dtype=torch.bfloat16, requires_grad=True),
+        torch.randint(0, 1000, (8, 3)),
+    )
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         vocab_parallel_cross_entropy(logits, labels, ONE)
@@ -44,7 +54,9 @@ def test_keeps_no_copy_of_the_logits():
 
 
 def test_extremes():
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 0.0, 0.0], [torch.nan, 0.0, 0.0]], requires_grad=True)
+    logits = torch.tensor(
+        [[1e4, -1e4, 0.0], [-torch.inf, 0.0, 0.0], [torch.nan, 0.0, 0.0]], requires_grad=True
+    )
     out = vocab_parallel_cross_entropy(logits, torch.tensor([0, 1, 1]), ONE)
     torch.testing.assert_close(out, torch.tensor([0.0, 0.6931472, torch.nan]), equal_nan=True)
     out.sum().backward()
@@ -55,7 +67,9 @@ def test_extremes():
 @pytest.mark.parametrize("label", [-1, 5, -99, 10**6])
 def test_labels_outside_the_vocabulary(label):
     labels = torch.tensor([1, label])
-    with pytest.raises(ValueError, match=f"labels: got {label}, accepted: 0 to 4, or -100 to ignore"):
+    with pytest.raises(
+        ValueError, match=f"labels: got {label}, accepted: 0 to 4, or -100 to ignore"
+    ):
         vocab_parallel_cross_entropy(torch.randn(2, 5), labels, ONE)
     # Where looking would cost a synchronization the loss says it instead.
     logits = torch.randn(2, 5, requires_grad=True)

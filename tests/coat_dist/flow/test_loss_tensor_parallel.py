@@ -1,4 +1,6 @@
-"""linear_cross_entropy on two tensor-parallel ranks, with and without sequence parallelism, against one rank."""
+"""linear_cross_entropy on two tensor-parallel ranks, with and without sequence parallelism,
+against one rank.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from tests.support import residuals_apart, run_ranks
 
 S, B, H, V = 8, 3, 48, 160
 ONE = TensorParallel()
-CASES = list(itertools.product([torch.float32, torch.bfloat16], [False, True], [False, True], [None, 24], [0.0, 1e-2]))
+CASES = list(
+    itertools.product(
+        [torch.float32, torch.bfloat16], [False, True], [False, True], [None, 24], [0.0, 1e-2]
+    )
+)
 
 
 def train(leaves, labels, upstream, tp, **options):
@@ -30,11 +36,19 @@ def compare(dtype, sp, exact, chunk, z_loss):
     """(equal to the bit, relative error) of loss, dx, dweight and dbias against one rank."""
     tp = TensorParallel(dist.group.WORLD, sp)
     leaves = [torch.randn(S, B, H), 2 * torch.randn(V, H) * H**-0.5, torch.randn(V)]
-    leaves, labels, upstream = [t.to(dtype) for t in leaves], torch.randint(0, V, (S, B)), torch.randn(S, B)
+    leaves, labels, upstream = (
+        [t.to(dtype) for t in leaves],
+        torch.randint(0, V, (S, B)),
+        torch.randn(S, B),
+    )
     labels[1, 1] = -100
     options = {"exact": exact, "chunk": chunk, "z_loss": z_loss}
     alone, together = (train(leaves, labels, upstream, t, **options) for t in (ONE, tp))
-    parts = [alone[0], alone[1].chunk(2)[tp.rank] if sp else alone[1], *(t.chunk(2)[tp.rank] for t in alone[2:])]
+    parts = [
+        alone[0],
+        alone[1].chunk(2)[tp.rank] if sp else alone[1],
+        *(t.chunk(2)[tp.rank] for t in alone[2:]),
+    ]
     return [
         (torch.equal(a, b), ((a.double() - b.double()).norm() / b.double().norm()).item())
         for a, b in zip(together, parts, strict=True)
@@ -47,7 +61,11 @@ def nan_anywhere(rank):
     if rank == 1:
         weight[5] = torch.nan
     labels = torch.zeros(S, B, dtype=torch.long)
-    return linear_cross_entropy(torch.ones(S, B, H), weight, labels, TensorParallel(dist.group.WORLD)).isnan().all()
+    return (
+        linear_cross_entropy(torch.ones(S, B, H), weight, labels, TensorParallel(dist.group.WORLD))
+        .isnan()
+        .all()
+    )
 
 
 def everything(rank, world, seed):
@@ -70,12 +88,16 @@ def test_exact_products_give_the_same_bits_on_any_number_of_ranks(ranks):
 
 
 def test_other_products_differ_by_the_rounding_of_dx(ranks):
-    """dx is rounded to its dtype once a rank and summed. All else is the same work on columns of the same product."""
+    """dx is rounded to its dtype once a rank and summed. All else is the same work on columns of
+    the same product.
+    """
     for results, _ in ranks:
         for (dtype, sp, exact, *rest), values in results.items():
             if not exact:
                 bounds = (1e-6, 1e-2 if dtype == torch.bfloat16 else 1e-6, 1e-5, 1e-5)
-                assert all(error <= bound for (_, error), bound in zip(values, bounds, strict=True)), (dtype, sp, rest)
+                assert all(
+                    error <= bound for (_, error), bound in zip(values, bounds, strict=True)
+                ), (dtype, sp, rest)
                 assert dtype != torch.bfloat16 or (values[0][0] and values[2][0])
 
 
@@ -88,7 +110,12 @@ def deepspeed_losses(rank, world, stage, tied):
 
     from coat_dist.config import ActivationConfig
     from coat_dist.flow.blocks import loss
-    from megatron_patches import MPUAdapter, initialize_model_parallel, install_replicated_grad_hooks, patch_model
+    from megatron_patches import (
+        MPUAdapter,
+        initialize_model_parallel,
+        install_replicated_grad_hooks,
+        patch_model,
+    )
     from tests.megatron_patches.tiny import tiny_batch, tiny_gpt
 
     loss._BLOCK = 2 * 32 * 128
@@ -105,7 +132,10 @@ def deepspeed_losses(rank, world, stage, tied):
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(
-        model=model, config=config, mpu=MPUAdapter(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
+        model=model,
+        config=config,
+        mpu=MPUAdapter(),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3),
     )
     losses = []
     for step in range(6):
@@ -128,6 +158,8 @@ def losses_apart(*arguments):
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_zero3_gathers_the_output_weight(tied):
     """ZeRO-3's hooks leave the residual's gradient to autograd; so does the run to compare with."""
-    runs = [run_ranks(2, run, stage, tied) for stage, run in ((3, deepspeed_losses), (2, losses_apart))]
+    runs = [
+        run_ranks(2, run, stage, tied) for stage, run in ((3, deepspeed_losses), (2, losses_apart))
+    ]
     for losses, reference in zip(*runs, strict=True):
         assert losses == pytest.approx(reference, rel=2e-3) and losses[-1] < losses[0]

@@ -1,5 +1,7 @@
-"""Products part by part, as rows come from other ranks or go to them, are the products that collectives around a whole
-one give: to the bit. Rooms that gloo fills stand in for memory that GPUs read from each other."""
+"""Products part by part, as rows come from other ranks or go to them, are the products that
+collectives around a whole one give: to the bit. Rooms that gloo fills stand in for memory that GPUs
+read from each other.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +67,25 @@ def layer(tp, config, dtype, seed):
         return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
     x, gain = made(S // tp.size, B, H), torch.linspace(0.5, 1.5, H).to(dtype).requires_grad_()
-    weights = made(H, H), made(H, H // 2), made(F, H), made(H, F // 2), made(F // 2, H), made(H, F // 2)
+    weights = (
+        made(H, H),
+        made(H, H // 2),
+        made(F, H),
+        made(H, F // 2),
+        made(F // 2, H),
+        made(H, F // 2),
+    )
     norm = Norm("rmsnorm", 1e-5, gain, reduce_grad=True)
-    table = rope_table(torch.linspace(0, 3, S)[:, None, None, None].expand(S, 1, 1, H // 4).contiguous())
+    table = rope_table(
+        torch.linspace(0, 3, S)[:, None, None, None].expand(S, 1, 1, H // 4).contiguous()
+    )
     q, k, v = norm_qkv(x, norm, weights[0], None, Heads(1, 2, H // 4), table, tp, config)
-    y = linear((q.flatten(2) * torch.cat([k, v], -1).flatten(2)).contiguous(), weights[1], tp, config) + x
+    y = (
+        linear(
+            (q.flatten(2) * torch.cat([k, v], -1).flatten(2)).contiguous(), weights[1], tp, config
+        )
+        + x
+    )
     y = norm_mlp(y, norm, weights[2], weights[3], "swiglu", tp, config) + y
     y = mlp(y, weights[4], weights[5], "gelu", tp, config) + y
     grads = torch.autograd.grad(y.square().sum(), [x, gain, *weights])
@@ -82,14 +98,20 @@ def both(rank, world, changes):
     for dtype in (torch.bfloat16, torch.float32):
         rooms = Rooms(dist.group.WORLD)
         plain = layer(tp, config, dtype, 3)
-        with mock.patch.object(TensorParallel, "peers", lambda tp, *_, rooms=rooms: rooms if tp.reads_peers else None):
+        with mock.patch.object(
+            TensorParallel, "peers", lambda tp, *_, rooms=rooms: rooms if tp.reads_peers else None
+        ):
             parted = layer(tp, config, dtype, 3)
-        found[dtype] = [i for i, pair in enumerate(zip(plain, parted, strict=True)) if not torch.equal(*pair)]
+        found[dtype] = [
+            i for i, pair in enumerate(zip(plain, parted, strict=True)) if not torch.equal(*pair)
+        ]
         found[dtype, "bytes"] = rooms.bytes
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"forward_scales": "tensor", "grad_format": "e5m2", "fp8_gather": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"forward_scales": "tensor", "grad_format": "e5m2", "fp8_gather": False}]
+)
 def test_parts_are_the_whole(changes) -> None:
     for found in run_ranks(2, both, changes):
         assert found[torch.bfloat16] == found[torch.float32] == []
@@ -100,7 +122,9 @@ def test_parts_are_the_whole(changes) -> None:
 
 
 def four(rank, world):
-    """On four ranks, with numbers whose sums are exact: what of rows that come and of sums that go is wrong."""
+    """On four ranks, with numbers whose sums are exact: what of rows that come and of sums that
+    go is wrong.
+    """
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
     rooms, tp = Rooms(group), TensorParallel(group, True)
 
@@ -121,9 +145,13 @@ def four(rank, world):
         wrong += [dtype] * (not torch.equal(got, expected) or got.dtype != dtype)
         whole = tp.start_gather_quantized(own).wait()
         rows = Rows(rooms, own)
-        wrong += ["rows"] * (not torch.equal(rows.multiply(product, H, dtype), scaled_mm(whole, b, dtype)))
+        wrong += ["rows"] * (
+            not torch.equal(rows.multiply(product, H, dtype), scaled_mm(whole, b, dtype))
+        )
         wrong += ["top"] * any(q.top is not None for q in (whole, rows.whole()))
-        wrong += ["codes"] * (not torch.equal(rows.whole().codes.view(torch.uint8), whole.codes.view(torch.uint8)))
+        wrong += ["codes"] * (
+            not torch.equal(rows.whole().codes.view(torch.uint8), whole.codes.view(torch.uint8))
+        )
     return wrong
 
 
@@ -142,7 +170,10 @@ def switched(rank, world, values):
 
 
 def switches(rank, world):
-    return [switched(rank, world, values) for values in (("1", "1"), ("0", "0"), ("1", "0"), ("no", "no"))]
+    return [
+        switched(rank, world, values)
+        for values in (("1", "1"), ("0", "0"), ("1", "0"), ("no", "no"))
+    ]
 
 
 def test_the_switch_is_the_same_on_all_ranks() -> None:

@@ -1,7 +1,8 @@
 """The order in which ranks write, read and write again what they read from each other.
 
-The real class runs on gloo ranks. Memory that they share stands in for that of GPUs, and copies come as late as streams
-and events let them: a room that is written again too early, or freed, is read wrong.
+The real class runs on gloo ranks. Memory that they share stands in for that of GPUs, and copies
+come as late as streams and events let them: a room that is written again too early, or freed, is
+read wrong.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Machine:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.files[room.data_ptr()])
         return Handle(
-            dist.group.WORLD, [torch.from_file(f, shared=True, size=n, dtype=torch.uint8) for f, n in everyone]
+            dist.group.WORLD,
+            [torch.from_file(f, shared=True, size=n, dtype=torch.uint8) for f, n in everyone],
         )
 
     @contextlib.contextmanager
@@ -132,17 +134,23 @@ class Machine:
                 "empty_cache": lambda: None,
             }.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-            stack.enter_context(mock.patch.object(peer_memory, "On", lambda stream, _: Late(stream)))
+            stack.enter_context(
+                mock.patch.object(peer_memory, "On", lambda stream, _: Late(stream))
+            )
             stack.enter_context(mock.patch.object(symmetric, "empty", self.empty))
             stack.enter_context(mock.patch.object(symmetric, "rendezvous", self.rendezvous))
             # Parts that run beside each other here run one after the other.
-            stack.enter_context(mock.patch.object(PeerMemory, "beside", lambda _: contextlib.nullcontext()))
+            stack.enter_context(
+                mock.patch.object(PeerMemory, "beside", lambda _: contextlib.nullcontext())
+            )
             yield
 
 
 def through(peers):
     """All that ranks exchange goes through these rooms."""
-    return mock.patch.object(TensorParallel, "peers", lambda tp, *_: peers if tp.reads_peers else None)
+    return mock.patch.object(
+        TensorParallel, "peers", lambda tp, *_: peers if tp.reads_peers else None
+    )
 
 
 def late_copies(rank, world, changes, folder):
@@ -154,7 +162,11 @@ def late_copies(rank, world, changes, folder):
             plain = layer(tp, config, torch.bfloat16, seed)
             with through(peers):
                 parted = layer(tp, config, torch.bfloat16, seed)
-            found += [i for i, pair in enumerate(zip(plain, parted, strict=True)) if not torch.equal(*pair)]
+            found += [
+                i
+                for i, pair in enumerate(zip(plain, parted, strict=True))
+                if not torch.equal(*pair)
+            ]
     return found
 
 
@@ -196,22 +208,34 @@ def odd_uses(rank, world, folder):
             with torch.inference_mode():
                 block(torch.ones(2, B, H))
             gathered = tp.gather_rows(torch.ones(2, 4))
-            facts["evaluation first"] = torch.equal(gathered, torch.ones(4, 4)) and same(block.result(2), plain[2])
+            facts["evaluation first"] = torch.equal(gathered, torch.ones(4, 4)) and same(
+                block.result(2), plain[2]
+            )
             facts["sizes"] = all(same(block.result(rows), plain[rows]) for rows in (4, 8, 2, 8, 4))
             facts["recomputed"] = same(block.result(4, recomputed=True), plain[4])
             coming = tp.start_gather(torch.full((2, 4), 3.0))
             peers.room(512)  # and then an exception
             others = tp.start_gather(torch.full((2, 4), 5.0))
-            facts["abandoned"] = torch.equal(coming.wait()[0] + 2, others.wait()[0]) and same(block.result(4), plain[4])
+            facts["abandoned"] = torch.equal(coming.wait()[0] + 2, others.wait()[0]) and same(
+                block.result(4), plain[4]
+            )
             first, second = Stream.current, Stream()
             with on(second):
-                facts["another stream"] = same(block.result(4), plain[4]) and first in second.awaited
+                facts["another stream"] = (
+                    same(block.result(4), plain[4]) and first in second.awaited
+                )
             facts["and back"] = same(block.result(4), plain[4]) and second in first.awaited
         order = []
         real = PeerMemory.written, torch.Tensor.new_empty
         with (
-            mock.patch.object(PeerMemory, "written", lambda self: (order.append("barrier"), real[0](self))[1]),
-            mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: (order.append("new"), real[1](*a, **k))[1]),
+            mock.patch.object(
+                PeerMemory, "written", lambda self: (order.append("barrier"), real[0](self))[1]
+            ),
+            mock.patch.object(
+                torch.Tensor,
+                "new_empty",
+                lambda *a, **k: (order.append("new"), real[1](*a, **k))[1],
+            ),
         ):
             peers.gather([torch.ones(4, 4)])
         facts["memory before the barrier"] = order == ["new", "barrier"]
@@ -238,7 +262,9 @@ def without_memory(rank, world, folder):
             warnings.simplefilter("always")
             few = peer_memory.FEWEST
             given = (few - 1, 1), (few, 1), (few, 4), (few, 1)
-            uses = [peer_memory.peer_memory(group, n, itemsize, gpu) is peers for n, itemsize in given]
+            uses = [
+                peer_memory.peer_memory(group, n, itemsize, gpu) is peers for n, itemsize in given
+            ]
             warned = [str(w.message) for w in caught if "NCCL" in str(w.message)]
     return uses, len(warned), all("rank 1 of the group" in text for text in warned)
 
@@ -250,7 +276,9 @@ def test_a_rank_without_memory_sends_all_to_nccl() -> None:
 
 
 def compiled(rank, world, folder):
-    """Whether a compiled block has the results of one that is not, for several sizes, without rooms and with them."""
+    """Whether a compiled block has the results of one that is not, for several sizes, without
+    rooms and with them.
+    """
     block, found = Block(TensorParallel(dist.group.WORLD, True)), []
     plain = {rows: block.result(rows) for rows in (4, 8)}
     with Machine(folder).here():

@@ -6,7 +6,9 @@ import torch
 from coat_dist.flow import permute, token_order, unpermute
 
 
-@pytest.mark.parametrize(("tokens", "experts", "topk"), [(37, 5, 2), (8, 4, 4), (6, 9, 1), (0, 3, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk"), [(37, 5, 2), (8, 4, 4), (6, 9, 1), (0, 3, 2)]
+)
 def test_order_rows_and_gradients(tokens, experts, topk):
     chosen = torch.rand(tokens, experts).topk(topk).indices
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
@@ -15,7 +17,9 @@ def test_order_rows_and_gradients(tokens, experts, topk):
     assert torch.equal(order.token.long(), token)
     assert torch.equal(order.chosen, expert * tokens + token)
     if tokens:
-        assert torch.equal(order.token[order.rows.long()], torch.arange(tokens)[:, None].expand(-1, topk).int())
+        assert torch.equal(
+            order.token[order.rows.long()], torch.arange(tokens)[:, None].expand(-1, topk).int()
+        )
     x = torch.randn(tokens, 16, requires_grad=True)
     y = torch.randn(tokens * topk, 16, requires_grad=True)
     there, back = permute(x, order), unpermute(y, order)

@@ -1,4 +1,6 @@
-"""norm → qkv → split and rotation as one function: the same bits as its parts, and nothing more kept."""
+"""norm → qkv → split and rotation as one function: the same bits as its parts, and nothing more
+kept.
+"""
 
 import pytest
 import torch
@@ -33,15 +35,24 @@ def test_same_bits_as_the_parts(config, angles, dtype):
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(got, wanted, strict=True))
     douts = [torch.randn_like(t) for t in got]
     dmixed, _ = split_rope_backward(*douts, HEADS, angles)
-    grads, expected = torch.autograd.grad(got, inputs, douts), torch.autograd.grad(mixed, inputs, dmixed)
+    grads, expected = (
+        torch.autograd.grad(got, inputs, douts),
+        torch.autograd.grad(mixed, inputs, dmixed),
+    )
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
 def test_only_the_shared_table_is_kept_besides():
-    layer, angles, config = Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16), table(), settings()
+    layer, angles, config = (
+        Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16),
+        table(),
+        settings(),
+    )
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     known = [*layer.parameters().values(), angles.cos, angles.sin]
-    kept = saved(lambda: norm_qkv(x, layer.norm, layer.weight, None, HEADS, angles, ONE, config)[0], *known)
+    kept = saved(
+        lambda: norm_qkv(x, layer.norm, layer.weight, None, HEADS, angles, ONE, config)[0], *known
+    )
     assert sum(kept.values()) == S * B * normed_bytes(H, config) + 2 * 4
 
 
@@ -66,7 +77,10 @@ def test_values_of_tensors_are_made_once_until_one_changes():
         changes()
         for _ in range(3):
             for factor in (1, 3):
-                assert total(cosines, sines, factor=factor) == (cosines.sum() + sines.sum()).item() * factor
+                assert (
+                    total(cosines, sines, factor=factor)
+                    == (cosines.sum() + sines.sum()).item() * factor
+                )
     assert calls == [1, 3] * 3
     assert total(cosines, others, factor=1) == (cosines.sum() + others.sum()).item()
     with torch.inference_mode():

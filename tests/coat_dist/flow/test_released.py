@@ -1,4 +1,6 @@
-"""Backward drops what it has used before it makes the next large tensor: a step's peak is in these functions."""
+"""Backward drops what it has used before it makes the next large tensor: a step's peak is in
+these functions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ONE = TensorParallel()
 
 
 class Watch:
-    """Weak references to what functions were given and made, and which of them live at each weight's gradient."""
+    """Weak references to what functions were given and made, and which of them live at each
+    weight's gradient.
+    """
 
     def __init__(self, monkeypatch) -> None:
         self.made: dict[str, weakref.ref] = {}
@@ -30,7 +34,9 @@ class Watch:
 
         monkeypatch.setattr(Weight, "gradient", gradient)
 
-    def around(self, monkeypatch, module: str, function: str, given: dict[int, str], made: dict[int, str]) -> None:
+    def around(
+        self, monkeypatch, module: str, function: str, given: dict[int, str], made: dict[int, str]
+    ) -> None:
         where = importlib.import_module(f"coat_dist.flow.{module}")
         original = getattr(where, function)
 
@@ -61,16 +67,22 @@ def weight(*shape: int) -> torch.Tensor:
 
 def test_mlp(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "blocks.mlp", "quantize_gradient", {}, {0: "dout8", 1: "dout8_t"})
-    watch.around(monkeypatch, "blocks.mlp", "activation_backward", {0: "da"}, {0: "d8", 1: "d8_t", 2: "a8_t"})
+    watch.around(
+        monkeypatch, "blocks.mlp", "activation_backward", {0: "da"}, {0: "d8", 1: "d8_t", 2: "a8_t"}
+    )
     norm = Norm("rmsnorm", 1e-5, weight(H))
     x = torch.randn(TOKENS, H, requires_grad=True)
-    norm_mlp(x, norm, weight(2 * F, H), weight(H, F), "swiglu", ONE, config).square().sum().backward()
+    norm_mlp(
+        x, norm, weight(2 * F, H), weight(H, F), "swiglu", ONE, config
+    ).square().sum().backward()
     assert watch.alive == [{"dout8_t", "d8", "d8_t", "a8_t"}, {"d8_t"}]
 
 
 def test_norm_qkv(watch, config, monkeypatch) -> None:
     names = {0: "d8", 1: "d8_t"}
-    watch.around(monkeypatch, "blocks.norm_linear", "quantize_gradient", {0: "gradients together"}, names)
+    watch.around(
+        monkeypatch, "blocks.norm_linear", "quantize_gradient", {0: "gradients together"}, names
+    )
     heads, table = Heads(2, 1, H // 2), rope_table(torch.randn(TOKENS, 1, 1, H // 2))
     norm = Norm("rmsnorm", 1e-5, weight(H))
     x = torch.randn(TOKENS, 1, H, requires_grad=True)
@@ -81,5 +93,7 @@ def test_norm_qkv(watch, config, monkeypatch) -> None:
 
 def test_linear(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "blocks.linear", "quantize_gradient", {}, {0: "d8", 1: "d8_t"})
-    linear(torch.randn(TOKENS, H, requires_grad=True), weight(H, H), ONE, config).square().sum().backward()
+    linear(
+        torch.randn(TOKENS, H, requires_grad=True), weight(H, H), ONE, config
+    ).square().sum().backward()
     assert watch.alive == [{"d8_t"}]

@@ -1,4 +1,6 @@
-"""The residual connection's alias: its gradient is added where the norm's is computed, and nothing else changes."""
+"""The residual connection's alias: its gradient is added where the norm's is computed, and
+nothing else changes.
+"""
 
 import importlib
 
@@ -25,8 +27,20 @@ def function(name, layer, residual=True, config=CONFIG):
 
     def call(x):
         if name == "norm_qkv":
-            return norm_qkv(x, layer.norm, layer.weight, layer.bias, HEADS, table, ONE, config, residual=residual)
-        out = norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=residual)
+            return norm_qkv(
+                x,
+                layer.norm,
+                layer.weight,
+                layer.bias,
+                HEADS,
+                table,
+                ONE,
+                config,
+                residual=residual,
+            )
+        out = norm_mlp(
+            x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=residual
+        )
         return out if residual else (out,)
 
     return call
@@ -49,11 +63,17 @@ def backward_arguments(monkeypatch):
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("name", CALLS)
-def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(name, kind, scales, backward_arguments):
+def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(
+    name, kind, scales, backward_arguments
+):
     layer, x = tensors(kind)
     inputs = [x, *(p for p in layer.parameters().values())]
-    plain, (*outs, alias) = (function(name, layer, r, settings(forward_scales=scales))(x) for r in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(outs, plain, strict=True)) and torch.equal(alias, x)
+    plain, (*outs, alias) = (
+        function(name, layer, r, settings(forward_scales=scales))(x) for r in (False, True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(outs, plain, strict=True)) and torch.equal(
+        alias, x
+    )
     douts, carried = [torch.randn_like(t) for t in outs], torch.randn_like(x) * 3
     _, *expected = torch.autograd.grad(plain, inputs, douts, allow_unused=True)
     dx, *grads = torch.autograd.grad((*outs, alias), inputs, (*douts, carried), allow_unused=True)
@@ -84,7 +104,10 @@ def test_alias_costs_nothing(name):
     layer, x = tensors()
     *_, alias = function(name, layer)(x)
     assert alias.data_ptr() == x.data_ptr() and alias._is_view()
-    kept = [saved(lambda r=r: function(name, layer, residual=r)(x)[0], *layer.parameters().values()) for r in (0, 1)]
+    kept = [
+        saved(lambda r=r: function(name, layer, residual=r)(x)[0], *layer.parameters().values())
+        for r in (0, 1)
+    ]
     assert sorted(kept[0].values()) == sorted(kept[1].values()) and x.data_ptr() not in kept[1]
 
 
@@ -119,7 +142,10 @@ def test_gradients_with_strides_zero_or_transposed(name):
     layer, x = tensors()
     *outs, alias = function(name, layer)(x)
     dout = torch.randn_like(outs[0])
-    for carried in (x.new_tensor(3.0).expand(S, B, H), torch.randn(B, S, H, dtype=x.dtype).transpose(0, 1)):
+    for carried in (
+        x.new_tensor(3.0).expand(S, B, H),
+        torch.randn(B, S, H, dtype=x.dtype).transpose(0, 1),
+    ):
         a, b = (
             torch.autograd.grad((outs[0], alias), x, (dout, c), retain_graph=True)[0]
             for c in (carried, carried.contiguous())
@@ -148,4 +174,6 @@ def test_checkpointing(name, reentrant):
         layer.norm_weight.grad = None
         run(leaf).backward(weighting)
         grads.append((leaf.grad, layer.norm_weight.grad))
-    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(other, grads[0], strict=True))
+    assert all(
+        torch.equal(a, b) for other in grads[1:] for a, b in zip(other, grads[0], strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Row-wise scales in forward: its products are the definition's to the bit, and backward does not notice them."""
+"""Row-wise scales in forward: its products are the definition's to the bit, and backward does
+not notice them.
+"""
 
 import sys
 
@@ -22,12 +24,16 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def tokens(*shape, dtype=torch.float32):
     """Random rows whose sizes differ by orders of magnitude."""
-    return (torch.randn(shape) * torch.exp2(torch.randint(-8, 8, (*shape[:-1], 1)).float())).to(dtype)
+    return (torch.randn(shape) * torch.exp2(torch.randint(-8, 8, (*shape[:-1], 1)).float())).to(
+        dtype
+    )
 
 
 def uneven(layer):
-    """A layer in whose weights some output features are so small that one scale for all makes them subnormal. All else
-    has the same values with scales of rows and of tensors, as they are powers of two."""
+    """A layer in whose weights some output features are so small that one scale for all makes them
+    subnormal. All else has the same values with scales of rows and of tensors, as they are powers
+    of two.
+    """
     with torch.no_grad():
         for t in (layer.weight, layer.bias, layer.back, layer.fc1, layer.fc2):
             t[::3] *= 2.0**-40
@@ -36,7 +42,9 @@ def uneven(layer):
 
 def product(a, b, fmt, dtype):
     """The definition: ``a @ b.T`` of operands in row-wise FP8."""
-    return scaled_mm(quantize_rows(a, fmt, aligned=True), quantize_rows(b, fmt, aligned=True), dtype)
+    return scaled_mm(
+        quantize_rows(a, fmt, aligned=True), quantize_rows(b, fmt, aligned=True), dtype
+    )
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
@@ -44,7 +52,10 @@ def product(a, b, fmt, dtype):
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype):
-    config, fmt = settings(forward=forward, format=name, scale=scale, forward_scales="row"), fp8_format(name)
+    config, fmt = (
+        settings(forward=forward, format=name, scale=scale, forward_scales="row"),
+        fp8_format(name),
+    )
     saved, before_activation = saved_format(config), saved_format(config, pre_activation=True)
     layer, x = Layer.random(kind=kind, dtype=dtype, f=80, biased=True), tokens(33, 64, dtype=dtype)
 
@@ -62,9 +73,16 @@ def test_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype)
 
     def rest(pre):
         pre8 = quantize_groups(
-            (pre.float() + layer.fc1_bias.float()).unflatten(-1, (2, -1)), before_activation, 32, scale
+            (pre.float() + layer.fc1_bias.float()).unflatten(-1, (2, -1)),
+            before_activation,
+            32,
+            scale,
         )
-        a = activation_apply(pre, "swiglu", layer.fc1_bias) if forward == "exact" else activation_apply(pre8, "swiglu")
+        a = (
+            activation_apply(pre, "swiglu", layer.fc1_bias)
+            if forward == "exact"
+            else activation_apply(pre8, "swiglu")
+        )
         return product(a, layer.fc2, fmt, dtype)
 
     assert torch.equal(layer.norm_mlp(x, config), rest(product(y, layer.fc1, fmt, dtype)))
@@ -84,7 +102,11 @@ def test_gradients_of_a_linear_are_those_of_per_tensor_scales(forward, name, sca
     layer = uneven(Layer.random(kind=kind, dtype=dtype))
     x = tokens(11, 3, 64, dtype=dtype).requires_grad_()
     z = tokens(11, 3, 48, dtype=dtype).requires_grad_()
-    normed = [t for t in (x, layer.norm_weight, layer.norm_bias, layer.weight, layer.bias) if t is not None]
+    normed = [
+        t
+        for t in (x, layer.norm_weight, layer.norm_bias, layer.weight, layer.bias)
+        if t is not None
+    ]
     runs = []
     for scales in ("tensor", "row"):
         config = settings(forward=forward, format=name, scale=scale, forward_scales=scales)
@@ -124,7 +146,9 @@ def test_gradients_of_an_mlp_are_those_of_per_tensor_scales_at_the_same_pre_acti
 
 
 def test_a_token_does_not_see_the_others():
-    """Forward's bits of a token do not depend on what else is in the batch, be it large or not a number."""
+    """Forward's bits of a token do not depend on what else is in the batch, be it large or not a
+    number.
+    """
     layer, config = Layer.random(), settings(forward_scales="row")
     calls = {
         "linear": lambda x: linear(x, layer.weight, ONE, config),
@@ -158,8 +182,9 @@ def test_a_bad_token_is_in_every_weight_gradient():
 
 
 def test_the_largest_scale_is_that_of_the_same_rows():
-    """Where the pass that wrote the scales found their largest, nothing looks for it again; other rows, and the same
-    rows with other scales, come without it."""
+    """Where the pass that wrote the scales found their largest, nothing looks for it again; other
+    rows, and the same rows with other scales, come without it.
+    """
     config = settings(forward_scales="row")
     x = tokens(9, 64)
     q = quantize_rows(x, E4M3, aligned=True)
@@ -169,7 +194,9 @@ def test_the_largest_scale_is_that_of_the_same_rows():
     first = int(q.scales.argmax() == 0)  # a part without the largest
     q.top.fill_(torch.inf)  # whoever took it for other rows would show
     for other in (rows_of(q, first, 1), share_rows(q, lambda: x, ONE, settings(tp_invariant=True))):
-        assert other.top is None and torch.equal(row_operand(other, ONE, config).scale, other.scales.amax())
+        assert other.top is None and torch.equal(
+            row_operand(other, ONE, config).scale, other.scales.amax()
+        )
     x[3, 5] = torch.nan
     assert row_operand(quantize_rows(x, E4M3), ONE, config).scale.isnan()
     assert row_operand(quantize_rows(x[:0], E4M3), ONE, config).scale == SMALLEST_SCALE

@@ -26,14 +26,20 @@ def test_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, group_size
     x = torch.randn(10, 3, h, dtype=torch.bfloat16, requires_grad=True)
     parameters, tokens = layer.parameters().values(), 30
     kept = saved(lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, config), *parameters)
-    assert sum(kept.values()) == tokens * normed_bytes(h, config) + 2 * 4  # scales of y8 and of the weight
-    kept = saved(lambda: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config), *parameters)
+    # Scales of y8 and of the weight.
+    assert sum(kept.values()) == tokens * normed_bytes(h, config) + 2 * 4
+    kept = saved(
+        lambda: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config), *parameters
+    )
     assert sum(kept.values()) == tokens * (normed_bytes(h, config) + pre_bytes(f, config)) + 4 * 4
 
     layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16, activation="gelu", biased=True)
     parameters = layer.parameters().values()
-    kept = saved(lambda: layer.norm_mlp(x, config, "gelu"), *parameters)  # half of a gated one's; a bias costs nothing
-    assert sum(kept.values()) == tokens * (normed_bytes(h, config) + pre_bytes(f, config, 1)) + 4 * 4
+    # Half of a gated one's; a bias costs nothing.
+    kept = saved(lambda: layer.norm_mlp(x, config, "gelu"), *parameters)
+    assert (
+        sum(kept.values()) == tokens * (normed_bytes(h, config) + pre_bytes(f, config, 1)) + 4 * 4
+    )
     kept = saved(lambda: layer.mlp(x, config, "gelu"), *parameters)
     assert sum(kept.values()) == tokens * (h + pre_bytes(f, config, 1)) + 4 * 4
     factor = torch.rand(10, 3, requires_grad=True)
@@ -48,7 +54,10 @@ def test_linear_keeps_its_input_alone(scales):
     assert sum(saved(lambda: linear(x, layer.back, ONE, config), layer.back, x).values()) == 2 * 4
     whole = torch.randn(10, 3, 96, dtype=torch.bfloat16, requires_grad=True)
     part = whole[..., :48]  # not contiguous: still no copy
-    assert sum(saved(lambda: linear(part, layer.back, ONE, config), layer.back, whole).values()) == 2 * 4
+    assert (
+        sum(saved(lambda: linear(part, layer.back, ONE, config), layer.back, whole).values())
+        == 2 * 4
+    )
 
 
 def test_unfused_norm_keeps_its_input_and_one_number_a_row():
@@ -66,14 +75,23 @@ def products(monkeypatch):
         for function in ("gemm", "summed_gemm"):
             if hasattr(module, function):
                 original = getattr(module, function)
-                monkeypatch.setattr(module, function, lambda a, b, *rest, _f=original, **named: (
-                    seen.append((a.codes.clone(), a.scales.clone(), b.codes.clone(), b.scales.clone())),
-                    _f(a, b, *rest, **named))[1])  # fmt: skip
+                monkeypatch.setattr(
+                    module,
+                    function,
+                    lambda a, b, *rest, _f=original, **named: (
+                        seen.append(
+                            (a.codes.clone(), a.scales.clone(), b.codes.clone(), b.scales.clone())
+                        ),
+                        _f(a, b, *rest, **named),
+                    )[1],
+                )
     return seen
 
 
 def same_operand(codes, scale, codes_t, scale_t):
-    return torch.equal(codes.view(torch.uint8), codes_t.view(torch.uint8).t()) and torch.equal(scale, scale_t)
+    return torch.equal(codes.view(torch.uint8), codes_t.view(torch.uint8).t()) and torch.equal(
+        scale, scale_t
+    )
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -91,12 +109,15 @@ def test_backward_multiplies_the_bytes_of_forward(products, fmt, scale, kind, fo
     products.clear()
 
     norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config).square().sum().backward()
-    (y8, ys, w1, s1), (a8, as_, w2, s2), (_, _, w2_t, s2_t), wgrad2, (d8, _, w1_t, s1_t), wgrad1 = products
+    (y8, ys, w1, s1), (a8, as_, w2, s2), (_, _, w2_t, s2_t), wgrad2, (d8, _, w1_t, s1_t), wgrad1 = (
+        products
+    )
     assert same_operand(w1, s1, w1_t, s1_t) and same_operand(w2, s2, w2_t, s2_t)
     assert torch.equal(d8.view(torch.uint8), wgrad1[0].view(torch.uint8).t())
     assert same_operand(y8, ys, *wgrad1[2:]) == (forward == "quantized")
     assert same_operand(a8, as_, *wgrad2[2:]) == (forward == "quantized")
-    assert torch.equal(ys, wgrad1[3]) and torch.equal(as_, wgrad2[3])  # the scales are forward's in both modes
+    # The scales are forward's in both modes.
+    assert torch.equal(ys, wgrad1[3]) and torch.equal(as_, wgrad2[3])
     products.clear()
 
     layer.mlp(x, config).square().sum().backward()
@@ -129,15 +150,19 @@ def same_codes(got, expected):
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt, kind):
-    """ "quantized" mode: y and a of both directions are one function of the same bytes. Forward's codes are theirs by
-    rows, backward's theirs per tensor, transposed, with the largest of forward's scales; so it is with weights."""
+    """ "quantized" mode: y and a of both directions are one function of the same bytes. Forward's
+    codes are theirs by rows, backward's theirs per tensor, transposed, with the largest of
+    forward's scales; so it is with weights.
+    """
     config, form = settings(forward="quantized", format=fmt, forward_scales="row"), fp8_format(fmt)
     layer, x = Layer.random(kind=kind, f=80), torch.randn(96, 64, requires_grad=True)
 
     def check(forward, backward, values):
         rows = quantize_rows(values, form, aligned=True)
         assert same_codes(forward, rows)
-        assert same_codes(backward, quantize_tensor(values, form, rows.scales.amax(), transpose=True))
+        assert same_codes(
+            backward, quantize_tensor(values, form, rows.scales.amax(), transpose=True)
+        )
         assert torch.equal(backward[1], tensor_scale(amax(values), form, aligned=True))
 
     held = []
@@ -145,10 +170,15 @@ def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt,
         out = layer.norm_mlp(x, config)
     codes, scales, rstd = held[:3]
     x8 = QuantizedTensor(codes, scales, "group", config.group_size)
-    pre8 = next(QuantizedTensor(c, s, "group", config.group_size) for c, s in zip(held, held[1:], strict=False)
-                if c.shape == (96, 2, 80))  # fmt: skip
+    pre8 = next(
+        QuantizedTensor(c, s, "group", config.group_size)
+        for c, s in zip(held, held[1:], strict=False)
+        if c.shape == (96, 2, 80)
+    )
     out.square().sum().backward()
-    (y8, ys, w1, s1), (a8, as_, w2, s2), (_, _, w2_t, s2_t), wgrad2, (_, _, w1_t, s1_t), wgrad1 = products
+    (y8, ys, w1, s1), (a8, as_, w2, s2), (_, _, w2_t, s2_t), wgrad2, (_, _, w1_t, s1_t), wgrad1 = (
+        products
+    )
     y = norm_apply(x8, NormStats(rstd, None), layer.norm_weight, layer.norm_bias)
     check((y8, ys), wgrad1[2:], y)
     check((a8, as_), wgrad2[2:], activation_apply(pre8, "swiglu"))
@@ -157,15 +187,18 @@ def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt,
 
 
 def test_exact_mode_saturates_what_rounding_carries_beyond_the_scale(products):
-    """A row that is one large value: E4M3 rounds 1.07 up to 1.125, and y = x * rstd, 0.99999 of what forward's scale
-    maps to the largest code, would exceed it."""
+    """A row that is one large value: E4M3 rounds 1.07 up to 1.125, and y = x * rstd, 0.99999 of
+    what forward's scale maps to the largest code, would exceed it.
+    """
     layer = Layer.random()
     with torch.no_grad():
         layer.norm_weight[5] = 1.75  # y is 448 / 256 * 8
     x = torch.full((4, 1, 64), 0.01)
     x[:, :, 5] = 1.07
     x.requires_grad_()
-    out = norm_linear(x, layer.norm, layer.weight, None, ONE, settings(forward="exact", saved_format="e4m3"))
+    out = norm_linear(
+        x, layer.norm, layer.weight, None, ONE, settings(forward="exact", saved_format="e4m3")
+    )
     out.sum().backward()
     wgrad_operand = products[-1][2].float()
     assert wgrad_operand.isfinite().all() and wgrad_operand.abs().max() == 448

@@ -1,4 +1,6 @@
-"""The precision flow on two tensor-parallel ranks, with and without sequence parallelism, against one rank."""
+"""The precision flow on two tensor-parallel ranks, with and without sequence parallelism,
+against one rank.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def parameters(kind, dtype):
         "down": (H, F),
         "out": (V, H),
     }
-    made = {name: (torch.randn(shape) * shape[-1] ** -0.5).to(dtype) for name, shape in shapes.items()}
+    made = {
+        name: (torch.randn(shape) * shape[-1] ** -0.5).to(dtype) for name, shape in shapes.items()
+    }
     made["gain"] = (torch.rand(H) + 0.5).to(dtype)
     if kind == "layernorm":
         made["shift"] = torch.randn(H).to(dtype)
@@ -64,7 +68,9 @@ def rows(t, tp):
 
 
 def model(kind, x, p, labels, tp, config):
-    """Every piece: norm → linear → linear; MLPs gated, with a bias, without norm; final norm, output layer, loss."""
+    """Every piece: norm → linear → linear; MLPs gated, with a bias, without norm; final norm,
+    output layer, loss.
+    """
     one = Norm(kind, 1e-5, p["gain"], p.get("shift"), reduce_grad=tp.sharded)
     middle = norm_linear(x, one, p["weight"], p["bias"], tp, config)
     x = x + linear(middle, p["back"], tp, config)
@@ -73,7 +79,12 @@ def model(kind, x, p, labels, tp, config):
     x = x + norm_mlp(x, one, p["up"], p["down"], "gelu", tp, config, p["up_bias"])
     x = x + mlp(x, p["fc1"], p["fc2"], "quick_geglu", tp, config)
     logits = invariant_linear(norm(x, one, tp, exact=config.tp_invariant), p["out"], tp)
-    return {"middle": middle, "hidden": x, "logits": logits, "loss": vocab_parallel_cross_entropy(logits, labels, tp)}
+    return {
+        "middle": middle,
+        "hidden": x,
+        "logits": logits,
+        "loss": vocab_parallel_cross_entropy(logits, labels, tp),
+    }
 
 
 def train(kind, x, p, labels, tp, config):
@@ -81,7 +92,9 @@ def train(kind, x, p, labels, tp, config):
     x = rows(x, tp).clone().requires_grad_()
     results = model(kind, x, p, labels, tp, config)
     results["loss"].mean().backward()
-    return {name: t.detach() for name, t in results.items()}, {"x": x.grad} | {name: t.grad for name, t in p.items()}
+    return {name: t.detach() for name, t in results.items()}, {"x": x.grad} | {
+        name: t.grad for name, t in p.items()
+    }
 
 
 def part(name, t, tp):
@@ -94,8 +107,9 @@ def part(name, t, tp):
 
 
 def compare(kind, dtype, seed, **changes):
-    """{sequence parallel or not: {name: (equal to the bit, relative error)} of every output and gradient against one
-    rank}."""
+    """{sequence parallel or not: {name: (equal to the bit, relative error)} of every output and
+    gradient against one rank}.
+    """
     torch.manual_seed(seed)
     x, p = torch.randn(S, B, H).to(dtype), parameters(kind, dtype)
     labels = torch.randint(0, V, (S, B))
@@ -112,7 +126,10 @@ def errors(alone, together, tp):
         for name in expected:
             want, have = part(name, expected[name], tp), got[name]
             error = (have.double() - want.double()).norm() / want.double().norm()
-            result[prefix + name] = (torch.equal(have, want) and have.dtype == want.dtype, error.item())
+            result[prefix + name] = (
+                torch.equal(have, want) and have.dtype == want.dtype,
+                error.item(),
+            )
     return result
 
 
@@ -125,12 +142,26 @@ def all_cases(rank, world, seed):
     warnings.simplefilter("ignore")
     out = {}
     for forward, (fmt, scale, scales), kind, dtype, invariant in CASES:
-        found = compare(kind, dtype, seed, forward=forward, format=fmt, grad_format=fmt, scale=scale,
-                        forward_scales=scales, tp_invariant=invariant)  # fmt: skip
+        found = compare(
+            kind,
+            dtype,
+            seed,
+            forward=forward,
+            format=fmt,
+            grad_format=fmt,
+            scale=scale,
+            forward_scales=scales,
+            tp_invariant=invariant,
+        )
         for sp, result in found.items():
-            out[f"{forward} {fmt} {scale} {kind} {dtype} sp={sp} {scales} invariant={invariant}"] = result
-    return out, torch_edges(rank) | {f"{name}, {scales}": fact for scales in ("tensor", "row")
-                                     for name, fact in scale_edges(rank, scales).items()}  # fmt: skip
+            out[
+                f"{forward} {fmt} {scale} {kind} {dtype} sp={sp} {scales} invariant={invariant}"
+            ] = result
+    return out, torch_edges(rank) | {
+        f"{name}, {scales}": fact
+        for scales in ("tensor", "row")
+        for name, fact in scale_edges(rank, scales).items()
+    }
 
 
 def torch_edges(rank):
@@ -139,7 +170,10 @@ def torch_edges(rank):
     facts = {"size": (tp.size, tp.rank, tp.sharded, sp.sharded) == (2, rank, False, True)}
     codes = torch.full((2, 3), rank + 1.0).to(torch.float8_e4m3fn)
     gathered = sp.gather_rows(codes)
-    facts["gather"] = gathered.dtype == codes.dtype and gathered.float().tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+    facts["gather"] = (
+        gathered.dtype == codes.dtype
+        and gathered.float().tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+    )
     whole = torch.arange(12.0).view(4, 3)
     facts["scatter"] = torch.equal(sp.reduce_scatter_rows(whole), 2 * whole.chunk(2)[rank])
     try:
@@ -150,9 +184,14 @@ def torch_edges(rank):
 
     # reduce_grad is what makes a replicated norm's gradient complete.
     gain, x = torch.rand(H, requires_grad=True), torch.randn(S // 2, B, H)
-    y = [norm(x, Norm("rmsnorm", 1e-5, gain, None, reduce), sp, exact=True) for reduce in (True, False)]
+    y = [
+        norm(x, Norm("rmsnorm", 1e-5, gain, None, reduce), sp, exact=True)
+        for reduce in (True, False)
+    ]
     reduced, local = (torch.autograd.grad(t.sum(), gain)[0] for t in y)
-    facts["reduce_grad"] = torch.allclose(tp.sum(local.clone()), reduced) and not torch.allclose(local, reduced)
+    facts["reduce_grad"] = torch.allclose(tp.sum(local.clone()), reduced) and not torch.allclose(
+        local, reduced
+    )
     return facts
 
 
@@ -161,16 +200,30 @@ def scale_edges(rank, scales):
     tp, sp = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
     config, facts = ActivationConfig(forward_scales=scales), {}
 
-    # FP8 or BF16 on the wire: the same numbers where nothing is rounded between the norm and the gather.
+    # FP8 or BF16 on the wire: the same numbers where nothing is rounded between the norm and the
+    # gather.
     p = parameters("rmsnorm", torch.float32)
     x = torch.randn(S // 2, B, H, requires_grad=True)
     one, runs = Norm("rmsnorm", 1e-5, p["gain"].requires_grad_()), []
     for fp8 in (True, False):
         setting = ActivationConfig(fp8_gather=fp8, forward_scales=scales)
         out = norm_mlp(
-            x, one, p["fc1"].chunk(2)[rank].requires_grad_(), p["fc2"].chunk(2, 1)[rank], "swiglu", sp, setting
+            x,
+            one,
+            p["fc1"].chunk(2)[rank].requires_grad_(),
+            p["fc2"].chunk(2, 1)[rank],
+            "swiglu",
+            sp,
+            setting,
         )
-        out = out + mlp(x, p["up"].chunk(2)[rank].requires_grad_(), p["down"].chunk(2, 1)[rank], "gelu", sp, setting)
+        out = out + mlp(
+            x,
+            p["up"].chunk(2)[rank].requires_grad_(),
+            p["down"].chunk(2, 1)[rank],
+            "gelu",
+            sp,
+            setting,
+        )
         runs.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, p["gain"]])])
     facts["bf16 gather"] = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -182,12 +235,13 @@ def scale_edges(rank, scales):
     kept = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in held
-        if t.untyped_storage().data_ptr() not in (p["weight"].untyped_storage().data_ptr(), p["gain"].data_ptr())
+        if t.untyped_storage().data_ptr()
+        not in (p["weight"].untyped_storage().data_ptr(), p["gain"].data_ptr())
     }
     facts["saved"] = sum(kept.values()) == S // 2 * B * (H + H // 32 + 4) + 8
 
-    # One rank's NaN is everybody's: through the shared scale in every token, by rows in this token alone. Gradients of
-    # weights, which sum over tokens, are NaN everywhere in both.
+    # One rank's NaN is everybody's: through the shared scale in every token, by rows in this token
+    # alone. Gradients of weights, which sum over tokens, are NaN everywhere in both.
     bad = x.detach().clone()
     if rank == 1:
         bad[0, 0, 0] = torch.nan
@@ -195,7 +249,9 @@ def scale_edges(rank, scales):
     expected = torch.ones(S, B, dtype=torch.bool)
     if scales == "row":
         expected.zero_()[S // 2, 0] = True
-    facts["nan"] = torch.equal(lost.isnan().all(-1), expected) and torch.equal(lost.isnan().any(-1), expected)
+    facts["nan"] = torch.equal(lost.isnan().all(-1), expected) and torch.equal(
+        lost.isnan().any(-1), expected
+    )
     facts["nan in wgrad"] = bool(torch.autograd.grad(lost.sum(), weight)[0].isnan().all())
     bad = torch.randn(S, B, N // 2)
     for invariant, value in itertools.product((False, True), (torch.nan, torch.inf)):

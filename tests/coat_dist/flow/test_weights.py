@@ -1,4 +1,6 @@
-"""Cached codes of weights: training with them, their bytes and lifetime. Changes: test_weights_changes.py."""
+"""Cached codes of weights: training with them, their bytes and lifetime. Changes:
+test_weights_changes.py.
+"""
 
 import copy
 import gc
@@ -23,7 +25,11 @@ def test_main_grad_and_the_cache_under_replays(kind):
     layer = Layer.random()
     plain, x = layer.copy(), batches(1)[0]
     expected = backward(plain, x, settings())
-    for options in ({"wgrad": "main_grad"}, {"weights": "cached"}, {"wgrad": "main_grad", "weights": "cached"}):
+    for options in (
+        {"wgrad": "main_grad"},
+        {"weights": "cached"},
+        {"wgrad": "main_grad", "weights": "cached"},
+    ):
         other = layer.copy()
         if "wgrad" in options:
             with_main_grad(other, torch.float32)
@@ -51,7 +57,9 @@ class Model(torch.nn.Module):
 
 
 def train(layers, data, mode, kind, scales, accumulation=2):
-    """Losses of a loop with everything in it: accumulation, two micro-batches in flight, evaluation, loads."""
+    """Losses of a loop with everything in it: accumulation, two micro-batches in flight,
+    evaluation, loads.
+    """
     config, model = settings(weights=mode, forward_scales=scales), Model(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     first = {k: v.clone() for k, v in model.state_dict().items()}
@@ -84,19 +92,28 @@ def train(layers, data, mode, kind, scales, accumulation=2):
     return losses
 
 
-@pytest.mark.parametrize(("kind", "scales"), [*((kind, "tensor") for kind in REPLAYS), ("plain", "row")])
+@pytest.mark.parametrize(
+    ("kind", "scales"), [*((kind, "tensor") for kind in REPLAYS), ("plain", "row")]
+)
 def test_cached_training_is_the_same_to_the_bit(kind, scales, quantized):
     layers, data = [Layer.random(f=64), Layer.random(f=64)], batches(14)
     expected = train(layers, data, "on_use", kind, scales)
     quantized.clear()
     assert train(layers, data, "cached", kind, scales) == expected
     assert len(set(expected)) == len(expected)  # nothing stood still
-    assert len(quantized) == 2 * len(WEIGHTS) * (7 + 3)  # once for each of 7 steps and 3 changes in between
+    # Once for each of 7 steps and 3 changes in between.
+    assert len(quantized) == 2 * len(WEIGHTS) * (7 + 3)
 
 
 def test_different_settings_do_not_share_codes():
     p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
-    for fmt, scales in (("e4m3", "tensor"), ("e5m2", "tensor"), ("e5m2", "row"), ("e4m3", "row"), ("e4m3", "tensor")):
+    for fmt, scales in (
+        ("e4m3", "tensor"),
+        ("e5m2", "tensor"),
+        ("e5m2", "row"),
+        ("e4m3", "row"),
+        ("e4m3", "tensor"),
+    ):
         options = {"format": fmt, "grad_format": "e4m3", "forward_scales": scales}
         cached = linear(x, p, ONE, settings(weights="cached", **options))
         assert torch.equal(cached, linear(x, p, ONE, settings(**options)))
@@ -107,11 +124,18 @@ def test_bytes_and_lifetime(scales):
     layer, x = Layer.random(dtype=torch.bfloat16), batches(1, torch.bfloat16)[0]
     config = settings(weights="cached", forward_scales=scales)
     out = layer.flow(x, config)
-    elements, rows = (sum(count(getattr(layer, name)) for name in WEIGHTS) for count in (torch.numel, len))
+    elements, rows = (
+        sum(count(getattr(layer, name)) for name in WEIGHTS) for count in (torch.numel, len)
+    )
     for_rows = 4 * rows if scales == "row" else 0
-    kept = [t for entry in weights._cache.values() for t in (entry.operand.q8.codes, entry.operand.q8.scales)]
+    kept = [
+        t
+        for entry in weights._cache.values()
+        for t in (entry.operand.q8.codes, entry.operand.q8.scales)
+    ]
     kept += [entry.operand.scale for entry in weights._cache.values() if scales == "row"]
-    assert sum(t.nbytes for t in kept) == elements + 4 * len(WEIGHTS) + for_rows  # a byte each, and scales
+    # A byte each, and scales.
+    assert sum(t.nbytes for t in kept) == elements + 4 * len(WEIGHTS) + for_rows
     del kept
     copied = copy.deepcopy(layer.weight)
     assert not copied.__dict__ and torch.equal(copied, layer.weight)
@@ -120,7 +144,8 @@ def test_bytes_and_lifetime(scales):
     held = [weakref.ref(entry.operand.q8) for entry in weights._cache.values()]
     invalidate_weights()
     assert not weights._cache
-    assert len(held) == len(WEIGHTS) and not any(w8() for w8 in held)  # though ``out`` still holds its graph
+    # Though ``out`` still holds its graph.
+    assert len(held) == len(WEIGHTS) and not any(w8() for w8 in held)
     out.sum().backward()  # and can still run
     assert layer.weight.grad.isfinite().all()
     layer.flow(x, config)
@@ -146,9 +171,13 @@ def test_parameters_of_zero_3_are_refused():
     layer.weight.ds_id = layer.fc1.ds_id = 7
     for call in (
         lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, settings(weights="cached")),
-        lambda: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, settings(weights="cached")),
+        lambda: norm_mlp(
+            x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, settings(weights="cached")
+        ),
     ):
-        with pytest.raises(ValueError, match="activation.weights: got 'cached' with a parameter that ZeRO-3"):
+        with pytest.raises(
+            ValueError, match="activation.weights: got 'cached' with a parameter that ZeRO-3"
+        ):
             call()
 
 

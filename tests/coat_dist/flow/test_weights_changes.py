@@ -24,7 +24,9 @@ def optimizer_step(p, new):
 
 
 def step_elsewhere(p, new):
-    """As ZeRO does it: an optimizer steps on something else, then the parameter's storage is written."""
+    """As ZeRO does it: an optimizer steps on something else, then the parameter's storage is
+    written.
+    """
     master = torch.nn.Parameter(p.detach().clone())
     optimizer_step(master, new)
     p.data.copy_(master.detach())
@@ -40,21 +42,29 @@ WRITES = {
     "copy_": (lambda p, new: quietly(p.copy_, new), True),
     "data =": (lambda p, new: setattr(p, "data", new), True),
     "detach().copy_": (lambda p, new: p.detach().copy_(new), True),
-    "load_state_dict": (lambda p, new: torch.nn.ParameterList([p]).load_state_dict({"0": new}), True),
+    "load_state_dict": (
+        lambda p, new: torch.nn.ParameterList([p]).load_state_dict({"0": new}),
+        True,
+    ),
     "nn.init": (lambda p, new: torch.nn.init.normal_(p), True),
-    "vector_to_parameters": (lambda p, new: torch.nn.utils.vector_to_parameters(new.view(-1), [p]), True),
+    "vector_to_parameters": (
+        lambda p, new: torch.nn.utils.vector_to_parameters(new.view(-1), [p]),
+        True,
+    ),
     "averaged weights": (averaged, True),
     "an optimizer's step": (optimizer_step, True),
     "an optimizer's step on a master": (step_elsewhere, True),
     # As torch's DistributedDataParallel makes its ranks equal.
     "_broadcast_coalesced": (
-        lambda p, new: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 2**20, 0), True),
+        lambda p, new: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 2**20, 0),
+        True,
+    ),
     "broadcast": (lambda p, new: dist.broadcast(p, 0), False),
     "broadcast of data": (lambda p, new: dist.broadcast(p.data, 0), False),
     "all_reduce": (lambda p, new: dist.all_reduce(p.detach()), False),
     "data.copy_": (lambda p, new: p.data.copy_(new), False),
     "foreach on data": (lambda p, new: quietly(torch._foreach_mul_, [p.data], 2.0), False),
-}  # fmt: skip
+}
 """{name: (a write to p, whether the cache sees it)}; what it does not see is documented."""
 
 

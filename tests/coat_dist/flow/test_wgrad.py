@@ -12,7 +12,9 @@ from .microbatches import WEIGHTS, backward, batches, with_main_grad
 
 @pytest.fixture
 def wgrads(monkeypatch):
-    """Operands and output dtype of every wgrad product, blocks of one weight's rows one after the other."""
+    """Operands and output dtype of every wgrad product, blocks of one weight's rows one after
+    the other.
+    """
     seen = []
     original = main_grad.gemm
 
@@ -38,7 +40,9 @@ def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
         backward(layer, x, config)
         for name, (a, b, out) in zip(order, wgrads, strict=True):
             assert out == torch.float32
-            expected[name] = (expected[name].float() + scaled_mm(a, b, torch.float32)).to(main_dtype)
+            expected[name] = (expected[name].float() + scaled_mm(a, b, torch.float32)).to(
+                main_dtype
+            )
     for name, want in expected.items():
         got = getattr(layer, name).main_grad
         assert want.any() and got.dtype == main_dtype and torch.equal(got, want), name
@@ -70,7 +74,11 @@ def test_what_autograd_is_given():
     plain = run()
     assert plain.grad is None and not hasattr(plain, "grad_added_to_main_grad")
     ddp = run(grad_added_to_main_grad=False)
-    assert ddp.grad.shape == ddp.shape and ddp.grad.dtype == ddp.dtype and ddp.grad_added_to_main_grad is True
+    assert (
+        ddp.grad.shape == ddp.shape
+        and ddp.grad.dtype == ddp.dtype
+        and ddp.grad_added_to_main_grad is True
+    )
     zeroed = run(grad_added_to_main_grad=False, zero_out_wgrad=True)
     assert not zeroed.grad.any() and zeroed.grad_added_to_main_grad is True
 
@@ -100,6 +108,9 @@ def test_no_main_grad_to_add_to(buffer, given):
     weight = torch.nn.Parameter(torch.randn(64, 48))
     if buffer is not None:
         weight.main_grad = buffer
-    out = linear(torch.randn(20, 48), weight, ONE, settings(wgrad="main_grad"))  # forward alone needs none
-    with pytest.raises(ValueError, match=f"weight.main_grad: got {given}, accepted .* as Megatron's"):
+    # Forward alone needs none.
+    out = linear(torch.randn(20, 48), weight, ONE, settings(wgrad="main_grad"))
+    with pytest.raises(
+        ValueError, match=f"weight.main_grad: got {given}, accepted .* as Megatron's"
+    ):
         out.sum().backward()

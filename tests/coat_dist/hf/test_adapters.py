@@ -1,4 +1,6 @@
-"""Adapters of PEFT: put on before patching, their base weights are multiplied in FP8; put on later, never bypassed."""
+"""Adapters of PEFT: put on before patching, their base weights are multiplied in FP8; put on
+later, never bypassed.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from coat_dist.hf.modules import Projection
 from .tiny import relative, step, tiny, tokens
 
 peft = pytest.importorskip("peft")
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"], "task_type": "CAUSAL_LM"}
+LORA = {
+    "r": 4,
+    "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"],
+    "task_type": "CAUSAL_LM",
+}
 
 
 def adapted(model, **more):
@@ -30,7 +36,9 @@ def test_before(name):
     assert any("self_attn" in block for block in report.patched), report
     assert report.unfused.keys() >= {block for block in report.patched if "self_attn" in block}
     fp8 = [n for n, m in model.named_modules() if isinstance(m, Projection)]
-    assert [n.rpartition("self_attn.")[2] for n in fp8[:2]] == ["q_proj.base_layer", "k_proj"], "base weights in FP8"
+    assert [n.rpartition("self_attn.")[2] for n in fp8[:2]] == ["q_proj.base_layer", "k_proj"], (
+        "base weights in FP8"
+    )
     got, found = step(model)
     assert abs(got / loss - 1) < 2e-3 and found.keys() == grads.keys()
     assert all("lora_" in key for key in found)

@@ -1,4 +1,6 @@
-"""A program's whole way with a small model: training near BF16, and what it evaluates, generates, saves and loads."""
+"""A program's whole way with a small model: training near BF16, and what it evaluates,
+generates, saves and loads.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ FAMILIES["tied llama"] = "llama", {"tie_word_embeddings": True}
 
 
 def padded(ids, step):
-    """Ids with nothing padded, or the first row at its left and the second at its right; and their mask."""
+    """Ids with nothing padded, or the first row at its left and the second at its right; and
+    their mask.
+    """
     mask = torch.ones_like(ids)
     if step % 2:
         mask[0, :6] = mask[1, -5:] = 0
@@ -30,12 +34,21 @@ def whole_way(rank, world, stage, families, folder):
         curves = []
         for block in (False, True):
             model = tiny(name, torch.bfloat16, **changes)
-            keys, tied = list(model.state_dict()), model.lm_head.weight is model.model.embed_tokens.weight
-            coat = {"coat": {"activation": {"fp8_weight_gather": True}}} if block else {"coat": None}
+            keys, tied = (
+                list(model.state_dict()),
+                model.lm_head.weight is model.model.embed_tokens.weight,
+            )
+            coat = (
+                {"coat": {"activation": {"fp8_weight_gather": True}}} if block else {"coat": None}
+            )
             adamw = {"type": "CoatAdamW" if block else "AdamW", "params": {"lr": 1e-3}}
             adamw["params"] |= {} if block else {"torch_adam": True}
-            settings = {k: v for k, v in config(stage, optimizer=adamw, **coat).items() if v is not None}
-            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+            settings = {
+                k: v for k, v in config(stage, optimizer=adamw, **coat).items() if v is not None
+            }
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=settings
+            )
             curves.append([])
             for step in range(20):
                 given = padded(tokens(seed=step % 4 * world + rank), step)
@@ -50,14 +63,26 @@ def whole_way(rank, world, stage, families, folder):
             assert list(state) == keys, family
             model.save_pretrained(f"{folder}/{family}", state_dict=state)
         torch.distributed.barrier()
-        loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/{family}", dtype=torch.bfloat16).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/{family}", dtype=torch.bfloat16
+        ).eval()
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
         with torch.no_grad():
-            logits = [[m(**padded(tokens(), step)).logits for step in range(2)] for m in (model, loaded)]
+            logits = [
+                [m(**padded(tokens(), step)).logits for step in range(2)] for m in (model, loaded)
+            ]
         asked = {**padded(tokens(length=12), 1), "max_new_tokens": 6, "do_sample": False}
-        texts = [m.generate(**asked, synced_gpus=m is model and stage == 3) for m in (model, loaded)]
-        same = all(torch.equal(a, b) for a, b in zip(logits[0], logits[1], strict=True)) and torch.equal(*texts)
-        found[family] = same, max(abs(a / b - 1) for a, b in zip(*curves, strict=True)), curves[1][-1] / curves[1][0]
+        texts = [
+            m.generate(**asked, synced_gpus=m is model and stage == 3) for m in (model, loaded)
+        ]
+        same = all(
+            torch.equal(a, b) for a, b in zip(logits[0], logits[1], strict=True)
+        ) and torch.equal(*texts)
+        found[family] = (
+            same,
+            max(abs(a / b - 1) for a, b in zip(*curves, strict=True)),
+            curves[1][-1] / curves[1][0],
+        )
     return found
 
 

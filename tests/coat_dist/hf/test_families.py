@@ -1,4 +1,6 @@
-"""Every family: near its unpatched self in training, itself in evaluation, and itself again when unpatched."""
+"""Every family: near its unpatched self in training, itself in evaluation, and itself again when
+unpatched.
+"""
 
 import copy
 import pickle
@@ -36,7 +38,9 @@ def test_losses_and_gradients_are_near_and_undoing_gives_the_old_bits(name, dtyp
     assert relative(*whole) < 0.16
     unpatch_model(model)
     again, old = step(model)
-    assert torch.equal(again, before) and same(old, grads) and not hasattr(model, "coat_patch_report")
+    assert (
+        torch.equal(again, before) and same(old, grads) and not hasattr(model, "coat_patch_report")
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
@@ -73,7 +77,11 @@ def test_outputs_on_request_padding_and_autocast(name):
     ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
     mask[0, :7] = 0  # left
     mask[1, 20:] = 0  # right
-    given = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "output_hidden_states": True}
+    given = {
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+        "output_hidden_states": True,
+    }
     plain = tiny(name)(ids, **given)
     before, grads = step(model)
     patch_model(model, DEFAULT)
@@ -82,7 +90,8 @@ def test_outputs_on_request_padding_and_autocast(name):
     assert len(out.hidden_states) == len(plain.hidden_states) == 3
     inside = mask.bool()
     assert all(
-        relative(a[inside], b[inside]) < 0.1 for a, b in zip(out.hidden_states, plain.hidden_states, strict=True)
+        relative(a[inside], b[inside]) < 0.1
+        for a, b in zip(out.hidden_states, plain.hidden_states, strict=True)
     )
     with torch.autocast("cpu", torch.bfloat16):
         mixed = model(ids, labels=ids)
@@ -109,7 +118,9 @@ def test_fp8_attention(name):
     masked, _ = step(model, attention_mask=mask)
     unpatch_model(model)
     patch_model(model, DEFAULT)
-    assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(step(model)[0], loss)
+    assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(
+        step(model)[0], loss
+    )
 
 
 def test_attention_of_another_library_is_called(monkeypatch):
@@ -117,7 +128,10 @@ def test_attention_of_another_library_is_called(monkeypatch):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own, losses = ALL_ATTENTION_FUNCTIONS["sdpa"], []
-    replaced = {**ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa": lambda *a, **k: (own(*a, **k)[0] * 3, None)}
+    replaced = {
+        **ALL_ATTENTION_FUNCTIONS._global_mapping,
+        "sdpa": lambda *a, **k: (own(*a, **k)[0] * 3, None),
+    }
     monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", replaced)
     for attention in ("bf16", "fp8"):
         model = tiny("llama", attn_implementation="sdpa")
@@ -137,7 +151,12 @@ def test_packed_documents_are_as_alone(how):
         model.config._attn_implementation = "flash_attention_2"
     else:
         starts = torch.tensor([0, 9, 24], dtype=torch.int32)
-        given |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 15, "max_length_k": 15}
+        given |= {
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": 15,
+            "max_length_k": 15,
+        }
     hidden = model.model(ids, **given).last_hidden_state
     for part, n in zip(ids.split(documents, 1), (slice(0, 9), slice(9, 24)), strict=True):
         alone = model.model(part).last_hidden_state
@@ -156,7 +175,9 @@ def test_tied_and_resized_embeddings_and_frozen_parts():
         p.requires_grad_(False)
     model.model.embed_tokens.requires_grad_(False)
     _, grads = step(model)
-    assert not any("layers.0" in key for key in grads) and "model.layers.1.mlp.up_proj.weight" in grads
+    assert (
+        not any("layers.0" in key for key in grads) and "model.layers.1.mlp.up_proj.weight" in grads
+    )
 
 
 def test_accumulated_gradients_are_sums():
@@ -168,7 +189,9 @@ def test_accumulated_gradients_are_sums():
         ids = tokens(seed=i)
         model(ids, labels=ids).loss.backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, singles[0][name] + singles[1][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            p.grad, singles[0][name] + singles[1][name], rtol=1e-5, atol=1e-6
+        )
 
 
 def test_what_stays_bf16_is_named():
@@ -180,14 +203,20 @@ def test_what_stays_bf16_is_named():
     report = patch_model(odd, DEFAULT)
     assert "whose sizes are not multiples of 16" in report.left["model.layers.0.mlp"]
     assert "model.layers.0.self_attn" in report.patched and step(odd)[0].isfinite()
-    with pytest.raises(CoatConfigError, match="^activation.bf16_layers: got 3, accepted: 0 to 2, or -3 to -1"):
+    with pytest.raises(
+        CoatConfigError, match="^activation.bf16_layers: got 3, accepted: 0 to 2, or -3 to -1"
+    ):
         patch_model(tiny("llama", num_hidden_layers=3), ActivationConfig(bf16_layers=[3]))
     with pytest.raises(CoatConfigError, match="patched already"):
         patch_model(model, DEFAULT)
     why = (
-        "nothing to patch .*0 of 2 blocks .*1 x attn, an attention that is not known; 1 x mlp, an MLP that is not known"
+        "nothing to patch .*0 of 2 blocks .*1 x attn, an attention that is not known; 1 x mlp, "
+        "an MLP that is not known"
     )
-    with pytest.raises(CoatConfigError, match=f'GPT2LMHeadModel with {why}.*"enabled": false}}}}, which keeps 8-bit'):
+    with pytest.raises(
+        CoatConfigError,
+        match=f'GPT2LMHeadModel with {why}.*"enabled": false}}}}, which keeps 8-bit',
+    ):
         patch_model(tiny("gpt2", n_embd=64, n_head=4, num_hidden_layers=1), DEFAULT)
     assert is_transformers_model(model) and not is_transformers_model(torch.nn.Linear(2, 2))
 
@@ -195,8 +224,16 @@ def test_what_stays_bf16_is_named():
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("qwen3_moe", {"num_experts": 4}, "2 of 4 blocks (left in BF16: 2 x mlp, experts that are not known)"),
-        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}, "0 of 4"),
+        (
+            "qwen3_moe",
+            {"num_experts": 4},
+            "2 of 4 blocks (left in BF16: 2 x mlp, experts that are not known)",
+        ),
+        (
+            "qwen3_next",
+            {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4},
+            "0 of 4",
+        ),
     ],
 )
 def test_all_layers_are_counted(name, changes, said):

@@ -1,4 +1,6 @@
-"""ZeRO-3 gathers weights of transformers models as codes while they train: half the bytes, equal bits, nothing kept."""
+"""ZeRO-3 gathers weights of transformers models as codes while they train: half the bytes, equal
+bits, nothing kept.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ CASES = {
     "qwen2": (KEPT, {}),
     "phi3": (AHEAD, {}),
     "mistral": (LET_GO, {"forward_scales": "tensor", "forward": "quantized"}),
-    "qwen3": (LET_GO | {"stage3_param_persistence_threshold": 3000}, {}),  # keys and values stay whole
+    # Keys and values stay whole.
+    "qwen3": (LET_GO | {"stage3_param_persistence_threshold": 3000}, {}),
     "llama, checkpointed": (LET_GO, {}),
     "olmo2, checkpointed": (AHEAD, {}),
     "olmo2, with adapters": (LET_GO, {}),
@@ -31,7 +34,8 @@ def built(case, gather):
 
     name, zero, activation = case.split(",")[0], *CASES[case]
     model = tiny(name, torch.bfloat16, pad_token_id=None, num_hidden_layers=3)
-    for key, p in model.named_parameters():  # parts of a product with other scales alone, and subnormal codes together
+    # Parts of a product with other scales alone, and subnormal codes together.
+    for key, p in model.named_parameters():
         if "k_proj.weight" in key or "up_proj.weight" in key:
             p.data.mul_(2.0**-7)
     if "checkpointed" in case:
@@ -53,7 +57,9 @@ def micro_batch(engine, ids):
 
     def look(_):
         for i, layer in enumerate(layers):
-            if any(p.ds_status.name == "AVAILABLE" and not p.ds_persist for p in layer.parameters()):
+            if any(
+                p.ds_status.name == "AVAILABLE" and not p.ds_persist for p in layer.parameters()
+            ):
                 here.add(i)
 
     trained = next(p for p in layers[0].mlp.parameters() if p.requires_grad)
@@ -65,17 +71,25 @@ def micro_batch(engine, ids):
 
 
 def without_training(engine, model):
-    """What is read as values: in evaluation, in training mode without gradients, and past the engine."""
+    """What is read as values: in evaluation, in training mode without gradients, and past the
+    engine.
+    """
     engine.eval()
     with torch.no_grad():
-        found = [engine(input_ids=tokens()).logits, model.generate(tokens(length=4), max_new_tokens=3, do_sample=False)]
+        found = [
+            engine(input_ids=tokens()).logits,
+            model.generate(tokens(length=4), max_new_tokens=3, do_sample=False),
+        ]
     engine.train()
     with torch.no_grad():
         found += [engine(input_ids=tokens()).logits]
     ids = tokens()
     engine(input_ids=ids, labels=ids)  # whose weights stay, without a backward
     with torch.no_grad():
-        found += [model.get_decoder()(input_ids=ids).last_hidden_state, engine(input_ids=ids).logits]
+        found += [
+            model.get_decoder()(input_ids=ids).last_hidden_state,
+            engine(input_ids=ids).logits,
+        ]
     return found
 
 
@@ -99,7 +113,10 @@ def compared(rank, world, cases):
         found[case] = {
             "losses": losses == got,
             "weights": all(torch.equal(w, after[n]) for n, w in weights.items()),
-            "read": [torch.equal(a, b) and bool(b.isfinite().all()) for a, b in zip(seen, read, strict=True)],
+            "read": [
+                torch.equal(a, b) and bool(b.isfinite().all())
+                for a, b in zip(seen, read, strict=True)
+            ],
             "here": set().union(*here, *runs[0][1]),
             "sent": (counts, bytes_sent),
         }
@@ -110,7 +127,8 @@ SHORT = ["llama", "olmo2"]
 
 
 @pytest.mark.parametrize(
-    "cases", [SHORT, pytest.param([case for case in CASES if case not in SHORT], marks=pytest.mark.slow)]
+    "cases",
+    [SHORT, pytest.param([case for case in CASES if case not in SHORT], marks=pytest.mark.slow)],
 )
 def test_training_is_the_same_to_the_bit(cases):
     for found in run_ranks(2, compared, cases):
@@ -119,5 +137,6 @@ def test_training_is_the_same_to_the_bit(cases):
             assert of["here"] == {0} or CASES[case][0] != LET_GO, (case, of["here"])
             (plain, none), (others, codes) = of["sent"]
             assert none == 0 and 0 < codes <= plain - others, (case, of["sent"])
-            if CASES[case][0] == LET_GO and "checkpointed" not in case:  # which needs both layouts at once
+            # Which needs both layouts at once.
+            if CASES[case][0] == LET_GO and "checkpointed" not in case:
                 assert 2 * codes == plain - others, (case, of["sent"])

@@ -1,4 +1,6 @@
-"""The loss in chunks is transformers' loss, with every keyword; logits are made where somebody reads them."""
+"""The loss in chunks is transformers' loss, with every keyword; logits are made where somebody
+reads them.
+"""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -59,12 +61,17 @@ def test_logits_are_made_when_they_are_read(tmp_path):
     out = loss_alone(model)(ids, labels=ids)
     assert isinstance(out.logits, LogitsOnRead) and out.logits.late.made is None
     assert out.logits.float().late.made is None
-    assert torch.equal(out.logits[..., :-1, :], wanted[..., :-1, :]) and out.logits.shape == wanted.shape
+    assert (
+        torch.equal(out.logits[..., :-1, :], wanted[..., :-1, :])
+        and out.logits.shape == wanted.shape
+    )
     fresh = model(ids, labels=ids)
     assert torch.equal(torch.argmax(fresh.logits, -1), wanted.argmax(-1))
     assert torch.equal(torch.nn.functional.log_softmax(fresh.logits, -1), wanted.log_softmax(-1))
     assert model(ids, labels=ids, return_dict=False)[1].shape == wanted.shape
-    assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), "without labels"
+    assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), (
+        "without labels"
+    )
     late = model(ids, labels=ids).logits
     torch.save(late.clone(), tmp_path / "logits")
     torch.optim.SGD(model.parameters()).step()
@@ -74,7 +81,9 @@ def test_logits_are_made_when_they_are_read(tmp_path):
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     for logits in (late, late.float(), written):
-        with pytest.raises(RuntimeError, match="logits: read after an optimizer's step, .* accepted: before it"):
+        with pytest.raises(
+            RuntimeError, match="logits: read after an optimizer's step, .* accepted: before it"
+        ):
             logits.argmax(-1)
 
 
@@ -86,7 +95,8 @@ def test_logits_that_a_metric_reads_and_changes_first_have_gradients_afterwards(
             assert not out.logits.exp().requires_grad
             out.logits[0].mul_(2)
         out.logits[..., 64:] = -10.0
-        own = checkpoint(torch.logsumexp, out.logits.div_(3), -1, use_reentrant=True)  # sees tensors only
+        # Sees tensors only.
+        own = checkpoint(torch.logsumexp, out.logits.div_(3), -1, use_reentrant=True)
         (out.loss + out.logits.float().square().mean() + own.mean()).backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in found[0].items():
@@ -94,7 +104,9 @@ def test_logits_that_a_metric_reads_and_changes_first_have_gradients_afterwards(
 
 
 def test_what_looks_for_tensors_in_a_result_finds_the_way_to_the_logits():
-    """DDP with a static graph puts the beginning of backward behind them; ranks drift apart where it misses one."""
+    """DDP with a static graph puts the beginning of backward behind them; ranks drift apart
+    where it misses one.
+    """
     model, ids, passed = loss_alone(tiny()), tokens(), []
     out = model(ids, labels=ids, use_cache=False)
     leaves, spec = torch.utils._pytree.tree_flatten(out)
@@ -127,7 +139,9 @@ def test_a_loss_function_of_the_program_is_its_own():
 
 def test_plain_on_request():
     model = tiny()
-    assert patch_model(model, ActivationConfig(loss="plain")).loss == {"lm_head": "plain: loss: plain"}
+    assert patch_model(model, ActivationConfig(loss="plain")).loss == {
+        "lm_head": "plain: loss: plain"
+    }
     loss, grads = step(model)
     unpatch_model(model)
     patch_model(model, ActivationConfig())

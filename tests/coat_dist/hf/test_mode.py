@@ -1,4 +1,6 @@
-"""When modules run the flow: in training mode, without a cache, and as long as nothing is put on what a block fuses."""
+"""When modules run the flow: in training mode, without a cache, and as long as nothing is put on
+what a block fuses.
+"""
 
 import warnings
 
@@ -31,13 +33,18 @@ def by_hand(model, ids):
 def test_flow_runs_in_training_mode_and_own_code_in_eval_mode_and_with_a_cache(name):
     model, ids = tiny(name).eval(), tokens()
     with torch.no_grad():
-        own, texts = model(ids).logits, [model.generate(ids[:, :5], **GENERATION), by_hand(model, ids[:, :5])]
+        own, texts = (
+            model(ids).logits,
+            [model.generate(ids[:, :5], **GENERATION), by_hand(model, ids[:, :5])],
+        )
     patch_model(model, DEFAULT)
     trained = model.train()(ids).logits
     loss = model(ids, labels=ids).loss
     assert not torch.equal(trained, own) and relative(trained, own) < 0.2
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, trained) and torch.equal(model(ids, labels=ids).loss, loss)
+        assert torch.equal(model(ids).logits, trained) and torch.equal(
+            model(ids, labels=ids).loss, loss
+        )
         assert torch.equal(model.generate(ids[:, :5], **GENERATION), texts[0])
         assert torch.equal(by_hand(model, ids[:, :5]), texts[1])
     with torch.inference_mode():
@@ -62,7 +69,9 @@ def test_reentrant_checkpoints_by_hand_change_nothing(name):
     _, grads = step(model, ids, use_cache=False)
     for layer in model.model.layers:
         own = layer.forward
-        layer.forward = lambda x, own=own, **given: checkpoint(lambda x: own(x, **given), x, use_reentrant=True)
+        layer.forward = lambda x, own=own, **given: checkpoint(
+            lambda x: own(x, **given), x, use_reentrant=True
+        )
     model.enable_input_require_grads()
     assert same(step(model, ids, use_cache=False)[1], grads)
 
@@ -76,7 +85,9 @@ def test_gradients_where_own_code_runs_are_warned_of_once(cached):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         out = model(ids, **given).logits
-        assert not any("coat_dist" in str(w.message) for w in told), "evaluating with gradients enabled is no training"
+        assert not any("coat_dist" in str(w.message) for w in told), (
+            "evaluating with gradients enabled is no training"
+        )
         for _ in range(2):
             out.sum().backward(retain_graph=True)
         model(ids).logits.sum().backward()
@@ -141,13 +152,19 @@ def test_what_is_put_on_a_part_acts_before_and_after_the_patch(place, change):
         assert relative(hidden, wanted) < relative(untouched, wanted) / 2
         report = model.coat_patch_report
         said = {**report.left, **report.unfused}
-        assert any(place.rpartition(".")[2] in why or place in name for name, why in said.items()), report
-        assert not report.left.keys() & report.unfused.keys() and not set(report.left) & set(report.patched)
+        assert any(
+            place.rpartition(".")[2] in why or place in name for name, why in said.items()
+        ), report
+        assert not report.left.keys() & report.unfused.keys() and not set(report.left) & set(
+            report.patched
+        )
         if not before or change is not own_forward:
             for back in undo:
                 back()
             assert torch.equal(model.model(ids).last_hidden_state, untouched)
-            assert sorted(report.patched) == sorted(bare.coat_patch_report.patched) and not report.left
+            assert (
+                sorted(report.patched) == sorted(bare.coat_patch_report.patched) and not report.left
+            )
     if change is not own_forward:
         assert torch.equal(*found)
 
@@ -180,7 +197,9 @@ def test_strange_weights_and_replicas_are_left_to_their_own_code(name):
     linear = model.model.layers[1].self_attn.q_proj
     linear.weight = nn.Parameter(linear.weight.data.as_subclass(Strange))
     loss, _ = step(model)
-    assert loss.isfinite() and (name != "llama" or report.left.keys() > {"model.layers.1.self_attn"})
+    assert loss.isfinite() and (
+        name != "llama" or report.left.keys() > {"model.layers.1.self_attn"}
+    )
     mlp = model.model.layers[1].mlp
     assert not torch.equal(mlp(x), plain.model.layers[1].mlp(x))
     assert torch.equal(mlp._replicate_for_data_parallel()(x), plain.model.layers[1].mlp(x))

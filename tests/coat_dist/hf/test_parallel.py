@@ -1,4 +1,6 @@
-"""Transformers models in the flow under ZeRO-1, 2 and 3, DDP and FSDP2: the same bits in the first step."""
+"""Transformers models in the flow under ZeRO-1, 2 and 3, DDP and FSDP2: the same bits in the
+first step.
+"""
 
 from contextlib import nullcontext
 
@@ -41,7 +43,8 @@ def under_zero(rank, world, name, stage, built_in_shards):
     of_zero = {k: v for k, v in settings.items() if k != "coat"}
     with deepspeed.zero.Init(config_dict_or_path=of_zero) if built_in_shards else nullcontext():
         model = tiny(name, torch.bfloat16, pad_token_id=None)
-    if built_in_shards:  # weights are drawn otherwise there, and DeepSpeed rounds rotary frequencies to BF16
+    # Weights are drawn otherwise there, and DeepSpeed rounds rotary frequencies to BF16.
+    if built_in_shards:
         whole = tiny(name, torch.bfloat16, pad_token_id=None)
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             if rank == 0:
@@ -60,7 +63,8 @@ def under_zero(rank, world, name, stage, built_in_shards):
         return loss.item()
 
     engine.module.eval()
-    with torch.no_grad():  # ZeRO-3 fetches weights here for the modules that hold them, later for those that read them
+    # ZeRO-3 fetches weights here for the modules that hold them, later for those that read them.
+    with torch.no_grad():
         engine(input_ids=tokens(seed=rank))
     engine.module.train()
     losses, first = run(step, lambda: values(engine), rank)
@@ -84,7 +88,9 @@ def under_torch(rank, world, name, how):
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    optimizer = coat_dist.CoatAdamW(model.parameters(), lr=1e-2, weight_decay=0.0, stochastic_rounding=False)
+    optimizer = coat_dist.CoatAdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.0, stochastic_rounding=False
+    )
 
     def step(ids):
         loss = model(input_ids=ids, labels=ids).loss
@@ -93,7 +99,13 @@ def under_torch(rank, world, name, how):
         optimizer.zero_grad()
         return loss.item()
 
-    return run(step, lambda: {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in inner.named_parameters()}, rank)
+    return run(
+        step,
+        lambda: {
+            n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in inner.named_parameters()
+        },
+        rank,
+    )
 
 
 @pytest.mark.long
@@ -103,14 +115,18 @@ def test_first_steps_are_the_same_and_training_goes_on(name):
     runs["zero-3 in shards"] = run_ranks(2, under_zero, name, 3, True)
     runs |= {how: run_ranks(2, under_torch, name, how) for how in ("ddp", "fsdp2")}
     for how, found in runs.items():
-        for (losses, first, *rest), (wanted, weights, *_) in zip(found, runs["zero-2"], strict=True):
+        for (losses, first, *rest), (wanted, weights, *_) in zip(
+            found, runs["zero-2"], strict=True
+        ):
             assert losses[0] == wanted[0] and same(first, weights), how
             assert losses == pytest.approx(wanted, rel=0.03) and losses[-1] < losses[0], how
             assert "zero-3" not in how or rest[0] == {(0,)}, f"{how}: something stays gathered"
 
 
 def accumulates(rank, world, name, stage, folder):
-    """Weights after each of two steps of two micro-batches, saved, or those of a loaded engine; and the next loss."""
+    """Weights after each of two steps of two micro-batches, saved, or those of a loaded engine;
+    and the next loss.
+    """
     import deepspeed
 
     changes = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -153,7 +169,11 @@ def sharded_linears(rank, world, how):
     """Losses of three steps and the report, with each linear sharded by itself."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh, found = init_device_mesh("cpu", (world,)), []
     for patched in (False, True):
@@ -163,7 +183,11 @@ def sharded_linears(rank, world, how):
             for name, _ in model.model.named_modules()
             if name.endswith(("gate_proj", "up_proj"))
         }
-        plan |= {name: RowwiseParallel() for name, _ in model.model.named_modules() if name.endswith("down_proj")}
+        plan |= {
+            name: RowwiseParallel()
+            for name, _ in model.model.named_modules()
+            if name.endswith("down_proj")
+        }
         if how == "tensor parallel":
             parallelize_module(model.model, mesh, plan)
         if patched:
@@ -187,6 +211,10 @@ def sharded_linears(rank, world, how):
 def test_linears_that_are_sharded_alone_stay_bf16_and_are_named(how):
     for losses, report in run_ranks(2, sharded_linears, how):
         assert losses[3:] == pytest.approx(losses[:3], rel=5e-3)
-        why = "torch's FSDPLinear in place of gate_proj" if how == "fsdp2" else "a DTensor as weight of gate_proj"
+        why = (
+            "torch's FSDPLinear in place of gate_proj"
+            if how == "fsdp2"
+            else "a DTensor as weight of gate_proj"
+        )
         assert report.left["model.layers.0.mlp"] == why
         assert ("model.layers.0.self_attn" in report.patched) == (how == "tensor parallel")

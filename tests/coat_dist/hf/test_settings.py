@@ -1,4 +1,6 @@
-"""Options of the block in transformers models: the z-loss, and what is refused because nothing would honour it."""
+"""Options of the block in transformers models: the z-loss, and what is refused because nothing
+would honour it.
+"""
 
 import json
 
@@ -34,10 +36,14 @@ def test_z_loss_in_training_alone():
     loss, found = step(model, ids, labels=labels)
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-5)
     for name in ("lm_head.weight", "model.norm.weight"):  # others are products of rounded gradients
-        torch.testing.assert_close(found[name], plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            found[name], plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6
+        )
     with torch.no_grad():
         assert torch.equal(model.eval()(ids, labels=labels).loss, before)
-    with pytest.raises(CoatConfigError, match="^coat.activation.z_loss: got 0.1 and a loss that stays plain"):
+    with pytest.raises(
+        CoatConfigError, match="^coat.activation.z_loss: got 0.1 and a loss that stays plain"
+    ):
         model.train()(ids, labels=labels[:, -3:], logits_to_keep=3)
 
 
@@ -59,13 +65,17 @@ def test_z_loss_in_training_alone():
 )
 def test_options_without_effect_are_refused(name, changes, key, value):
     model = tiny(name, **changes)
-    with pytest.raises(CoatConfigError, match=f"^coat.activation.{key}: got {json.dumps(value)}, accepted: "):
+    with pytest.raises(
+        CoatConfigError, match=f"^coat.activation.{key}: got {json.dumps(value)}, accepted: "
+    ):
         patch_model(model, ActivationConfig(**{key: value}))
     assert not is_patched(model)
     harmless = ActivationConfig(fp8_gather=False, expert_dispatch="bf16")
     assert patch_model(model, harmless).patched
     changed = validate({"model": model, "config": config()}).error
-    assert str(changed).startswith("coat.activation: got a model that is patched already with fp8_gather False where")
+    assert str(changed).startswith(
+        "coat.activation: got a model that is patched already with fp8_gather False where"
+    )
 
 
 def test_a_model_without_an_output_layer_has_no_z_loss():

@@ -1,4 +1,6 @@
-"""What is known of the installed transformers: forwards by fingerprint, and the arguments of its attentions."""
+"""What is known of the installed transformers: forwards by fingerprint, and the arguments of its
+attentions.
+"""
 
 import inspect
 
@@ -34,7 +36,9 @@ OWN = {
 
 @pytest.mark.parametrize("name", [*FUSED, *GENERIC])
 def test_forwards_are_known(name):
-    """Where one is not: read it, and add its fingerprint in ``recognize.py`` to those that compute the same."""
+    """Where one is not: read it, and add its fingerprint in ``recognize.py`` to those that
+    compute the same.
+    """
     model = tiny(name)
     layer = model.model.layers[0]
     attention = layer.self_attn
@@ -50,7 +54,8 @@ def test_forwards_are_known(name):
     if name in FUSED:
         parts.append(("rotation", rotate, attention_kind(attention) is not None))
     wrong = [
-        f"{part}: {where.__module__}.{where.__qualname__}, {fingerprint(getattr(where, 'forward', where))}"
+        f"{part}: {where.__module__}.{where.__qualname__}, "
+        f"{fingerprint(getattr(where, 'forward', where))}"
         for part, where, known in parts
         if known == (part in OWN.get(name, ()))
     ]
@@ -60,7 +65,9 @@ def test_forwards_are_known(name):
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("cached", [True, False])
 def test_attention_is_given_the_same(name, cached, monkeypatch):
-    """By a patched layer as by the model's own: windows, positions, scale, masks, and all that a program passes."""
+    """By a patched layer as by the model's own: windows, positions, scale, masks, and all that a
+    program passes.
+    """
     calls = []
 
     def attend(module, q, k, v, mask, **given):
@@ -70,7 +77,9 @@ def test_attention_is_given_the_same(name, cached, monkeypatch):
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
     window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
-    model = tiny(name, attn_implementation="sdpa", attention_dropout=0.1, **window if name != "gemma" else {})
+    model = tiny(
+        name, attn_implementation="sdpa", attention_dropout=0.1, **window if name != "gemma" else {}
+    )
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[0, :5] = 0
     given = {"attention_mask": mask, "use_cache": cached, "is_causal": True}

@@ -5,23 +5,46 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
-GENERIC = ("olmo", "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "glm", "glm4", "granite", "smollm3", "cohere")
+GENERIC = (
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "glm",
+    "glm4",
+    "granite",
+    "smollm3",
+    "cohere",
+)
 VOCABULARY = 128
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def tiny(name="llama", dtype=torch.float32, seed=0, **changes):
-    """A causal language model of a family, in training; skips the test where transformers does not have it."""
+    """A causal language model of a family, in training; skips the test where transformers does
+    not have it.
+    """
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     config = AutoConfig.for_model(name, **{**SIZES, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    if name == "gemma3_text":  # transformers 4.56 starts its norms at 1, and not at 0, to which they add 1
+    # Transformers 4.56 starts its norms at 1, and not at 0, to which they add 1.
+    if name == "gemma3_text":
         for module in model.modules():
             if type(module).__name__ == "Gemma3RMSNorm":
                 module.weight.data.zero_()
@@ -29,7 +52,9 @@ def tiny(name="llama", dtype=torch.float32, seed=0, **changes):
 
 
 def tokens(rows=2, length=24, seed=0):
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def step(model, ids=None, **given):
@@ -48,4 +73,6 @@ def same(a, b):
 
 
 def relative(got, wanted):
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)).item()
+    return (
+        (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    ).item()

@@ -1,4 +1,6 @@
-"""Kernels compiled for a GPU that is not there: what a call would launch, down to machine code by Triton's ptxas."""
+"""Kernels compiled for a GPU that is not there: what a call would launch, down to machine code
+by Triton's ptxas.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ class Compiled(NamedTuple):
 
 @contextmanager
 def compiled_for(capability: tuple[int, int]) -> Iterator[list[Compiled]]:
-    """Kernels that are launched inside, on CPU tensors, are compiled for a GPU of this capability and noted; nothing
-    runs. Arguments are those that such a GPU's launches have. Not where kernels are interpreted."""
+    """Kernels that are launched inside, on CPU tensors, are compiled for a GPU of this capability
+    and noted; nothing runs. Arguments are those that such a GPU's launches have. Not where kernels
+    are interpreted.
+    """
     number, native = 10 * capability[0] + capability[1], capability >= FP8_CAPABILITY
     backend, made = CUDABackend(GPUTarget("cuda", number, 32)), []
 
@@ -41,7 +45,10 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[list[Compiled]]:
         return value
 
     def compile_it(self: launch.FastLaunch, grid: tuple, *args: Any, **kwargs: Any) -> None:
-        args, kwargs = tuple(map(there, args)), {name: there(value) for name, value in kwargs.items()}
+        args, kwargs = (
+            tuple(map(there, args)),
+            {name: there(value) for name, value in kwargs.items()},
+        )
         if "FAST" in kwargs:
             kwargs["FAST"] = True
         params = self.jit.params
@@ -65,4 +72,8 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[list[Compiled]]:
 
 def conversions(ptx: str) -> list[str]:
     """Instructions that convert to or from FP8."""
-    return [line.strip() for line in ptx.splitlines() if "cvt" in line and ("e4m3" in line or "e5m2" in line)]
+    return [
+        line.strip()
+        for line in ptx.splitlines()
+        if "cvt" in line and ("e4m3" in line or "e5m2" in line)
+    ]

@@ -1,4 +1,6 @@
-"""Kernels compile for GPUs without FP8 instructions (8.0: A100, 8.6), and then hold none; from 8.9 on they do."""
+"""Kernels compile for GPUs without FP8 instructions (8.0: A100, 8.6), and then hold none; from
+8.9 on they do.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,9 @@ FEW = ("default", "stochastic, e5m2, large seed", "normalized, stochastic")
 
 
 def adamw_steps(variants):
-    """A step of each variant, one of tensors that share a launch, those that count on the device, and fp32 moments."""
+    """A step of each variant, one of tensors that share a launch, those that count on the
+    device, and fp32 moments.
+    """
     for name in variants:
         options = VARIANTS[name]
         tensors, numbers = problem(4096, **options), options.get("numbers", NUMBERS)
@@ -30,11 +34,17 @@ def adamw_steps(variants):
     counted = [AdamWTensors(*x[:4], step_count=torch.ones(())) for x in many]
     adamw.adamw_steps(counted, *many[0][4:], NUMBERS)
     adamw.adamw_steps(counted[:1], *many[0][4:], NUMBERS)
-    flat, half, low = torch.zeros(129), torch.zeros(129).bfloat16(), torch.zeros(129, dtype=torch.int16)
+    flat, half, low = (
+        torch.zeros(129),
+        torch.zeros(129).bfloat16(),
+        torch.zeros(129, dtype=torch.int16),
+    )
     rest = {"low": low, "copy": half}
     on_device = replace(NUMBERS, lr=torch.ones(()), grad_factor=torch.ones(()), maximize=True)
     adamw_fp32_kernel.step_contiguous([FP32Tensors(flat[:128], *[flat[:128]] * 3)], NUMBERS)
-    adamw_fp32_kernel.step_contiguous([FP32Tensors(half, *[flat] * 3, **rest, step_count=torch.ones(()))], on_device)
+    adamw_fp32_kernel.step_contiguous(
+        [FP32Tensors(half, *[flat] * 3, **rest, step_count=torch.ones(()))], on_device
+    )
 
 
 def some_of_the_flow(tokens):
@@ -42,7 +52,9 @@ def some_of_the_flow(tokens):
     x, gain = torch.randn(tokens, 64).bfloat16(), torch.ones(64)
     for fmt, saved in ((E4M3, E3M4), (E5M2, INT8), (E4M3, E4M3), (E5M2, E5M2)):
         quantize.quantize_both(x, fmt, torch.ones(()))
-        x8, stats, _ = norm.norm_compress(x, "rmsnorm", 1e-5, gain, None, fmt, 32, "e8m0", False, saved)
+        x8, stats, _ = norm.norm_compress(
+            x, "rmsnorm", 1e-5, gain, None, fmt, 32, "e8m0", False, saved
+        )
         norm.norm_backward(x, x8, "rmsnorm", stats, gain, bias=False)
 
 

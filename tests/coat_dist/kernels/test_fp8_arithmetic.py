@@ -32,7 +32,9 @@ def encode(x, fmt):
     """Codes of fp32 numbers, uint8."""
     filled = torch.nn.functional.pad(x, (0, -len(x) % BLOCK)).to(DEVICE)
     out = torch.empty(len(filled), dtype=torch.uint8, device=DEVICE)
-    _encode[(len(filled) // BLOCK,)](filled, out, C=fp8._CONSTANTS[fmt.name, ON_GPU, False], BLOCK=BLOCK)
+    _encode[(len(filled) // BLOCK,)](
+        filled, out, C=fp8._CONSTANTS[fmt.name, ON_GPU, False], BLOCK=BLOCK
+    )
     return out[: len(x)].cpu()
 
 
@@ -41,7 +43,9 @@ def check(x, fmt):
     got, wanted = encode(x, fmt), x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
     wanted = torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8), wanted)
     wrong = got != wanted
-    assert not wrong.any(), list(zip(x[wrong].tolist(), got[wrong].tolist(), wanted[wrong].tolist(), strict=True))[:5]
+    assert not wrong.any(), list(
+        zip(x[wrong].tolist(), got[wrong].tolist(), wanted[wrong].tolist(), strict=True)
+    )[:5]
 
 
 def neighbours(x):
@@ -52,7 +56,9 @@ def neighbours(x):
 
 @both
 def test_codes_at_every_boundary(fmt):
-    """Each code's number, the middles between neighbours, and a unit in the last place to either side of both."""
+    """Each code's number, the middles between neighbours, and a unit in the last place to either
+    side of both.
+    """
     table = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     table = table[table.isfinite()].abs().unique()
     middles = (table[1:] + table[:-1]) / 2
@@ -61,9 +67,22 @@ def test_codes_at_every_boundary(fmt):
 
 @both
 def test_codes_at_the_ends_of_fp32(fmt):
-    numbers = [0.0, 2.0**-149, 2.0**-126, 2.0**-127, fmt.smallest / 2, 1.0, fmt.max, fmt.max * 1.0625, 3.4e38, 2.0**127]
+    numbers = [
+        0.0,
+        2.0**-149,
+        2.0**-126,
+        2.0**-127,
+        fmt.smallest / 2,
+        1.0,
+        fmt.max,
+        fmt.max * 1.0625,
+        3.4e38,
+        2.0**127,
+    ]
     check(neighbours(torch.tensor(numbers)), fmt)
-    nan = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -1], dtype=torch.int32)
+    nan = torch.tensor(
+        [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -1], dtype=torch.int32
+    )
     check(torch.cat([torch.tensor([torch.inf, -torch.inf]), nan.view(torch.float32)]), fmt)
 
 
@@ -76,7 +95,9 @@ def test_codes_of_random_bits(fmt):
 
 
 def test_every_e4m3_code_is_read_exactly():
-    """As bytes, which is what kernels get on a GPU without FP8 types. All but NaN bit for bit, zeros' signs too."""
+    """As bytes, which is what kernels get on a GPU without FP8 types. All but NaN bit for bit,
+    zeros' signs too.
+    """
     codes = torch.arange(256, dtype=torch.uint8)
     out = torch.empty(256, device=DEVICE)
     _decode[(1,)](codes.to(DEVICE), out, BLOCK=256)

@@ -1,4 +1,6 @@
-"""Launches without Triton's binding: keys at least as fine as Triton's own, and everything unusual left to Triton."""
+"""Launches without Triton's binding: keys at least as fine as Triton's own, and everything
+unusual left to Triton.
+"""
 
 import functools
 import importlib
@@ -46,17 +48,57 @@ NAMES = ("x", "y", "n", "m", "factor", "C", "FLAG")
 _base = torch.zeros(4096, dtype=torch.uint8)
 _base = _base[-_base.data_ptr() % 64 :]
 DTYPES = [
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8,
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
-]  # fmt: skip
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
 TENSORS = [
-    _base[at : at + 64].view(dtype) for dtype in DTYPES for at in (0, 8, 16, 24, 32, 48) if at % dtype.itemsize == 0
+    _base[at : at + 64].view(dtype)
+    for dtype in DTYPES
+    for at in (0, 8, 16, 24, 32, 48)
+    if at % dtype.itemsize == 0
 ] + [torch.nn.Parameter(torch.zeros(4)), _base[1:9], _base[15:23], _base[:0]]
 INTS = [
-    *range(-33, 34), 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 16, -(2**31), -(2**31) - 1, -(2**31) - 16, 2**32,
-    2**32 + 1, 2**62, 2**63 - 1, 2**63 - 16, 2**63, 2**63 + 1, 2**64 - 16, 2**64 - 1, -(2**63), -(2**63) + 1,
-]  # fmt: skip
-CONSTANTS = [constants(f, torch.zeros(1)) for f in (E4M3, E5M2)] + [0, 1, 2, True, False, None, "silu", tl.bfloat16]
+    *range(-33, 34),
+    2**31 - 16,
+    2**31 - 1,
+    2**31,
+    2**31 + 1,
+    2**31 + 16,
+    -(2**31),
+    -(2**31) - 1,
+    -(2**31) - 16,
+    2**32,
+    2**32 + 1,
+    2**62,
+    2**63 - 1,
+    2**63 - 16,
+    2**63,
+    2**63 + 1,
+    2**64 - 16,
+    2**64 - 1,
+    -(2**63),
+    -(2**63) + 1,
+]
+CONSTANTS = [constants(f, torch.zeros(1)) for f in (E4M3, E5M2)] + [
+    0,
+    1,
+    2,
+    True,
+    False,
+    None,
+    "silu",
+    tl.bfloat16,
+]
 
 
 def _plan(kernel, values):
@@ -65,7 +107,9 @@ def _plan(kernel, values):
 
 def _of_triton(kernel, values):
     backend = CUDABackend(GPUTarget("cuda", 90, 32))
-    binder = runtime.create_function_from_signature(kernel.jit.signature, kernel.jit.params, backend)
+    binder = runtime.create_function_from_signature(
+        kernel.jit.signature, kernel.jit.params, backend
+    )
     _, specialization, _ = binder(*values)
     return tuple((kind, type(what), what) for kind, what in specialization)
 
@@ -103,7 +147,9 @@ class _Subclass(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("n", [True, (1, 2), "text", tl.constexpr(3), torch.zeros(1).as_subclass(_Subclass), 1j])
+@pytest.mark.parametrize(
+    "n", [True, (1, 2), "text", tl.constexpr(3), torch.zeros(1).as_subclass(_Subclass), 1j]
+)
 def test_other_types_are_left_to_triton(n):
     values = (TENSORS[0], TENSORS[1], n, 4, 0.5, CONSTANTS[0], True)
     assert not _plan(_kernel, values).supported
@@ -111,7 +157,9 @@ def test_other_types_are_left_to_triton(n):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """A fresh wrapper, and what Triton's path and the compiled kernel were called with. Tensors lie on "device" -1."""
+    """A fresh wrapper, and what Triton's path and the compiled kernel were called with. Tensors
+    lie on "device" -1.
+    """
     calls = {"triton": [], "compiled": []}
 
     def run(*args, grid, warmup, **kwargs):
@@ -135,9 +183,11 @@ def test_the_second_call_goes_to_the_compiled_kernel(launched):
     args = (x, None, 5, 6, 0.5)
     first = kernel[(3, 2)](*args, C=CONSTANTS[0], FLAG=True, num_warps=8)
     assert calls == {
-        "triton": [(args, (3, 2, 1), False, {"C": CONSTANTS[0], "FLAG": True, "num_warps": 8})], "compiled": []
-    }  # fmt: skip
-    second = kernel[(4,)](y, None, 7, 8, 1.5, FLAG=True, C=CONSTANTS[0], num_warps=8)  # keywords in another order
+        "triton": [(args, (3, 2, 1), False, {"C": CONSTANTS[0], "FLAG": True, "num_warps": 8})],
+        "compiled": [],
+    }
+    # Keywords in another order.
+    second = kernel[(4,)](y, None, 7, 8, 1.5, FLAG=True, C=CONSTANTS[0], num_warps=8)
     assert len(calls["triton"]) == 2
     third = kernel[(4, 5, 6)](y, None, 7, 9, 1.5, C=CONSTANTS[0], FLAG=True, num_warps=8)
     assert len(calls["triton"]) == 2 and third is first and second is not first
@@ -159,15 +209,23 @@ def _addresses(*tensors):
     return tuple(t.data_ptr() for t in tensors)
 
 
-@pytest.mark.parametrize("changed", ["alignment", "dtype", "one", "sixteen", "wide", "constant", "warps", "type"])
+@pytest.mark.parametrize(
+    "changed", ["alignment", "dtype", "one", "sixteen", "wide", "constant", "warps", "type"]
+)
 def test_a_change_that_matters_asks_triton(launched, changed):
     kernel, calls = launched
     x = torch.zeros(64)
     usual = dict(x=x, y=x, n=3, m=4, factor=0.5, C=2, FLAG=True, num_warps=4)
     other = {
-        "alignment": {"y": x[1:]}, "dtype": {"y": x.bfloat16()}, "one": {"n": 1}, "sixteen": {"n": 32},
-        "wide": {"n": 2**31 + 1}, "constant": {"C": 3}, "warps": {"num_warps": 8}, "type": {"FLAG": 1},
-    }  # fmt: skip
+        "alignment": {"y": x[1:]},
+        "dtype": {"y": x.bfloat16()},
+        "one": {"n": 1},
+        "sixteen": {"n": 32},
+        "wide": {"n": 2**31 + 1},
+        "constant": {"C": 3},
+        "warps": {"num_warps": 8},
+        "type": {"FLAG": 1},
+    }
     for _ in range(2):
         kernel[(1,)](**usual)
     assert len(calls["triton"]) == 1 and len(calls["compiled"]) == 1
@@ -196,7 +254,8 @@ def test_versions_that_were_not_compared_take_tritons_path(launched, monkeypatch
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_torch_compile_sees_tritons_kernel(monkeypatch, wrapped):
     """In its graph, as without the wrapper, so that Inductor compiles it in."""
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)  # which a CPU is said not to have
+    # Which a CPU is said not to have.
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     torch.compiler.reset()
     kernel, nodes = _kernel if wrapped else _kernel.jit, []
 

@@ -1,4 +1,6 @@
-"""Numbers of tokens that vary compile nothing anew. What Triton would compile for is noted; nothing is launched."""
+"""Numbers of tokens that vary compile nothing anew. What Triton would compile for is noted;
+nothing is launched.
+"""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -31,7 +33,9 @@ def compiled():
     def note(self, grid, *args, **kwargs):
         if self not in binders:
             backend = CUDABackend(GPUTarget("cuda", 90, 32))
-            binders[self] = runtime.create_function_from_signature(self.jit.signature, self.jit.params, backend)
+            binders[self] = runtime.create_function_from_signature(
+                self.jit.signature, self.jit.params, backend
+            )
         _, specialization, options = binders[self](*args, **kwargs)
         seen.add((f"{self.jit.module}.{self.jit.__name__}", str(specialization), str(options)))
 
@@ -41,7 +45,11 @@ def compiled():
 
 def run_all(tokens):
     """Every kernel of the flow, on this number of tokens."""
-    x, dy, gain = torch.randn(tokens, H).bfloat16(), torch.randn(tokens, H).bfloat16(), torch.ones(H)
+    x, dy, gain = (
+        torch.randn(tokens, H).bfloat16(),
+        torch.randn(tokens, H).bfloat16(),
+        torch.ones(H),
+    )
     scale = torch.ones(())
     for kind, bias in (("rmsnorm", None), ("layernorm", gain)):
         first = kind, 1e-5, gain, bias
@@ -52,7 +60,9 @@ def run_all(tokens):
             for turn in (False, True):
                 norm.norm_quantize(source, stats, gain, bias, E4M3, scale, turn)
             for residual in (None, x):
-                norm.norm_backward(dy, source, kind, stats, gain, bias=bias is not None, residual=residual)
+                norm.norm_backward(
+                    dy, source, kind, stats, gain, bias=bias is not None, residual=residual
+                )
     quantize.amax(x)
     quantize.quantize_rows(x, E4M3)
     quantize.quantize_both(x, E4M3, scale)
@@ -83,9 +93,12 @@ def compare(rank, world, counts):
             assert seen == first, (tokens, sorted(name for name, *_ in seen - first))
 
 
-@pytest.mark.parametrize("counts", [(16, 272, 528, 4096, 4224), (20, 268, 1000, 4100), (7, 263, 265, 1001, 4227)])
+@pytest.mark.parametrize(
+    "counts", [(16, 272, 528, 4096, 4224), (20, 268, 1000, 4100), (7, 263, 265, 1001, 4227)]
+)
 def test_more_tokens_compile_nothing_anew(counts):
-    """Multiples of 16, which Triton tells apart; multiples of 4, by which codes are transposed; others.
+    """Multiples of 16, which Triton tells apart; multiples of 4, by which codes are transposed;
+    others.
 
     On a rank, where kernels are not interpreted.
     """

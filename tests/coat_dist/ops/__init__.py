@@ -1,4 +1,5 @@
-"""One file for each operation: ``test_X.py`` tests the definition, and the kernel on a GPU or in Triton's interpreter.
+"""One file for each operation: ``test_X.py`` tests the definition, and the kernel on a GPU or in
+Triton's interpreter.
 
 ``X_agreement.py`` says how kernel and definition must agree.
 """

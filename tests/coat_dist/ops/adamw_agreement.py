@@ -15,7 +15,9 @@ from .adamw_problems import NUMBERS, clone, extras, one_step, problem
 
 
 def check(n, device="cpu", **variant):
-    """One step of both from the same start; every difference has to be one that the kernel's docstring allows."""
+    """One step of both from the same start; every difference has to be one that the kernel's
+    docstring allows.
+    """
     numbers, seed = variant.get("numbers", NUMBERS), variant.get("seed")
     if variant.get("lr") == "tensor":
         numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
@@ -35,7 +37,11 @@ def check(n, device="cpu", **variant):
             join(theirs[0], expected["low"]),
             join(start[0], before["low"]),
         )
-    p, g, lr = start[0].double(), start[1].double() * factor * (-1 if numbers.maximize else 1), float(numbers.lr)
+    p, g, lr = (
+        start[0].double(),
+        start[1].double() * factor * (-1 if numbers.maximize else 1),
+        float(numbers.lr),
+    )
     codec_m, codec_v = start[4:]
     old_v = decode(start[3], codec_v, n)
     old_m = decode(start[2], codec_m, n, old_v if codec_m.over_root else None).double()
@@ -43,11 +49,14 @@ def check(n, device="cpu", **variant):
     m = numbers.beta1 * old_m + (1 - numbers.beta1) * g
     v = numbers.beta2 * old_v + (1 - numbers.beta2) * g * g
     check_params(mine[0], theirs[0], p, g, old_m, v, numbers, lr)
-    noise_m = 4e-5 * (numbers.beta1 * old_m.abs() + (1 - numbers.beta1) * g.abs())  # of arithmetic, before cancellation
+    # Of arithmetic, before cancellation.
+    noise_m = 4e-5 * (numbers.beta1 * old_m.abs() + (1 - numbers.beta1) * g.abs())
     if codec_m.over_root:
         noise_m, m = ((x / v.clamp(min=TINY).sqrt()) for x in (noise_m, m))
     check_moment(mine[2], theirs[2], m, noise_m, codec_m, seed if numbers.stochastic[0] else None)
-    check_moment(mine[3], theirs[3], v, 4e-5 * v, codec_v, seed if numbers.stochastic[1] else None, start[3])
+    check_moment(
+        mine[3], theirs[3], v, 4e-5 * v, codec_v, seed if numbers.stochastic[1] else None, start[3]
+    )
 
 
 def check_copy(param, low=None, copy=None):
@@ -63,20 +72,32 @@ def check_copy(param, low=None, copy=None):
 
 def check_params(got, wanted, p, g, old_m, v, numbers, lr):
     denominator = v.sqrt() * numbers.inverse_sqrt_bias2 + numbers.eps
-    update = (old_m.abs() * numbers.beta1 + g.abs() * (1 - numbers.beta1)) * numbers.inverse_bias1 / denominator
+    update = (
+        (old_m.abs() * numbers.beta1 + g.abs() * (1 - numbers.beta1))
+        * numbers.inverse_bias1
+        / denominator
+    )
     allowed = 2**-22 * p.abs() + 4e-5 * lr * update
     if got.dtype != torch.float32:
-        allowed = allowed + torch.finfo(got.dtype).eps * wanted.double().abs() + torch.finfo(got.dtype).smallest_normal
+        allowed = (
+            allowed
+            + torch.finfo(got.dtype).eps * wanted.double().abs()
+            + torch.finfo(got.dtype).smallest_normal
+        )
         if got.is_cuda:  # the interpreter truncates to bfloat16
             assert (got != wanted).sum() <= 0.01 * got.numel()
     assert ((got.double() - wanted.double()).abs() <= allowed).all()
 
 
 def check_moment(got, wanted, exact, noise, codec, seed, before=None):
-    """``exact`` fp64 values before encoding, which either side may have missed by ``noise``; ``before``: what the
-    moment was, whose exponents a codec may keep."""
+    """``exact`` fp64 values before encoding, which either side may have missed by ``noise``;
+    ``before``: what the moment was, whose exponents a codec may keep.
+    """
     size = codec.group_size
-    wide, noise = (torch.nn.functional.pad(x.abs(), (0, -x.numel() % size)).view(-1, size) for x in (exact, noise))
+    wide, noise = (
+        torch.nn.functional.pad(x.abs(), (0, -x.numel() % size)).view(-1, size)
+        for x in (exact, noise)
+    )
     wide = torch.where(wide < TINY, 0.0, wide)
     a = wanted.a.double()
     tie_a, tie_k = got.a != wanted.a, got.k != wanted.k
@@ -94,7 +115,11 @@ def check_moment(got, wanted, exact, noise, codec, seed, before=None):
             high = torch.where(least > 0, high, 255.0)
         k = got.k.double()
         inside = (k >= low.clamp(1, 255)) & (k <= high.clamp(1, 255))
-        kept = (got.k == before.k) & (got.k == wanted.k) if codec.keep_grid else torch.zeros_like(tie_a)
+        kept = (
+            (got.k == before.k) & (got.k == wanted.k)
+            if codec.keep_grid
+            else torch.zeros_like(tie_a)
+        )
         assert (inside | kept | tie_a | (wide.amax(1) == 0)).all()
     assert not codec.expand or tie_k.sum() <= 0.01 * tie_k.numel()
 
@@ -132,13 +157,18 @@ def tensors_of(value):
 
 
 def check_many(device="cpu", **variant):
-    """Tensors that share a launch, and those that cannot, get the bytes that a launch of their own gives them."""
+    """Tensors that share a launch, and those that cannot, get the bytes that a launch of their
+    own gives them.
+    """
     together = [problem(n, device, **variant) for n in (128, 16, 2048, 1040, 129, 0, 4096)]
-    shifted = problem(257, device, **variant)  # of a fitting size, but not at a multiple of 16 bytes
+    # Of a fitting size, but not at a multiple of 16 bytes.
+    shifted = problem(257, device, **variant)
     shifted[:2] = shifted[0][1:], shifted[1][1:]
     together.append(shifted)
     alone = [clone(x) for x in together]
-    more, more_alone = ([extras(x[0].numel(), device, **variant) for x in together] for _ in range(2))
+    more, more_alone = (
+        [extras(x[0].numel(), device, **variant) for x in together] for _ in range(2)
+    )
     numbers, first = variant.get("numbers", NUMBERS), variant.get("seed")
     if variant.get("lr") == "tensor":
         numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
@@ -146,7 +176,10 @@ def check_many(device="cpu", **variant):
         numbers = replace(numbers, grad_factor=torch.tensor(variant["factor"], device=device))
     for _ in range(2):  # the second time the table is kept
         seeds = [None if first is None else (first + i) % 2**32 for i in range(len(together))]
-        many = [AdamWTensors(*x[:4], seed, **e) for x, seed, e in zip(together, seeds, more, strict=True)]
+        many = [
+            AdamWTensors(*x[:4], seed, **e)
+            for x, seed, e in zip(together, seeds, more, strict=True)
+        ]
         kinds, single = table.sort(many)
         assert [len(x) for x in kinds.values()] == [5] and len(single) == 2
         kernels.adamw_steps(many, *together[0][4:], numbers)
@@ -156,4 +189,6 @@ def check_many(device="cpu", **variant):
             assert all(torch.equal(e[key], other[key]) for key in e)
         for mine, theirs in zip(together, alone, strict=True):
             for a, b in zip(mine[:4], theirs[:4], strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True))
+                assert all(
+                    torch.equal(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True)
+                )

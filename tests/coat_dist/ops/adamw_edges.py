@@ -1,4 +1,6 @@
-"""The AdamW kernel at the edges: non-finite gradients, ends of fp32's range, codes that must stay what they are."""
+"""The AdamW kernel at the edges: non-finite gradients, ends of fp32's range, codes that must
+stay what they are.
+"""
 
 from itertools import product
 
@@ -16,7 +18,9 @@ PAIRS = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8"))
 
 
 def check_non_finite(device="cpu"):
-    """NaN or infinity in one gradient: its group decodes to NaN, the others as if nothing had happened."""
+    """NaN or infinity in one gradient: its group decodes to NaN, the others as if nothing had
+    happened.
+    """
     for bad, (m, v) in product((torch.nan, torch.inf, -torch.inf), PAIRS):
         seed = None if bad == torch.inf else 5
         clean, dirty = problem(1024, device, m, v), problem(1024, device, m, v)
@@ -33,7 +37,9 @@ def check_non_finite(device="cpu"):
 
 
 def check_non_finite_moments(device="cpu"):
-    """A square that overflows, or what is not finite, reaches every parameter of its group in the next step."""
+    """A square that overflows, or what is not finite, reaches every parameter of its group in
+    the next step.
+    """
     for bad, (m, v), normalize in product((1e25, torch.inf, torch.nan), PAIRS, (False, True)):
         kernel, definition = (problem(1024, device, m, v, normalize=normalize) for _ in range(2))
         for side, tensors in ((kernels, kernel), (reference, definition)):
@@ -42,20 +48,42 @@ def check_non_finite_moments(device="cpu"):
             tensors[1].zero_()
             one_step(side, *tensors, NUMBERS, 5)
             finite = tensors[0].isfinite().view(8, 128).sum(1).tolist()
-            assert finite == [128, 128, 0, 128, 128, 128, 128, 128], (bad, m, v, normalize, side, finite)
+            assert finite == [128, 128, 0, 128, 128, 128, 128, 128], (
+                bad,
+                m,
+                v,
+                normalize,
+                side,
+                finite,
+            )
 
 
 def check_extremes(device="cpu"):
-    """A step that leaves moments alone (gradient zero, decay rates near one) keeps the ends of fp32's range alive."""
-    values = [[3.4e38, 1.2e-38], [3.4028e38, 3.4028e38], [1.2e-38], [0.0, 1.2e-38], [1.3e-38, 1.0], [1e-45, 1.0], [0.0]]
-    still = AdamWStep(lr=0.0, beta1=1 - 2**-24, beta2=1 - 2**-24, eps=1e-8, weight_decay=0.0, step=1)
+    """A step that leaves moments alone (gradient zero, decay rates near one) keeps the ends of
+    fp32's range alive.
+    """
+    values = [
+        [3.4e38, 1.2e-38],
+        [3.4028e38, 3.4028e38],
+        [1.2e-38],
+        [0.0, 1.2e-38],
+        [1.3e-38, 1.0],
+        [1e-45, 1.0],
+        [0.0],
+    ]
+    still = AdamWStep(
+        lr=0.0, beta1=1 - 2**-24, beta2=1 - 2**-24, eps=1e-8, weight_decay=0.0, step=1
+    )
     for (first, second), normalize in product(PAIRS, (False, True)):
         for value, seed in product(values, (None, 3) if second == "log8" else (None,)):
             x = torch.tensor(value)
             codec_m = MomentCodec(first, over_root=normalize)
             codec_v = MomentCodec(second, keep_nonzero=True, keep_grid=normalize)
             ratio = x.clamp(max=1e15) if normalize else x
-            m, v = (Moment(*(t.to(device) for t in encode(y, c))) for y, c in ((ratio, codec_m), (x, codec_v)))
+            m, v = (
+                Moment(*(t.to(device) for t in encode(y, c)))
+                for y, c in ((ratio, codec_m), (x, codec_v))
+            )
             before = decode(v, codec_v, len(value))
             zero = torch.zeros(len(value), device=device)
             for _ in range(3):
@@ -69,9 +97,13 @@ def check_extremes(device="cpu"):
 
 
 def check_codes_survive(device="cpu"):
-    """A step that changes nothing leaves every int8 and log8 code, a and k as they were: arithmetic errors never carry
-    a decoded code over to a neighbour. Each group has the largest code and one that pins k."""
-    still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+    """A step that changes nothing leaves every int8 and log8 code, a and k as they were: arithmetic
+    errors never carry a decoded code over to a neighbour. Each group has the largest code and one
+    that pins k.
+    """
+    still = AdamWStep(
+        lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1
+    )
     int8 = torch.arange(-127, 129).clamp(max=127).view(2, 128)
     int8[int8.abs() < 4] = 0
     int8[:, :2] = torch.tensor([127, -4])
@@ -79,7 +111,9 @@ def check_codes_survive(device="cpu"):
     log8[log8 < 2] = 0
     log8[:, :2] = torch.tensor([255, 2])
     zero = torch.zeros(256, device=device)
-    spacings = [(False, k) for k in ((5, 1), (20, 7), (64, 20), (255, 60))] + [(True, k) for k in ((64, 7), (255, 60))]
+    spacings = [(False, k) for k in ((5, 1), (20, 7), (64, 20), (255, 60))] + [
+        (True, k) for k in ((64, 7), (255, 60))
+    ]
     for a, (normalize, (k_m, k_v)) in product((1.5 * 2.0**40, 2.0**-60), spacings):
         codec_m = MomentCodec("int8", over_root=normalize)
         codec_v = MomentCodec("log8", keep_nonzero=True, keep_grid=normalize)
@@ -99,9 +133,12 @@ def check_codes_survive(device="cpu"):
 
 
 def check_amaxes_stay(device="cpu", every=1):
-    """A step that changes nothing leaves every FP8 group's amax where it is, whatever its exponent: read as a little
-    more, it would rise by a bfloat16 step each time."""
-    still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+    """A step that changes nothing leaves every FP8 group's amax where it is, whatever its exponent:
+    read as a little more, it would rise by a bfloat16 step each time.
+    """
+    still = AdamWStep(
+        lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1
+    )
     k = torch.arange(1, 256, every).repeat(8)
     zero = torch.zeros(128 * len(k), device=device)
     for (fmt, largest), normalize in product((("e4m3", 126), ("e5m2", 123)), (False, True)):
@@ -120,15 +157,23 @@ def check_amaxes_stay(device="cpu", every=1):
 
 
 def check_largest_codes(device="cpu"):
-    """At the ends of the noise, too, a group's largest element gets the largest code or its neighbour."""
+    """At the ends of the noise, too, a group's largest element gets the largest code or its
+    neighbour.
+    """
     x = torch.ones(512)
     x[::128], x[1::128] = 0.5, 2.0**-4
     ends = {1 - 2.0**-17: torch.Tensor.max, 2.0**-17: torch.Tensor.min}
     for (m, v), (end, extreme), which in product(PAIRS, ends.items(), (0, 1)):
-        seed = next(s for s in range(10**5) if extreme(dither(s, 1, 0, 512, 128)[which].where(x == 1.0, 0.5)) == end)
+        seed = next(
+            s
+            for s in range(10**5)
+            if extreme(dither(s, 1, 0, 512, 128)[which].where(x == 1.0, 0.5)) == end
+        )
         codec_m, codec_v = MomentCodec(m), MomentCodec(v, keep_nonzero=True)
         first, second = (Moment(*(t.to(device) for t in encode(x, c))) for c in (codec_m, codec_v))
-        still = AdamWStep(lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1)
+        still = AdamWStep(
+            lr=0.0, beta1=1 - 2**-40, beta2=1 - 2**-40, eps=1e-8, weight_decay=0.0, step=1
+        )
         zero = torch.zeros(512, device=device)
         one_step(kernels, zero.clone(), zero, first, second, codec_m, codec_v, still, seed)
         for decoded in (decode(first, codec_m), decode(second, codec_v)):
@@ -136,9 +181,14 @@ def check_largest_codes(device="cpu"):
 
 
 def check_smallest_normals(device="cpu"):
-    """Codes that stand for subnormals decode to the smallest normal number; new subnormals are stored as zero."""
+    """Codes that stand for subnormals decode to the smallest normal number; new subnormals are
+    stored as zero.
+    """
     codec_m, codec_v = MomentCodec(expand=False), MomentCodec(expand=False, keep_nonzero=True)
-    q, k = torch.arange(128, device=device).clamp(max=126)[None].byte(), torch.tensor([16], device=device).byte()
+    q, k = (
+        torch.arange(128, device=device).clamp(max=126)[None].byte(),
+        torch.tensor([16], device=device).byte(),
+    )
     v = Moment(q, torch.tensor([2 * TINY], device=device).bfloat16(), k)
     m, zero = codec_m.zeros(128, device), torch.zeros(128, device=device)
     one_step(kernels, zero.clone(), zero + 1.5e-19, m, v, codec_m, codec_v, NUMBERS)

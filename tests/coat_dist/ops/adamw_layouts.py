@@ -1,4 +1,6 @@
-"""CoatAdamW on tensors of every memory layout: the bits of contiguous ones, and nothing touched in between."""
+"""CoatAdamW on tensors of every memory layout: the bits of contiguous ones, and nothing touched
+in between.
+"""
 
 from itertools import cycle, product
 
@@ -19,7 +21,11 @@ LAYOUTS = {
         "some columns": ((31, 1), 4),
         "every third row": ((72, 1), 0),
     },
-    (5, 7): {"contiguous": ((7, 1), 0), "transposed": ((1, 5), 2), "every second column": ((14, 2), 0)},
+    (5, 7): {
+        "contiguous": ((7, 1), 0),
+        "transposed": ((1, 5), 2),
+        "every second column": ((14, 2), 0),
+    },
     (384,): {"contiguous": ((1,), 0), "every second": ((2,), 1), "every fourth": ((4,), 0)},
     (2, 4, 6, 8): {
         "contiguous": ((192, 48, 8, 1), 0),
@@ -29,26 +35,40 @@ LAYOUTS = {
     (): {"contiguous": ((), 0), "one of many": ((), 5)},
     (0, 4): {"contiguous": ((4, 1), 0), "strided": ((9, 2), 0)},
 }
-EXPANDED = {(16, 24): [((0, 1), 0), ((1, 0), 2), ((0, 0), 1)], (384,): [((0,), 0)], (2, 4, 6, 8): [((0, 1, 0, 4), 0)]}
+EXPANDED = {
+    (16, 24): [((0, 1), 0), ((1, 0), 2), ((0, 0), 1)],
+    (384,): [((0,), 0)],
+    (2, 4, 6, 8): [((0, 1, 0, 4), 0)],
+}
 VARIANTS = {
     "fp8": {},
     "fp8, bf16": {"dtype": torch.bfloat16},
     "fp8, remainder, copies": {
-        "master_weights": "bf16_remainder", "dtype": torch.bfloat16, "copy": torch.bfloat16, "stochastic_rounding": True
+        "master_weights": "bf16_remainder",
+        "dtype": torch.bfloat16,
+        "copy": torch.bfloat16,
+        "stochastic_rounding": True,
     },
     "fp8, copies": {"copy": torch.float16, "maximize": True},
     "fp32": {"moments": "fp32"},
     "fp32, remainder, copies": {
-        "moments": "fp32", "master_weights": "bf16_remainder", "dtype": torch.bfloat16, "copy": torch.float16
+        "moments": "fp32",
+        "master_weights": "bf16_remainder",
+        "dtype": torch.bfloat16,
+        "copy": torch.float16,
     },
-}  # fmt: skip
+}
 
 
 class Strided:
     """``view`` has the given values and layout; all other memory of ``buffer`` is poisoned."""
 
     def __init__(self, values, strides, offset, dtype, device):
-        last = sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True)) if values.numel() else 0
+        last = (
+            sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True))
+            if values.numel()
+            else 0
+        )
         poison = min(POISON, 6e4) if dtype == torch.float16 else POISON
         self.buffer = torch.full((offset + last + 9,), poison, dtype=dtype, device=device)
         self.view = self.buffer.as_strided(values.shape, strides, offset)
@@ -71,7 +91,9 @@ class Strided:
 
 
 def combinations(few):
-    """Shape, layout of the parameter, layout of the gradient: all of them, or ``few`` with every layout once."""
+    """Shape, layout of the parameter, layout of the gradient: all of them, or ``few`` with every
+    layout once.
+    """
     for shape, layouts in LAYOUTS.items():
         mine, theirs = list(layouts.values()), [*layouts.values(), *EXPANDED.get(shape, ())]
         pairs = zip(cycle(mine), theirs[1:] + theirs[:1]) if few else product(mine, theirs)  # noqa: B905
@@ -79,14 +101,20 @@ def combinations(few):
 
 
 def check(device="cpu", steps=2, few=False, dtype=torch.float32, copy=None, exact=True, **options):
-    """All combinations in one optimizer, some alone and some in shared launches, and as many that are contiguous."""
+    """All combinations in one optimizer, some alone and some in shared launches, and as many
+    that are contiguous.
+    """
     cases = list(combinations(few))
     g = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=g).to(device, dtype) for shape, _, _ in cases]
-    mine = [Strided(x, *layout, dtype, device) for x, (_, layout, _) in zip(start, cases, strict=True)]
+    mine = [
+        Strided(x, *layout, dtype, device) for x, (_, layout, _) in zip(start, cases, strict=True)
+    ]
     params = [torch.nn.Parameter(one.view) for one in mine]
     plain = [torch.nn.Parameter(x.clone()) for x in start]
-    runs = [CoatAdamW([{"params": ps, **options}], lr=0.1, betas=(0.9, 0.99)) for ps in (params, plain)]
+    runs = [
+        CoatAdamW([{"params": ps, **options}], lr=0.1, betas=(0.9, 0.99)) for ps in (params, plain)
+    ]
     copies = []
     if copy is not None:
         layouts = [list(LAYOUTS[shape].values()) for shape, _, _ in cases]
@@ -108,11 +136,14 @@ def check(device="cpu", steps=2, few=False, dtype=torch.float32, copy=None, exac
         for optimizer in runs:
             optimizer.step()
         assert all(torch.equal(one.buffer, old) for one, old in zip(grads, before, strict=True))
-        assert all(p._version > old or not p.numel() for p, old in zip(params, versions, strict=True))
+        assert all(
+            p._version > old or not p.numel() for p, old in zip(params, versions, strict=True)
+        )
         for one in (*mine, *copies):
             one.check()
         held = compare(runs, params, plain, exact)
-        if options.get("moments") == "fp32" and step == 0:  # moments of any layout, as somebody may have put there
+        # Moments of any layout, as somebody may have put there.
+        if options.get("moments") == "fp32" and step == 0:
             held = move(runs[0], params, cases, device)
         for one in held:
             one.check()
@@ -123,14 +154,22 @@ def check(device="cpu", steps=2, few=False, dtype=torch.float32, copy=None, exac
 def compare(runs, params, plain, exact):
     def same(a, b):
         a, b = a.detach(), b.detach()
-        return torch.equal(a, b) if exact else torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-5)
+        return (
+            torch.equal(a, b)
+            if exact
+            else torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-5)
+        )
 
     for p, q in zip(params, plain, strict=True):
         assert same(p, q), (tuple(p.shape), p.stride(), p.grad.stride())
         a, b = (optimizer.state[x] for optimizer, x in zip(runs, (p, q), strict=True))
         assert a.keys() == b.keys() and a["step"] == b["step"]
         for key, value in a.items():
-            assert not isinstance(value, torch.Tensor) or same(value, b[key]), (key, tuple(p.shape), p.stride())
+            assert not isinstance(value, torch.Tensor) or same(value, b[key]), (
+                key,
+                tuple(p.shape),
+                p.stride(),
+            )
         if p in runs[0].copies:
             assert same(runs[0].copies[p], runs[1].copies[q])
     return []
@@ -170,7 +209,9 @@ def check_versions(moments, device="cpu"):
 
 
 def check_sizes(device="cpu"):
-    """What no longer fits is one error, and nothing has been stepped: neither parameters before it nor after."""
+    """What no longer fits is one error, and nothing has been stepped: neither parameters before
+    it nor after.
+    """
 
     def enlarged(p, state):
         p.data = torch.ones(2 * p.numel(), device=device)
@@ -212,16 +253,32 @@ def check_sizes(device="cpu"):
     def expanded(p, state):
         p.data = torch.ones(1, device=device).expand(p.shape)
 
-    changes = [enlarged, enlarged_with_gradient, shrunk, larger_gradient, double, wrong_copy, expanded]
+    changes = [
+        enlarged,
+        enlarged_with_gradient,
+        shrunk,
+        larger_gradient,
+        double,
+        wrong_copy,
+        expanded,
+    ]
     state_changes = {
-        "fp8": [cut("coat_m_q"), cut("coat_v_a"), floats("coat_m_a"), spread("coat_v_q"), spread("coat_m_k")],
+        "fp8": [
+            cut("coat_m_q"),
+            cut("coat_v_a"),
+            floats("coat_m_a"),
+            spread("coat_v_q"),
+            spread("coat_m_k"),
+        ],
         "fp32": [cut("exp_avg"), cut("exp_avg_sq")],
     }
     for moments, more in state_changes.items():
         for n in (256, 257):  # in a shared launch or not
             for change in (*changes, *more):
                 params = [torch.nn.Parameter(torch.ones(n, device=device)) for _ in range(3)]
-                named = [(name, p) for name, p in zip(("first", "second", "third"), params, strict=True)]
+                named = [
+                    (name, p) for name, p in zip(("first", "second", "third"), params, strict=True)
+                ]
                 optimizer = CoatAdamW([{"params": named, "moments": moments}])
                 for p in params:
                     p.grad = torch.ones_like(p)

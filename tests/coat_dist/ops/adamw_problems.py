@@ -35,14 +35,29 @@ VARIANTS = {
     "lr tensor": {"lr": "tensor"},
     "gradient factor": {"factor": 0.37},
     "remainder": {"param": torch.bfloat16, "grad": torch.bfloat16, "low": True},
-    "remainder, copy, stochastic": {"param": torch.bfloat16, "low": True, "copy": torch.bfloat16, "seed": 9},
+    "remainder, copy, stochastic": {
+        "param": torch.bfloat16,
+        "low": True,
+        "copy": torch.bfloat16,
+        "seed": 9,
+    },
     "copy": {"copy": torch.bfloat16},
     "fp16 copy": {"copy": torch.float16, "grad": torch.float16},
     "normalized": {"normalize": True},
-    "normalized, stochastic": {"normalize": True, "seed": 2**32 - 1, "numbers": replace(NUMBERS, step=13)},
+    "normalized, stochastic": {
+        "normalize": True,
+        "seed": 2**32 - 1,
+        "numbers": replace(NUMBERS, step=13),
+    },
     "normalized, e5m2, groups of 64": {"normalize": True, "m": "e5m2", "v": "e5m2", "size": 64},
     "normalized, int8, log8": {"normalize": True, "m": "int8", "v": "log8"},
-    "normalized, int8, log8, stochastic": {"normalize": True, "m": "int8", "v": "log8", "seed": 7, "size": 256},
+    "normalized, int8, log8, stochastic": {
+        "normalize": True,
+        "m": "int8",
+        "v": "log8",
+        "seed": 7,
+        "size": 256,
+    },
     "normalized, no expansion": {"normalize": True, "expand": False},
     "normalized, remainder, copy, stochastic": {
         "normalize": True,
@@ -64,9 +79,11 @@ def problem(
     normalize=False,
     **_,
 ):
-    """Random parameters, gradients and moments; groups that are zero, constant, or hold one huge element.
+    """Random parameters, gradients and moments; groups that are zero, constant, or hold one huge
+    element.
 
-    ``normalize``: as the optimizer stores moments, first ones over the root of second ones, whose groups keep grids.
+    ``normalize``: as the optimizer stores moments, first ones over the root of second ones, whose
+    groups keep grids.
     """
     g = torch.Generator().manual_seed(n)
     scale = torch.exp(spread * torch.randn(n, generator=g))
@@ -96,14 +113,24 @@ def extras(n, device="cpu", low=False, copy=None, **_):
     return found
 
 
-def one_step(side, param, grad, first, second, first_codec, second_codec, numbers, seed=None, **more):
-    """A step on one tensor by ``side``, the module of kernels or of definitions; ``more`` as :func:`extras` gives."""
+def one_step(
+    side, param, grad, first, second, first_codec, second_codec, numbers, seed=None, **more
+):
+    """A step on one tensor by ``side``, the module of kernels or of definitions; ``more`` as
+    :func:`extras` gives.
+    """
     one = AdamWTensors(param, grad, first, second, seed, **more)
     side.adamw_steps([one], first_codec, second_codec, numbers)
 
 
 def clone(arguments):
     def one(x):
-        return Moment(*map(one, x)) if isinstance(x, Moment) else x.clone() if isinstance(x, torch.Tensor) else x
+        return (
+            Moment(*map(one, x))
+            if isinstance(x, Moment)
+            else x.clone()
+            if isinstance(x, torch.Tensor)
+            else x
+        )
 
     return [one(x) for x in arguments]

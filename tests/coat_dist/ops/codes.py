@@ -1,7 +1,7 @@
 """How codes and scales of a kernel are compared with those of its definition.
 
-Quantization is the same to the byte. Norms and activations sum or exponentiate differently in the last bits of fp32, so
-a code may be the neighbour where its value sits that close to the middle.
+Quantization is the same to the byte. Norms and activations sum or exponentiate differently in the
+last bits of fp32, so a code may be the neighbour where its value sits that close to the middle.
 """
 
 from unittest import mock
@@ -12,7 +12,9 @@ from coat_dist.reference.quantize import scale_values
 
 SCALES = (("e8m0", 32), ("bf16", 16))
 SHORT = (32, 1, True, 4)
-"""Tiles (see row_tiles) that hold so few columns that most rows are longer: the rest is read twice."""
+"""Tiles (see row_tiles) that hold so few columns that most rows are longer: the rest is read
+twice.
+"""
 
 
 def same(got, wanted):
@@ -20,7 +22,9 @@ def same(got, wanted):
     nan = wanted.float().isnan()
     assert got.shape == wanted.shape and got.is_contiguous()
     assert torch.equal(got.float().isnan(), nan)
-    assert torch.equal(got.contiguous().view(torch.uint8)[~nan], wanted.contiguous().view(torch.uint8)[~nan])
+    assert torch.equal(
+        got.contiguous().view(torch.uint8)[~nan], wanted.contiguous().view(torch.uint8)[~nan]
+    )
 
 
 def same_groups(got, wanted):
@@ -28,13 +32,23 @@ def same_groups(got, wanted):
     assert got.layout == wanted.layout == "group" and got.group_size == wanted.group_size
     stored = [q.scales.float().nan_to_num(-1) for q in (got, wanted)]
     assert torch.equal(*stored)
-    bad = scale_values(wanted.scales).isnan().repeat_interleave(wanted.group_size, -1)[..., : wanted.codes.shape[-1]]
-    assert got.codes.dtype == wanted.codes.dtype and got.codes.shape == wanted.codes.shape and got.codes.is_contiguous()
+    bad = (
+        scale_values(wanted.scales)
+        .isnan()
+        .repeat_interleave(wanted.group_size, -1)[..., : wanted.codes.shape[-1]]
+    )
+    assert (
+        got.codes.dtype == wanted.codes.dtype
+        and got.codes.shape == wanted.codes.shape
+        and got.codes.is_contiguous()
+    )
     assert torch.equal(*(q.codes.view(torch.uint8).masked_fill(bad, 0) for q in (got, wanted)))
 
 
 def close(got, wanted, share=3e-3):
-    """Few codes differ, and by one step; below 1e-5 of the largest value, where activations cancel, by anything."""
+    """Few codes differ, and by one step; below 1e-5 of the largest value, where activations
+    cancel, by anything.
+    """
     assert got.shape == wanted.shape and got.is_contiguous()
     if not wanted.numel():
         return
@@ -73,7 +87,9 @@ def close_rows(got, wanted, share=3e-3):
 
 
 def tiles(module, ahead=None, chosen=None):
-    """A module whose kernels take rows by other tiles: ``ahead`` of them on their way, ``chosen`` as SHORT is."""
+    """A module whose kernels take rows by other tiles: ``ahead`` of them on their way,
+    ``chosen`` as SHORT is.
+    """
     held = module.HELD_TILES if ahead is None else (ahead, *module.HELD_TILES[1:])
     values = {} if chosen is None else {"row_tiles": lambda *_: chosen}
     return mock.patch.multiple(module, HELD_TILES=held, **values)

@@ -1,7 +1,7 @@
 """How the cross entropy kernels must agree with their definitions.
 
-An exponential may differ in the last bits of fp32 (2**f is the hardware's). What must be exact is that results do not
-depend on how columns are cut into blocks.
+An exponential may differ in the last bits of fp32 (2**f is the hardware's). What must be exact is
+that results do not depend on how columns are cut into blocks.
 """
 
 import itertools
@@ -17,9 +17,12 @@ ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 
 
 def block(rows, columns, dtype, device, spread=8.0):
-    """Logits inside a wider buffer (rows are not adjacent), and labels, some of them of other blocks."""
+    """Logits inside a wider buffer (rows are not adjacent), and labels, some of them of other
+    blocks.
+    """
     wide = torch.randn(rows, columns + 5) * spread
-    wide[::2] = wide[::2].sort(-1).values  # the largest comes last, in another block than the first ones
+    # The largest comes last, in another block than the first ones.
+    wide[::2] = wide[::2].sort(-1).values
     wide = wide.to(device, dtype)
     return wide[:, 2 : columns + 2], torch.randint(0, 3 * columns, (rows,)).to(device)
 
@@ -35,19 +38,36 @@ def check_stats(device="cpu", shapes=((5, 3), (3, 300), (2, 5000))):
         assert [t.dtype for t in got] == [torch.float32, torch.float64, torch.float32]
         assert torch.equal(got.label, wanted.label)
         # Near the middle between two exponents either is right, and the mantissa makes up for it.
-        assert (got.exponent - wanted.exponent).abs().max() <= 1 and torch.equal(got.exponent, got.exponent.round())
+        assert (got.exponent - wanted.exponent).abs().max() <= 1 and torch.equal(
+            got.exponent, got.exponent.round()
+        )
         # fp32 logits: without a fused multiply-add (interpreter) their product with log2(e) rounds.
-        bound = 5e-7 + (2.0**-22 * logits.float().abs().max().item() if dtype == torch.float32 else 0)
+        bound = 5e-7 + (
+            2.0**-22 * logits.float().abs().max().item() if dtype == torch.float32 else 0
+        )
         assert (log_sum(got) - log_sum(wanted)).abs().max() <= bound
 
 
 def check_extremes(device="cpu"):
     inf, nan = torch.inf, torch.nan
     rows = [
-        [1e4, -1e4, 0.0], [-inf, 0.0, 0.0], [nan, 0.0, 0.0], [inf, 0.0, 0.0], [-inf, -inf, -inf], [2e38, -2e38, 0.0],
-        [2e38, 2e38, 2e38], [-2e38, -2e38, -2e38], [1e-39, -1e-45, 0.0], [-88.0, -89.0, -1000.0], [inf, -inf, nan],
-        [2.0**22, 2.0**22, 0.0], [1e7, -1e7, 1e7], [700.0, 710.0, 720.0], [0.0, -103.0, -87.3], [8e6, -8.3e6, 0.5],
-    ]  # fmt: skip
+        [1e4, -1e4, 0.0],
+        [-inf, 0.0, 0.0],
+        [nan, 0.0, 0.0],
+        [inf, 0.0, 0.0],
+        [-inf, -inf, -inf],
+        [2e38, -2e38, 0.0],
+        [2e38, 2e38, 2e38],
+        [-2e38, -2e38, -2e38],
+        [1e-39, -1e-45, 0.0],
+        [-88.0, -89.0, -1000.0],
+        [inf, -inf, nan],
+        [2.0**22, 2.0**22, 0.0],
+        [1e7, -1e7, 1e7],
+        [700.0, 710.0, 720.0],
+        [0.0, -103.0, -87.3],
+        [8e6, -8.3e6, 0.5],
+    ]
     logits = torch.tensor(rows, device=device)
     labels = torch.arange(len(rows), device=device) % 4 - 1
     got, wanted = (m.logit_stats(logits, labels, 0) for m in (kernels, reference))
@@ -56,20 +76,31 @@ def check_extremes(device="cpu"):
     assert torch.equal(got.label.nan_to_num(7), wanted.label.nan_to_num(7))
     a, b, true = log_sum(got), log_sum(wanted), logits.double().logsumexp(-1)
     fine = true.isfinite()
-    assert torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a[fine].isfinite(), true[fine].isfinite())
+    assert torch.equal(a.isfinite(), b.isfinite()) and torch.equal(
+        a[fine].isfinite(), true[fine].isfinite()
+    )
     bound = 3e-7 + 2.0**-22 * logits[fine].double().abs().amax(-1)
-    assert ((b[fine] - true[fine]).abs() <= bound).all() and ((a[fine] - true[fine]).abs() <= 2 * bound).all()
+    assert ((b[fine] - true[fine]).abs() <= bound).all() and (
+        (a[fine] - true[fine]).abs() <= 2 * bound
+    ).all()
     ones = torch.ones(len(rows), device=device)
     inverse = wanted.total.reciprocal().float()
-    a, b = (m.logit_grad(logits, labels, 0, wanted.exponent, inverse, None, ones) for m in (kernels, reference))
+    a, b = (
+        m.logit_grad(logits, labels, 0, wanted.exponent, inverse, None, ones)
+        for m in (kernels, reference)
+    )
     assert torch.equal(a.isnan(), b.isnan())
-    assert b[2].isnan().all() and b[3].isnan().all() and b[4].isnan().all() and b[:2].isfinite().all()
+    assert (
+        b[2].isnan().all() and b[3].isnan().all() and b[4].isnan().all() and b[:2].isfinite().all()
+    )
     ordinary = logits.abs().amax(-1) <= 2.0**22
     torch.testing.assert_close(a[ordinary], b[ordinary], rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
 def check_blocks(device="cpu", columns=300, cuts=(0, 1, 64, 191, 300)):
-    """Cut into blocks, merged: the same exponent, the same loss, and the same gradient, to the bit."""
+    """Cut into blocks, merged: the same exponent, the same loss, and the same gradient, to the
+    bit.
+    """
     for dtype in ULP:
         logits, labels = block(4, columns, dtype, device)
         labels = labels.remainder(columns)
@@ -98,15 +129,24 @@ def check_grad(device="cpu", shapes=((5, 3), (3, 300), (2, 5000))):
         wanted = reference.logit_grad(logits, *rest)
         garbage = torch.full_like(wanted, torch.nan)
         assert kernels.logit_grad(logits, *rest, out=garbage) is garbage
-        size = (wanted.float().abs() + dloss[:, None].abs() * (labels[:, None] - columns == arange(logits))).float()
+        size = (
+            wanted.float().abs()
+            + dloss[:, None].abs() * (labels[:, None] - columns == arange(logits))
+        ).float()
         drift = 1e-6 if dtype == torch.bfloat16 else 1e-5  # see check_stats
-        assert ((garbage.float() - wanted.float()).abs() <= (drift + ULP[dtype]) * size + 1e-38).all()
-        if device != "cpu" and dtype == torch.bfloat16:  # the interpreter cuts BF16 off, it does not round
+        assert (
+            (garbage.float() - wanted.float()).abs() <= (drift + ULP[dtype]) * size + 1e-38
+        ).all()
+        # The interpreter cuts BF16 off, it does not round.
+        if device != "cpu" and dtype == torch.bfloat16:
             assert (garbage != wanted).float().mean() < 1e-3 + 3 / wanted.numel()
         assert kernels.logit_grad(logits, *rest, out=logits) is logits
         assert torch.equal(logits, garbage)  # in place: the same bits
         turned = torch.full((columns, rows), torch.nan, dtype=dtype, device=device).t()
-        assert kernels.logit_grad(garbage.zero_(), *rest, out=turned) is turned and turned.isfinite().all()
+        assert (
+            kernels.logit_grad(garbage.zero_(), *rest, out=turned) is turned
+            and turned.isfinite().all()
+        )
 
 
 def arange(logits):

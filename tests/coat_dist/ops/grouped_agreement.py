@@ -21,7 +21,9 @@ def near(got, wanted):
 
 
 def check_rows_of_experts(device="cpu"):
-    """Rows taken and spread, amax and codes of experts, some without rows, with values that are not finite."""
+    """Rows taken and spread, amax and codes of experts, some without rows, with values that are
+    not finite.
+    """
     for counts, fmt, dtype in zip(
         COUNTS, (E4M3, E5M2, E4M3), (torch.bfloat16, torch.float32, torch.bfloat16), strict=True
     ):
@@ -39,10 +41,16 @@ def check_rows_of_experts(device="cpu"):
         for saved, by in itertools.product((None, y8), (None, factor.to(dtype))):
             got, wanted = (m.spread_gradient(given, rows, by, saved) for m in (grouped, reference))
             near(got.d, wanted.d)
-            torch.testing.assert_close(got.amax, wanted.amax, rtol=0 if got.amax.is_cuda else 2**-7, atol=0)
-            assert (got.dfactor is None) == (wanted.dfactor is None) == (saved is None or by is None)
+            torch.testing.assert_close(
+                got.amax, wanted.amax, rtol=0 if got.amax.is_cuda else 2**-7, atol=0
+            )
+            assert (
+                (got.dfactor is None) == (wanted.dfactor is None) == (saved is None or by is None)
+            )
             if got.dfactor is not None:
-                assert (got.dfactor.float() - wanted.dfactor).norm() <= 1e-2 * wanted.dfactor.float().norm()
+                assert (
+                    got.dfactor.float() - wanted.dfactor
+                ).norm() <= 1e-2 * wanted.dfactor.float().norm()
         for bad in (None, torch.nan):
             if bad is not None:
                 x[-1, 7] = bad
@@ -58,7 +66,9 @@ def check_rows_of_experts(device="cpu"):
 
 def check_weights_of_experts(device="cpu"):
     """Weights as they are and transposed, of sizes with and without whole blocks."""
-    for (k, n), dtype in itertools.product(((64, 96), (40, 70), (33, 5)), (torch.bfloat16, torch.float32)):
+    for (k, n), dtype in itertools.product(
+        ((64, 96), (40, 70), (33, 5)), (torch.bfloat16, torch.float32)
+    ):
         w = (torch.randn(3, k, n) * torch.rand(3, k, n).mul(9).exp()).to(device, dtype)
         w[1, 3, 2] = torch.inf
         got, wanted = (m.quantize_columns(w, E4M3) for m in (grouped, reference))
@@ -75,11 +85,18 @@ def check_activation_of_experts(device="cpu"):
         total, parts = rows.source.shape[0], 2 if activation == "swiglu" else 1
         da = torch.randn(total, 160, device=device).bfloat16()
         pre8 = quantize_groups(torch.randn(total, parts, 160, device=device), INT8, 32, "e8m0")
-        got, wanted = (m.activation_grad_amax_experts(da, pre8, activation, rows) for m in (grouped, reference))
+        got, wanted = (
+            m.activation_grad_amax_experts(da, pre8, activation, rows) for m in (grouped, reference)
+        )
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
-        scales = tensor_scale(wanted, E5M2), tensor_scale(torch.rand(len(counts), device=device) * 9, E4M3, True)
+        scales = (
+            tensor_scale(wanted, E5M2),
+            tensor_scale(torch.rand(len(counts), device=device) * 9, E4M3, True),
+        )
         given = da, pre8, activation, E5M2, scales[0], E4M3, scales[1], rows
-        for got, wanted in zip(*(m.activation_backward_experts(*given)[:3] for m in (grouped, reference)), strict=True):
+        for got, wanted in zip(
+            *(m.activation_backward_experts(*given)[:3] for m in (grouped, reference)), strict=True
+        ):
             assert got.layout == wanted.layout == "expert" and got.codes.shape == wanted.codes.shape
             off = (got.codes.view(torch.uint8) != wanted.codes.view(torch.uint8)).float().mean()
             assert off <= 2e-3  # the activation's last bit

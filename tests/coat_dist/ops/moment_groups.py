@@ -1,4 +1,6 @@
-"""Groups that moments may hold, and what their encoding may do to them; for the tests of ``reference/moments.py``."""
+"""Groups that moments may hold, and what their encoding may do to them; for the tests of
+``reference/moments.py``.
+"""
 
 import math
 
@@ -19,12 +21,18 @@ FP8_CODECS = [
 CODECS = FP8_CODECS + [
     codec
     for g in (64, 128, 256)
-    for codec in (MomentCodec("int8", True, g), MomentCodec("int8", False, g), MomentCodec("log8", True, g, True))
+    for codec in (
+        MomentCodec("int8", True, g),
+        MomentCodec("int8", False, g),
+        MomentCodec("log8", True, g, True),
+    )
 ]
 
 
 def magnitudes():
-    """fp32 magnitudes: zeros, subnormals, the ends of the range, repeats, and every scale between."""
+    """fp32 magnitudes: zeros, subnormals, the ends of the range, repeats, and every scale
+    between.
+    """
     return st.one_of(
         st.sampled_from(
             [
@@ -45,12 +53,16 @@ def magnitudes():
             ]
         ),
         st.floats(0, FP32_MAX, width=32),
-        st.tuples(st.floats(1, 2, width=32), st.integers(-126, 126)).map(lambda p: p[0] * 2.0 ** p[1]),
+        st.tuples(st.floats(1, 2, width=32), st.integers(-126, 126)).map(
+            lambda p: p[0] * 2.0 ** p[1]
+        ),
     )
 
 
 def vectors():
-    """Flat tensors: a few distinct magnitudes, drawn with repetition, of lengths around the group sizes."""
+    """Flat tensors: a few distinct magnitudes, drawn with repetition, of lengths around the
+    group sizes.
+    """
     return st.builds(
         lambda values, n, seed, signed: _draw(values, n, seed, signed),
         st.lists(magnitudes(), min_size=1, max_size=6),
@@ -77,7 +89,9 @@ def groups_of(x, size):
 
 def exact_y(x, moment, codec):
     """What rounding gets, in fp64 from the stored a and k."""
-    ratio = (groups_of(x.double().abs(), codec.group_size) / moment.a.double()[:, None]).clamp(max=1.0)
+    ratio = (groups_of(x.double().abs(), codec.group_size) / moment.a.double()[:, None]).clamp(
+        max=1.0
+    )
     k = moment.k.double()[:, None]
     if codec.format == "log8":
         return torch.where(ratio > 0, 255 + torch.log2(ratio) * 250 / k, 0.0)
@@ -116,15 +130,18 @@ def assert_within_bound(x, moment, codec, steps=1.0):
 
 
 def assert_zeros(x, moment, codec):
-    """What became zero was smaller than half of the smallest code, as rounding to nearest may see it (FP8)."""
+    """What became zero was smaller than half of the smallest code, as rounding to nearest may
+    see it (FP8).
+    """
     decoded = decode(moment, codec, x.numel())
     lost = groups_of((decoded == 0) & (x.abs() >= TINY), codec.group_size)
     assert (exact_y(x, moment, codec)[lost] <= codec.fp8.smallest / 2 * (1 + 1e-4)).all()
 
 
 def assert_metadata(x, moment, codec):
-    """a is the amax rounded up (from 2**-17 above a bf16 number on), k as large (the step as small) as the group's
-    spread allows."""
+    """a is the amax rounded up (from 2**-17 above a bf16 number on), k as large (the step as small)
+    as the group's spread allows.
+    """
     zero = x.abs() < TINY
     amax = groups_of(x.abs().where(~zero, 0.0), codec.group_size).amax(1)
     a = moment.a.float()
@@ -136,7 +153,8 @@ def assert_metadata(x, moment, codec):
         grouped = groups_of(x.double().abs(), codec.group_size)
         bottom = grouped.where(grouped >= TINY, torch.inf).amin(1)
         spread = torch.where(amax > 0, (a.double() / bottom).log2(), 0.0)
-        spread = spread.clamp(max=8.0) if codec.over_root else spread  # no ratios are taken for wider
+        # No ratios are taken for wider.
+        spread = spread.clamp(max=8.0) if codec.over_root else spread
         if codec.format == "log8":
             assert (spread <= LOG8_SPAN * k / 250 + 1e-3).all()
             assert ((spread > LOG8_SPAN * (k - 1) / 250 - 1e-3) | (k == 1)).all()

@@ -10,7 +10,10 @@ from coat_dist.reference.rope import Heads, rope_table
 
 SMALL = (
     *(Heads(2, 3, 24), Heads(3, 1, 22)),
-    *(Heads(2, 3, 24, blocks, first) for blocks, first in ((True, False), (False, True), (True, True))),
+    *(
+        Heads(2, 3, 24, blocks, first)
+        for blocks, first in ((True, False), (False, True), (True, True))
+    ),
 )
 
 
@@ -25,11 +28,17 @@ def strided(t):
     """The same values as SDPA's backward may lay them out: heads first, or not even dense."""
     wide = torch.full((*t.shape[:-1], t.shape[-1] + 3), torch.nan, dtype=t.dtype, device=t.device)
     wide[..., : t.shape[-1]] = t
-    return wide[..., : t.shape[-1]], t.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3), t.mT.contiguous().mT
+    return (
+        wide[..., : t.shape[-1]],
+        t.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+        t.mT.contiguous().mT,
+    )
 
 
 def narrowed(definition, dtype, *arguments):
-    """The definition's result. Triton's interpreter truncates where a GPU rounds to BF16, so there: truncated."""
+    """The definition's result. Triton's interpreter truncates where a GPU rounds to BF16, so
+    there: truncated.
+    """
     if dtype == torch.float32 or arguments[0].is_cuda:
         return definition(*arguments)
     wide = definition(*(t.float() if isinstance(t, torch.Tensor) else t for t in arguments))
@@ -42,11 +51,15 @@ def truncated(t):
 
 def check_rope(device="cpu", heads=SMALL, shape=(2, 2)):
     s, b = shape
-    for h, dtype, interleaved in itertools.product(heads, (torch.float32, torch.bfloat16), (False, True)):
+    for h, dtype, interleaved in itertools.product(
+        heads, (torch.float32, torch.bfloat16), (False, True)
+    ):
         for rot, batch in ((h.size, 1), (h.size // 4 * 2, b), (0, 1)):
             table = None
             if rot:
-                table = rope_table(torch.randn(s, batch, 1, rot, device=device).mul(300), interleaved, 1.3)
+                table = rope_table(
+                    torch.randn(s, batch, 1, rot, device=device).mul(300), interleaved, 1.3
+                )
             leading = (b, s) if h.batch_first else (s, b)
             mixed = torch.randn(*leading, h.width, device=device).mul(3).exp().to(dtype)
             mixed.view(-1)[::5] = 0
@@ -60,5 +73,7 @@ def check_rope(device="cpu", heads=SMALL, shape=(2, 2)):
                 same(got, wanted)
             for gradients in zip(*(strided(p) for p in parts), strict=True):
                 wanted = narrowed(reference.split_rope_backward, dtype, *gradients, h, table)
-                for got, exact in zip(rope.split_rope_backward(*gradients, h, table), wanted, strict=True):
+                for got, exact in zip(
+                    rope.split_rope_backward(*gradients, h, table), wanted, strict=True
+                ):
                     same(got, exact)

@@ -1,4 +1,6 @@
-"""Activations: the definition against torch, the passes against their parts, the kernels against the definition."""
+"""Activations: the definition against torch, the passes against their parts, the kernels against
+the definition.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,14 @@ from coat_dist.reference.activation import (
     activation_grad_amax,
     activation_quantize,
 )
-from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_rows, quantize_tensor, tensor_scale
+from coat_dist.reference.quantize import (
+    amax,
+    dequantize,
+    quantize_groups,
+    quantize_rows,
+    quantize_tensor,
+    tensor_scale,
+)
 from tests.support.devices import DEVICE, on_device
 
 TORCH = {
@@ -39,7 +48,9 @@ def u8(q):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_slopes(name):
-    gate = torch.cat([torch.linspace(-30, 30, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4])])
+    gate = torch.cat(
+        [torch.linspace(-30, 30, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4])]
+    )
     value, slope = FUNCTIONS[name](gate)
     leaf = gate.double().requires_grad_()
     expected = TORCH[name](leaf)
@@ -59,7 +70,8 @@ def test_passes_are_the_sum_of_their_parts(name, f, biased):
     rounded = [dequantize(quantize_groups(t, E4M3, 32, "e8m0")) for t in plain]
     exact = activation_compress(pre, name, E4M3, 32, "e8m0", True, bias)
     rough = activation_compress(pre, name, E4M3, 32, "e8m0", False, bias)
-    assert torch.equal(dequantize(exact.pre8), torch.stack(rounded, -2))  # no group spans gate and up
+    # No group spans gate and up.
+    assert torch.equal(dequantize(exact.pre8), torch.stack(rounded, -2))
     assert torch.equal(u8(exact.pre8), u8(rough.pre8))
     torch.testing.assert_close(exact.amax, expected_activation(name, plain).abs().max())
     torch.testing.assert_close(rough.amax, expected_activation(name, rounded).abs().max())
@@ -101,10 +113,16 @@ def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(name
     bias = torch.randn(width) if biased else None
     arguments = (pre, name, E4M3, 32, "e8m0", exact, bias)
     got, first = activation_compress_rows(*arguments), activation_compress(*arguments)
-    assert torch.equal(u8(got.pre8), u8(first.pre8)) and torch.equal(got.pre8.scales, first.pre8.scales)
+    assert torch.equal(u8(got.pre8), u8(first.pre8)) and torch.equal(
+        got.pre8.scales, first.pre8.scales
+    )
     a = activation_apply(pre, name, bias) if exact else activation_apply(first.pre8, name)
     expected = quantize_rows(a, E4M3, aligned=True)
-    assert got.a8.layout == "row" and got.a8.codes.shape == (2, 3, f) and got.a8.scales.shape == (2, 3, 1)
+    assert (
+        got.a8.layout == "row"
+        and got.a8.codes.shape == (2, 3, f)
+        and got.a8.scales.shape == (2, 3, 1)
+    )
     assert torch.equal(u8(got.a8), u8(expected)) and torch.equal(got.a8.scales, expected.scales)
     assert torch.equal(got.a8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
 

@@ -53,7 +53,9 @@ def test_fp32_moments_follow_torch():
     torch.manual_seed(0)
     start = torch.randn(50)
     theirs = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
+    )
     mine, m, v = start.clone(), torch.zeros(50), torch.zeros(50)
     for step in range(1, 11):
         theirs.grad = torch.randn(50)
@@ -83,7 +85,9 @@ def test_chunking_changes_nothing(monkeypatch, seed):
     adamw_step(*whole, NUMBERS, seed)
     monkeypatch.setattr(adamw, "_CHUNK", 256)
     adamw_step(*chunked, NUMBERS, seed)
-    for a, b in zip([whole[0], *whole[2], *whole[3]], [chunked[0], *chunked[2], *chunked[3]], strict=True):
+    for a, b in zip(
+        [whole[0], *whole[2], *whole[3]], [chunked[0], *chunked[2], *chunked[3]], strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -158,7 +162,15 @@ def test_kernel_on_lengths_around_groups_and_tiles(agreement, n):
 
 
 SOME = (
-    *("default", "e5m2", "groups of 64", "bf16", "lr tensor", "int8, log8", "remainder, copy, stochastic"),
+    *(
+        "default",
+        "e5m2",
+        "groups of 64",
+        "bf16",
+        "lr tensor",
+        "int8, log8",
+        "remainder, copy, stochastic",
+    ),
     *("normalized, stochastic", "normalized, int8, log8, stochastic"),
 )
 
@@ -215,7 +227,9 @@ def test_every_master_is_divided_as_defined_by_the_kernel(plain):
 
 @pytest.mark.parametrize("lr", ["number", "tensor"])
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("param, grad", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    "param, grad", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
 def test_fp32_moments_of_many_tensors_are_those_of_the_definition(plain, param, grad, maximize, lr):
     lr = torch.tensor(0.01, device=DEVICE) if lr == "tensor" else 0.01
     plain.check_fp32_steps(DEVICE, getattr(torch, param), getattr(torch, grad), maximize, lr)
@@ -249,10 +263,16 @@ def test_numbers_computed_on_the_device_have_the_bits_of_the_hosts(plain, betas)
 
     steps = [1, 2, 3, 7, 100, 1023, 4097, 99_999, 2**24]
     found = numbers_of_counts(
-        [torch.tensor(float(t), device=DEVICE) for t in steps], AdamWStep(3e-4, *betas, 1e-8, 0.1, 1)
+        [torch.tensor(float(t), device=DEVICE) for t in steps],
+        AdamWStep(3e-4, *betas, 1e-8, 0.1, 1),
     )
     for row, step in zip(found.cpu(), steps, strict=True):
         one = AdamWStep(3e-4, *betas, 1e-8, 0.1, step)
-        wanted = (one.lr * one.inverse_bias1, one.inverse_bias1, one.inverse_sqrt_bias2, float(step))
+        wanted = (
+            one.lr * one.inverse_bias1,
+            one.inverse_bias1,
+            one.inverse_sqrt_bias2,
+            float(step),
+        )
         assert torch.equal(row, torch.tensor(wanted, dtype=torch.float64).float()), step
         assert math.isclose(one.inverse_bias1, 1 / (1 - betas[0] ** step), rel_tol=1e-9)

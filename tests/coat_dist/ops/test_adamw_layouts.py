@@ -1,4 +1,6 @@
-"""CoatAdamW on its kernels: tensors of every memory layout, sizes that do not fit, a step as autograd sees it."""
+"""CoatAdamW on its kernels: tensors of every memory layout, sizes that do not fit, a step as
+autograd sees it.
+"""
 
 import pytest
 
@@ -18,7 +20,10 @@ def _kernels(monkeypatch):
 
 @pytest.mark.parametrize(
     "variant",
-    on_device(tuple(adamw_layouts.VARIANTS), ("fp8", "fp8, remainder, copies", "fp32", "fp32, remainder, copies")),
+    on_device(
+        tuple(adamw_layouts.VARIANTS),
+        ("fp8", "fp8, remainder, copies", "fp32", "fp32, remainder, copies"),
+    ),
 )
 def test_every_layout_gives_the_bits_of_contiguous_tensors(variant):
     steps = on_device(3, 1 if "fp8, " in variant else 2)

@@ -1,4 +1,6 @@
-"""Statistics and gradient of blocks of logits: fp64's values, and the same bits however columns are cut into blocks."""
+"""Statistics and gradient of blocks of logits: fp64's values, and the same bits however columns
+are cut into blocks.
+"""
 
 import itertools
 import math
@@ -33,13 +35,18 @@ def test_values_are_those_of_fp64(dtype, size):
     grad = ce.logit_grad(logits, labels, 0, exponent, total.reciprocal().float(), boost, dloss)
     wanted = logits.double().softmax(-1) * boost[:, None] - torch.nn.functional.one_hot(labels, 501)
     torch.testing.assert_close(
-        grad.double(), wanted * dloss[:, None], rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
+        grad.double(),
+        wanted * dloss[:, None],
+        rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6,
+        atol=1e-6,
     )
 
 
 @DTYPES
 def test_blocks_do_not_show(dtype, monkeypatch):
-    """The exponent and the gradient are the same bits, the sum is to fp64's own rounding, the loss is the same bits."""
+    """The exponent and the gradient are the same bits, the sum is to fp64's own rounding, the
+    loss is the same bits.
+    """
     logits, labels = (torch.randn(7, 300) * 9).to(dtype), torch.randint(0, 300, (7,))
     logits[2, 100:] -= 400  # blocks that count for nothing
     logits[3, :290] = -torch.inf
@@ -52,10 +59,16 @@ def test_blocks_do_not_show(dtype, monkeypatch):
         parts = [ce.logit_stats(logits[:, a:b], labels, a) for a, b in pairs]
         exponent, total = ce.merge(*(torch.stack([p[i] for p in parts]) for i in (0, 1)))
         assert torch.equal(exponent, whole.exponent)
-        assert ((total - whole.total).abs() <= 2 * 300 * 2.0**-53 * whole.total).all()  # two sums of 300 terms
+        # Two sums of 300 terms.
+        assert ((total - whole.total).abs() <= 2 * 300 * 2.0**-53 * whole.total).all()
         assert torch.equal(sum(p.label for p in parts), whole.label)
-        assert torch.equal(log_sum(exponent, total).float(), log_sum(whole.exponent, whole.total).float())
-        assert torch.equal(torch.cat([ce.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs], 1), gradient)
+        assert torch.equal(
+            log_sum(exponent, total).float(), log_sum(whole.exponent, whole.total).float()
+        )
+        assert torch.equal(
+            torch.cat([ce.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs], 1),
+            gradient,
+        )
 
 
 def test_in_place():
@@ -73,10 +86,19 @@ def test_non_finite_logits():
     exponent, total, label = ce.logit_stats(logits, torch.tensor([0, 1, 0, 5, -100]), 0)
     assert total.isnan().tolist() == [False, True, True, False, False] and total[3] == 0
     assert label.tolist() == [0, 0, inf, 0, 0]
-    merged = ce.merge(torch.stack([exponent, exponent + 3]), torch.stack([total, torch.ones_like(total)]))
-    assert merged[1].isnan().tolist() == [False, True, True, False, False]  # never hidden by another block
-    grad = ce.logit_grad(logits, torch.zeros(5).long(), 0, exponent, total.reciprocal().float(), None, torch.ones(5))
-    assert grad[0].tolist() == [0, 0] and grad[1:4].isnan().all() and grad[4].tolist() == pytest.approx([-1, 1])
+    merged = ce.merge(
+        torch.stack([exponent, exponent + 3]), torch.stack([total, torch.ones_like(total)])
+    )
+    # Never hidden by another block.
+    assert merged[1].isnan().tolist() == [False, True, True, False, False]
+    grad = ce.logit_grad(
+        logits, torch.zeros(5).long(), 0, exponent, total.reciprocal().float(), None, torch.ones(5)
+    )
+    assert (
+        grad[0].tolist() == [0, 0]
+        and grad[1:4].isnan().all()
+        and grad[4].tolist() == pytest.approx([-1, 1])
+    )
 
 
 def test_logits_that_no_model_has():
@@ -88,7 +110,9 @@ def test_logits_that_no_model_has():
 
 def test_powers_of_two():
     n = torch.arange(-1100, 1).float()
-    wanted = torch.tensor([2.0**k if k >= -1022 else 0.0 for k in range(-1100, 1)], dtype=torch.float64)
+    wanted = torch.tensor(
+        [2.0**k if k >= -1022 else 0.0 for k in range(-1100, 1)], dtype=torch.float64
+    )
     assert torch.equal(ce.pow2(n), wanted)
     assert ce.pow2(torch.tensor([-torch.inf, -1e30])).tolist() == [0, 0]
 

@@ -41,5 +41,9 @@ PAGE = [name for name in ops.__all__ if hasattr(getattr(ops, name), "__wrapped__
 def test_every_operation_has_a_kernel_of_the_same_name_and_arguments(name):
     pytest.importorskip("triton")
     definition = getattr(ops, name).__wrapped__
-    kernel = getattr(importlib.import_module(definition.__module__.replace(".reference.", ".kernels.")), name)
-    assert definition.__name__ == name and list(signature(kernel).parameters) == list(signature(definition).parameters)
+    kernel = getattr(
+        importlib.import_module(definition.__module__.replace(".reference.", ".kernels.")), name
+    )
+    assert definition.__name__ == name and list(signature(kernel).parameters) == list(
+        signature(definition).parameters
+    )

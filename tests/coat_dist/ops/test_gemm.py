@@ -17,7 +17,9 @@ def random_codes(*shape, dtype=torch.float8_e4m3fn, finite=True):
 
 def operand(*shape, dtype=torch.float8_e4m3fn, scale=None):
     return QuantizedTensor(
-        random_codes(*shape, dtype=dtype), torch.rand(()) + 0.1 if scale is None else scale, "tensor"
+        random_codes(*shape, dtype=dtype),
+        torch.rand(()) + 0.1 if scale is None else scale,
+        "tensor",
     )
 
 
@@ -43,7 +45,9 @@ def test_splitting_the_sum_changes_no_bit():
     whole = scaled_mm(a, b, torch.float32)
     order = torch.randperm(640)
     parts = [
-        code_products(*(QuantizedTensor(q.codes[:, part].contiguous(), q.scales, "tensor") for q in (a, b)))
+        code_products(
+            *(QuantizedTensor(q.codes[:, part].contiguous(), q.scales, "tensor") for q in (a, b))
+        )
         for part in order.tensor_split([1, 100, 450])
     ]
     assert torch.equal(whole, scale_and_round(sum(parts), a.scales, b.scales, torch.float32))
@@ -75,13 +79,19 @@ def test_value_and_type(dtype, other):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("m, n, k", [(8, 3, 33), (1, 1, 16), (1, 5, 7), (0, 4, 16), (37, 19, 64)])
 def test_row_scales_are_applied_to_rows_and_columns(dtype, m, n, k):
-    """Products of codes are exact in fp64, and so is the product of two scales: one rounding in fp64, one in fp32."""
+    """Products of codes are exact in fp64, and so is the product of two scales: one rounding in
+    fp64, one in fp32.
+    """
     a, b = row_operand(m, k), row_operand(n, k)
     got = scaled_mm(a, b, dtype)
-    exact = (a.codes.double() @ b.codes.double().t()) * (a.scales.double() * b.scales.double()[:, 0])
+    exact = (a.codes.double() @ b.codes.double().t()) * (
+        a.scales.double() * b.scales.double()[:, 0]
+    )
     assert got.dtype == dtype and torch.equal(got, exact.float().to(dtype))
     values = (a.codes.double() * a.scales) @ (b.codes.double() * b.scales).t()
-    torch.testing.assert_close(exact, values, rtol=1e-9, atol=1e-9 * values.abs().amax().item() if m else 0)
+    torch.testing.assert_close(
+        exact, values, rtol=1e-9, atol=1e-9 * values.abs().amax().item() if m else 0
+    )
     assert torch.equal(got, ops.scaled_mm(a, b, dtype, fast_accum=True))
     for i in range(m):  # a row's result is its own
         one = QuantizedTensor(a.codes[i : i + 1], a.scales[i : i + 1], "row")
@@ -106,14 +116,18 @@ def test_a_bad_row_spoils_its_row_of_the_product_and_no_other():
 def test_nan_codes_and_scales_reach_the_result():
     a, b = operand(4, 16), operand(3, 16)
     a.codes.view(torch.uint8)[2, 5] = 0x7F
-    assert torch.equal(scaled_mm(a, b, torch.float32).isnan().all(1), torch.tensor([False, False, True, False]))
+    assert torch.equal(
+        scaled_mm(a, b, torch.float32).isnan().all(1), torch.tensor([False, False, True, False])
+    )
     assert scaled_mm(operand(4, 16, scale=torch.tensor(torch.nan)), b, torch.float32).isnan().all()
 
 
 def test_misfits_are_refused():
     with pytest.raises(ValueError, match=r"b: got shape \[3, 8\], accepted: \[n, 16\]"):
         scaled_mm(operand(4, 16), operand(3, 8), torch.float32)
-    grouped = QuantizedTensor(random_codes(4, 16), torch.ones(4, 1, dtype=torch.bfloat16), "group", 16)
+    grouped = QuantizedTensor(
+        random_codes(4, 16), torch.ones(4, 1, dtype=torch.bfloat16), "group", 16
+    )
     with pytest.raises(ValueError, match="a: got layout 'group'"):
         scaled_mm(grouped, operand(3, 16), torch.float32)
     with pytest.raises(ValueError, match="b: got layout 'row', accepted: 'tensor', as a has"):

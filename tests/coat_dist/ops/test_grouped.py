@@ -14,19 +14,26 @@ from tests.support.devices import DEVICE
 def test_rows_lie_by_blocks(counts):
     rows = expert_rows(torch.tensor(counts), sum(counts), torch.device("cpu"))
     total = rows.source.shape[0]
-    assert total % BLOCK == 0 and total == rows.ends[-1] == max(BLOCK, sum(-(-n // BLOCK) * BLOCK for n in counts))
+    assert total % BLOCK == 0 and total == rows.ends[-1] == max(
+        BLOCK, sum(-(-n // BLOCK) * BLOCK for n in counts)
+    )
     assert rows.known == tuple(rows.ends.tolist())
     owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     assert torch.equal(rows.source[rows.place.long()], torch.arange(sum(counts), dtype=torch.int32))
     assert int((rows.source >= 0).sum()) == sum(counts)
     assert torch.equal(rows.blocks.repeat_interleave(BLOCK)[rows.place.long()].long(), owner)
     for expert, at in rows.pieces():
-        assert at.start % BLOCK == 0 and (rows.blocks[at.start // BLOCK : at.stop // BLOCK] == expert).all()
+        assert (
+            at.start % BLOCK == 0
+            and (rows.blocks[at.start // BLOCK : at.stop // BLOCK] == expert).all()
+        )
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [4, -1]])
 def test_numbers_of_tokens_that_do_not_fit_are_refused(counts):
-    with pytest.raises(ValueError, match=r"tokens_per_expert: got \[.*\], accepted: numbers that add up to 4 rows"):
+    with pytest.raises(
+        ValueError, match=r"tokens_per_expert: got \[.*\], accepted: numbers that add up to 4 rows"
+    ):
         expert_rows(torch.tensor(counts), 4, torch.device("cpu"))
 
 

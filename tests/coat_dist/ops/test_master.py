@@ -25,7 +25,11 @@ def test_join_is_the_inverse_of_split_for_every_number():
     for lower in halves():
         x = patterns(lower)
         p, low = split(x)
-        assert p.dtype == torch.bfloat16 and low.dtype == torch.int16 and p.shape == low.shape == x.shape
+        assert (
+            p.dtype == torch.bfloat16
+            and low.dtype == torch.int16
+            and p.shape == low.shape == x.shape
+        )
         back = join(p, low)
         assert torch.equal(bits(back)[~x.isnan()], bits(x)[~x.isnan()])
         assert back.isnan().equal(x.isnan()) and p.isnan().equal(x.isnan())
@@ -42,7 +46,9 @@ def test_the_weight_is_torchs_cast_but_for_half_of_the_ties():
             continue
         even = (bits(x) >> 16) % 2 == 0
         assert torch.equal(different, even & ~x.isnan())
-        assert ((p.float() - x).abs() == (cast.float() - x).abs())[different & p.isfinite()].all(), "both are nearest"
+        assert ((p.float() - x).abs() == (cast.float() - x).abs())[
+            different & p.isfinite()
+        ].all(), "both are nearest"
         assert (p.float().abs() > cast.float().abs())[different].all(), "away from zero"
 
 

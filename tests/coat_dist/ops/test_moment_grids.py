@@ -1,4 +1,6 @@
-"""What the two moments have of each other and of their past: ratios to the root, and grids that stay."""
+"""What the two moments have of each other and of their past: ratios to the root, and grids that
+stay.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ import torch
 from coat_dist.reference.moments import RATIO_SPAN, TINY, MomentCodec, decode, divisor, encode
 
 ERROR = {"e4m3": 0.09, "e5m2": 0.06, "int8": 0.16}
-"""Of ratios above 0.05 in normally distributed ones; 1500 draws of 1000 had up to 0.073, 0.041 and 0.137."""
+"""Of ratios above 0.05 in normally distributed ones; 1500 draws of 1000 had up to 0.073, 0.041
+and 0.137.
+"""
 PAIRS = [("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8")]
 SECOND = [MomentCodec(f, keep_nonzero=True, keep_grid=True) for f in ("e4m3", "e5m2", "log8")]
 SECOND.append(MomentCodec(expand=False, keep_nonzero=True, keep_grid=True))
@@ -36,10 +40,15 @@ def test_a_first_moment_is_coded_as_its_ratio_to_the_root(first, second, scale):
 
 def test_a_root_is_never_below_that_of_the_smallest_normal_number():
     v = torch.tensor([0.0, 1e-45, TINY, 4 * TINY, torch.nan])
-    assert divisor(v)[:4].tolist() == [2.0**-63, 2.0**-63, 2.0**-63, 2.0**-62] and divisor(v)[4].isnan()
+    assert (
+        divisor(v)[:4].tolist() == [2.0**-63, 2.0**-63, 2.0**-63, 2.0**-62]
+        and divisor(v)[4].isnan()
+    )
     codec, m = MomentCodec(over_root=True), torch.tensor([1e-20, -1e-25, 0.0, 3e-30, 1e-22])
     back = decode(encode(m, codec, second=torch.zeros(5)), codec, 5, torch.zeros(5))
-    assert back[2] == 0 and abs(back[0] / 1e-20 - 1) < 0.07, "gradients whose squares are too small for fp32"
+    assert back[2] == 0 and abs(back[0] / 1e-20 - 1) < 0.07, (
+        "gradients whose squares are too small for fp32"
+    )
 
 
 def test_groups_are_taken_for_no_wider_than_ratios_matter():
@@ -53,7 +62,8 @@ def test_groups_are_taken_for_no_wider_than_ratios_matter():
 def test_a_constant_ratio_keeps_its_amax(first):
     """A product and a quotient by another root each step do not move the amax."""
     codec, ratio = MomentCodec(first, over_root=True), torch.randn(32 * 128)
-    # int8 may read its largest code but one as less than the bf16 value below a: then a falls, once or twice.
+    # int8 may read its largest code but one as less than the bf16 value below a: then a falls, once
+    # or twice.
     start = encode(ratio, codec)
     for _ in range(3 if first == "int8" else 0):
         start = encode(decode(start, codec), codec)
@@ -61,12 +71,15 @@ def test_a_constant_ratio_keeps_its_amax(first):
     for step in range(50):
         over = values(32 * 128, seed=step)
         state = encode(decode(state, codec, 32 * 128, over), codec, second=over)
-    assert torch.equal(state.a, start.a)  # k follows the smallest element, which is moved by its own rounding
+    # K follows the smallest element, which is moved by its own rounding.
+    assert torch.equal(state.a, start.a)
 
 
 @pytest.mark.parametrize("codec", SECOND, ids=str)
 def test_a_grid_stays_while_it_serves(codec):
-    """Small changes of the extremes move neither a nor k, so codes of elements that do not change stay."""
+    """Small changes of the extremes move neither a nor k, so codes of elements that do not
+    change stay.
+    """
     x = values(128)
     before = encode(x, codec, before=codec.zeros(128))
     for factor in (1.0, 0.999, 1.01, 0.97):
@@ -77,7 +90,9 @@ def test_a_grid_stays_while_it_serves(codec):
         assert torch.equal(after.a, before.a) and torch.equal(after.k, before.k)
         assert (after.q != before.q).sum() <= 2
     again = decode(before, codec, 128)
-    assert torch.equal(encode(again, codec, before=before).q, before.q), "what was read is written as it was"
+    assert torch.equal(encode(again, codec, before=before).q, before.q), (
+        "what was read is written as it was"
+    )
 
 
 @pytest.mark.parametrize("codec", SECOND, ids=str)
@@ -94,10 +109,18 @@ def test_a_grid_moves_when_it_no_longer_serves(codec):
         wide = torch.cat([x, x[:0]])
         wide[1] = 2.0**-20
         after = encode(wide, codec, before=before)
-        assert (before.k.int() - after.k.int()) * codec.kind.finer > 0, "a wider group has a coarser grid"
-        assert encode(x, codec, before=after).k == encode(x, codec, before=before._replace(k=after.k)).k != after.k
+        assert (before.k.int() - after.k.int()) * codec.kind.finer > 0, (
+            "a wider group has a coarser grid"
+        )
+        assert (
+            encode(x, codec, before=after).k
+            == encode(x, codec, before=before._replace(k=after.k)).k
+            != after.k
+        )
     fresh = encode(x, MomentCodec(codec.format, codec.expand, keep_nonzero=True))
-    assert encode(x, codec).a == fresh.a and encode(x, codec).k == fresh.k, "without a past there is no headroom"
+    assert encode(x, codec).a == fresh.a and encode(x, codec).k == fresh.k, (
+        "without a past there is no headroom"
+    )
 
 
 @pytest.mark.parametrize("codec", SECOND, ids=str)

@@ -40,23 +40,31 @@ def test_guarantees_over_adversarial_groups(codec, x):
         assert (decoded.abs()[decoded != 0] >= TINY).all()
     if codec.format != "log8":  # has no sign: it is for squares
         same_sign = decoded.signbit() == x.signbit()
-        assert (same_sign | ((decoded == 0) & (codec.format == "int8"))).all()  # whose zero has none
+        # Whose zero has none.
+        assert (same_sign | ((decoded == 0) & (codec.format == "int8"))).all()
     if codec.expand or codec.keep_nonzero:
         assert (decoded[~zero] != 0).all()
     assert (decode(moment, codec)[n:] == 0).all()
     assert_metadata(x, moment, codec)
-    if not (codec.keep_nonzero and not codec.expand):  # rounding up to the smallest code has no relative bound
+    # Rounding up to the smallest code has no relative bound.
+    if not (codec.keep_nonzero and not codec.expand):
         assert_within_bound(x, moment, codec)
 
 
 @pytest.mark.parametrize(
     "codec, least",
-    [(MomentCodec(f, keep_nonzero=second), 2.28) for f in ("e4m3", "e5m2") for second in (False, True)]
+    [
+        (MomentCodec(f, keep_nonzero=second), 2.28)
+        for f in ("e4m3", "e5m2")
+        for second in (False, True)
+    ]
     + [(MomentCodec("int8"), 3.96)],
     ids=str,
 )
 def test_the_smallest_element_lands_where_the_docstring_says(codec, least):
-    """In steps of the smallest code: 2.3 in FP8 for both moments, 3.97 with int8, and less than one step of k above."""
+    """In steps of the smallest code: 2.3 in FP8 for both moments, 3.97 with int8, and less than
+    one step of k above.
+    """
     step = 1.0 if codec.format == "int8" else codec.fp8.smallest
     x = torch.cat([spread(127, 1.0).abs(), torch.tensor([1e-12])])
     moment = encode(x, codec)
@@ -67,7 +75,9 @@ def test_the_smallest_element_lands_where_the_docstring_says(codec, least):
 
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=lambda f: f.name)
 def test_codes_are_the_nearest_values_ties_to_even(fp8):
-    """Without expansion and with a = F, codes are plain FP8 rounding: compare with a search over all values."""
+    """Without expansion and with a = F, codes are plain FP8 rounding: compare with a search over
+    all values.
+    """
     table = torch.arange(128, dtype=torch.uint8).view(fp8.dtype).double()
     table = table[table.isfinite()]
     between = (table[1:] + table[:-1]) / 2
@@ -117,7 +127,8 @@ def test_non_finite_input_makes_its_group_nan_and_no_other(codec, bad):
 def test_without_expansion_encoding_is_idempotent(codec, x):
     once = encode(x, codec)
     values = decode(once, codec, x.numel())
-    assume(not (values.abs().nan_to_num(1.0) > 0).logical_and(values.abs() < TINY).any())  # those count as zero
+    # Those count as zero.
+    assume(not (values.abs().nan_to_num(1.0) > 0).logical_and(values.abs() < TINY).any())
     twice = encode(values, codec)
     for mine, other in zip(twice, once, strict=True):
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
@@ -130,15 +141,22 @@ def test_int8_codes_are_twos_complement():
     moment = encode(x, codec)
     assert moment.a == 127 and torch.equal(moment.q.view(torch.int8).view(-1).float(), x)
     ties = encode(torch.tensor([127.0, 2.5, -2.5, 3.5, 0.5]), codec).q.view(torch.int8)[0, :5]
-    assert ((ties - torch.tensor([127, 2, -2, 4, 0])).abs() <= 1).all()  # a logarithm may move a tie
+    # A logarithm may move a tie.
+    assert ((ties - torch.tensor([127, 2, -2, 4, 0])).abs() <= 1).all()
 
 
 def test_log8_by_hand():
-    """Eight octaves need ceil(250 * 8 / 253.75) = 8 steps of 1/250 octave: 8.0 / 0.032 = 250 codes below 255."""
+    """Eight octaves need ceil(250 * 8 / 253.75) = 8 steps of 1/250 octave: 8.0 / 0.032 = 250
+    codes below 255.
+    """
     codec = MomentCodec("log8", keep_nonzero=True)
-    moment = encode(torch.tensor([1.0, 2.0**-8, 2.0**-4, 0.0, 2.0**-0.016 * 0.99, 2.0**-0.016 * 1.01]), codec)
+    moment = encode(
+        torch.tensor([1.0, 2.0**-8, 2.0**-4, 0.0, 2.0**-0.016 * 0.99, 2.0**-0.016 * 1.01]), codec
+    )
     assert moment.k == 8 and moment.q[0, :6].tolist() == [255, 5, 130, 0, 254, 255]
-    assert torch.allclose(decode(moment, codec, 3), torch.tensor([1.0, 2.0**-8, 2.0**-4]), rtol=1e-6)
+    assert torch.allclose(
+        decode(moment, codec, 3), torch.tensor([1.0, 2.0**-8, 2.0**-4]), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Norms: the definition against torch, the two passes against their parts, and the kernels against the definition."""
+"""Norms: the definition against torch, the two passes against their parts, and the kernels
+against the definition.
+"""
 
 import pytest
 import torch
@@ -14,14 +16,21 @@ from coat_dist.reference.norm import (
     norm_quantize,
     norm_stats,
 )
-from coat_dist.reference.quantize import amax, dequantize, quantize_groups, quantize_rows, tensor_scale
+from coat_dist.reference.quantize import (
+    amax,
+    dequantize,
+    quantize_groups,
+    quantize_rows,
+    tensor_scale,
+)
 from tests.support.devices import DEVICE, on_device
 
 EPS = 1e-5
 
 
 def inputs(affine=True, h=72):
-    x = torch.randn(4, 3, h) * (torch.rand(4, 3, 1) * 5 + 0.5) + torch.randn(4, 3, 1)  # no row is nearly constant
+    # No row is nearly constant.
+    x = torch.randn(4, 3, h) * (torch.rand(4, 3, 1) * 5 + 0.5) + torch.randn(4, 3, 1)
     return x, *((torch.rand(h) + 0.5, torch.randn(h)) if affine else (None, None))
 
 
@@ -42,7 +51,9 @@ def test_values_and_gradients(kind, affine):
     expected = torch_norm(kind, leaves[0], *(leaves[1:] or (None, None)))
     expected_grads = torch.autograd.grad(expected, leaves, dy.double())
     stats = norm_stats(x, kind, EPS)
-    torch.testing.assert_close(norm_apply(x, stats, weight, bias), expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        norm_apply(x, stats, weight, bias), expected.float(), rtol=1e-5, atol=1e-5
+    )
     got = norm_backward(dy, x, kind, stats, weight)
     for mine, reference in zip(got, expected_grads, strict=False):
         torch.testing.assert_close(mine, reference.float(), rtol=1e-4, atol=1e-5)
@@ -55,7 +66,9 @@ def test_the_residual_gradient_is_added_before_the_one_rounding(kind):
     dy, residual = torch.randn_like(x).bfloat16(), (torch.randn_like(x) * 3).bfloat16()
     stats = norm_stats(x, kind, EPS)
     exact, *sums = norm_backward(dy, x, kind, stats, weight)
-    got, *others = norm_backward(dy, x, kind, stats, weight, dtype=torch.bfloat16, residual=residual)
+    got, *others = norm_backward(
+        dy, x, kind, stats, weight, dtype=torch.bfloat16, residual=residual
+    )
     assert torch.equal(got, (exact + residual.float()).bfloat16())
     assert not torch.equal(got, exact.bfloat16() + residual)  # what two roundings give
     assert all(torch.equal(a, b) for a, b in zip(sums, others, strict=True))
@@ -116,7 +129,9 @@ def test_second_pass_from_codes_and_transposed():
     scale = tensor_scale(found.amax, E4M3)
     plain = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale)
     flipped = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale, transpose=True)
-    assert torch.equal(plain.codes.view(torch.uint8).view(12, 72).t(), flipped.codes.view(torch.uint8))
+    assert torch.equal(
+        plain.codes.view(torch.uint8).view(12, 72).t(), flipped.codes.view(torch.uint8)
+    )
     y = norm_apply(dequantize(found.x8), NormStats(found.stats.rstd, None), weight, bias)
     assert amax(plain.codes.float()) == E4M3.max
     assert (dequantize(plain) - y).norm() < 0.04 * y.norm()
@@ -128,7 +143,9 @@ def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
     stats = norm_stats(x, "rmsnorm", EPS)
     whole = norm_backward(dy, x, "rmsnorm", stats, weight, torch.float64)
     halves = [
-        norm_backward(dy[part], x[part], "rmsnorm", type(stats)(stats.rstd[part], None), weight, torch.float64)
+        norm_backward(
+            dy[part], x[part], "rmsnorm", type(stats)(stats.rstd[part], None), weight, torch.float64
+        )
         for part in (slice(0, 2), slice(2, 4))
     ]
     assert torch.equal(whole[0], torch.cat([h[0] for h in halves]))
@@ -138,7 +155,9 @@ def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
 
 
 # Two times 130 or 2 rows are transposed by packets of four, two times 65 or 3 are not.
-@pytest.mark.parametrize(("rows", "sizes"), on_device([(130, (200, 5120)), (65, (4096,))], [(3, (72,)), (2, (72,))]))
+@pytest.mark.parametrize(
+    ("rows", "sizes"), on_device([(130, (200, 5120)), (65, (4096,))], [(3, (72,)), (2, (72,))])
+)
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_kernels(agreement, kind, rows, sizes):
     agreement.check_norm(DEVICE, (kind,), sizes, rows)
@@ -148,10 +167,14 @@ def test_kernels_of_no_rows(agreement):
     agreement.check_norm_of_no_rows(DEVICE)
 
 
-@pytest.mark.parametrize(("rows", "sizes"), on_device([(65, (200, 5120)), (65, (4096,))], [(2, (72,))]))
+@pytest.mark.parametrize(
+    ("rows", "sizes"), on_device([(65, (200, 5120)), (65, (4096,))], [(2, (72,))])
+)
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_kernel_that_writes_row_scales(agreement, kind, rows, sizes):
-    """Nothing fuses a product with a sum in the interpreter, so that a LayerNorm has its definition's bits as well."""
+    """Nothing fuses a product with a sum in the interpreter, so that a LayerNorm has its
+    definition's bits as well.
+    """
     agreement.check_norm_rows(DEVICE, (kind,), sizes, rows, exact_bits=DEVICE == "cpu")
 
 

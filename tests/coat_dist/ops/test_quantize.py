@@ -37,7 +37,9 @@ def finite_codes(fmt):
 
 
 def nearest_even(x, fmt):
-    """Round fp64 to the format by search in its list of values; ties to the even code. E3M4 takes fp16's numbers."""
+    """Round fp64 to the format by search in its list of values; ties to the even code. E3M4
+    takes fp16's numbers.
+    """
     x = (x.float() * 2.0**-12).half().double() * 2.0**12 if fmt is E3M4 else x
     table = finite_codes(fmt)
     above = torch.searchsorted(table, x).clamp(1, len(table) - 1)
@@ -59,8 +61,14 @@ def test_e3m4_has_the_numbers_of_its_exponents_and_mantissas():
 def test_rounding_is_to_nearest_even(fmt):
     table = finite_codes(fmt)
     middles = (table[1:] + table[:-1]) / 2
-    x = torch.cat([table, middles, torch.empty(20000, dtype=torch.float64).uniform_(-fmt.max, fmt.max),
-                   wide(20000, low=-24, high=-2).double().clamp(-fmt.max, fmt.max)]).float()  # fmt: skip
+    x = torch.cat(
+        [
+            table,
+            middles,
+            torch.empty(20000, dtype=torch.float64).uniform_(-fmt.max, fmt.max),
+            wide(20000, low=-24, high=-2).double().clamp(-fmt.max, fmt.max),
+        ]
+    ).float()
     q = quantize_tensor(x, fmt, torch.tensor(1.0))
     assert torch.equal(code_values(q.codes).double(), nearest_even(x.double(), fmt))
 
@@ -84,7 +92,9 @@ def test_tensor_scale_uses_the_whole_range(fmt, largest):
     if largest > fmt.max * SMALLEST_SCALE:
         assert q.codes.float().max() == fmt.max
     step = 2.0 ** -(fmt.mantissa_bits + 1)
-    bound = torch.maximum(x.double() * step, torch.tensor(fmt.smallest / 2).double() * scale) * (1 + 1e-6)
+    bound = torch.maximum(x.double() * step, torch.tensor(fmt.smallest / 2).double() * scale) * (
+        1 + 1e-6
+    )
     assert ((dequantize(q).double() - x.double()).abs() <= bound).all()
 
 
@@ -110,14 +120,22 @@ def test_transposed_codes_are_the_same_codes(fmt):
     scale = tensor_scale(amax(x), fmt)
     plain, flipped = quantize_tensor(x, fmt, scale), quantize_tensor(x, fmt, scale, transpose=True)
     assert flipped.codes.shape == (7, 15) and flipped.codes.is_contiguous()
-    assert torch.equal(plain.codes.view(torch.uint8).view(15, 7).t(), flipped.codes.view(torch.uint8))
+    assert torch.equal(
+        plain.codes.view(torch.uint8).view(15, 7).t(), flipped.codes.view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("fmt", SAVED_FORMATS, **ids)
 def test_e8m0_is_the_smallest_power_of_two_that_fits(fmt):
     edges = fmt.max * torch.exp2(torch.arange(-100, 100).float())
-    largest = torch.cat([edges, edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(torch.inf)),
-                         wide(5000, low=-100, high=120).abs()])  # fmt: skip
+    largest = torch.cat(
+        [
+            edges,
+            edges.nextafter(torch.tensor(0.0)),
+            edges.nextafter(torch.tensor(torch.inf)),
+            wide(5000, low=-100, high=120).abs(),
+        ]
+    )
     stored = group_scales(largest, fmt, "e8m0")
     scale = scale_values(stored).double()
     assert torch.equal(scale, torch.exp2(stored.double() - 127))
@@ -170,7 +188,10 @@ def test_groups_equal_a_loop_over_groups(scale):
             part = x[row, first : first + 16]
             s = scale_values(q.scales[row, group])
             assert torch.equal(q.scales[row, group], group_scales(part.abs().max(), E4M3, scale))
-            assert torch.equal(q.codes[row, first : first + 16].double(), nearest_even((part * (1 / s)).double(), E4M3))
+            assert torch.equal(
+                q.codes[row, first : first + 16].double(),
+                nearest_even((part * (1 / s)).double(), E4M3),
+            )
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -202,14 +223,22 @@ def test_a_row_is_a_tensor_of_its_own(fmt, aligned, shape):
     x.view(-1, shape[-1])[0] = 0.0
     x.view(-1, shape[-1])[-1, 0] = 1e-41
     got = quantize_rows(x, fmt, aligned)
-    assert got.layout == "row" and got.scales.shape == (*shape[:-1], 1) and got.scales.dtype == torch.float32
+    assert (
+        got.layout == "row"
+        and got.scales.shape == (*shape[:-1], 1)
+        and got.scales.dtype == torch.float32
+    )
     assert got.codes.shape == x.shape and got.codes.is_contiguous()
-    rows = zip(x.view(-1, shape[-1]), got.codes.view(-1, shape[-1]), got.scales.view(-1), strict=True)
+    rows = zip(
+        x.view(-1, shape[-1]), got.codes.view(-1, shape[-1]), got.scales.view(-1), strict=True
+    )
     for row, codes, scale in rows:
         expected = tensor_scale(amax(row), fmt)
         expected = power_of_two(expected) if aligned else expected
         assert torch.equal(scale, expected)
-        assert torch.equal(codes.view(torch.uint8), quantize_tensor(row, fmt, expected).codes.view(torch.uint8))
+        assert torch.equal(
+            codes.view(torch.uint8), quantize_tensor(row, fmt, expected).codes.view(torch.uint8)
+        )
     assert torch.equal(got.top, tensor_scale(amax(x), fmt, aligned))
     assert dequantize(got).isfinite().all()
 
@@ -230,7 +259,9 @@ def test_a_bad_value_spoils_its_row_and_no_other(bad, aligned):
 def test_rows_of_nothing():
     none, empty = quantize_rows(torch.empty(0, 8), E4M3), quantize_rows(torch.empty(3, 0), E4M3)
     assert none.codes.shape == (0, 8) and none.scales.shape == (0, 1) and none.top is None
-    assert empty.codes.shape == (3, 0) and torch.equal(empty.scales, torch.full((3, 1), SMALLEST_SCALE))
+    assert empty.codes.shape == (3, 0) and torch.equal(
+        empty.scales, torch.full((3, 1), SMALLEST_SCALE)
+    )
 
 
 def test_power_of_two_is_the_next_one():
@@ -250,14 +281,18 @@ def test_bfloat16_holds_what_power_of_two_scales_read_back_as(fmt):
 
 
 @pytest.mark.parametrize(
-    "shape", on_device(((3, 70), (257, 1040), (2, 130, 4096), (2, 131, 200)), ((3, 70), (2, 3, 64))), ids=str
+    "shape",
+    on_device(((3, 70), (257, 1040), (2, 130, 4096), (2, 131, 200)), ((3, 70), (2, 3, 64))),
+    ids=str,
 )
 def test_kernels_with_a_scale_a_tensor_or_group(agreement, shape):
     agreement.check_quantize(DEVICE, shapes=(shape,))
 
 
 @pytest.mark.parametrize(
-    "shape", on_device(((5, 70), (3, 43, 4096), (7, 11008), (3, 4, 1)), ((4, 70), (2, 2, 33), (3, 1))), ids=str
+    "shape",
+    on_device(((5, 70), (3, 43, 4096), (7, 11008), (3, 4, 1)), ((4, 70), (2, 2, 33), (3, 1))),
+    ids=str,
 )
 def test_kernel_with_a_scale_a_row(agreement, shape):
     agreement.check_quantize_rows(DEVICE, shapes=(shape,))
@@ -272,7 +307,9 @@ def test_kernels_and_definitions_write_into_parts_of_a_buffer(agreement):
 
 
 def test_dequantizing_kernel(agreement):
-    agreement.check_dequantize(DEVICE, on_device(((3, 72), (2, 5, 40), (130, 4096)), ((3, 72), (2, 5, 40))))
+    agreement.check_dequantize(
+        DEVICE, on_device(((3, 72), (2, 5, 40), (130, 4096)), ((3, 72), (2, 5, 40)))
+    )
 
 
 def test_kernel_of_groups_at_the_ends_of_fp32(agreement):

@@ -32,7 +32,9 @@ def test_pairs_are_turned_by_their_angle_in_the_complex_plane(interleaved, rot, 
             pairs = given[..., :rot].unflatten(-1, (-1, 2) if interleaved else (2, -1))
             a, b = pairs.unbind(-1 if interleaved else -2)
             theta = (freqs[..., ::2] if interleaved else freqs[..., : rot // 2]).squeeze(2).double()
-            turned = torch.complex(a.double(), b.double()) * torch.polar(torch.full_like(theta, 1.5), theta)
+            turned = torch.complex(a.double(), b.double()) * torch.polar(
+                torch.full_like(theta, 1.5), theta
+            )
             turned = torch.stack((turned.real, turned.imag), -1 if interleaved else -2).flatten(-2)
             torch.testing.assert_close(got[..., :rot], turned.float(), rtol=1e-5, atol=1e-5)
             assert torch.equal(got[..., rot:], given[..., rot:])
@@ -59,7 +61,9 @@ def test_other_orders_are_the_same_numbers_elsewhere(blocks, batch_first):
     other = mixed
     if blocks:
         grouped = mixed.unflatten(-1, (2, 5, 16))
-        other = torch.cat((grouped[..., :3, :].flatten(2, 3), grouped[..., 3, :], grouped[..., 4, :]), 2).flatten(2)
+        other = torch.cat(
+            (grouped[..., :3, :].flatten(2, 3), grouped[..., 3, :], grouped[..., 4, :]), 2
+        ).flatten(2)
     turn = (lambda t: t.transpose(0, 1).contiguous()) if batch_first else (lambda t: t)
     heads = replace(HEADS, blocks=blocks, batch_first=batch_first)
     wanted, got = split_rope(mixed, HEADS, table), split_rope(turn(other), heads, table)
@@ -73,7 +77,9 @@ def test_other_orders_are_the_same_numbers_elsewhere(blocks, batch_first):
 
 def test_bfloat16_is_fp32_rounded_once():
     mixed, table = torch.randn(5, 3, HEADS.width).bfloat16(), rope_table(angles())
-    for got, exact in zip(split_rope(mixed, HEADS, table), split_rope(mixed.float(), HEADS, table), strict=True):
+    for got, exact in zip(
+        split_rope(mixed, HEADS, table), split_rope(mixed.float(), HEADS, table), strict=True
+    ):
         assert got.dtype == torch.bfloat16 and torch.equal(got, exact.bfloat16())
     gradients = [torch.randn(5, 3, n, 16).bfloat16() for n in (6, 2, 2)]
     got, _ = split_rope_backward(*gradients, HEADS, table)
@@ -85,7 +91,9 @@ def test_shapes_that_do_not_fit_are_named():
     mixed, table = torch.randn(5, 3, HEADS.width), rope_table(angles())
     with pytest.raises(ValueError, match=r"qkv: got shape \[5, 3, 159\], accepted: \[s, b, 160\]"):
         split_rope(mixed[..., 1:], HEADS, table)
-    with pytest.raises(ValueError, match=r"rope table: got shape \[4, 1, 16\], accepted: \[5, 1 or 3, at most 16\]"):
+    with pytest.raises(
+        ValueError, match=r"rope table: got shape \[4, 1, 16\], accepted: \[5, 1 or 3, at most 16\]"
+    ):
         split_rope(mixed, HEADS, rope_table(angles(s=4)))
     with pytest.raises(ValueError, match=r"rope table: got shape \[5, 1, 18\]"):
         split_rope(mixed, HEADS, rope_table(angles(rot=18)))

@@ -30,4 +30,8 @@ def assert_same_state(a, b):
     for one, other in zip(a.state.values(), b.state.values(), strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
-            assert equal_bytes(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key], key
+            assert (
+                equal_bytes(value, other[key])
+                if isinstance(value, torch.Tensor)
+                else value == other[key]
+            ), key

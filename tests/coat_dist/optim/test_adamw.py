@@ -28,7 +28,9 @@ def test_state_layout_is_lazy_private_and_two_dimensional():
     assert sum(t.nbytes for t in state.values() if isinstance(t, torch.Tensor)) == 2 * 3 * (128 + 3)
 
 
-@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8")])
+@pytest.mark.parametrize(
+    "formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8")]
+)
 def test_minimizes_like_fp32_adamw(formats):
     torch.manual_seed(0)
     a, target = torch.randn(64, 32) / 8, torch.randn(64)
@@ -36,7 +38,10 @@ def test_minimizes_like_fp32_adamw(formats):
     for moments in ("fp32", "fp8"):
         w = torch.nn.Parameter(torch.zeros(32))
         optimizer = CoatAdamW(
-            [{"params": [w], "moments": moments}], lr=0.02, first_moment=formats[0], second_moment=formats[1]
+            [{"params": [w], "moments": moments}],
+            lr=0.02,
+            first_moment=formats[0],
+            second_moment=formats[1],
         )
         for _ in range(300):
             optimizer.zero_grad()
@@ -45,7 +50,11 @@ def test_minimizes_like_fp32_adamw(formats):
             optimizer.step()
         losses.append(loss.item())
     floor = (a @ torch.linalg.lstsq(a, target).solution - target).square().mean().item()
-    assert losses[0] < floor * 1.01 and losses[1] < floor * 1.01 and losses[0] < 0.8 * target.square().mean()
+    assert (
+        losses[0] < floor * 1.01
+        and losses[1] < floor * 1.01
+        and losses[0] < 0.8 * target.square().mean()
+    )
 
 
 def test_groups_added_later_take_defaults_and_own_options():
@@ -57,7 +66,9 @@ def test_groups_added_later_take_defaults_and_own_options():
     assert optimizer.state[q]["exp_avg"].dtype == torch.float32
     assert optimizer.param_groups[1]["group_size"] == 128
     with pytest.raises(ValueError, match="group_size"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.randn(3))], "group_size": 100})
+        optimizer.add_param_group(
+            {"params": [torch.nn.Parameter(torch.randn(3))], "group_size": 100}
+        )
     with pytest.raises(ValueError, match=r"group_size: got 128.0, accepted: 64, 128, 256"):
         CoatAdamW([torch.nn.Parameter(torch.randn(3))], group_size=128.0)
     assert len(optimizer.param_groups) == 2
@@ -97,7 +108,12 @@ def test_bad_options_are_named(options, word):
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        *(("moment", "moments"), ("wieght_decay", "weight_decay"), ("weight-decay", "weight_decay"), ("LR", "lr")),
+        *(
+            ("moment", "moments"),
+            ("wieght_decay", "weight_decay"),
+            ("weight-decay", "weight_decay"),
+            ("LR", "lr"),
+        ),
         *(("first_momnt", "first_moment"), ("beta", "betas"), ("group_sizes", "group_size")),
     ],
 )
@@ -105,7 +121,10 @@ def test_keys_of_groups_that_are_nearly_options_are_refused(key, meant):
     optimizer = CoatAdamW([torch.nn.Parameter(torch.ones(3))])
     late = {"params": [torch.nn.Parameter(torch.ones(3))], key: 0.5}
     for add in (lambda: CoatAdamW([late]), lambda: optimizer.add_param_group(late)):
-        with pytest.raises(ValueError, match=f"CoatAdamW {key}: unknown key of a parameter group, accepted: '{meant}'"):
+        with pytest.raises(
+            ValueError,
+            match=f"CoatAdamW {key}: unknown key of a parameter group, accepted: '{meant}'",
+        ):
             add()
     saved = optimizer.state_dict()  # of an earlier release, which took it
     saved["param_groups"][0] |= {key: 0.5, "fused": True}
@@ -123,7 +142,13 @@ def test_keys_of_the_programs_own_stay():
         "no_weight_decay": True,
         "my_weight_decay": 1.0,
     }
-    own |= {"initial_lr": 0.1, "base_momentum": 0.8, "max_lr": 1.0, "min_lr": 0.0, "is_expert_parallel": False}
+    own |= {
+        "initial_lr": 0.1,
+        "base_momentum": 0.8,
+        "max_lr": 1.0,
+        "min_lr": 0.0,
+        "is_expert_parallel": False,
+    }
     group = {"params": [torch.nn.Parameter(torch.ones(3))], "fused": None, "foreach": False, **own}
     assert CoatAdamW([group]).param_groups[0].items() >= own.items()
 
@@ -151,18 +176,27 @@ def test_stochastic_rounding_can_be_switched_on_later_and_parameters_draw_differ
         for p in params:
             p.grad = grad.clone()
         optimizer.step()
-        same = torch.equal(optimizer.state[params[0]]["coat_m_q"], optimizer.state[params[1]]["coat_m_q"])
+        same = torch.equal(
+            optimizer.state[params[0]]["coat_m_q"], optimizer.state[params[1]]["coat_m_q"]
+        )
         assert same is not group_on
     assert [optimizer.state[p]["coat_seed"] for p in params] == [0, 1]
 
 
 def test_two_bytes_a_parameter_for_a_model():
-    model = torch.nn.Sequential(torch.nn.Embedding(500, 256), torch.nn.Linear(256, 1024), torch.nn.LayerNorm(1024))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(500, 256), torch.nn.Linear(256, 1024), torch.nn.LayerNorm(1024)
+    )
     optimizer = CoatAdamW(param_groups(model, 0.1))
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
-    held = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    held = sum(
+        t.nbytes
+        for s in optimizer.state.values()
+        for t in s.values()
+        if isinstance(t, torch.Tensor)
+    )
     assert held / sum(p.numel() for p in model.parameters()) <= 2.1
     matrix = model[1].weight
     exported, _ = export_moments(matrix, optimizer.state[matrix], optimizer.param_groups[0])

@@ -1,4 +1,6 @@
-"""What holds of every step, whatever computes it: here the definition; the kernels in tests/coat_dist/ops."""
+"""What holds of every step, whatever computes it: here the definition; the kernels in
+tests/coat_dist/ops.
+"""
 
 import copy
 
@@ -49,7 +51,9 @@ def test_seeds_stay_distinct_after_import_moments(imported):
     step(params, optimizer)
     for i in imported:
         zeros = torch.zeros(256)
-        optimizer.state[params[i]] = import_moments(params[i], optimizer.param_groups[0], zeros, zeros, 1)
+        optimizer.state[params[i]] = import_moments(
+            params[i], optimizer.param_groups[0], zeros, zeros, 1
+        )
     late = [torch.nn.Parameter(torch.randn(256)) for _ in range(2)]
     optimizer.add_param_group({"params": late})
     saved = copy.deepcopy(optimizer.state_dict())
@@ -112,8 +116,14 @@ def test_what_codes_mean_must_be_in_a_state_dict_that_has_codes():
 @pytest.mark.parametrize(
     "change, word",
     [
-        (lambda d: d["state"].update({"0": d["state"].pop(0)}), "state: got that of '0', which no group has"),
-        (lambda d: d["param_groups"][0].update(maximize="no"), "group 0: CoatAdamW maximize: got 'no'"),
+        (
+            lambda d: d["state"].update({"0": d["state"].pop(0)}),
+            "state: got that of '0', which no group has",
+        ),
+        (
+            lambda d: d["param_groups"][0].update(maximize="no"),
+            "group 0: CoatAdamW maximize: got 'no'",
+        ),
     ],
 )
 def test_a_state_dict_that_is_none_says_so(change, word):
@@ -136,25 +146,39 @@ def test_codes_of_another_memory_order_are_loaded_as_rows():
     _, loaded = build()
     loaded.load_state_dict(saved)
     assert_same_state(optimizer, loaded)
-    assert all(t.is_contiguous() for s in loaded.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    assert all(
+        t.is_contiguous()
+        for s in loaded.state.values()
+        for t in s.values()
+        if isinstance(t, torch.Tensor)
+    )
 
 
 def test_a_state_left_on_meta_is_refused_before_anything_changes():
     params, optimizer = build()
     step(params, optimizer)
     states = optimizer.state[params[1]]
-    optimizer.state[params[1]] = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in states.items()}
-    with pytest.raises(ValueError, match="parameter 1, of shape .*: state, coat_m_q: got .* on meta, accepted: "):
+    optimizer.state[params[1]] = {
+        k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in states.items()
+    }
+    with pytest.raises(
+        ValueError, match="parameter 1, of shape .*: state, coat_m_q: got .* on meta, accepted: "
+    ):
         step(params, optimizer)
     assert [optimizer.state[p]["step"] for p in params] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("bad", ["x", 2.5, -3, torch.ones(2), torch.tensor(float("nan")), float("inf"), None], ids=str)
+@pytest.mark.parametrize(
+    "bad", ["x", 2.5, -3, torch.ones(2), torch.tensor(float("nan")), float("inf"), None], ids=str
+)
 def test_a_count_of_steps_in_fp32_that_is_none_is_refused_by_key(bad):
     p = torch.nn.Parameter(torch.ones(4))
     saved = {"step": bad, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
     optimizer = CoatAdamW([p])
     state_dict = {**optimizer.state_dict(), "state": {0: saved}}
-    with fp32_state_dict(optimizer), pytest.raises(ValueError, match="group 0, parameter 0, step: got .*, accepted: "):
+    with (
+        fp32_state_dict(optimizer),
+        pytest.raises(ValueError, match="group 0, parameter 0, step: got .*, accepted: "),
+    ):
         optimizer.load_state_dict(state_dict)
     assert not optimizer.state

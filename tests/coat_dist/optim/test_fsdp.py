@@ -25,7 +25,9 @@ REMAINDER = {"master_weights": "bf16_remainder"}
 
 
 class Model(torch.nn.Module):
-    """Rows that do not divide by the ranks, shards of different numbers of groups, and one rank without any row."""
+    """Rows that do not divide by the ranks, shards of different numbers of groups, and one rank
+    without any row.
+    """
 
     def __init__(self):
         super().__init__()
@@ -75,25 +77,36 @@ def snapshot(model, optimizer):
 def same(a, b):
     return len(a) == len(b) and all(
         one.keys() == other.keys()
-        and all(torch.equal(x, other[k]) if isinstance(x, torch.Tensor) else x == other[k] for k, x in one.items())
+        and all(
+            torch.equal(x, other[k]) if isinstance(x, torch.Tensor) else x == other[k]
+            for k, x in one.items()
+        )
         for one, other in zip(a, b, strict=True)
     )
 
 
 def save(model, optimizer, folder):
-    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    states = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
     dcp.save(states, checkpoint_id=folder)
 
 
 def load(model, optimizer, folder):
-    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    states = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
     dcp.load(states, checkpoint_id=folder)
     set_model_state_dict(model, states["model"])
     set_optimizer_state_dict(model, optimizer, states["optimizer"])
 
 
 def states_in_host_memory(rank, world, folder):
-    """Bytes after each run: with states on the device and in host memory, and each resumed as the other."""
+    """Bytes after each run: with states on the device and in host memory, and each resumed as
+    the other.
+    """
     from coat_dist.optim import host
 
     host.DEVICES, host.CHUNK = ("cpu", "cuda"), 16 * 128
@@ -119,26 +132,40 @@ def shards_follow_the_whole_model(rank, world, moments):
     if moments == "fp32":
         optimizer = CoatAdamW([{"params": list(model.parameters()), "moments": "fp32"}], lr=0.01)
     train(model, optimizer, 0, 1)
-    slices = [torch.nn.Parameter(p.to_local().detach().clone()) for g in optimizer.param_groups for p in g["params"]]
+    slices = [
+        torch.nn.Parameter(p.to_local().detach().clone())
+        for g in optimizer.param_groups
+        for p in g["params"]
+    ]
     groups, rest = [], iter(slices)
     for g in optimizer.param_groups:
         groups.append({**g, "params": [next(rest) for _ in g["params"]]})
     plain = CoatAdamW(groups)
     for p, q in zip([p for g in optimizer.param_groups for p in g["params"]], slices, strict=True):
         plain.state[q] = {
-            k: copy.deepcopy(x.to_local() if isinstance(x, DTensor) else x) for k, x in optimizer.state[p].items()
+            k: copy.deepcopy(x.to_local() if isinstance(x, DTensor) else x)
+            for k, x in optimizer.state[p].items()
         }
     for step in range(3):
         torch.manual_seed(step)
         optimizer.zero_grad()
         model(torch.randn(4, 129)).backward()
-        for p, q in zip([p for g in optimizer.param_groups for p in g["params"]], slices, strict=True):
+        for p, q in zip(
+            [p for g in optimizer.param_groups for p in g["params"]], slices, strict=True
+        ):
             q.grad = p.grad.to_local().clone()
         optimizer.step()
         plain.step()
     held = [p.to_local() for g in optimizer.param_groups for p in g["params"]]
-    codes = [x for s in optimizer.state.values() for k, x in s.items() if k.startswith("coat_") and k[-1] in "qakw"]
-    assert moments != "remainder" or sum("coat_p_low" in s for s in optimizer.state.values()) == len(slices)
+    codes = [
+        x
+        for s in optimizer.state.values()
+        for k, x in s.items()
+        if k.startswith("coat_") and k[-1] in "qakw"
+    ]
+    assert moments != "remainder" or sum(
+        "coat_p_low" in s for s in optimizer.state.values()
+    ) == len(slices)
     assert moments == "fp32" or (codes and not any(isinstance(x, DTensor) for x in codes))
     return all(torch.equal(p, q) for p, q in zip(held, slices, strict=True)), len(held[-1])
 
@@ -160,10 +187,17 @@ def straight_and_resumed(rank, world, folder, options):
     load(again, other, folder)
     loaded = same(at_save, snapshot(again, other))
     more = train(again, other, 3, 6, rank)
-    return loaded, losses[3:] == more, same(snapshot(model, optimizer), snapshot(again, other)), losses
+    return (
+        loaded,
+        losses[3:] == more,
+        same(snapshot(model, optimizer), snapshot(again, other)),
+        losses,
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True, "group_size": 64}, REMAINDER])
+@pytest.mark.parametrize(
+    "options", [{}, {"stochastic_rounding": True, "group_size": 64}, REMAINDER]
+)
 def test_a_distributed_checkpoint_restores_every_byte(options, tmp_path):
     results = run_ranks(2, straight_and_resumed, str(tmp_path), options)
     for loaded, losses_equal, end, losses in results:
@@ -177,14 +211,22 @@ def hybrid(rank, world, folder):
     for names in (("replicate", "shard"), ("fsdp", "tp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         if names[1] == "tp":
-            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+            from torch.distributed.tensor.parallel import (
+                ColwiseParallel,
+                RowwiseParallel,
+                parallelize_module,
+            )
 
             whole = Model()
             whole.up = torch.nn.Linear(129, 10)
             whole.norm, whole.down = torch.nn.Identity(), torch.nn.Linear(10, 129)
-            parallelize_module(whole, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                whole, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
             model = fully_shard(whole, mesh=mesh["fsdp"])
-            optimizer = CoatAdamW([p for n, p in model.named_parameters() if n.startswith(("up", "down"))], lr=0.01)
+            optimizer = CoatAdamW(
+                [p for n, p in model.named_parameters() if n.startswith(("up", "down"))], lr=0.01
+            )
         else:
             model, optimizer = sharded(mesh)
         train(model, optimizer, 0, 2)
@@ -203,7 +245,10 @@ def test_meshes_of_two_dimensions(tmp_path):
         assert found == [True, True]
 
 
-FLAT, FULL = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)
+FLAT, FULL = (
+    StateDictOptions(flatten_optimizer_state_dict=True),
+    StateDictOptions(full_state_dict=True),
+)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -213,10 +258,18 @@ def write(rank, world, folder, options):
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         for way, flat in (("sharded", None), ("flat", FLAT)):
-            dcp.save(get_optimizer_state_dict(model, optimizer, options=flat), checkpoint_id=f"{folder}/{way}")
+            dcp.save(
+                get_optimizer_state_dict(model, optimizer, options=flat),
+                checkpoint_id=f"{folder}/{way}",
+            )
             with fp32_state_dict(optimizer):
-                dcp.save(get_optimizer_state_dict(model, optimizer, options=flat), checkpoint_id=f"{folder}/{way}32")
-        torch.save(get_optimizer_state_dict(model, optimizer, options=FULL), f"{folder}/full-{rank}.pt")
+                dcp.save(
+                    get_optimizer_state_dict(model, optimizer, options=flat),
+                    checkpoint_id=f"{folder}/{way}32",
+                )
+        torch.save(
+            get_optimizer_state_dict(model, optimizer, options=FULL), f"{folder}/full-{rank}.pt"
+        )
         torch.save(get_model_state_dict(model, options=FULL), f"{folder}/model.pt")
     given = [str(w.message) for w in given if "CoatAdamW state_dict" in str(w.message)]
     return moments_of(model, optimizer), given
@@ -225,7 +278,9 @@ def write(rank, world, folder, options):
 def moments_of(model, optimizer):
     """Whole fp32 moments, and master weights where there are such, by name, and steps."""
     with fp32_state_dict(optimizer):
-        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+        state = get_optimizer_state_dict(
+            model, optimizer, options=StateDictOptions(full_state_dict=True)
+        )["state"]
     keys = ("exp_avg", "exp_avg_sq", "master")
     return {n: (int(s["step"]), *(s[k].clone() for k in keys if k in s)) for n, s in state.items()}
 
@@ -237,7 +292,9 @@ def columns(**options):
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             placement = Shard(1) if p.dim() == 2 else Replicate()
-            module.register_parameter(name, torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [placement])))
+            module.register_parameter(
+                name, torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [placement]))
+            )
     return model, CoatAdamW(param_groups(model, 0.1), lr=0.01, **options)
 
 
@@ -245,7 +302,8 @@ def read(rank, world, folder, options, way, build):
     found = []
     for fp32 in (False, True):
         model, optimizer = {"rows": sharded, "columns": columns}[build](**options)
-        set_model_state_dict(model, torch.load(f"{folder}/model.pt"), options=FULL)  # upper halves of master weights
+        # Upper halves of master weights.
+        set_model_state_dict(model, torch.load(f"{folder}/model.pt"), options=FULL)
         with fp32_state_dict(optimizer) if fp32 else contextlib.nullcontext():
             if way in ("full", "rank 0"):
                 saved = torch.load(f"{folder}/full-0.pt") if way == "full" or rank == 0 else {}
@@ -291,9 +349,13 @@ def test_a_state_loads_on_any_sharding(world, options, way, build, tmp_path):
             for one in found:
                 assert one[name][0] == step == 3
                 assert all(torch.equal(x, one[name][3]) for x in master), "to the bit"
-                # one more encoding: 2**-4 of an element, and steps of the smallest code below the group's amax
+                # one more encoding: 2**-4 of an element, and steps of the smallest code below the
+                # group's amax
                 root = v.sqrt().clamp(min=1e-30)
-                for wanted, got, unit in ((m, one[name][1], (m / root).abs().max() * root), (v, one[name][2], v.max())):
+                for wanted, got, unit in (
+                    (m, one[name][1], (m / root).abs().max() * root),
+                    (v, one[name][2], v.max()),
+                ):
                     assert got.shape == wanted.shape
                     assert ((got - wanted).abs() <= 0.08 * wanted.abs() + 2**-8 * unit).all(), name
 
@@ -308,7 +370,9 @@ class Rows(torch.nn.Module):
         self.experts = torch.nn.Parameter(torch.randn(5, 4, 64))
 
     def forward(self, x):
-        return (self.up(x)[:, :128].square().mean() + self.experts.square().mean()) * (1 + 0 * self.down.bias.sum())
+        return (self.up(x)[:, :128].square().mean() + self.experts.square().mean()) * (
+            1 + 0 * self.down.bias.sum()
+        )
 
 
 def rows(options):
@@ -350,7 +414,10 @@ def read_rows(rank, world, folder, options, flatten):
         set_optimizer_state_dict(model, optimizer, state, options=flat)
     assert keys == [set(group) for group in optimizer.param_groups]
     sharded_dims = {
-        len(x.shape) for s in optimizer.state_dict()["state"].values() for k, x in s.items() if k == "coat_m_q"
+        len(x.shape)
+        for s in optimizer.state_dict()["state"].values()
+        for k, x in s.items()
+        if k == "coat_m_q"
     }
     found = whole_states(model, optimizer)
     saved = torch.load(f"{folder}-0.pt")
@@ -366,12 +433,20 @@ def read_rows(rank, world, folder, options, flatten):
 
 @pytest.mark.parametrize(
     ("world", "options", "flatten"),
-    [(1, {}, False), (3, REMAINDER, True), *(pytest.param(w, {}, True, marks=pytest.mark.slow) for w in (2, 3))],
+    [
+        (1, {}, False),
+        (3, REMAINDER, True),
+        *(pytest.param(w, {}, True, marks=pytest.mark.slow) for w in (2, 3)),
+    ],
 )
-def test_states_of_whole_rows_load_on_any_number_of_ranks_to_the_byte(world, options, flatten, tmp_path):
+def test_states_of_whole_rows_load_on_any_number_of_ranks_to_the_byte(
+    world, options, flatten, tmp_path
+):
     """Twice into the same optimizer, flattened, and as a full state dict."""
     saved = run_ranks(2, write_rows, f"{tmp_path}/dcp", options, flatten)[0]
-    for found, from_whole, names, dims in run_ranks(world, read_rows, f"{tmp_path}/dcp", options, flatten):
+    for found, from_whole, names, dims in run_ranks(
+        world, read_rows, f"{tmp_path}/dcp", options, flatten
+    ):
         assert set(found) == set(from_whole) == set(saved) == set(names) and dims == {3}
         for name, state in saved.items():
             assert {"coat_m_q", "coat_v_k"} <= set(state) or "exp_avg" in state

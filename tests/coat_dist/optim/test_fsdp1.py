@@ -1,4 +1,6 @@
-"""FSDP1 is refused: before anything is built, or at the first step if the model was wrapped after the optimizer."""
+"""FSDP1 is refused: before anything is built, or at the first step if the model was wrapped
+after the optimizer.
+"""
 
 import pytest
 import torch
@@ -42,9 +44,12 @@ def build(rank, world, orig, late):
     return messages, all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-# Without use_orig_params the optimizer's parameters are no longer the model's: they get no gradient, as with any other.
+# Without use_orig_params the optimizer's parameters are no longer the model's: they get no
+# gradient, as with any other.
 @pytest.mark.parametrize(("orig", "late"), [(False, False), (True, False), (True, True)])
 def test_fsdp1_is_refused_by_name(orig, late):
     for messages, unchanged in run_ranks(2, build, orig, late):
-        assert all(m.startswith(WORDS) and "fully_shard" in m for m in messages) and len(messages) == (1 if late else 3)
+        assert all(m.startswith(WORDS) and "fully_shard" in m for m in messages) and len(
+            messages
+        ) == (1 if late else 3)
         assert unchanged

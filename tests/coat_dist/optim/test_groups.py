@@ -30,7 +30,10 @@ def test_matrices_get_fp8_and_vectors_fp32():
         "decay/fp8": ["embed.weight", "fc.weight", "conv.weight", "out.weight"],
         "no_decay/fp32": ["norm.weight", "norm.bias", "fc.bias", "conv.bias"],
     }
-    assert [(g["moments"], g["weight_decay"], g["lr"]) for g in groups] == [("fp8", 0.1, 0.5), ("fp32", 0.0, 0.5)]
+    assert [(g["moments"], g["weight_decay"], g["lr"]) for g in groups] == [
+        ("fp8", 0.1, 0.5),
+        ("fp32", 0.0, 0.5),
+    ]
     assert names(net, param_groups(list(net.named_parameters()), 0.1)) == names(net, groups)
     CoatAdamW(groups)
 
@@ -60,7 +63,9 @@ def test_frozen_parameters_are_left_out_and_tied_ones_counted_once():
     net["fc"].requires_grad_(False)
     net["tied"] = net["embed"]
     left = names(net, param_groups(net, 0.1))
-    assert sum(left.values(), []).count("embed.weight") == 1 and "fc.weight" not in left["decay/fp8"]
+    assert (
+        sum(left.values(), []).count("embed.weight") == 1 and "fc.weight" not in left["decay/fp8"]
+    )
 
 
 def test_errors():
@@ -72,8 +77,12 @@ def test_errors():
         param_groups(net.requires_grad_(False), 0.1)
     with pytest.raises(ValueError, match="moments"):
         param_groups(model(), 0.1, moments="fp8")
-    with pytest.raises(ValueError, match=r"got a Parameter, accepted: a module, or its named_parameters\(\)"):
+    with pytest.raises(
+        ValueError, match=r"got a Parameter, accepted: a module, or its named_parameters\(\)"
+    ):
         param_groups(model().parameters(), 0.1)
     for wrong in ("0.1", -0.1, float("nan"), None, True):
-        with pytest.raises(ValueError, match=f"^param_groups: got weight_decay {wrong!r}, accepted: a number >= 0$"):
+        with pytest.raises(
+            ValueError, match=f"^param_groups: got weight_decay {wrong!r}, accepted: a number >= 0$"
+        ):
             param_groups(model(), wrong)

@@ -1,6 +1,8 @@
-"""States in host memory: chunks give the bits of whole tensors, in every order that streams and events allow.
+"""States in host memory: chunks give the bits of whole tensors, in every order that streams and
+events allow.
 
-Here the CPU plays both the host and the device; ``tests/gpu/test_host.py`` does the same with a GPU.
+Here the CPU plays both the host and the device; ``tests/gpu/test_host.py`` does the same with a
+GPU.
 """
 
 import contextlib
@@ -30,12 +32,17 @@ def small_chunks(monkeypatch):
 
 
 def pair(sizes=SIZES, **options):
-    """Two optimizers on equal parameters: one keeps states with the parameters, the other in host memory."""
+    """Two optimizers on equal parameters: one keeps states with the parameters, the other in
+    host memory.
+    """
     dtype = torch.bfloat16 if "master_weights" in options else torch.float32
     first = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
     second = copy.deepcopy(first)
     options = {"lr": 0.01, **options}
-    return (first, CoatAdamW(first, **options)), (second, CoatAdamW(second, **options, state_device="cpu"))
+    return (first, CoatAdamW(first, **options)), (
+        second,
+        CoatAdamW(second, **options, state_device="cpu"),
+    )
 
 
 def train(*both, steps=3, copies=False):
@@ -43,7 +50,9 @@ def train(*both, steps=3, copies=False):
     written = [[torch.zeros_like(p, dtype=torch.bfloat16) for p in params] for params, _ in both]
     for _ in range(steps):
         factor = torch.rand((), device=both[0][0][0].device)
-        grads = [torch.randn_like(p) * 10 ** torch.empty_like(p).uniform_(-4, 0) for p in both[0][0]]
+        grads = [
+            torch.randn_like(p) * 10 ** torch.empty_like(p).uniform_(-4, 0) for p in both[0][0]
+        ]
         for (params, optimizer), mine in zip(both, written, strict=True):
             optimizer.grad_factor = factor
             optimizer.copies = dict(zip(params, mine, strict=True)) if copies else {}
@@ -70,7 +79,9 @@ def assert_equal(one, other):
     ],
     ids=str,
 )
-def test_chunks_of_any_size_and_tails_of_any_length_give_equal_bits(small_chunks, monkeypatch, rows, options):
+def test_chunks_of_any_size_and_tails_of_any_length_give_equal_bits(
+    small_chunks, monkeypatch, rows, options
+):
     monkeypatch.setattr(host, "CHUNK", rows * options.get("group_size", 128))
     resident, hosted = pair(**options)
     copies = train(resident, hosted, copies="master_weights" not in options)
@@ -131,7 +142,9 @@ class Device:
 
     @torch.no_grad()
     def run(self, done=lambda: False):
-        """Until ``done`` or nothing is left: one piece of work at a time, of a stream that has to wait for nothing."""
+        """Until ``done`` or nothing is left: one piece of work at a time, of a stream that has
+        to wait for nothing.
+        """
         while not done():
             heads = [(s, s.queue[0][0]) for s in self.streams if s.queue]
             ready = [s for s, after in heads if after is None or after[0].done >= after[1]]
@@ -162,7 +175,9 @@ def late(small_chunks, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("sizes", [(128 * 130 + 7, 57, 128 * 40), (128 * 20,)], ids=["many chunks", "two chunks"])
+@pytest.mark.parametrize(
+    "sizes", [(128 * 130 + 7, 57, 128 * 40), (128 * 20,)], ids=["many chunks", "two chunks"]
+)
 @pytest.mark.parametrize("attempt", range(3))
 def test_whatever_order_streams_and_events_allow_gives_equal_bits(late, attempt, sizes):
     random.seed(torch.initial_seed() + attempt)
@@ -178,7 +193,8 @@ def test_states_that_travel_arrive_before_a_group_keeps_them_elsewhere(late):
     device, resident, hosted = late()
     train(resident, hosted)
     hosted[1].param_groups[0]["state_device"] = "parameter"
-    while left := len(device.default.queue):  # a program sees its own stream's work done, and not the stores
+    # A program sees its own stream's work done, and not the stores.
+    while left := len(device.default.queue):
         device.run(lambda left=left: len(device.default.queue) < left)
     train(resident, hosted, steps=1)
     device.run()
@@ -227,7 +243,9 @@ def test_chunks_before_one_that_fails_are_stored_before_anybody_reads_them(late,
         train(([p], optimizer), steps=1)
     found = copy.deepcopy(optimizer.state[p])
     device.run()
-    assert all(equal_bytes(v, found[k]) for k, v in optimizer.state[p].items() if torch.is_tensor(v))
+    assert all(
+        equal_bytes(v, found[k]) for k, v in optimizer.state[p].items() if torch.is_tensor(v)
+    )
 
 
 def test_state_dicts_go_from_one_place_to_the_other_and_the_place_stays(small_chunks):
@@ -247,7 +265,9 @@ def test_state_dicts_go_from_one_place_to_the_other_and_the_place_stays(small_ch
         assert_equal(resident, more)
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_copies_go_on_as_the_original(small_chunks, make):
     resident, hosted = pair(**BOTH)
     train(resident, hosted)
@@ -283,7 +303,9 @@ def test_every_tensor_of_a_state_has_its_own_storage_in_one_block():
         "new": torch.empty(5, device="meta"),
     }
     found = host.to_host(tensors, pin=False)
-    assert all(torch.equal(found[k], tensors[k]) for k in "qa") and torch.equal(found["new"], torch.zeros(5))
+    assert all(torch.equal(found[k], tensors[k]) for k in "qa") and torch.equal(
+        found["new"], torch.zeros(5)
+    )
     assert [t.untyped_storage().nbytes() for t in found.values()] == [384, 6, 20]
     addresses = [t.data_ptr() - found["q"].data_ptr() for t in found.values()]
     assert addresses == [0, 512, 1024]

@@ -1,11 +1,20 @@
-"""Master weights as bfloat16 parameters and remainders: the bits of an fp32 run, in every way a state travels."""
+"""Master weights as bfloat16 parameters and remainders: the bits of an fp32 run, in every way a
+state travels.
+"""
 
 import copy
 
 import pytest
 import torch
 
-from coat_dist.optim import CoatAdamW, export_master, export_moments, fp32_state_dict, import_moments, set_master
+from coat_dist.optim import (
+    CoatAdamW,
+    export_master,
+    export_moments,
+    fp32_state_dict,
+    import_moments,
+    set_master,
+)
 from coat_dist.reference.master import split
 from tests.coat_dist.optim.common import assert_same_state
 
@@ -24,7 +33,9 @@ def build(moments="fp8", remainder=True, seed=0, **options):
         options["master_weights"] = "bf16_remainder"
     else:
         params = [torch.nn.Parameter(p.detach().float()) for p in params]
-    return params, CoatAdamW([{"params": params, "moments": moments}], lr=0.01, weight_decay=0.1, **options)
+    return params, CoatAdamW(
+        [{"params": params, "moments": moments}], lr=0.01, weight_decay=0.1, **options
+    )
 
 
 def step(params, optimizer, first, last):
@@ -41,10 +52,14 @@ def masters(params, optimizer):
 
 
 def same_bits(a, b):
-    return all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True)
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True, "maximize": True}, {"group_size": 64}])
+@pytest.mark.parametrize(
+    "options", [{}, {"stochastic_rounding": True, "maximize": True}, {"group_size": 64}]
+)
 @pytest.mark.parametrize("moments", KINDS)
 def test_every_step_has_the_bits_of_an_fp32_run(moments, options):
     (p16, with_remainder), (p32, fp32) = build(moments, **options), build(moments, False, **options)
@@ -56,13 +71,18 @@ def test_every_step_has_the_bits_of_an_fp32_run(moments, options):
             assert p.dtype == torch.bfloat16 and torch.equal(p, split(q.detach())[0])
             a, b = with_remainder.state[p], fp32.state[q]
             assert a.keys() - b.keys() == {"coat_p_low"}
-            assert all(torch.equal(a[k], b[k]) if isinstance(b[k], torch.Tensor) else a[k] == b[k] for k in b)
+            assert all(
+                torch.equal(a[k], b[k]) if isinstance(b[k], torch.Tensor) else a[k] == b[k]
+                for k in b
+            )
 
 
 def test_two_bytes_a_parameter_more_and_of_no_shape_that_deepspeed_takes_for_a_moment():
     p = torch.nn.Parameter(torch.zeros(128 * 50, dtype=torch.bfloat16))
     for moments in KINDS:
-        optimizer = CoatAdamW([{"params": [p], "moments": moments}], master_weights="bf16_remainder")
+        optimizer = CoatAdamW(
+            [{"params": [p], "moments": moments}], master_weights="bf16_remainder"
+        )
         step([p], optimizer, 0, 1)
         low = optimizer.state[p]["coat_p_low"]
         assert low.dtype == torch.uint8 and low.shape == (50, 256) and low.nbytes == 2 * p.numel()
@@ -79,7 +99,9 @@ def test_a_parameter_that_is_written_between_steps_stays_what_was_written(moment
             master = export_master(p, optimizer.state[p])
             assert torch.equal(split(master)[0], p.detach())
             if written.isfinite().all():
-                spacing = (split(written.abs())[0].view(torch.int16) + 1).view(torch.bfloat16).float() - written.abs()
+                spacing = (split(written.abs())[0].view(torch.int16) + 1).view(
+                    torch.bfloat16
+                ).float() - written.abs()
                 assert ((master - written).abs() <= spacing / 2).all()
 
 
@@ -99,7 +121,9 @@ def test_masters_are_set_and_read_exactly(moments):
     assert same_bits(masters(p32, fp32), values)
     with pytest.raises(ValueError, match=r"param: got a tensor of shape \[3\]"):
         set_master(optimizer, torch.zeros(3), torch.zeros(3))
-    with pytest.raises(ValueError, match="value: got torch.int64 of 17 elements, accepted: floating point, 17"):
+    with pytest.raises(
+        ValueError, match="value: got torch.int64 of 17 elements, accepted: floating point, 17"
+    ):
         set_master(optimizer, params[1], torch.zeros(17, dtype=torch.int64))
 
 
@@ -129,7 +153,9 @@ def test_fp32_state_dicts_hold_masters(moments):
     with fp32_state_dict(optimizer):
         saved = optimizer.state_dict()
     assert set(saved["state"][0]) - {"coat_seed"} == {"step", "exp_avg", "exp_avg_sq", "master"}
-    assert same_bits([saved["state"][i]["master"] for i in range(len(params))], masters(params, optimizer))
+    assert same_bits(
+        [saved["state"][i]["master"] for i in range(len(params))], masters(params, optimizer)
+    )
     other, again = build(moments, seed=1, group_size=64)
     for p, q in zip(params, other, strict=True):
         q.data.copy_(p)  # the model is loaded, too
@@ -138,10 +164,14 @@ def test_fp32_state_dicts_hold_masters(moments):
     assert same_bits(masters(other, again), masters(params, optimizer))
 
     fp32 = build(moments, remainder=False)[1]
-    with fp32_state_dict(fp32), pytest.raises(ValueError, match="master: got fp32 master weights, accepted with"):
+    with (
+        fp32_state_dict(fp32),
+        pytest.raises(ValueError, match="master: got fp32 master weights, accepted with"),
+    ):
         fp32.load_state_dict(saved)
     assert not fp32.state
-    for entry in saved["state"].values():  # as of another AdamW: the parameter becomes its own master
+    # As of another AdamW: the parameter becomes its own master.
+    for entry in saved["state"].values():
         del entry["master"]
     with fp32_state_dict(again):
         again.load_state_dict(saved)
@@ -179,9 +209,13 @@ def test_import_and_export():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_only_bfloat16_parameters_have_remainders(dtype):
     p = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
-    with pytest.raises(TypeError, match=f"master_weights: got 'bf16_remainder' for a {dtype} parameter"):
+    with pytest.raises(
+        TypeError, match=f"master_weights: got 'bf16_remainder' for a {dtype} parameter"
+    ):
         CoatAdamW([p], master_weights="bf16_remainder")
-    with pytest.raises(ValueError, match="master_weights: got 'bf16', accepted: 'parameter' or 'bf16_remainder'"):
+    with pytest.raises(
+        ValueError, match="master_weights: got 'bf16', accepted: 'parameter' or 'bf16_remainder'"
+    ):
         CoatAdamW([p], master_weights="bf16")
     q = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     optimizer = CoatAdamW([q], master_weights="bf16_remainder")

@@ -18,7 +18,9 @@ def trained(**group):
     return p, optimizer.state[p], optimizer.param_groups[0]
 
 
-@pytest.mark.parametrize("group", [{}, {"first_moment": "e5m2", "group_size": 64}, {"moments": "fp32"}])
+@pytest.mark.parametrize(
+    "group", [{}, {"first_moment": "e5m2", "group_size": 64}, {"moments": "fp32"}]
+)
 def test_export_decodes_in_the_shape_of_the_parameter(group):
     p, state, options = trained(**group)
     m, v = export_moments(p, state, options)
@@ -29,7 +31,9 @@ def test_export_decodes_in_the_shape_of_the_parameter(group):
 
 
 def test_moments_of_torch_are_taken_over():
-    """The same history in torch's AdamW, imported: one further step agrees within the rounding of codes."""
+    """The same history in torch's AdamW, imported: one further step agrees within the rounding
+    of codes.
+    """
     torch.manual_seed(0)
     theirs = torch.nn.Parameter(torch.randn(500))
     other = torch.optim.AdamW([theirs], lr=0.01)
@@ -79,7 +83,9 @@ def test_import_encodes_to_nearest(normalize):
     assert new["step"] == 4
     second = decode(moment(new, "second"), codec_v, p.numel())
     assert torch.equal(moment(new, "second").q, encode(m.square(), codec_v).q)
-    assert torch.equal(moment(new, "first").q, encode(m, codec_m, second=second if normalize else None).q)
+    assert torch.equal(
+        moment(new, "first").q, encode(m, codec_m, second=second if normalize else None).q
+    )
     exported = export_moments(p, new, options)
     assert torch.equal(exported[1].view(-1), second)
     ratio = decode(moment(new, "first"), codec_m, p.numel())

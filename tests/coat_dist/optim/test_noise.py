@@ -33,7 +33,9 @@ def state(optimizer, p):
 
 def equal(a, b):
     assert a.keys() == b.keys()
-    return all(torch.equal(v, b[k]) if isinstance(v, torch.Tensor) else v == b[k] for k, v in a.items())
+    return all(
+        torch.equal(v, b[k]) if isinstance(v, torch.Tensor) else v == b[k] for k, v in a.items()
+    )
 
 
 @pytest.fixture
@@ -78,7 +80,11 @@ def test_no_two_parameters_draw_the_same(together):
     params, optimizer = together
     codes = [optimizer.state[p]["coat_v_q"] for p in params.values()]
     assert all(not torch.equal(a, b) for i, a in enumerate(codes) for b in codes[:i])
-    names = [f"model.layers.{i}.{part}.weight" for i in range(1000) for part in ("qkv", "out", "fc1", "fc2")]
+    names = [
+        f"model.layers.{i}.{part}.weight"
+        for i in range(1000)
+        for part in ("qkv", "out", "fc1", "fc2")
+    ]
     taken = set()
     assert len({new_seed(name, taken) for name in names}) == len(names) == len(taken)
 
@@ -109,7 +115,10 @@ def test_parameter_groups_know_their_names():
     for model in (net, alone):
         groups = param_groups(model, 0.1)
         assert [n for g in groups for n in g["names"]] == [
-            n for kind in ("weight", "bias") for n, _ in model.named_parameters() if n.endswith(kind)
+            n
+            for kind in ("weight", "bias")
+            for n, _ in model.named_parameters()
+            if n.endswith(kind)
         ]
         optimizer = CoatAdamW(groups)
         for p in model.parameters():
@@ -120,7 +129,9 @@ def test_parameter_groups_know_their_names():
 
 
 def stepping_in_backward(saved=None):
-    """An optimizer for each parameter, which steps as soon as the gradient is there; they are built in order."""
+    """An optimizer for each parameter, which steps as soon as the gradient is there; they are
+    built in order.
+    """
     layers = torch.nn.ModuleList([torch.nn.Linear(16, 16, bias=False) for _ in range(4)])
     for layer in layers:
         torch.nn.init.eye_(layer.weight)
@@ -166,6 +177,10 @@ def test_names_can_be_given_to_an_optimizer_of_bare_parameters():
     net(torch.ones(2, 8)).sum().backward()
     for one in (optimizer, named):
         one.step()
-    assert all(optimizer.state[p]["coat_seed"] == named.state[p]["coat_seed"] for p in net.parameters())
-    with pytest.raises(ValueError, match=r"name_parameters model: got one without parameter 0 of group 0.*accepted"):
+    assert all(
+        optimizer.state[p]["coat_seed"] == named.state[p]["coat_seed"] for p in net.parameters()
+    )
+    with pytest.raises(
+        ValueError, match=r"name_parameters model: got one without parameter 0 of group 0.*accepted"
+    ):
         name_parameters(optimizer, net[0])

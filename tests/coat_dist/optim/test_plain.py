@@ -1,4 +1,6 @@
-"""What a torch program may expect of any optimizer: hooks, schedulers, gradient scaling, groups, state in fp32."""
+"""What a torch program may expect of any optimizer: hooks, schedulers, gradient scaling, groups,
+state in fp32.
+"""
 
 import copy
 import warnings
@@ -76,12 +78,19 @@ def test_schedulers_drive_lr_and_betas_and_resume(name):
 
 
 def test_parameters_of_different_age_in_one_group():
-    """What shares a launch must share the step: a parameter that sat out a step has its own bias correction."""
+    """What shares a launch must share the step: a parameter that sat out a step has its own bias
+    correction.
+    """
     for moments in KINDS:
         params = [torch.nn.Parameter(torch.zeros(64)) for _ in range(3)]
-        together = CoatAdamW([{"params": params, "moments": moments}], lr=0.1, stochastic_rounding=False)
+        together = CoatAdamW(
+            [{"params": params, "moments": moments}], lr=0.1, stochastic_rounding=False
+        )
         copies = [torch.nn.Parameter(torch.zeros(64)) for _ in range(3)]
-        alone = [CoatAdamW([{"params": [p], "moments": moments}], lr=0.1, stochastic_rounding=False) for p in copies]
+        alone = [
+            CoatAdamW([{"params": [p], "moments": moments}], lr=0.1, stochastic_rounding=False)
+            for p in copies
+        ]
         for step, present in enumerate([(1, 1, 0), (1, 0, 0), (1, 0, 1), (1, 1, 1)]):
             for i, (p, q) in enumerate(zip(params, copies, strict=True)):
                 torch.manual_seed(10 * step + i)
@@ -101,25 +110,43 @@ def test_fp32_state_dict_changes_the_layout():
     with fp32_state_dict(optimizer), fp32_state_dict(other):
         saved = optimizer.state_dict()
         other.load_state_dict(saved)
-    assert other.param_groups[0]["group_size"] == 64 and other.state[q]["coat_m_q"].shape == (16, 64)
+    assert other.param_groups[0]["group_size"] == 64 and other.state[q]["coat_m_q"].shape == (
+        16,
+        64,
+    )
     wanted = [saved["state"][0][k] for k in ("exp_avg", "exp_avg_sq")]
     for got, exact, half_step in zip(
-        export_moments(q, other.state[q], other.param_groups[0]), wanted, (2**-4, 2**-3), strict=True
+        export_moments(q, other.state[q], other.param_groups[0]),
+        wanted,
+        (2**-4, 2**-3),
+        strict=True,
     ):
-        assert torch.allclose(got, exact, rtol=half_step * 1.01, atol=float(exact.abs().max()) * 1e-3)
-    with pytest.raises(ValueError, match="second_moment: got .e4m3., accepted: .e5m2.*fp32_state_dict"):
+        assert torch.allclose(
+            got, exact, rtol=half_step * 1.01, atol=float(exact.abs().max()) * 1e-3
+        )
+    with pytest.raises(
+        ValueError, match="second_moment: got .e4m3., accepted: .e5m2.*fp32_state_dict"
+    ):
         other.load_state_dict(optimizer.state_dict())
     with fp32_state_dict(other), pytest.raises(ValueError, match="accepted under fp32_state_dict"):
         other.load_state_dict(optimizer.state_dict())
-    with fp32_state_dict(other), pytest.raises(ValueError, match=r"exp_avg: got torch.float32 \[3\]"):
+    with (
+        fp32_state_dict(other),
+        pytest.raises(ValueError, match=r"exp_avg: got torch.float32 \[3\]"),
+    ):
         damaged = {**saved["state"][0], "exp_avg": torch.zeros(3)}
         other.load_state_dict({**saved, "state": {0: damaged}})
-    with pytest.raises(TypeError, match="got AdamW, accepted: CoatAdamW"), fp32_state_dict(torch.optim.AdamW([p])):
+    with (
+        pytest.raises(TypeError, match="got AdamW, accepted: CoatAdamW"),
+        fp32_state_dict(torch.optim.AdamW([p])),
+    ):
         pass
 
 
 def test_from_torchs_adamw_and_back():
-    """A run that changes the optimizer half-way: moments, steps and options carry over both ways."""
+    """A run that changes the optimizer half-way: moments, steps and options carry over both
+    ways.
+    """
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(500))
     theirs = torch.optim.AdamW([p], lr=0.05, betas=(0.8, 0.9))

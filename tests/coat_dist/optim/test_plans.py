@@ -1,4 +1,6 @@
-"""A step that takes over what the last one checked is the step it would have been; and steps counted on the device."""
+"""A step that takes over what the last one checked is the step it would have been; and steps
+counted on the device.
+"""
 
 import copy
 import gc
@@ -35,13 +37,20 @@ def no_plans(monkeypatch):
 
 
 OPTIONS = [{}, {"betas": (0.9, 0.95)}, {"stochastic_rounding": True}, {"maximize": True}]
-GAPS = [lambda i, j: False, lambda i, j: (i + j) % 3 == 0, lambda i, j: i == 2 and j == 1, lambda i, j: j == i]
+GAPS = [
+    lambda i, j: False,
+    lambda i, j: (i + j) % 3 == 0,
+    lambda i, j: i == 2 and j == 1,
+    lambda i, j: j == i,
+]
 
 
 @pytest.mark.parametrize("gaps", GAPS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_steps_with_plans_have_the_bits_of_steps_without(monkeypatch, options, gaps):
-    """Whatever gradients are there; parameters of one group then differ in the steps they have taken."""
+    """Whatever gradients are there; parameters of one group then differ in the steps they have
+    taken.
+    """
     params, optimizer = build(**options)
     train(params, optimizer, 0, 6, gaps)
     assert optimizer._plans._plans
@@ -56,7 +65,9 @@ def test_steps_with_plans_have_the_bits_of_steps_without(monkeypatch, options, g
 def changes():
     def replace_state(params, optimizer):
         state = optimizer.state[params[0]]
-        optimizer.state[params[0]] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        optimizer.state[params[0]] = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
+        }
 
     def forget(params, optimizer):
         del optimizer.state[params[1]]
@@ -114,7 +125,9 @@ def test_what_changes_between_steps_is_seen(monkeypatch, change):
 
 
 def in_its_memory(tensor, dtype):
-    """As many elements of another type at the same address, as after memory was freed and used again."""
+    """As many elements of another type at the same address, as after memory was freed and used
+    again.
+    """
     return tensor.view(-1).view(dtype)[: tensor.numel()].view(tensor.shape)
 
 
@@ -131,7 +144,9 @@ def misfits():
         params[0].data = params[0].data.view(-1)
 
     def a_copy_of_integers(params, optimizer):
-        optimizer.copies = {p: in_its_memory(copy, torch.int16) for p, copy in optimizer.copies.items()}
+        optimizer.copies = {
+            p: in_its_memory(copy, torch.int16) for p, copy in optimizer.copies.items()
+        }
 
     def a_wide_copy(params, optimizer):
         optimizer.copies = {p: torch.zeros(p.shape) for p in params}
@@ -178,8 +193,12 @@ def test_a_plan_keeps_no_state_in_memory():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter; on GPUs: tests/gpu/test_capturable.py")
-@pytest.mark.parametrize("options", [{}, {"betas": (0.9, 0.95)}, {"lr": torch.tensor(0.1)}], ids=str)
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs the interpreter; on GPUs: tests/gpu/test_capturable.py"
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"betas": (0.9, 0.95)}, {"lr": torch.tensor(0.1)}], ids=str
+)
 def test_steps_counted_in_tensors_have_the_bits_of_steps_counted_in_numbers(monkeypatch, options):
     """With kernels, which here are interpreted."""
     monkeypatch.setenv("COAT_KERNELS", "1")
@@ -202,8 +221,16 @@ def test_steps_counted_in_tensors_have_the_bits_of_steps_counted_in_numbers(monk
     for p, q in zip(runs[0][0], runs[1][0], strict=True):
         assert torch.equal(p, q)
         a, b = runs[0][1].state[p], runs[1][1].state[q]
-        assert a["step"].dtype == torch.float32 and a["step"].shape == () and int(a["step"]) == b["step"] == 5
-        assert all(torch.equal(v, b[k]) for k, v in a.items() if isinstance(v, torch.Tensor) and k != "step")
+        assert (
+            a["step"].dtype == torch.float32
+            and a["step"].shape == ()
+            and int(a["step"]) == b["step"] == 5
+        )
+        assert all(
+            torch.equal(v, b[k])
+            for k, v in a.items()
+            if isinstance(v, torch.Tensor) and k != "step"
+        )
 
 
 def test_the_option_may_be_switched_between_steps(monkeypatch):
@@ -225,7 +252,8 @@ def test_without_kernels_it_is_refused_before_anything_changes():
         group["capturable"] = True
     before = [p.detach().clone() for p in params]
     with pytest.raises(
-        ValueError, match="group 0, parameter 0, .*capturable: got True for a parameter on cpu, accepted"
+        ValueError,
+        match="group 0, parameter 0, .*capturable: got True for a parameter on cpu, accepted",
     ):
         train(params, optimizer, 1, 2)
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))

@@ -62,7 +62,9 @@ def test_auto_is_one_of_the_other_two_in_each_moment_whatever_the_betas(pair, be
     assert keys["auto"] == keys[True] and keys["auto"] - keys[False] == {"coat_seed"}
     (p, auto), (q, both) = runs["auto"], runs[True]
     assert torch.equal(codes(auto, "v"), codes(both, "v")), "noise of the second is that of true"
-    assert torch.equal(codes(auto, "m"), codes(both, "m")) is torch.equal(p, q) is (pair[0] == "int8")
+    assert (
+        torch.equal(codes(auto, "m"), codes(both, "m")) is torch.equal(p, q) is (pair[0] == "int8")
+    )
     for which in "mv":
         assert not torch.equal(codes(auto, which), codes(runs[False][1], which)), which
 
@@ -102,7 +104,9 @@ def test_groups_go_by_their_own_rounding():
 def test_an_option_that_is_changed_counts_from_the_next_step_on():
     (p, auto), (q, nearest) = (make((0.9, 0.95), stochastic_rounding=o) for o in ("auto", False))
     train(auto, 2)
-    nearest.load_state_dict({**copy.deepcopy(auto.state_dict()), "param_groups": nearest.state_dict()["param_groups"]})
+    nearest.load_state_dict(
+        {**copy.deepcopy(auto.state_dict()), "param_groups": nearest.state_dict()["param_groups"]}
+    )
     with torch.no_grad():
         q.copy_(p)
     auto.param_groups[0]["stochastic_rounding"] = False
@@ -142,13 +146,19 @@ def test_resume_is_exact_on_either_side_of_a_change_of_betas(pair, saved_at):
     for a, b in zip(straight.state.items(), resumed.state.items(), strict=True):
         assert torch.equal(a[0], b[0]) and a[1].keys() == b[1].keys()
         for key, value in a[1].items():
-            assert torch.equal(value, b[1][key]) if isinstance(value, torch.Tensor) else value == b[1][key], key
+            assert (
+                torch.equal(value, b[1][key])
+                if isinstance(value, torch.Tensor)
+                else value == b[1][key]
+            ), key
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("pair", [*FORMATS, ("e5m2", "e5m2")])
 def test_the_default_second_moment_follows_at_torchs_default_beta2(pair):
-    """fp32 and 8-bit codes from the same gradients: rounding to nearest ends far above, the default does not."""
+    """fp32 and 8-bit codes from the same gradients: rounding to nearest ends far above, the
+    default does not.
+    """
     torch.manual_seed(0)
     auto, nearest, exact = (torch.nn.Parameter(torch.zeros(2048)) for _ in range(3))
     options = ({"stochastic_rounding": "auto"}, {"stochastic_rounding": False}, {"moments": "fp32"})
@@ -163,4 +173,7 @@ def test_the_default_second_moment_follows_at_torchs_default_beta2(pair):
         v = export_moments(p, optimizer.state[p], group)[1]
         return (v / optimizer.state[exact]["exp_avg_sq"]).log2().mean().item()
 
-    assert abs(drift(auto, optimizer.param_groups[0])) < 0.3 and drift(nearest, optimizer.param_groups[1]) > 1.0
+    assert (
+        abs(drift(auto, optimizer.param_groups[0])) < 0.3
+        and drift(nearest, optimizer.param_groups[1]) > 1.0
+    )

@@ -8,7 +8,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict, import_moments, param_groups
 
@@ -24,7 +28,9 @@ def test_state_dict_resumes_to_the_byte_through_a_file(moments, stochastic, form
         params = [torch.nn.Parameter(torch.randn(s)) for s in ((13, 20), (0,), (129,), (4, 4, 4))]
         groups = [{"params": params[:2], "moments": moments}, {"params": params[2:], "lr": 0.1}]
         first, second = formats
-        return params, CoatAdamW(groups, stochastic_rounding=stochastic, first_moment=first, second_moment=second)
+        return params, CoatAdamW(
+            groups, stochastic_rounding=stochastic, first_moment=first, second_moment=second
+        )
 
     straight, whole = build()
     train(whole, straight, 3)
@@ -53,7 +59,9 @@ def test_loading_copies_and_keeps_dtypes_for_low_precision_parameters():
     before = copy.deepcopy(optimizer.state_dict())
     train(other, [q], 1)
     for key, value in optimizer.state[p].items():
-        assert torch.equal(value, before["state"][0][key]) if isinstance(value, torch.Tensor) else True
+        assert (
+            torch.equal(value, before["state"][0][key]) if isinstance(value, torch.Tensor) else True
+        )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +100,14 @@ def test_foreign_and_damaged_checkpoints_say_what_to_do():
     saved = optimizer.state_dict()
     fp32 = {"step": 3, "exp_avg": torch.zeros(300), "exp_avg_sq": torch.zeros(300)}
     for damage, word in (
-        ({"state": {0: {**saved["state"][0], "coat_m_q": saved["state"][0]["coat_m_q"].float()}}}, "float32"),
+        (
+            {
+                "state": {
+                    0: {**saved["state"][0], "coat_m_q": saved["state"][0]["coat_m_q"].float()}
+                }
+            },
+            "float32",
+        ),
         ({"state": {0: fp32}}, "exp_avg.*import_moments"),
         ({"state": {0: {**saved["state"][0], "step": torch.tensor(1.0)}}}, "step"),
         ({"param_groups": saved["param_groups"] * 2}, "parameter groups"),
@@ -112,7 +127,9 @@ def test_states_of_adam_come_without_its_own_weight_decay():
         train(theirs, theirs.param_groups[0]["params"], 1)
         with fp32_state_dict(optimizer):
             if decay:
-                with pytest.raises(ValueError, match="decoupled_weight_decay: got False with weight_decay 0.1"):
+                with pytest.raises(
+                    ValueError, match="decoupled_weight_decay: got False with weight_decay 0.1"
+                ):
                     optimizer.load_state_dict(theirs.state_dict())
                 assert not optimizer.state
             else:
@@ -122,8 +139,12 @@ def test_states_of_adam_come_without_its_own_weight_decay():
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-@pytest.mark.parametrize("normalize", [(False, True), (True, False)], ids=["to normalized", "from normalized"])
-def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normalized_or_not(tmp_path, lr, normalize):
+@pytest.mark.parametrize(
+    "normalize", [(False, True), (True, False)], ids=["to normalized", "from normalized"]
+)
+def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normalized_or_not(
+    tmp_path, lr, normalize
+):
     """A distributed load asks for every key."""
     runs = []
     for option in normalize:
@@ -178,10 +199,14 @@ def test_fp32_state_dicts_load_as_torch_names_them(always, flatten):
         assert equal_bytes(old["coat_p_low"], new["coat_p_low"])
         if group["moments"] == "fp8":
             wanted = import_moments(q, group, *export_moments(p, old, group), step=3)
-            assert all(equal_bytes(wanted[k], new[k]) for k in wanted if k[:6] in ("coat_m", "coat_v"))
+            assert all(
+                equal_bytes(wanted[k], new[k]) for k in wanted if k[:6] in ("coat_m", "coat_v")
+            )
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_the_fp32_option_shows_and_saves_fp32_states_and_travels_with_copies(copied):
     p, optimizer = make(checkpoint="fp32")
     train(optimizer, [p], 2)
@@ -190,15 +215,24 @@ def test_the_fp32_option_shows_and_saves_fp32_states_and_travels_with_copies(cop
         (shown,), (saved,) = one.state.values(), one.state_dict()["state"].values()
         (codes,) = one.coded_state.values()
         assert shown.keys() == saved.keys() == {"step", "coat_seed", "exp_avg", "exp_avg_sq"}
-        for key, wanted in zip(("exp_avg", "exp_avg_sq"), export_moments(p, codes, group), strict=True):
+        for key, wanted in zip(
+            ("exp_avg", "exp_avg_sq"), export_moments(p, codes, group), strict=True
+        ):
             assert equal_bytes(shown[key], wanted) and equal_bytes(saved[key], wanted)
     theirs = torch.optim.AdamW([torch.nn.Parameter(p.detach().clone())])
     state = optimizer.state_dict()["state"][0]
-    theirs.load_state_dict({**theirs.state_dict(), "state": {0: {**state, "step": torch.tensor(2.0)}}})
-    wanted = import_moments(p, group, state["exp_avg"], state["exp_avg_sq"], step=2) | {"coat_seed": state["coat_seed"]}
+    theirs.load_state_dict(
+        {**theirs.state_dict(), "state": {0: {**state, "step": torch.tensor(2.0)}}}
+    )
+    wanted = import_moments(p, group, state["exp_avg"], state["exp_avg_sq"], step=2) | {
+        "coat_seed": state["coat_seed"]
+    }
     optimizer.state[p] = state
     assert optimizer.coded_state[p].keys() == wanted.keys()
-    assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(wanted[k])) for k, x in optimizer.coded_state[p].items())
+    assert all(
+        torch.equal(torch.as_tensor(x), torch.as_tensor(wanted[k]))
+        for k, x in optimizer.coded_state[p].items()
+    )
     optimizer.state.clear()
     assert p not in optimizer.state
     assert not optimizer.coded_state and len(optimizer.state) == 0

@@ -1,4 +1,6 @@
-"""What torch's own tests ask of AdamW, asked of CoatAdamW: options, groups, hooks, gradients, odd tensors, errors."""
+"""What torch's own tests ask of AdamW, asked of CoatAdamW: options, groups, hooks, gradients,
+odd tensors, errors.
+"""
 
 import copy
 import inspect
@@ -6,13 +8,22 @@ import pickle
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from coat_dist.optim import CoatAdamW, fp32_state_dict
 from tests.coat_dist.optim.common import assert_same_state, equal_bytes
 
 KINDS = ["fp8", "fp32"]
-OPTIONS = [{}, {"lr": torch.tensor(1e-2)}, {"maximize": True}, {"betas": (0.9, 0.95)}, {"stochastic_rounding": True}]
+OPTIONS = [
+    {},
+    {"lr": torch.tensor(1e-2)},
+    {"maximize": True},
+    {"betas": (0.9, 0.95)},
+    {"stochastic_rounding": True},
+]
 
 
 def problem(moments="fp8", named=False, **options):
@@ -49,7 +60,9 @@ def test_a_loss_falls(options, moments):
 
 
 @pytest.mark.parametrize("moments", KINDS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_copies_step_alike(copied, moments):
     net, optimizer, closure = problem(moments)
     for _ in range(3):
@@ -103,7 +116,10 @@ def test_numbers_changed_in_groups_count_from_the_next_step_on(moments):
 
 
 def test_parameters_that_take_no_gradient_and_steps_without_any():
-    frozen, other = torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.nn.Parameter(torch.ones(3))
+    frozen, other = (
+        torch.nn.Parameter(torch.ones(3), requires_grad=False),
+        torch.nn.Parameter(torch.ones(3)),
+    )
     optimizer = CoatAdamW([frozen, other])
     optimizer.step()
     assert not optimizer.state and torch.equal(other, torch.ones(3))
@@ -141,7 +157,10 @@ def test_parameters_of_several_types_in_one_group(moments):
         optimizer.step()
     for p, t in zip(params, types, strict=True):
         assert p.dtype == t and torch.allclose(p.float(), torch.tensor(0.625), atol=0.02)
-    layouts = [{k: v.dtype for k, v in optimizer.state[p].items() if isinstance(v, torch.Tensor)} for p in params]
+    layouts = [
+        {k: v.dtype for k, v in optimizer.state[p].items() if isinstance(v, torch.Tensor)}
+        for p in params
+    ]
     assert layouts[0] == layouts[1] == layouts[2]
 
 
@@ -162,7 +181,16 @@ def test_hooks_of_all_kinds_run_in_order_and_can_be_removed():
         register_optimizer_step_pre_hook(note("all pre")),
         register_optimizer_step_post_hook(note("all post")),
     ]
-    expected = ["all pre", "step pre", "step post", "all post", "save pre", "save post", "load pre", "load post"]
+    expected = [
+        "all pre",
+        "step pre",
+        "step post",
+        "all post",
+        "save pre",
+        "save post",
+        "load pre",
+        "load post",
+    ]
     try:
         optimizer.step(closure)
         optimizer.load_state_dict(optimizer.state_dict())
@@ -179,13 +207,37 @@ ERRORS = [
     (lambda p: CoatAdamW(p), TypeError, "iterable"),
     (lambda p: CoatAdamW([{"params": {p}}]), TypeError, "ordered"),
     (lambda p: CoatAdamW(["x"]), TypeError, "only optimize Tensors"),
-    (lambda p: CoatAdamW([{"params": [p]}, {"params": [p]}]), ValueError, "more than one parameter group"),
-    (lambda p: CoatAdamW([("a", p), torch.nn.Parameter(torch.ones(1))]), ValueError, "names are missing"),
-    (lambda p: CoatAdamW([p], capturable=True), ValueError, "capturable: got True for a parameter on cpu, accepted"),
-    (lambda p: CoatAdamW([p], capturable=1), ValueError, "capturable: got 1, accepted: True or False"),
+    (
+        lambda p: CoatAdamW([{"params": [p]}, {"params": [p]}]),
+        ValueError,
+        "more than one parameter group",
+    ),
+    (
+        lambda p: CoatAdamW([("a", p), torch.nn.Parameter(torch.ones(1))]),
+        ValueError,
+        "names are missing",
+    ),
+    (
+        lambda p: CoatAdamW([p], capturable=True),
+        ValueError,
+        "capturable: got True for a parameter on cpu, accepted",
+    ),
+    (
+        lambda p: CoatAdamW([p], capturable=1),
+        ValueError,
+        "capturable: got 1, accepted: True or False",
+    ),
     (lambda p: CoatAdamW([p]).add_param_group([p]), TypeError, "must be a dict"),
-    (lambda p: CoatAdamW([p], checkpoint="bf16"), ValueError, "checkpoint: got 'bf16', accepted: 'codes' or 'fp32'"),
-    (lambda p: CoatAdamW([{"params": [p], "checkpoint": "fp32"}]), ValueError, "checkpoint: got 'fp32' in a param"),
+    (
+        lambda p: CoatAdamW([p], checkpoint="bf16"),
+        ValueError,
+        "checkpoint: got 'bf16', accepted: 'codes' or 'fp32'",
+    ),
+    (
+        lambda p: CoatAdamW([{"params": [p], "checkpoint": "fp32"}]),
+        ValueError,
+        "checkpoint: got 'fp32' in a param",
+    ),
 ]
 
 
@@ -220,7 +272,9 @@ def test_every_option_of_torchs_adamw_is_an_option_or_refused_by_name():
 
 
 def test_torch_compile_steps_as_without():
-    """A compiled function may hold a step: torch leaves it out of its graph, and the bits are the same."""
+    """A compiled function may hold a step: torch leaves it out of its graph, and the bits are
+    the same.
+    """
     runs = []
     for compiled in (False, True):
         net, optimizer, closure = problem()
@@ -244,4 +298,9 @@ def test_names_travel_in_state_dicts():
     _, plain, _ = problem()
     plain.load_state_dict(saved)
     with fp32_state_dict(optimizer):
-        assert set(optimizer.state_dict()["state"][0]) == {"step", "coat_seed", "exp_avg", "exp_avg_sq"}
+        assert set(optimizer.state_dict()["state"][0]) == {
+            "step",
+            "coat_seed",
+            "exp_avg",
+            "exp_avg_sq",
+        }

@@ -1,8 +1,8 @@
 """Where CoatAdamW takes parameters beside torch's fp32 AdamW, in groups of elements of unlike size.
 
-Errors of one encoding cannot show a moment that never decays: what is lifted in every step grows. Bounds are a fifth
-above the largest of what was measured, or what docs/numerics.md promises, whichever is less; for each there is an
-encoding that is known to be worse and breaks it.
+Errors of one encoding cannot show a moment that never decays: what is lifted in every step grows.
+Bounds are a fifth above the largest of what was measured, or what docs/numerics.md promises,
+whichever is less; for each there is an encoding that is known to be worse and breaks it.
 """
 
 import functools
@@ -57,7 +57,11 @@ def broken(found: dict[str, dict[str, float]]) -> set[str]:
     for name, one in found.items():
         moved = MOVED_STOPPED if name in STOPPED else MOVED
         right = one["error"] <= ERROR[name] and abs(one["moved"] - 1) <= moved
-        out |= set() if right and one.get("nearest", 1) >= NEAREST and one.get("farthest", 1) <= FARTHEST else {name}
+        out |= (
+            set()
+            if right and one.get("nearest", 1) >= NEAREST and one.get("farthest", 1) <= FARTHEST
+            else {name}
+        )
     return out
 
 
@@ -71,7 +75,9 @@ def test_parameters_go_where_fp32_adamw_takes_them(pair, betas):
 @pytest.mark.parametrize("group_size", [64, 256])
 @pytest.mark.parametrize("first", FORMATS)
 def test_so_they_do_with_other_group_sizes(first, group_size):
-    found = scenarios().compare(Options(first, FORMATS[first], group_size=group_size, rounding=True))
+    found = scenarios().compare(
+        Options(first, FORMATS[first], group_size=group_size, rounding=True)
+    )
     assert not broken(found), found
 
 
@@ -97,8 +103,12 @@ def former_scenarios() -> Joined:
 @pytest.mark.parametrize("rounding", [False, "auto", True])
 @pytest.mark.parametrize("group_size", SIZES)
 @pytest.mark.parametrize("first", FORMATS)
-def test_moments_that_are_stored_by_themselves_keep_the_bounds_they_had(first, group_size, rounding):
-    options = Options(first, FORMATS[first], group_size=group_size, rounding=rounding, normalize=False)
+def test_moments_that_are_stored_by_themselves_keep_the_bounds_they_had(
+    first, group_size, rounding
+):
+    options = Options(
+        first, FORMATS[first], group_size=group_size, rounding=rounding, normalize=False
+    )
     for name, ratio in former_scenarios().compare(options).items():
         assert ratio["error"] <= FORMER_ERROR[name][first], (name, ratio)
         assert abs(ratio["moved"] - 1) <= FORMER_MOVED[name], (name, ratio)
@@ -113,7 +123,9 @@ def unlike(steps: int) -> Joined:
 
 
 @pytest.mark.parametrize("beta2, steps", [(0.9, 60), (0.95, 200), (0.99, 200), (0.999, 400)])
-@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[2], *(pytest.param(x, marks=pytest.mark.slow) for x in PAIRS[1::2])])
+@pytest.mark.parametrize(
+    "pair", [PAIRS[0], PAIRS[2], *(pytest.param(x, marks=pytest.mark.slow) for x in PAIRS[1::2])]
+)
 def test_second_moments_are_not_biased(pair, beta2, steps):
     for name, found in unlike(steps).compare(Options(*pair, (0.9, beta2))).items():
         assert abs(found["v"]) <= BIAS, (name, found)
@@ -124,8 +136,12 @@ def test_second_moments_are_not_biased(pair, beta2, steps):
 def test_the_kernel_goes_there_too(pair, monkeypatch):
     kernels = pytest.importorskip("coat_dist.kernels.adamw")
     called = []
-    monkeypatch.setattr("coat_dist.optim.adamw.adamw_steps", lambda *a: (called.append(1), kernels.adamw_steps(*a)))
-    short = Joined({"beside constants": stopped(256, constant=True, steps=24), "random": normal(256, 24)})
+    monkeypatch.setattr(
+        "coat_dist.optim.adamw.adamw_steps", lambda *a: (called.append(1), kernels.adamw_steps(*a))
+    )
+    short = Joined(
+        {"beside constants": stopped(256, constant=True, steps=24), "random": normal(256, 24)}
+    )
     found = short.compare(Options(*pair))
     assert len(called) == 24 and not broken(found), found
     assert broken(short.compare(Options(*pair, normalize=False))) == {"beside constants"}

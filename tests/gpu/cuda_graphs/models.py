@@ -17,7 +17,9 @@ GRAPHS = ActivationConfig(cuda_graphs=True)
 
 
 def pair(settings: ActivationConfig = GRAPHS, **changes):
-    """Two models with equal weights, patched: without and with graphs. ``changes`` are of Megatron's configuration."""
+    """Two models with equal weights, patched: without and with graphs. ``changes`` are of
+    Megatron's configuration.
+    """
     plain, graphed = (tiny_gpt(num_layers=3, **changes) for _ in range(2))
     patch_model(plain, settings.model_copy(update={"cuda_graphs": False}))
     patch_model(graphed, settings)

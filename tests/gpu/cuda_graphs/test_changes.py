@@ -11,7 +11,16 @@ from torch.distributed.fsdp import fully_shard
 import megatron_patches
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
-from tests.gpu.cuda_graphs.models import GRAPHS, captured, gradients, heals, loss_of, pair, same, train
+from tests.gpu.cuda_graphs.models import (
+    GRAPHS,
+    captured,
+    gradients,
+    heals,
+    loss_of,
+    pair,
+    same,
+    train,
+)
 from tests.megatron_patches.tiny import tiny_gpt
 from tests.support import run_ranks
 
@@ -35,9 +44,13 @@ def test_hooks_are_called(models):
         assert model is models[0] or captured(model) == [1, 1, 1]
         calls.append([])
         layer = model.decoder.layers[1]
-        layer.mlp.linear_fc1.weight.register_hook(lambda grad, mine=calls[-1]: mine.append(grad.clone()))
+        layer.mlp.linear_fc1.weight.register_hook(
+            lambda grad, mine=calls[-1]: mine.append(grad.clone())
+        )
         loss_of(model, 5).backward()
-        layer.self_attention.register_forward_hook(lambda *_, mine=calls[-1]: mine.append(torch.zeros(1)))
+        layer.self_attention.register_forward_hook(
+            lambda *_, mine=calls[-1]: mine.append(torch.zeros(1))
+        )
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             loss_of(model, 6).backward()
@@ -46,14 +59,18 @@ def test_hooks_are_called(models):
 
 
 def test_hooks_of_saved_tensors(models):
-    """Offloading, for one: graphs save nothing that it could take, so they are neither made nor used."""
+    """Offloading, for one: graphs save nothing that it could take, so they are neither made nor
+    used.
+    """
     plain, graphed = models
     for model in models:
         with torch.autograd.graph.save_on_cpu(), warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             for seed in range(3):
                 loss_of(model, seed).backward()
-        assert any("hooks of saved tensors" in str(one.message) for one in found) == (model is graphed)
+        assert any("hooks of saved tensors" in str(one.message) for one in found) == (
+            model is graphed
+        )
     assert captured(graphed) == [0, 0, 0]
     for model in models:
         for seed in range(3):

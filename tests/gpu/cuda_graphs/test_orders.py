@@ -1,4 +1,6 @@
-"""Layers as CUDA graphs where forward and backward passes come in other orders than one after the other."""
+"""Layers as CUDA graphs where forward and backward passes come in other orders than one after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_no_second_backward(models):
 
 
 def test_backward_in_another_order(models):
-    """Two losses of the same layers: the first layer's backward runs before the last one's. Never other numbers."""
+    """Two losses of the same layers: the first layer's backward runs before the last one's.
+    Never other numbers.
+    """
     _, model = models
     rope, layers = model.rotary_pos_emb(32), list(model.decoder.layers)
 
@@ -97,7 +101,9 @@ def test_an_exception_between_layers(models, when):
 
 
 def test_a_backward_that_was_not_wanted_at_first(models):
-    """The loss of some steps reads the first layer alone, whose backward is captured before the second one's."""
+    """The loss of some steps reads the first layer alone, whose backward is captured before the
+    second one's.
+    """
     found = []
     for model in models:
         rope, layers = model.rotary_pos_emb(32), list(model.decoder.layers)[:2]
@@ -109,15 +115,20 @@ def test_a_backward_that_was_not_wanted_at_first(models):
             last = layers[1](hidden_states=first, attention_mask=None, rotary_pos_emb=rope)[0]
             out = first if step in (1, 2) else last
             del last, first
-            parameters = layers[0].parameters() if step in (1, 2) else [p for one in layers for p in one.parameters()]
+            parameters = (
+                layers[0].parameters()
+                if step in (1, 2)
+                else [p for one in layers for p in one.parameters()]
+            )
             found[-1] += torch.autograd.grad(out, [x, *parameters], torch.randn_like(out))
             del out
     assert same(*found) and min(captured(models[1])[:2]) > 0
 
 
 def test_losses_of_parts(models):
-    """Of two layers that no gradient connects, first the one, then the other, then both: a backward that is captured
-    while the layer below waits for none may not take that one's memory."""
+    """Of two layers that no gradient connects, first the one, then the other, then both: a backward
+    that is captured while the layer below waits for none may not take that one's memory.
+    """
     found = []
     for model in models:
         rope, (lower, upper) = model.rotary_pos_emb(32), list(model.decoder.layers)[:2]
@@ -126,20 +137,29 @@ def test_losses_of_parts(models):
         for part in (*["lower"] * 3, *["upper"] * 2, *["both"] * 4):
             x = torch.randn(32, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             first = lower(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
-            second = upper(hidden_states=first.detach(), attention_mask=None, rotary_pos_emb=rope)[0]
+            second = upper(hidden_states=first.detach(), attention_mask=None, rotary_pos_emb=rope)[
+                0
+            ]
             losses = {"lower": first.float().sin().sum(), "upper": second.float().sin().sum()}
             del first, second
             loss = losses["lower"] + losses["upper"] if part == "both" else losses[part]
             del losses
             model.zero_grad()
             loss.backward()
-            found[-1] += [p.grad.clone() for layer in (lower, upper) for p in layer.parameters() if p.grad is not None]
+            found[-1] += [
+                p.grad.clone()
+                for layer in (lower, upper)
+                for p in layer.parameters()
+                if p.grad is not None
+            ]
     assert same(*found) and min(captured(models[1])[:2]) > 0
 
 
 @pytest.mark.parametrize("when", [1, 2, 3])
 def test_an_optimizer_step_between_a_forward_and_the_next(models, when):
-    """The loss of a call is dropped, perhaps of the one that captures; weights change; training goes on."""
+    """The loss of a call is dropped, perhaps of the one that captures; weights change; training
+    goes on.
+    """
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for seed in range(4):

@@ -1,4 +1,6 @@
-"""Layers as CUDA graphs compute the bits of the same layers without them, in memory that is used again."""
+"""Layers as CUDA graphs compute the bits of the same layers without them, in memory that is used
+again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
 from coat_dist.flow.graphs.graph_pool import pool_bytes
 from megatron_patches import patch_model, unpatch_model
-from tests.gpu.cuda_graphs.models import GRAPHS, batch, captured, gradients, heals, loss_of, pair, same, train
+from tests.gpu.cuda_graphs.models import (
+    GRAPHS,
+    batch,
+    captured,
+    gradients,
+    heals,
+    loss_of,
+    pair,
+    same,
+    train,
+)
 from tests.gpu.test_megatron import BATCH, SEQ, SHAPE, _loss, _model
 from tests.megatron_patches.tiny import OLMO2, tiny_gpt
 from tests.support import run_ranks
@@ -22,7 +34,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize(
     "settings",
-    [GRAPHS, ActivationConfig(cuda_graphs=True, forward_scales="tensor", attention="fp8", saved_format="e4m3")],
+    [
+        GRAPHS,
+        ActivationConfig(
+            cuda_graphs=True, forward_scales="tensor", attention="fp8", saved_format="e4m3"
+        ),
+    ],
 )
 @pytest.mark.parametrize("changes", [{}, {"add_bias_linear": True, "qk_layernorm": True}])
 def test_training_is_the_same_to_the_bit(settings, changes):
@@ -103,7 +120,9 @@ def test_shapes_in_turn(models):
             x = y = torch.randn(s, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for layer in model.decoder.layers:
                 y, _ = layer(hidden_states=y, attention_mask=None, rotary_pos_emb=rope[s])
-            grads = torch.autograd.grad(y, [x, *model.decoder.layers.parameters()], torch.randn_like(y))
+            grads = torch.autograd.grad(
+                y, [x, *model.decoder.layers.parameters()], torch.randn_like(y)
+            )
             found[-1] += [y.detach(), *grads]
     assert same(*found)
     assert captured(models[1]) == [3, 3, 3]
@@ -121,7 +140,17 @@ def test_memory_is_used_again():
         sizes.append(pool_bytes(torch.device("cuda", 0)))
         del model
     h, f = SHAPE["hidden_size"], SHAPE["ffn_hidden_size"]
-    planned = BATCH * SEQ * (2 * (h + h // 32 + 4) + 4 * 2 * h + 4 * SHAPE["num_attention_heads"] + 2 * f + 2 * f // 32)
+    planned = (
+        BATCH
+        * SEQ
+        * (
+            2 * (h + h // 32 + 4)
+            + 4 * 2 * h
+            + 4 * SHAPE["num_attention_heads"]
+            + 2 * f
+            + 2 * f // 32
+        )
+    )
     assert planned < (sizes[1] - sizes[0]) / 8 < 1.15 * planned, sizes
 
 
@@ -185,7 +214,10 @@ def _not_captured(rank, world):
 
 
 def test_what_cannot_be_captured_is_an_error():
-    with pytest.raises(Exception, match="activation.cuda_graphs: got true, accepted: false, as a layer could not be"):
+    with pytest.raises(
+        Exception,
+        match="activation.cuda_graphs: got true, accepted: false, as a layer could not be",
+    ):
         run_ranks(1, _not_captured, backend="nccl")
 
 
@@ -221,7 +253,10 @@ def _under_deepspeed(rank, world, graphs, stage):
 def test_under_deepspeed(stage, world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    plain, graphed = (run_ranks(world, _under_deepspeed, graphs, stage, backend="nccl") for graphs in (False, True))
+    plain, graphed = (
+        run_ranks(world, _under_deepspeed, graphs, stage, backend="nccl")
+        for graphs in (False, True)
+    )
     for (losses, _), (expected, _) in zip(graphed, plain, strict=True):
         assert losses == expected
     assert all(count == [1, 1, 1] for _, count in graphed)

@@ -6,7 +6,8 @@ import json
 MARKED = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     "{% if m.role == 'assistant' %}{% generation %}"
-    "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor "
+    "%}"
     "{{ m.content + '<|end|>' }}{% endgeneration %}"
     "{% else %}{{ m.content + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -36,7 +37,9 @@ def make_tokenizer(template=MARKED, texts=(), vocab=300):
 
 
 def make_llama(folder, tokenizer, vocab=None, **more):
-    """A small Llama with random weights in Hugging Face's layout, beside its tokenizer, with its ids or more."""
+    """A small Llama with random weights in Hugging Face's layout, beside its tokenizer, with its
+    ids or more.
+    """
     import torch
     import transformers
 
@@ -62,7 +65,9 @@ def prepared(folder, tokenizer, *lines, **reading):
 
     file = folder / "chats.jsonl"
     file.write_text("\n".join(lines))
-    made = prepare([file], ChatTemplate(tokenizer), Reading(**{"seq_length": 64, **reading}), folder / "cache")
+    made = prepare(
+        [file], ChatTemplate(tokenizer), Reading(**{"seq_length": 64, **reading}), folder / "cache"
+    )
     return Conversations(made, [file])
 
 

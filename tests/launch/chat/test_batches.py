@@ -1,4 +1,6 @@
-"""Which conversations share a sequence, what micro-batches hold, and what their losses are divided by."""
+"""Which conversations share a sequence, what micro-batches hold, and what their losses are
+divided by.
+"""
 
 from types import SimpleNamespace
 
@@ -32,7 +34,9 @@ def sequences(**options):
 
 def test_epochs_hold_everything_once_in_orders_of_their_own(monkeypatch):
     made = sequences()
-    epochs = [[made[e * made.per_epoch + place] for place in range(made.per_epoch)] for e in range(3)]
+    epochs = [
+        [made[e * made.per_epoch + place] for place in range(made.per_epoch)] for e in range(3)
+    ]
     for epoch in epochs:
         assert sorted(n for one in epoch for n in one) == list(range(0, 200, 2))
     assert epochs[0] != epochs[1] != epochs[2]
@@ -42,7 +46,8 @@ def test_epochs_hold_everything_once_in_orders_of_their_own(monkeypatch):
     calls = []
     monkeypatch.setattr(module, "pack", lambda *given: calls.append(1) or pack(*given))
     made = sequences()
-    for position in (made.per_epoch - 1, made.per_epoch, made.per_epoch - 1, made.per_epoch):  # a step over the border
+    # A step over the border.
+    for position in (made.per_epoch - 1, made.per_epoch, made.per_epoch - 1, made.per_epoch):
         assert made[position]
     assert len(calls) == 2
 
@@ -53,7 +58,9 @@ def test_after_the_last_epoch_sequences_are_empty():
     assert made.trained(0, 10**3) == made.trained(0, made.end)
     assert made.tokens(made.end - 1, 10**3) == sum(LENGTHS[made[made.end - 1]])
     assert made.tokens(0, made.per_epoch) == sum(LENGTHS[::2])
-    assert [made[p] for p in range(made.per_epoch)] == [sequences(epochs=None)[p] for p in range(made.per_epoch)]
+    assert [made[p] for p in range(made.per_epoch)] == [
+        sequences(epochs=None)[p] for p in range(made.per_epoch)
+    ]
 
 
 def test_without_packing_a_sequence_is_a_conversation():
@@ -64,8 +71,13 @@ def test_without_packing_a_sequence_is_a_conversation():
 def test_the_log_describes_what_is_trained_of_an_epoch():
     quarter, several = sequences(packed=False, epochs=0.25), sequences(epochs=2.5)
     share = f"{100 * quarter.tokens(0, 25) / (25 * 40):.1f} % full"
-    assert quarter.describe("train") == f"train: 25 conversations in 25 sequences of 40 tokens, {share}"
-    assert several.describe("train").startswith(f"train: 100 conversations in {several.per_epoch} seq")
+    assert (
+        quarter.describe("train")
+        == f"train: 25 conversations in 25 sequences of 40 tokens, {share}"
+    )
+    assert several.describe("train").startswith(
+        f"train: 100 conversations in {several.per_epoch} seq"
+    )
 
 
 @pytest.fixture
@@ -79,7 +91,13 @@ def stored(tmp_path):
 def batches(stored, packed, dp=1, rank=0, micro=2, accumulation=2, consumed=0):
     made = Sequences(stored, np.arange(len(stored)), capacity=64, packed=packed, seed=0)
     return micro_batches(
-        made, micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, pad=1, consumed=consumed
+        made,
+        micro=micro,
+        accumulation=accumulation,
+        dp_rank=rank,
+        dp_size=dp,
+        pad=1,
+        consumed=consumed,
     )
 
 
@@ -90,7 +108,10 @@ def test_micro_batches_hold_conversations_whole(stored, packed):
     seen, source = 0, batches(stored, packed)
     for _ in range(4):
         batch = next(source)
-        assert batch["tokens"].shape == ((1, 128) if packed else (2, 64)) and batch["tokens"].dtype == torch.int64
+        assert (
+            batch["tokens"].shape == ((1, 128) if packed else (2, 64))
+            and batch["tokens"].dtype == torch.int64
+        )
         if packed:
             assert batch["cu_seqlens"].dtype == torch.int32
             borders = batch["cu_seqlens"].tolist()
@@ -100,17 +121,22 @@ def test_micro_batches_hold_conversations_whole(stored, packed):
             documents = [(row, slice(0, 64)) for row in range(2)]
         for row, part in documents:
             tokens, labels, mask, positions = (
-                batch[k][row, part].tolist() for k in ("tokens", "labels", "loss_mask", "position_ids")
+                batch[k][row, part].tolist()
+                for k in ("tokens", "labels", "loss_mask", "position_ids")
             )
             assert positions == list(range(len(tokens)))
-            end = len(tokens) - tokens[::-1].index(0) + 1 if 0 in tokens else 0  # "<|end|>" is 0, "\n" follows it
+            # "<|end|>" is 0, "\n" follows it.
+            end = len(tokens) - tokens[::-1].index(0) + 1 if 0 in tokens else 0
             if not packed and end:
                 assert set(tokens[end:]) <= {1} and not any(mask[end - 1 :])
                 tokens = tokens[:end]
             if tokens and tokens[0] != 1:
                 learnt = known[tuple(tokens)]
                 assert labels[: len(tokens) - 1] == tokens[1:]
-                assert mask[: len(tokens) - 1] == learnt[1:].astype(float).tolist() and mask[len(tokens) - 1] == 0
+                assert (
+                    mask[: len(tokens) - 1] == learnt[1:].astype(float).tolist()
+                    and mask[len(tokens) - 1] == 0
+                )
                 seen += 1
             else:
                 assert not any(mask)
@@ -119,7 +145,9 @@ def test_micro_batches_hold_conversations_whole(stored, packed):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_ranks_share_a_step_and_know_its_tokens(stored, packed):
-    """The same step cut into 1 x 8, 8 x 1 and 2 ranks x 2 x 2: the same targets, divided so that sums agree."""
+    """The same step cut into 1 x 8, 8 x 1 and 2 ranks x 2 x 2: the same targets, divided so that
+    sums agree.
+    """
     found = []
     for dp, micro, accumulation in ((1, 8, 1), (1, 1, 8), (2, 2, 2)):
         taken, total = [], 0.0

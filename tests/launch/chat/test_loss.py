@@ -1,4 +1,6 @@
-"""The loss and its gradients, in fp32 on one rank: those of transformers, however a step is cut into micro-batches."""
+"""The loss and its gradients, in fp32 on one rank: those of transformers, however a step is cut
+into micro-batches.
+"""
 
 import types
 
@@ -29,14 +31,21 @@ class Engine:
 
 @pytest.fixture
 def made(tmp_path, one_rank):
-    """The same Llama in transformers and in Megatron, fp32, and conversations with answers of different lengths."""
+    """The same Llama in transformers and in Megatron, fp32, and conversations with answers of
+    different lengths.
+    """
     tokenizer = make_tokenizer(texts=["hello hello"] * 9)
     make_llama(tmp_path / "llama", tokenizer)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "llama", dtype=torch.float32
+    )
     weights = open_weights(tmp_path / "llama")
-    ours = build_model(weights.model.model_copy(update={"vocab_multiple": 1}))  # as finetune.py has it
+    # As finetune.py has it.
+    ours = build_model(weights.model.model_copy(update={"vocab_multiple": 1}))
     fill(ours, weights)
-    lengths = np.random.default_rng(0).permutation([1, 2, 3, 30, 1, 20, 2, 1, 5, 25, 1, 1, 2, 28, 3, 2])
+    lengths = np.random.default_rng(0).permutation(
+        [1, 2, 3, 30, 1, 20, 2, 1, 5, 25, 1, 1, 2, 28, 3, 2]
+    )
     lines = [chat(f"user: {n}?", "assistant: " + "hello " * n) for n in lengths]
     stored = prepared(tmp_path, tokenizer, *lines)
     return types.SimpleNamespace(theirs=theirs, ours=ours.float(), stored=stored)
@@ -44,12 +53,16 @@ def made(tmp_path, one_rank):
 
 def batches(made, packed, micro, accumulation, dp=1, rank=0):
     plan = Sequences(made.stored, np.arange(len(made.stored)), capacity=64, packed=packed, seed=0)
-    source = micro_batches(plan, micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, pad=1)
+    source = micro_batches(
+        plan, micro=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp, pad=1
+    )
     return [next(source) for _ in range(accumulation)]
 
 
 def step(made, packed, micro, accumulation, dp):
-    """Loss and gradients of one step, divided as DeepSpeed does: by micro-batches, averaged over ranks."""
+    """Loss and gradients of one step, divided as DeepSpeed does: by micro-batches, averaged over
+    ranks.
+    """
     loss_of, engine = language_model_loss(1, torch.device("cpu")), Engine(made.ours)
     made.ours.zero_grad()
     total = 0.0
@@ -93,6 +106,8 @@ def test_loss_is_transformers_loss(made, packed):
         wanted = torch.where(mask.bool(), labels, -100)
         with torch.no_grad():
             logits = made.theirs(tokens[None]).logits[0]
-        summed += torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
+        summed += torch.nn.functional.cross_entropy(
+            logits, wanted, ignore_index=-100, reduction="sum"
+        ).item()
         count += int(mask.sum())
     assert loss == pytest.approx(summed / count, rel=2e-6) and count == float(batch["loss_tokens"])

@@ -13,7 +13,10 @@ READ = [("user", "hi", False), ("assistant", "hello", True)]
 
 def roles(record):
     found = parse(json.dumps(record))
-    return [(m["role"], m["content"], learnt) for m, learnt in zip(found.messages, found.learnt, strict=True)]
+    return [
+        (m["role"], m["content"], learnt)
+        for m, learnt in zip(found.messages, found.learnt, strict=True)
+    ]
 
 
 def learnt(turns, **record):
@@ -35,11 +38,22 @@ def test_layouts_mean_the_same():
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
     ):
         assert roles(record) == READ
-    assert [one for *_, one in roles({"prompt": [*CHAT, USER], "completion": [ANSWER]})] == [False, False, False, True]
+    assert [one for *_, one in roles({"prompt": [*CHAT, USER], "completion": [ANSWER]})] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_toolbench_layout():
-    turns = [("system", "S"), ("user", "U"), ("assistant", "Action: f"), ("function", "{}"), ("assistant", "done")]
+    turns = [
+        ("system", "S"),
+        ("user", "U"),
+        ("assistant", "Action: f"),
+        ("function", "{}"),
+        ("assistant", "done"),
+    ]
     found = roles({"id": "x", "conversations": shared_gpt(*turns)})
     assert [role for role, *_ in found] == ["system", "user", "assistant", "tool", "assistant"]
     assert [learnt for *_, learnt in found] == [False, False, True, False, True]
@@ -48,7 +62,12 @@ def test_toolbench_layout():
 @pytest.mark.parametrize("key", LEARNT)
 def test_a_turn_that_its_data_masks_is_not_learnt(key):
     for no, yes in ((0, 1), (False, True), (0, None)):
-        assert learnt([USER, {**ANSWER, key: no}, USER, {**ANSWER, key: yes}]) == [False, False, False, True]
+        assert learnt([USER, {**ANSWER, key: no}, USER, {**ANSWER, key: yes}]) == [
+            False,
+            False,
+            False,
+            True,
+        ]
     turns = shared_gpt(("human", "hi"), ("gpt", "no"), ("gpt", "a"))
     turns[1][key] = 0
     assert [one for *_, one in roles({"conversations": turns})] == [False, False, True]
@@ -70,15 +89,44 @@ def test_a_system_prompt_beside_the_turns_is_the_first_message(key):
 
 def test_null_is_no_key():
     """As libraries write the keys that other rows have."""
-    keys = ("weight", "name", "tool_calls", "function_call", "train", "reasoning_content", "images", "refusal")
+    keys = (
+        "weight",
+        "name",
+        "tool_calls",
+        "function_call",
+        "train",
+        "reasoning_content",
+        "images",
+        "refusal",
+    )
     turns = [{**turn, **dict.fromkeys(keys)} for turn in CHAT]
-    others = ("tools", "functions", "system", "prompt", "completion", "conversations", "chosen", "images", "label")
+    others = (
+        "tools",
+        "functions",
+        "system",
+        "prompt",
+        "completion",
+        "conversations",
+        "chosen",
+        "images",
+        "label",
+    )
     assert roles({"messages": turns, **dict.fromkeys(others)}) == READ
     for empty in (None, []):
         assert roles({"messages": empty, "conversations": turns}) == READ
         assert roles({"messages": empty, "prompt": CHAT[:1], "completion": CHAT[1:]}) == READ
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    silent = [USER, call, {"role": "tool", "content": None}, {"role": "assistant", "content": None}, ANSWER]
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
+    silent = [
+        USER,
+        call,
+        {"role": "tool", "content": None},
+        {"role": "assistant", "content": None},
+        ANSWER,
+    ]
     assert learnt(silent) == [False, True, False, False, True]
 
 
@@ -96,7 +144,9 @@ CALL = {"name": "f", "arguments": {"a": None}}
 )
 @pytest.mark.parametrize("content", [None, "", "let me see"])
 def test_calls_have_one_layout(given, content):
-    found = parse(json.dumps({"messages": [USER, {"role": "assistant", "content": content, **given}]}))
+    found = parse(
+        json.dumps({"messages": [USER, {"role": "assistant", "content": content, **given}]})
+    )
     (call,) = found.messages[1]["tool_calls"]
     assert call["function"] == CALL and call["type"] == "function" and call.get("id", "c1") == "c1"
     assert found.learnt == [False, True]
@@ -137,7 +187,10 @@ def test_keys_that_are_no_masks_are_ignored():
         ({"content": [{"type": "image"}]}, "content: got"),
         ({"content": [{"type": "text"}]}, "content: got"),
         ({"tool_calls": [{"function": {}}]}, "tool_calls[0].function.name: got"),
-        ({"tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}, "tool_calls[0].function.arguments: got"),
+        (
+            {"tool_calls": [{"name": "f", "arguments": "[" * 100_000}]},
+            "tool_calls[0].function.arguments: got",
+        ),
         ({"weight": 2}, "weight: got 2"),
         ({"train": 0.5}, "train: got 0.5"),
         ({"role": "user", "train": True}, "train: got true of a turn of user"),
@@ -152,7 +205,9 @@ def test_keys_that_are_no_masks_are_ignored():
 def test_a_malformed_turn_is_named(turn, key):
     with pytest.raises(Malformed) as problem:
         parse(json.dumps({"messages": [USER, {**ANSWER, **turn}]}))
-    assert str(problem.value).startswith(f"messages[1].{key}") and "accepted: " in str(problem.value)
+    assert str(problem.value).startswith(f"messages[1].{key}") and "accepted: " in str(
+        problem.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +230,10 @@ def test_a_malformed_turn_is_named(turn, key):
         ('{"messages": [], "loss_mask": [0, 1]}', "loss_mask: got"),
         ('{"messages": [], "train": false}', "train: got false"),
         ('{"messages": [], "enable_thinking": true}', "enable_thinking: got true"),
-        ('{"messages": [{"role": "user", "content": "x"}], "tools": "%s"}' % ("[" * 100_000), "tools: got"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], "tools": "%s"}' % ("[" * 100_000),
+            "tools: got",
+        ),
     ],
 )
 def test_a_malformed_record_is_named(text, named):

@@ -1,4 +1,6 @@
-"""A tiny Llama with random weights as transformers saves it, with a tokenizer, text and questions."""
+"""A tiny Llama with random weights as transformers saves it, with a tokenizer, text and
+questions.
+"""
 
 import json
 import random
@@ -6,7 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 
-WORDS = ["one", "two", "three", "four", "five", "six", "and", "is", "the", "of", "sum", "plus", "minus", "equals"]
+WORDS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "and",
+    "is",
+    "the",
+    "of",
+    "sum",
+    "plus",
+    "minus",
+    "equals",
+]
 
 
 def sentence(rng, words):
@@ -28,13 +45,19 @@ def tokenizer(folder, begin):
             single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
         )
     library.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<|endoftext|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """``hf`` (with a begin token), ``bare`` (without), ``text``, ``jsonl``, ``questions``; and transformers' model."""
+    """``hf`` (with a begin token), ``bare`` (without), ``text``, ``jsonl``, ``questions``; and
+    transformers' model.
+    """
     transformers = pytest.importorskip("transformers")
     import torch
 
@@ -63,8 +86,12 @@ def tiny(tmp_path_factory):
         choices = [" " + sentence(rng, rng.choice([1, 2, 4])) for _ in range(rng.choice([2, 3, 4]))]
         if number % 3 == 0 and context:  # white space on the other side
             context, choices = context + " ", [c[1:] for c in choices]
-        questions.append({"context": context, "choices": choices, "answer": rng.randrange(len(choices))})
-    questions.append({"context": sentence(rng, 150), "choices": [" one", " two three"], "answer": "B"})
+        questions.append(
+            {"context": context, "choices": choices, "answer": rng.randrange(len(choices))}
+        )
+    questions.append(
+        {"context": sentence(rng, 150), "choices": [" one", " two three"], "answer": "B"}
+    )
     (folder / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
     found.text, found.jsonl = str(folder / "text.txt"), str(folder / "text.jsonl")
     found.questions, found.documents = str(folder / "questions.jsonl"), documents

@@ -1,4 +1,6 @@
-"""Perplexity and multiple choice with transformers alone, one sequence at a time: what evaluate.py is compared with."""
+"""Perplexity and multiple choice with transformers alone, one sequence at a time: what
+evaluate.py is compared with.
+"""
 
 import json
 import math
@@ -11,11 +13,15 @@ import torch
 def token_losses(model, ids):
     """Loss of each token of ``ids`` but the first, fp64."""
     logits = model(torch.tensor([ids])).logits[0].double()
-    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:], dtype=torch.long), reduction="none")
+    return torch.nn.functional.cross_entropy(
+        logits[:-1], torch.tensor(ids[1:], dtype=torch.long), reduction="none"
+    )
 
 
 def text_loss(model, tokenizer, text, window, stride):
-    """Sum and number of the scored tokens' losses: the recipe of transformers' page on perplexity."""
+    """Sum and number of the scored tokens' losses: the recipe of transformers' page on
+    perplexity.
+    """
     ids = tokenizer(text).input_ids
     total, count, previous = 0.0, 0, 0
     for begin in range(0, len(ids), stride):
@@ -49,7 +55,11 @@ def accuracies(model, tokenizer, file, window):
     questions = [json.loads(line) for line in Path(file).read_text().splitlines()]
     for question in questions:
         one = choice_likelihoods(model, tokenizer, question, window)
-        answer = question["answer"] if isinstance(question["answer"], int) else "ABCD".index(question["answer"])
+        answer = (
+            question["answer"]
+            if isinstance(question["answer"], int)
+            else "ABCD".index(question["answer"])
+        )
         lengths = [len(c) for c in question["choices"]]
         right += max(range(len(one)), key=lambda i: one[i]) == answer
         right_norm += max(range(len(one)), key=lambda i: one[i] / lengths[i]) == answer

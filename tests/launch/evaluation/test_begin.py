@@ -11,7 +11,8 @@ from launch.evaluation.tokens import begin_ids
 
 
 @pytest.mark.parametrize(
-    "given, ids", [("<s>", [1]), ("1", [1]), ("eod", [2]), ("auto", []), ("none", []), ("</s>", [2])]
+    "given, ids",
+    [("<s>", [1]), ("1", [1]), ("eod", [2]), ("auto", []), ("none", []), ("</s>", [2])],
 )
 def test_of_sentencepiece(sentencepiece_file, given, ids):
     assert begin_ids(load(f"sentencepiece:{sentencepiece_file}"), given) == ids
@@ -19,7 +20,9 @@ def test_of_sentencepiece(sentencepiece_file, given, ids):
 
 def test_other_tokens_are_refused(sentencepiece_file):
     for spec, given in ((f"sentencepiece:{sentencepiece_file}", "<bos>"), ("bytes", "99999")):
-        with pytest.raises(CoatConfigError, match=f"--bos: got '{given}', accepted: auto, none, eod, a token"):
+        with pytest.raises(
+            CoatConfigError, match=f"--bos: got '{given}', accepted: auto, none, eod, a token"
+        ):
             begin_ids(load(spec), given)
 
 
@@ -36,7 +39,9 @@ def test_auto_is_what_the_installed_transformers_does(tmp_path, template, kind):
     library = tk.Tokenizer(tk.models.BPE({c: i for i, c in enumerate(["<s>", "</s>", *"abc"])}, []))
     library.add_special_tokens(["<s>", "</s>"])
     if template:
-        library.post_processor = tk.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        library.post_processor = tk.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     library.save(str(tmp_path / "tokenizer.json"))
     compared = 0
     for wanted, named in itertools.product((NONE, True, False), (True, False)):

@@ -14,7 +14,9 @@ GOOD = {"context": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
 
 def written(tmp_path, *lines):
     file = tmp_path / "questions.jsonl"
-    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    file.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n"
+    )
     return str(file)
 
 
@@ -33,7 +35,9 @@ def written(tmp_path, *lines):
     ],
 )
 def test_an_answer_is_an_index_a_text_or_a_letter(tmp_path, answer, choices, index):
-    questions, bad = read_questions(written(tmp_path, {"context": "x", "choices": choices, "answer": answer}))
+    questions, bad = read_questions(
+        written(tmp_path, {"context": "x", "choices": choices, "answer": answer})
+    )
     assert questions[0].answer == index and not bad
 
 
@@ -57,7 +61,11 @@ def test_a_malformed_line_is_named_and_can_be_left_out(tmp_path, line, why):
         read_questions(path)
     assert str(caught.value).startswith(f"{path}:3: ") and why in str(caught.value)
     questions, bad = read_questions(path, skip_bad=True)
-    assert [q.where for q in questions] == [f"{path}:1"] and len(bad) == 1 and bad[0].startswith(f"{path}:3: ")
+    assert (
+        [q.where for q in questions] == [f"{path}:1"]
+        and len(bad) == 1
+        and bad[0].startswith(f"{path}:3: ")
+    )
 
 
 def test_the_lines_of_the_page_are_questions(tmp_path):
@@ -100,8 +108,15 @@ def asked(tmp_path, question, tokenizer=None, begin=(), window=64, **options):
 def test_white_space_at_the_end_of_a_context_is_the_choices(tmp_path):
     words = Words()
     inside = asked(tmp_path, {"context": "two and ", "choices": ["two", "six"], "answer": 0}, words)
-    before = asked(tmp_path, {"context": "two and", "choices": [" two", " six"], "answer": 0}, words)
-    delimiter = asked(tmp_path, {"context": "two and", "choices": ["two", "six"], "answer": 0}, words, delimiter=" ")
+    before = asked(
+        tmp_path, {"context": "two and", "choices": [" two", " six"], "answer": 0}, words
+    )
+    delimiter = asked(
+        tmp_path,
+        {"context": "two and", "choices": ["two", "six"], "answer": 0},
+        words,
+        delimiter=" ",
+    )
     rows = [[(r.ids.tolist(), r.scored) for r in one.rows] for one in (inside, before, delimiter)]
     assert rows[0] == rows[1] == rows[2] and rows[0][0][1] == 1
     assert (inside.unspaced, before.unspaced, delimiter.unspaced) == (0, 0, 0)
@@ -114,7 +129,10 @@ def test_white_space_at_the_end_of_a_context_is_the_choices(tmp_path):
 def test_an_empty_context_begins_with_the_begin_token_or_the_end_of_a_document(tmp_path):
     question = {"context": "", "choices": ["ab", "c"], "answer": 0}
     assert [r.ids.tolist() for r in asked(tmp_path, question).rows] == [[256, 97, 98], [256, 99]]
-    assert [r.ids.tolist() for r in asked(tmp_path, question, begin=[7]).rows] == [[7, 97, 98], [7, 99]]
+    assert [r.ids.tolist() for r in asked(tmp_path, question, begin=[7]).rows] == [
+        [7, 97, 98],
+        [7, 99],
+    ]
     assert [r.scored for r in asked(tmp_path, question).rows] == [2, 1]
 
 
@@ -130,11 +148,14 @@ def test_a_long_context_is_cut_from_the_left_and_counted(tmp_path):
 def test_the_best_choice_by_total_and_by_characters():
     assert best([-3.0, -2.0, -2.0]) == 1
     assert best([-3.0, -2.0], ["long one", "b"]) == 0
-    assert best([-4.0, -2.0], ["éé", "x"]) == 0  # characters, not bytes: both are 2.0 a character, the first wins
+    # Characters, not bytes: both are 2.0 a character, the first wins.
+    assert best([-4.0, -2.0], ["éé", "x"]) == 0
 
 
 def test_a_digest_does_not_depend_on_the_files_name(tmp_path):
     (tmp_path / "b").mkdir()
-    first, second = (read_questions(written(folder, GOOD))[0] for folder in (tmp_path, tmp_path / "b"))
+    first, second = (
+        read_questions(written(folder, GOOD))[0] for folder in (tmp_path, tmp_path / "b")
+    )
     other, _ = read_questions(written(tmp_path, {**GOOD, "answer": 0}))
     assert digest(first) == digest(second) != digest(other)

@@ -25,7 +25,9 @@ def mixtures(tmp_path):
 
 def test_a_part_without_a_share(mixtures):
     given = dict(split="100,0,0", part="valid", seq_length=16, seed=1)
-    with pytest.raises(DataError, match=r"^--split: valid gets 0 .*, or take another --part: with other"):
+    with pytest.raises(
+        DataError, match=r"^--split: valid gets 0 .*, or take another --part: with other"
+    ):
         read_samples([str(mixtures / "a.json")], **given)
 
 

@@ -11,7 +11,9 @@ from launch.evaluation.rows import Row, batches, digest, score, score_batch, sli
 
 
 def of_the_recipe(length, window, stride):
-    """Positions scored and the first position of their context, written as transformers' page does it."""
+    """Positions scored and the first position of their context, written as transformers' page
+    does it.
+    """
     found, previous = {}, 0
     for begin in range(0, length, stride):
         end = min(begin + window, length)
@@ -29,7 +31,9 @@ def of_the_recipe(length, window, stride):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 16, 17, 40])
-@pytest.mark.parametrize(("window", "stride"), [(8, 4), (8, 8), (8, 1), (8, 7), (2, 1), (2, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("window", "stride"), [(8, 4), (8, 8), (8, 1), (8, 7), (2, 1), (2, 2), (5, 3)]
+)
 def test_windows_score_what_the_recipe_scores_with_the_same_context(length, window, stride):
     found = {}
     for begin, end, scored in sliding_windows(length, window, stride):
@@ -68,7 +72,10 @@ def test_losses_are_those_of_the_last_tokens_of_a_row_and_padding_has_none():
 
 def test_sums_come_in_the_order_of_the_rows_whatever_the_batches_are():
     rows = [Row(np.arange(n, n + 3 + n % 4), 1 + n % 2) for n in range(11)]
-    expected = [sum(1000.0 * a + b for a, b in list(zip(r.ids, r.ids[1:], strict=False))[-r.scored :]) for r in rows]
+    expected = [
+        sum(1000.0 * a + b for a, b in list(zip(r.ids, r.ids[1:], strict=False))[-r.scored :])
+        for r in rows
+    ]
     for size in (1, 3, 64):
         assert score(pretended, rows, size, "rows") == expected
 
@@ -79,4 +86,6 @@ def test_standard_errors():
     assert estimate(ones) == pytest.approx((0.6, np.std(ones, ddof=1) / math.sqrt(5)))
     sums, counts = [3.0, 8.0, 1.0], [2, 4, 2]
     residuals = np.asarray(sums) - 1.5 * np.asarray(counts)
-    assert estimate(sums, counts) == pytest.approx((1.5, math.sqrt(3 / 2 * (residuals**2).sum()) / 8))
+    assert estimate(sums, counts) == pytest.approx(
+        (1.5, math.sqrt(3 / 2 * (residuals**2).sum()) / 8)
+    )

@@ -9,7 +9,9 @@ from tests.launch.hf.folders import make
 
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory):
-    """``hf``, of several files; ``ours``, what it converts to; and ``back``, what that converts to."""
+    """``hf``, of several files; ``ours``, what it converts to; and ``back``, what that converts
+    to.
+    """
     folder = tmp_path_factory.mktemp("made")
     make("llama3", folder / "hf", dtype=torch.bfloat16, shard="60KB")
     for source, target in (("hf", "ours"), ("ours", "back")):

@@ -38,32 +38,62 @@ CASES = {
     "llama_tied": ("LlamaConfig", dict(tie_word_embeddings=True, head_dim=32)),
     "llama_biases": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True, hidden_act="gelu")),
     "llama_attention_bias": ("LlamaConfig", dict(attention_bias=True)),
-    "llama_linear": ("LlamaConfig", dict(rope_parameters=_rope(10000.0, rope_type="linear", factor=2.0))),
-    "mistral": ("MistralConfig", dict(sliding_window=None, head_dim=16, rope_parameters=_rope(1000000.0))),
+    "llama_linear": (
+        "LlamaConfig",
+        dict(rope_parameters=_rope(10000.0, rope_type="linear", factor=2.0)),
+    ),
+    "mistral": (
+        "MistralConfig",
+        dict(sliding_window=None, head_dim=16, rope_parameters=_rope(1000000.0)),
+    ),
     "mistral_window": ("MistralConfig", dict(sliding_window=16)),
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True, rope_parameters=_rope(1000000.0))),
     "qwen2_yarn": (
         "Qwen2Config",
-        dict(rope_parameters=_rope(1000000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=16)),
+        dict(
+            rope_parameters=_rope(
+                1000000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=16
+            )
+        ),
     ),
     "qwen3": ("Qwen3Config", dict(head_dim=32, rope_parameters=_rope(1000000.0))),
-    "olmo": ("OlmoConfig", dict(num_key_value_heads=4, tie_word_embeddings=True, pad_token_id=1, eos_token_id=2)),
+    "olmo": (
+        "OlmoConfig",
+        dict(num_key_value_heads=4, tie_word_embeddings=True, pad_token_id=1, eos_token_id=2),
+    ),
     "qwen2_heads": ("Qwen2Config", dict(head_dim=8)),
     "olmo2_heads": ("Olmo2Config", dict(head_dim=24, pad_token_id=1, eos_token_id=2)),
     "olmo2": ("Olmo2Config", dict(rms_norm_eps=1e-6, pad_token_id=1, eos_token_id=2)),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, rope_parameters=_rope(1000000.0))),
     "qwen2_moe": (
         "Qwen2MoeConfig",
-        dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80)
+        dict(
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=80,
+        )
         | dict(mlp_only_layers=[0]),
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, head_dim=32),
+        dict(
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            norm_topk_prob=True,
+            head_dim=32,
+        ),
     ),
     "qwen3_moe_sums": (
         "Qwen3MoeConfig",
-        dict(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=48, norm_topk_prob=False, num_hidden_layers=4)
+        dict(
+            num_experts=4,
+            num_experts_per_tok=1,
+            moe_intermediate_size=48,
+            norm_topk_prob=False,
+            num_hidden_layers=4,
+        )
         | dict(decoder_sparse_step=2),
     ),
 }
@@ -71,7 +101,9 @@ CASES = {
 
 
 def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **more):
-    """Save a model with random weights, none of which is zero or one; returns transformers' model."""
+    """Save a model with random weights, none of which is zero or one; returns transformers'
+    model.
+    """
     import transformers
 
     kind, options = CASES[name]
@@ -80,7 +112,8 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms begin as ones and biases as zeros: a mix-up would go unseen
+            # Norms begin as ones and biases as zeros: a mix-up would go unseen.
+            if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.mul_(4)

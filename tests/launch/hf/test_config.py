@@ -1,4 +1,6 @@
-"""config.json: what is honoured in both spellings, what has no meaning here, and what is refused by its key."""
+"""config.json: what is honoured in both spellings, what has no meaning here, and what is refused
+by its key.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ def test_published_shapes():
     """The configurations of published models as they are downloaded, transformers 4's spelling."""
     assert read(LLAMA).function() == load_model_config("llama3-8b").function()
     scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
-    newer = {**LLAMA, "max_position_embeddings": 131072, "rope_scaling": scaling, "pretraining_tp": 1}
+    newer = {
+        **LLAMA,
+        "max_position_embeddings": 131072,
+        "rope_scaling": scaling,
+        "pretraining_tp": 1,
+    }
     assert read(newer).function() == load_model_config("llama3.1-8b").function()
     five = {k: v for k, v in newer.items() if k not in ("rope_theta", "rope_scaling")}
     assert read({**five, "rope_parameters": {**scaling, "rope_theta": 500000.0}}) == read(newer)
@@ -53,10 +60,16 @@ def test_either_spelling_of_rope(kind):
     older = of(kind, rope_theta=10000.0, rope_scaling=None, num_key_value_heads=None)
     assert read(older).rotary_base == 10000 and read(older).kv_heads == 32
     five = {k: v for k, v in older.items() if not k.startswith("rope")}
-    assert read({**five, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}).rotary_base == 20000
+    assert (
+        read(
+            {**five, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
+        ).rotary_base
+        == 20000
+    )
     usual = 1000000 if kind == "mixtral" else 10000
     assert read(five).rotary_base == usual  # transformers' own default
-    scaled = read({**older, "rope_scaling": {"type": "linear", "factor": 2.0}})  # the oldest spelling
+    # The oldest spelling.
+    scaled = read({**older, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert scaled.rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
@@ -87,13 +100,25 @@ def test_refused_keys(kind, key, value, accepted):
 @pytest.mark.parametrize(
     ("kind", "values", "key"),
     [
-        ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "model.rope_scaling.rope_type"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "model.rope_scaling.rope_type",
+        ),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("llama", {"num_key_value_heads": 5}, "model.num_query_groups"),
         ("llama", {"hidden_size": "4096"}, "model.hidden_size"),
         ("llama", {"rms_norm_eps": 0}, "model.norm_eps"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "model.moe_shared_expert_intermediate_size"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 0},
+            "model.moe_shared_expert_intermediate_size",
+        ),
         ("mixtral", {"num_experts_per_tok": 1}, "model.moe_router_pre_softmax"),
     ],
 )
@@ -113,7 +138,10 @@ def test_of_two_spellings_of_rope_that_of_transformers_wins():
         {"rope_scaling": linear, "rope_parameters": usual, "rope_theta": 7e4},
         {"rope_parameters": usual, "rope_theta": 7e4},
         {"rope_scaling": llama3, "original_max_position_embeddings": 32},
-        {"rope_scaling": {**llama3, "original_max_position_embeddings": 16}, "original_max_position_embeddings": 32},
+        {
+            "rope_scaling": {**llama3, "original_max_position_embeddings": 16},
+            "original_max_position_embeddings": 32,
+        },
         {"rope_scaling": llama3},
     ):
         config = transformers.LlamaConfig(**sizes, **json.loads(json.dumps(more)))
@@ -130,14 +158,42 @@ def test_of_two_spellings_of_rope_that_of_transformers_wins():
         (of("mistral"), 4096, 4096),  # its default
         (of("mistral", sliding_window=1024), 1024, 1024),
         (of("qwen2", use_sliding_window=False, sliding_window=1024), None, 8192),
-        (of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=32), None, 8192),
-        (of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=20), 1024, 1024),
-        (of("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 32), 64, 64),
-        (of("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["full_attention"] * 32), None, 8192),
+        (
+            of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=32),
+            None,
+            8192,
+        ),
+        (
+            of("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=20),
+            1024,
+            1024,
+        ),
+        (
+            of(
+                "qwen2",
+                use_sliding_window=True,
+                sliding_window=64,
+                layer_types=["sliding_attention"] * 32,
+            ),
+            64,
+            64,
+        ),
+        (
+            of(
+                "qwen2",
+                use_sliding_window=True,
+                sliding_window=64,
+                layer_types=["full_attention"] * 32,
+            ),
+            None,
+            8192,
+        ),
     ],
 )
 def test_windows_bound_the_sequence(values, window, length):
-    """Within a window's length attention is the whole one; longer sequences are refused by the model."""
+    """Within a window's length attention is the whole one; longer sequences are refused by the
+    model.
+    """
     model = read(values)
     assert (model.sliding_window, model.seq_length) == (window, length)
 
@@ -145,7 +201,13 @@ def test_windows_bound_the_sequence(values, window, length):
 def test_defaults_are_those_of_transformers():
     """Of keys that a config.json leaves out."""
     transformers = pytest.importorskip("transformers")
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     for kind, family in FAMILIES.items():
         known = transformers.CONFIG_MAPPING[kind]()
         for key, value in family.absent.items():
@@ -159,9 +221,12 @@ def test_defaults_are_those_of_transformers():
         assert model.tie_embeddings == known.tie_word_embeddings
 
 
-@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"]
-                         + ["olmo-1b", "olmo-7b", "olmo2-7b", "llama3.2-1b", "mixtral-8x7b"]
-                         + ["qwen1.5-moe-a2.7b", "qwen3-30b-a3b"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["llama2-7b", "llama3-8b", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"]
+    + ["olmo-1b", "olmo-7b", "olmo2-7b", "llama3.2-1b", "mixtral-8x7b"]
+    + ["qwen1.5-moe-a2.7b", "qwen3-30b-a3b"],
+)
 def test_what_is_written_reads_back(name):
     """A description without any config.json; also by transformers."""
     model = load_model_config(name)
@@ -177,21 +242,36 @@ def test_what_is_written_reads_back(name):
 def test_heads_that_do_not_divide_the_hidden_size():
     """With a size of their own; transformers takes that of every family but Llama."""
     transformers = pytest.importorskip("transformers")
-    sizes = dict(num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=3, seq_length=32, vocab_size=50)
+    sizes = dict(
+        num_layers=1,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=3,
+        seq_length=32,
+        vocab_size=50,
+    )
     model = ModelConfig(**sizes, head_size=16)
     config, family = config_for(model, torch.bfloat16)
     assert transformers.CONFIG_MAPPING[family.model_type](**config).head_dim == 16
     with pytest.raises(CoatConfigError, match="model.head_size: got 16, accepted"):
         config_for(model, torch.bfloat16, family="llama")
-    known = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # of older versions
+    # Of older versions.
+    known = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     assert config_for(model, torch.bfloat16, known)[0] == known
 
 
 def test_a_known_config_is_kept():
-    known = {**LLAMA, "eos_token_id": [128001, 128009], "transformers_version": "4.40.0", "torch_dtype": "float32"}
+    known = {
+        **LLAMA,
+        "eos_token_id": [128001, 128009],
+        "transformers_version": "4.40.0",
+        "torch_dtype": "float32",
+    }
     model = read(known)
     assert config_for(model, torch.bfloat16, known)[0] == {**known, "torch_dtype": "bfloat16"}
-    grown = model.model_copy(update={"vocab_size": 128300, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    grown = model.model_copy(
+        update={"vocab_size": 128300, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    )
     config = config_for(grown, torch.bfloat16, known)[0]
     assert config["eos_token_id"] == [128001, 128009] and config["vocab_size"] == 128300
     assert read(config).function() == grown.function()
@@ -202,15 +282,42 @@ def test_a_known_config_is_kept():
 @pytest.mark.parametrize(
     ("family", "keys", "named"),
     [
-        (None, {"activation": "squared_relu"}, "activation: got 'squared_relu', accepted: 'swiglu', which llama has"),
+        (
+            None,
+            {"activation": "squared_relu"},
+            "activation: got 'squared_relu', accepted: 'swiglu', which llama has",
+        ),
         ("mistral", {"qk_norm": True}, "qk_norm: got True, accepted: False, which mistral has"),
-        ("mixtral", {"num_moe_experts": 4, "moe_router_score_function": "sigmoid"}, "moe_router_score_function: got"),
-        ("mixtral", {"num_moe_experts": 4, "moe_router_pre_softmax": True}, "moe_router_pre_softmax: got True"),
-        ("mixtral", {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32}, "moe_shared_expert_"),
-        ("mixtral", {"num_moe_experts": 4, "num_layers": 2, "moe_layer_freq": 2}, "moe_layer_freq: got"),
+        (
+            "mixtral",
+            {"num_moe_experts": 4, "moe_router_score_function": "sigmoid"},
+            "moe_router_score_function: got",
+        ),
+        (
+            "mixtral",
+            {"num_moe_experts": 4, "moe_router_pre_softmax": True},
+            "moe_router_pre_softmax: got True",
+        ),
+        (
+            "mixtral",
+            {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
+            "moe_shared_expert_",
+        ),
+        (
+            "mixtral",
+            {"num_moe_experts": 4, "num_layers": 2, "moe_layer_freq": 2},
+            "moe_layer_freq: got",
+        ),
     ],
 )
 def test_a_model_that_no_family_has(family, keys, named):
-    base = dict(num_layers=1, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, seq_length=32, vocab_size=100)
+    base = dict(
+        num_layers=1,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        seq_length=32,
+        vocab_size=100,
+    )
     with pytest.raises(CoatConfigError, match=f"model.{named}"):
         config_for(ModelConfig(**base | keys), torch.float32, family=family)

@@ -33,10 +33,16 @@ def flip(file):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: os.truncate(f, f.stat().st_size - 100), "FILE: cannot be read .*, accepted: a whole safetensors"),
+        (
+            lambda f: os.truncate(f, f.stat().st_size - 100),
+            "FILE: cannot be read .*, accepted: a whole safetensors",
+        ),
         (lambda f: os.truncate(f, 4), "FILE: cannot be read"),
         (lambda f: f.unlink(), "FILE: cannot be read .No such file"),
-        (lambda f: rewrite(f, lambda c: c.pop(NAME)), rf"{NAME}: got nothing, accepted: \[96, 64\], by config.json"),
+        (
+            lambda f: rewrite(f, lambda c: c.pop(NAME)),
+            rf"{NAME}: got nothing, accepted: \[96, 64\], by config.json",
+        ),
         (
             lambda f: rewrite(f, lambda c: c.update({NAME: torch.ones(3, 64)})),
             rf"{NAME}: got \[3, 64\], accepted: \[96, 64\], by config.json",
@@ -49,15 +55,23 @@ def flip(file):
 )
 def test_a_damaged_hugging_face_folder(sharded, tmp_path, capsys, damage, message):
     folder = copied(sharded, tmp_path, "hf")
-    file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][NAME]
+    file = (
+        folder
+        / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][NAME]
+    )
     damage(file)
     assert re.search(message.replace("FILE", file.name), fails(capsys, folder, tmp_path / "out"))
 
 
 def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
     folder = copied(sharded, tmp_path, "hf")
-    for layers, message in ((1, "model.layers.1.* accepted: nothing"), (3, "model.layers.2.* got nothing")):
-        assert re.search(message, fails(capsys, edit(folder, num_hidden_layers=layers), tmp_path / "out"))
+    for layers, message in (
+        (1, "model.layers.1.* accepted: nothing"),
+        (3, "model.layers.2.* got nothing"),
+    ):
+        assert re.search(
+            message, fails(capsys, edit(folder, num_hidden_layers=layers), tmp_path / "out")
+        )
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     assert "has no tensors" in fails(capsys, folder, tmp_path / "out")
@@ -69,7 +83,10 @@ def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
     ("damage", "message"),
     [
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read"),
-        (lambda f: os.truncate(f / "weights.safetensors", 1000), "weights.safetensors: cannot be read"),
+        (
+            lambda f: os.truncate(f / "weights.safetensors", 1000),
+            "weights.safetensors: cannot be read",
+        ),
         (lambda f: flip(f / "weights.safetensors"), "weights.safetensors: damaged"),
         (lambda f: (f / "model.json").unlink(), "model.json"),
         (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: missing"),
@@ -81,7 +98,9 @@ def test_a_damaged_converted_folder(sharded, tmp_path, capsys, damage, message):
     assert message in fails(capsys, folder, tmp_path / "out")
 
 
-def test_a_hugging_face_folder_of_this_program_has_checksums_of_tensors_only(sharded, tmp_path, capsys):
+def test_a_hugging_face_folder_of_this_program_has_checksums_of_tensors_only(
+    sharded, tmp_path, capsys
+):
     folder = copied(sharded, tmp_path, "back")
     edit(folder, eos_token_id=7)
     assert "tokenizer.json" in json.loads((folder / "manifest.json").read_text())["files"]

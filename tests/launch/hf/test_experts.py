@@ -20,12 +20,21 @@ MIXED = [name for name, (kind, _) in CASES.items() if "Mo" in kind or "Mixtral" 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_stacked_experts_of_transformers_5(tmp_path, name):
-    """What ``save_original_format=False`` writes reads as what the hub has, and is written as that."""
+    """What ``save_original_format=False`` writes reads as what the hub has, and is written as
+    that.
+    """
     model = make(name, tmp_path / "each", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     assert any(tensor.dim() == 3 for tensor in tensors(tmp_path / "stacked").values())
     for folder in ("each", "stacked"):
-        argv = ["--from", str(tmp_path / folder), "--to", str(tmp_path / f"{folder}-again"), "--format", "hugging-face"]
+        argv = [
+            "--from",
+            str(tmp_path / folder),
+            "--to",
+            str(tmp_path / f"{folder}-again"),
+            "--format",
+            "hugging-face",
+        ]
         assert convert_hf.main(argv) == 0
     one, other = tensors(tmp_path / "each-again"), tensors(tmp_path / "stacked-again")
     assert one.keys() == other.keys() == tensors(tmp_path / "each").keys()
@@ -53,14 +62,18 @@ def test_grouped_experts_hold_the_same_weights():
 
     each = Ungrouped(Source(), 3, 8)
     for number, weights in ((1, fc1), (2, fc2)):
-        for name, weight in zip(each_expert(f"l.mlp.experts.weight{number}", range(3)), weights, strict=True):
+        for name, weight in zip(
+            each_expert(f"l.mlp.experts.weight{number}", range(3)), weights, strict=True
+        ):
             assert each.shapes[name] == tuple(weight.shape) and torch.equal(each.read(name), weight)
     # As Megatron multiplies: tokens times [experts, h, out].
     x = torch.randn(5, 8)
     w1 = held["l.mlp.experts.weight1"].view(3, 8, -1)
     torch.testing.assert_close(x @ w1[1], x @ fc1[1].t())
     Source.tp = 2
-    with pytest.raises(ValueError, match="l.mlp.experts.weight1: divided over tensor-parallel ranks, accepted"):
+    with pytest.raises(
+        ValueError, match="l.mlp.experts.weight1: divided over tensor-parallel ranks, accepted"
+    ):
         Ungrouped(Source(), 3, 8)
 
 
@@ -84,8 +97,12 @@ def test_grouped_models_are_filled(one_rank, tmp_path):
     make("qwen2_moe", tmp_path)
     weights, logits = open_weights(tmp_path), []
     for grouped_gemm in (False, True):
-        model = build_model(weights.model.model_copy(update={"moe_grouped_gemm": grouped_gemm}), dtype=torch.float32)
+        model = build_model(
+            weights.model.model_copy(update={"moe_grouped_gemm": grouped_gemm}), dtype=torch.float32
+        )
         fill(model, weights)
-        logits.append(model(torch.arange(32).view(1, 32) * 37 % 100, torch.arange(32).expand(1, -1), None))
+        logits.append(
+            model(torch.arange(32).view(1, 32) * 37 % 100, torch.arange(32).expand(1, -1), None)
+        )
     assert any("experts.weight1" in name for name, _ in model.named_parameters())
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5 * float(logits[0].abs().max()))

@@ -1,4 +1,6 @@
-"""Every family in both directions: transformers' logits and gradients, and the same bytes after a round trip."""
+"""Every family in both directions: transformers' logits and gradients, and the same bytes after
+a round trip.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def loss(logits):
 
 def assert_close(ours, theirs, tolerance=1e-5, message=None):
     torch.testing.assert_close(
-        ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.detach().abs().max()), msg=message
+        ours,
+        theirs,
+        rtol=tolerance,
+        atol=tolerance * float(theirs.detach().abs().max()),
+        msg=message,
     )
 
 
@@ -67,16 +73,26 @@ def test_logits_and_gradients_are_those_of_transformers(one_rank, tmp_path, name
         grads = {n: p.grad for n, p in theirs.named_parameters()}
         for key, parameter in model.named_parameters():
             wanted = put_together(weights.recipes[key], torch.float32, grads.__getitem__)
-            assert_close(parameter.grad[: len(wanted)], wanted, 1e-4, lambda text, key=key: f"{key}: {text}")
+            assert_close(
+                parameter.grad[: len(wanted)], wanted, 1e-4, lambda text, key=key: f"{key}: {text}"
+            )
     patch_model(model, ActivationConfig())
-    assert 0.95 < F.cosine_similarity(our_logits(model).flatten(), expected.flatten(), dim=0) < 1 - 1e-7
+    assert (
+        0.95
+        < F.cosine_similarity(our_logits(model).flatten(), expected.flatten(), dim=0)
+        < 1 - 1e-7
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
 def test_both_directions(one_rank, tmp_path, capsys, name):
-    """Round trip: the same bytes. Out, with other weights: transformers computes what our model does."""
-    source, converted, back, trained, new = (tmp_path / n for n in ("source", "converted", "back", "trained", "new"))
+    """Round trip: the same bytes. Out, with other weights: transformers computes what our model
+    does.
+    """
+    source, converted, back, trained, new = (
+        tmp_path / n for n in ("source", "converted", "back", "trained", "new")
+    )
     make(name, source, shard="100KB")
     convert("--from", source, "--to", converted, "--max-shard-size", "150KB")
     assert len(list(converted.glob("weights-0000?-of-0000?.safetensors"))) > 1
@@ -86,7 +102,12 @@ def test_both_directions(one_rank, tmp_path, capsys, name):
     assert one.keys() == other.keys()
     assert all(one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one)
     assert config(source) == config(back) and meaning(source) == meaning(back)
-    for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json"):
+    for file in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "special_tokens_map.json",
+    ):
         assert (source / file).read_bytes() == (back / file).read_bytes()
 
     weights = open_weights(converted)
@@ -96,7 +117,13 @@ def test_both_directions(one_rank, tmp_path, capsys, name):
         parameter.add_(0.05 * torch.randn_like(parameter))
     save_as_ours(model, weights.model, trained)
     # What a window does within its length any other family says too.
-    convert("--from", trained, "--to", new, *(["--family", "mistral"] if name == "mistral_window" else []))
+    convert(
+        "--from",
+        trained,
+        "--to",
+        new,
+        *(["--family", "mistral"] if name == "mistral_window" else []),
+    )
     assert_close(their_model(new)(TOKENS).logits, our_logits(model))
     assert "mistral" in name or config(new)["model_type"] == config(source)["model_type"]
 
@@ -108,7 +135,9 @@ def save_as_ours(model, description, folder):
     (folder / "model.json").write_text(description.model_dump_json(exclude_defaults=True))
     content = {n: (folder / n).read_bytes() for n in ("weights.safetensors", "model.json")}
     files = {n: [len(c), zlib.crc32(c)] for n, c in content.items()}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "kind": "weights", "files": files}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": 1, "kind": "weights", "files": files})
+    )
 
 
 def test_every_family_is_tried():
@@ -131,7 +160,14 @@ def test_values_that_a_type_cannot_hold_are_refused(tmp_path, capsys):
     for value, ends in ((float("inf"), 0), (-70000.0, 2)):
         content[name][3, 5] = value
         save_file(content, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-        argv = ["--from", str(tmp_path / "source"), "--to", str(tmp_path / str(ends)), "--dtype", "float16"]
+        argv = [
+            "--from",
+            str(tmp_path / "source"),
+            "--to",
+            str(tmp_path / str(ends)),
+            "--dtype",
+            "float16",
+        ]
         assert convert_hf.main(argv) == ends
     assert f"tensor {name}: got values beyond 65504" in capsys.readouterr().err
     assert not (tmp_path / "2").exists()
@@ -142,7 +178,8 @@ def test_a_folder_of_several_types_comes_back_as_it_was(tmp_path):
     make("qwen3", tmp_path / "hf", dtype=torch.bfloat16)
     file, written = tmp_path / "hf" / "model.safetensors", config(tmp_path / "hf")
     stored = {
-        n: t.float() if "k_proj" in n or "gate_proj" in n or "norm" in n else t for n, t in tensors(file.parent).items()
+        n: t.float() if "k_proj" in n or "gate_proj" in n or "norm" in n else t
+        for n, t in tensors(file.parent).items()
     }
     save_file(stored, file, metadata={"format": "pt"})
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**written, "torch_dtype": "float16"}))

@@ -14,16 +14,29 @@ from tests.launch.hf.folders import fails, make
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("name", ["tekken.json", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.model.v3"])
+@pytest.mark.parametrize(
+    "name", ["tekken.json", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.model.v3"]
+)
 def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
     """A ``tokenizer_config.json`` alone does not count as a tokenizer."""
     make("llama3", tmp_path / "hf")
     for file in (tmp_path / "hf").glob("tokenizer*"):
         file.unlink()
     (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
-    argv = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "again"), "--format", "hugging-face", "--overwrite"]
+    argv = [
+        "--from",
+        str(tmp_path / "hf"),
+        "--to",
+        str(tmp_path / "again"),
+        "--format",
+        "hugging-face",
+        "--overwrite",
+    ]
     assert convert_hf.main(argv) == 0
-    assert f"note: no tokenizer is beside {tmp_path / 'hf'}; --like DIR takes" in capsys.readouterr().out
+    assert (
+        f"note: no tokenizer is beside {tmp_path / 'hf'}; --like DIR takes"
+        in capsys.readouterr().out
+    )
     (tmp_path / "hf" / name).write_text("{}")
     assert convert_hf.main(argv) == 0
     assert "note: " not in capsys.readouterr().out and (tmp_path / "again" / name).is_file()
@@ -37,20 +50,44 @@ def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
         ("bytes", [], 257, None),
     ],
 )
-def test_a_tokenizer_of_prepared_data(tmp_path, capsys, sentencepiece_file, tokenizer, options, vocab_size, file):
-    """`--like PREFIX`, or one of its files: the tokenizer, as transformers reads it, and the end of documents."""
+def test_a_tokenizer_of_prepared_data(
+    tmp_path, capsys, sentencepiece_file, tokenizer, options, vocab_size, file
+):
+    """`--like PREFIX`, or one of its files: the tokenizer, as transformers reads it, and the end
+    of documents.
+    """
     text = " one two three four\nfive" * 3
     (tmp_path / "text.txt").write_text(text + Path(__file__).read_text(encoding="utf-8"))
     spec = f"sentencepiece:{sentencepiece_file}" if tokenizer == "sentencepiece" else tokenizer
-    argv = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"), "--tokenizer", spec, *options]
+    argv = [
+        "--input",
+        str(tmp_path / "text.txt"),
+        "--output",
+        str(tmp_path / "data"),
+        "--tokenizer",
+        spec,
+        *options,
+    ]
     assert prepare_data.main([*argv, "--quiet", "--workers", "1"]) == 0
     for name, size in (("hf", vocab_size), ("small", vocab_size - 1)):
         make("llama3", tmp_path / name, vocab_size=size)
-        assert convert_hf.main(["--from", str(tmp_path / name), "--to", str(tmp_path / f"{name}-ours")]) == 0
+        assert (
+            convert_hf.main(
+                ["--from", str(tmp_path / name), "--to", str(tmp_path / f"{name}-ours")]
+            )
+            == 0
+        )
     like = ["--like", str(tmp_path / "data")]
     err = fails(capsys, tmp_path / "small-ours", tmp_path / "out", *like)
     assert f"--like: got {tmp_path / 'data'} with {vocab_size} ids, accepted: at most" in err
-    argv = ["--from", str(tmp_path / "hf-ours"), "--to", str(tmp_path / "out"), "--like", str(tmp_path / "data.idx")]
+    argv = [
+        "--from",
+        str(tmp_path / "hf-ours"),
+        "--to",
+        str(tmp_path / "out"),
+        "--like",
+        str(tmp_path / "data.idx"),
+    ]
     assert convert_hf.main(argv) == 0
     ours = for_data(tmp_path / "data")
     for name in ("config.json", "generation_config.json"):
@@ -66,18 +103,28 @@ def test_a_tokenizer_of_prepared_data(tmp_path, capsys, sentencepiece_file, toke
 
 def test_like_neither_a_folder_nor_data(sharded, tmp_path, capsys):
     err = fails(capsys, sharded / "ours", tmp_path / "out", "--like", str(tmp_path / "none"))
-    assert f"--like: got {tmp_path / 'none'}, accepted: a folder with config.json or tokenizer files, or the PRE" in err
+    assert (
+        f"--like: got {tmp_path / 'none'}, accepted: a folder with config.json or tokenizer files, "
+        "or the PRE" in err
+    )
 
 
 def test_byte_order_marks_do_not_come_out(tmp_path):
-    """Of config.json, an index of shards and the files that travel; transformers reads none with it."""
+    """Of config.json, an index of shards and the files that travel; transformers reads none with
+    it.
+    """
     mark = b"\xef\xbb\xbf"
     make("llama3", tmp_path / "hf", shard="20KB")
     (tmp_path / "hf" / "generation_config.json").write_text('{"do_sample": false}')
     for file in (tmp_path / "hf").glob("*.json"):
         file.write_bytes(mark + file.read_bytes())
     for source, target in (("hf", "ours"), ("ours", "back")):
-        assert convert_hf.main(["--from", str(tmp_path / source), "--to", str(tmp_path / target), "--verify"]) == 0
+        assert (
+            convert_hf.main(
+                ["--from", str(tmp_path / source), "--to", str(tmp_path / target), "--verify"]
+            )
+            == 0
+        )
     assert not [f.name for f in (tmp_path / "back").iterdir() if f.read_bytes().startswith(mark)]
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 

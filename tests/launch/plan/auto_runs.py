@@ -17,7 +17,9 @@ def limited(rank, world, argv, at=None):
     inner_save = checkpoint.save
 
     def fail():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. And more.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. And more."
+        )
 
     def language_model_loss(*args):
         inner = inner_loss(*args)
@@ -40,10 +42,18 @@ def limited(rank, world, argv, at=None):
             fail()
         return inner_save(*args, **kwargs)
 
-    build.language_model_loss, build.build_engine, checkpoint.save = language_model_loss, build_engine, save
+    build.language_model_loss, build.build_engine, checkpoint.save = (
+        language_model_loss,
+        build_engine,
+        save,
+    )
     try:
         return rank_main(rank, world, argv)
     except exhausted.OutOfMemory as problem:
         return f"OutOfMemory: {problem}"
     finally:
-        build.language_model_loss, build.build_engine, checkpoint.save = inner_loss, inner_engine, inner_save
+        build.language_model_loss, build.build_engine, checkpoint.save = (
+            inner_loss,
+            inner_engine,
+            inner_save,
+        )

@@ -16,7 +16,8 @@ def settings_of(stage, coat, **more):
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        # Buckets of tests' sizes; threshold 0: ZeRO-3 would keep small parameters whole on every rank.
+        # Buckets of tests' sizes; threshold 0: ZeRO-3 would keep small parameters whole on every
+        # rank.
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": 100000,
@@ -55,8 +56,11 @@ def kept_for_backward(run):
     step.forward()
     graphs = step.held["CUDA graphs"] - step.in_graphs() if step.graphed else 0
     logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
-    shared = set(range(run.model.num_layers)) - step.again - run.bf16_layers and not run.model.qk_norm
-    # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which patched layers share.
+    shared = (
+        set(range(run.model.num_layers)) - step.again - run.bf16_layers and not run.model.qk_norm
+    )
+    # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which
+    # patched layers share.
     per_position = (4 if step.again else 0) + (8 if shared else 0)
     tables = per_position * run.model.seq_length * run.model.head_channels
     return step.held["activations"] + graphs + logits + tables + 28 * run.tokens
@@ -86,4 +90,8 @@ def measured(rank, world, model, settings, tp=1, recompute=None):
     report.step_done()
     buffer = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
     found = {name: row["bytes"] for name, row in report.to_dict().items()}
-    return found if buffer is None else found | {"gradients of this rank's share": buffer.numel() * buffer.itemsize}
+    return (
+        found
+        if buffer is None
+        else found | {"gradients of this rank's share": buffer.numel() * buffer.itemsize}
+    )

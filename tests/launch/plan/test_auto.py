@@ -28,7 +28,9 @@ def memory_for(work, config, micro, ranks=1):
 
 
 def auto(tmp_path, **more):
-    return configuration(tmp_path, 2, zero_optimization=SMALL, train_micro_batch_size_per_gpu="auto", **more)
+    return configuration(
+        tmp_path, 2, zero_optimization=SMALL, train_micro_batch_size_per_gpu="auto", **more
+    )
 
 
 def test_it_trains_as_with_the_number_and_continues_with_it(work, tmp_path) -> None:
@@ -56,7 +58,8 @@ def test_all_ranks_take_a_divisor_of_the_samples_of_a_step(work, tmp_path) -> No
     argv = command(work, tmp_path / "run", found, "--save", save, "--gpu-memory", memory, steps=2)
     assert all("finished 2 steps" in end for end in run_ranks(2, limited, argv))
     batch = read_manifest(save / "step00000002")["run"]["batch"]
-    assert batch == {"micro": 4, "accumulation": 3, "total": 24, "found": "auto"}  # 5 divides nothing
+    # 5 divides nothing.
+    assert batch == {"micro": 4, "accumulation": 3, "total": 24, "found": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -65,8 +68,16 @@ def test_all_ranks_take_a_divisor_of_the_samples_of_a_step(work, tmp_path) -> No
         ({}, [], 'train_micro_batch_size_per_gpu: got "auto" without a GPU, accepted: '),
         ({}, ["--gpu-memory", "50MiB"], "1 sample needs"),
         ({}, ["--gpu-memory", "much"], "--gpu-memory: got 'much', accepted: "),
-        ({"train_batch_size": 8}, ["--gpu-memory", "1GiB"], 'accepted: "auto" with at most one of them'),
-        ({"gradient_accumulation_steps": "auto"}, ["--gpu-memory", "1GiB"], 'gradient_accumulation_steps: got "auto"'),
+        (
+            {"train_batch_size": 8},
+            ["--gpu-memory", "1GiB"],
+            'accepted: "auto" with at most one of them',
+        ),
+        (
+            {"gradient_accumulation_steps": "auto"},
+            ["--gpu-memory", "1GiB"],
+            'gradient_accumulation_steps: got "auto"',
+        ),
     ],
 )
 def test_what_leaves_no_choice_is_refused(work, tmp_path, more, options, said) -> None:
@@ -82,11 +93,20 @@ def test_out_of_memory_says_what_would_save_most(work, tmp_path) -> None:
         (1, "in step 1"),
         (6, "in step 3"),
         (5, "in the evaluation after step 2", "--eval-interval", "2", "--eval-steps", "1"),
-        ("save", "while the checkpoint of step 2 was written", "--save", tmp_path / "save", "--save-interval", "2"),
+        (
+            "save",
+            "while the checkpoint of step 2 was written",
+            "--save",
+            tmp_path / "save",
+            "--save-interval",
+            "2",
+        ),
     ):
         argv = command(work, tmp_path / f"run-{at}", config, *more, steps=4)
         end = run_ranks(1, limited, argv, at)[0]
-        assert end.startswith(f"OutOfMemory: out of memory {doing}, with micro-batch 2: CUDA out of memory. Tried to ")
+        assert end.startswith(
+            f"OutOfMemory: out of memory {doing}, with micro-batch 2: CUDA out of memory. Tried to "
+        )
         assert "= peak allocated by torch" in end and "what would save most, one at a time:" in end
         assert "train_micro_batch_size_per_gpu 1 with gradient_accumulation_steps 4" in end
         assert ("as measured in the first step:" in end) == (at not in ("build", 1))
@@ -126,8 +146,19 @@ def test_one_rank_says_it() -> None:
     ("problem", "is_one"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: not enough memory: you tried"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: not enough memory: you "
+                "tried"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("Connection closed by peer"), False),
         (MemoryError("out of memory"), False),
     ],

@@ -10,7 +10,9 @@ from tests.support import run_ranks
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 WITH_REMAINDERS = {"optimizer": {"master_weights": "bf16_remainder"}}
 OLMO2 = {"norm_placement": "post", "qk_norm": "full"}
-REMAINDER = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+REMAINDER = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+}
 
 
 def compare(model, settings, tp=1, recompute=None):
@@ -27,7 +29,11 @@ def compare(model, settings, tp=1, recompute=None):
         assert max(row[name] for row in ranks) == size, name
     if run.stage == 3:  # what DeepSpeed allocates while it builds the engine, and keeps
         assert {row["gradients of this rank's share"] for row in ranks} == {found.gradients}
-        shards = found.weights + (2 if run.remainder else 4) * found.shard + max(4 * found.sub_group, found.gradients)
+        shards = (
+            found.weights
+            + (2 if run.remainder else 4) * found.shard
+            + max(4 * found.sub_group, found.gradients)
+        )
         assert simulate(run).other_peaks["building the engine"] >= shards
         assert simulate(run).other_peaks["building the engine"] < shards + 2 * found.elements
     for row in ranks:
@@ -43,7 +49,12 @@ def slow(*values):
     [
         *((1, {}, {}, 1), (1, {}, FP32, 1), (2, {}, FP32, 1), (3, {}, FP32, 1), (2, {}, FP32, 2)),
         *(slow(1, None, {}, 1), slow(2, None, FP32, 1), slow(3, None, FP32, 1), slow(1, {}, {}, 2)),
-        *(slow(3, {}, FP32, 2), slow(1, None, {}, 2), slow(2, None, FP32, 2), slow(3, None, FP32, 2)),
+        *(
+            slow(3, {}, FP32, 2),
+            slow(1, None, {}, 2),
+            slow(2, None, FP32, 2),
+            slow(3, None, FP32, 2),
+        ),
     ],
 )
 def test_stages(stage, coat, more, tp) -> None:
@@ -53,17 +64,38 @@ def test_stages(stage, coat, more, tp) -> None:
 @pytest.mark.parametrize(
     ("stage", "changes", "coat", "more"),
     [
-        (2, {"num_query_groups": 2, "tie_embeddings": True}, {"activation": {"attention": "fp8"}}, FP32),
+        (
+            2,
+            {"num_query_groups": 2, "tie_embeddings": True},
+            {"activation": {"attention": "fp8"}},
+            FP32,
+        ),
         (2, {"norm_affine": False, "normalization": "layernorm"}, None, FP32),
         slow(2, {"qk_norm": True}, None, FP32),
-        slow(2, {"activation": "gelu", "normalization": "layernorm", "linear_bias": True}, {}, FP32),
-        (2, {}, {"activation": {"loss": "plain", "bf16_layers": [0, -1], "group_size": 16, "scale": "bf16"}}, FP32),
+        slow(
+            2, {"activation": "gelu", "normalization": "layernorm", "linear_bias": True}, {}, FP32
+        ),
+        (
+            2,
+            {},
+            {
+                "activation": {
+                    "loss": "plain",
+                    "bf16_layers": [0, -1],
+                    "group_size": 16,
+                    "scale": "bf16",
+                }
+            },
+            FP32,
+        ),
         (2, {}, WITH_REMAINDERS, REMAINDER),
         (2, {}, WITH_REMAINDERS, REMAINDER | FP32),
         (3, {}, WITH_REMAINDERS, REMAINDER | FP32),
         (2, OLMO2, {}, FP32),
         slow(2, OLMO2, None, FP32),
-        slow(2, {"norm_placement": "post", "normalization": "layernorm", "qkv_bias": True}, {}, FP32),
+        slow(
+            2, {"norm_placement": "post", "normalization": "layernorm", "qkv_bias": True}, {}, FP32
+        ),
         slow(2, {"qk_norm": True, "num_query_groups": 2}, {}, FP32),
         slow(2, {"qk_norm": True, "num_query_groups": 2}, None, FP32),
     ],
@@ -79,6 +111,8 @@ BLOCK = FULL | {"recompute_method": "block", "recompute_num_layers": 2}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coat", [{}, None])
-@pytest.mark.parametrize("recompute", [FULL, BLOCK, SELECTIVE, SELECTIVE | {"recompute_modules": ["core_attn"]}])
+@pytest.mark.parametrize(
+    "recompute", [FULL, BLOCK, SELECTIVE, SELECTIVE | {"recompute_modules": ["core_attn"]}]
+)
 def test_recomputation(coat, recompute) -> None:
     compare(MODEL, settings_of(2, coat, **FP32), recompute=recompute)

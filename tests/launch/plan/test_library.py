@@ -21,7 +21,9 @@ WIDTHS = {"hidden_size": 384, "intermediate_size": 512, "num_hidden_layers": 6, 
 
 def options(folder, coat, config=None, **more):
     """Of the planner, for a model of transformers and a block."""
-    AutoConfig.for_model(**({"model_type": "llama", **SIZES} if config is None else config)).save_pretrained(folder)
+    AutoConfig.for_model(
+        **({"model_type": "llama", **SIZES} if config is None else config)
+    ).save_pretrained(folder)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
@@ -31,15 +33,28 @@ def options(folder, coat, config=None, **more):
         **more,
     }
     (folder / "ds.json").write_text(json.dumps(settings))
-    return ["--library", "transformers", "--model", str(folder), "--deepspeed_config", str(folder / "ds.json")]
+    return [
+        "--library",
+        "transformers",
+        "--model",
+        str(folder),
+        "--deepspeed_config",
+        str(folder / "ds.json"),
+    ]
 
 
-@pytest.mark.parametrize("more", [None, {}, {"attention": "fp8"}, {"bf16_layers": [0]}, "checkpointing"], ids=str)
+@pytest.mark.parametrize(
+    "more", [None, {}, {"attention": "fp8"}, {"bf16_layers": [0]}, "checkpointing"], ids=str
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "gemma2"])
 def test_what_a_model_saves(tmp_path, name, more) -> None:
     """Fused, with norms on queries and keys, generic, and with an eager attention."""
     given = {**SIZES, **WIDTHS, "model_type": name, "use_cache": False}
-    block = None if more is None else {"activation": {"enabled": True, **(more if isinstance(more, dict) else {})}}
+    block = (
+        None
+        if more is None
+        else {"activation": {"enabled": True, **(more if isinstance(more, dict) else {})}}
+    )
     checkpointing = more == "checkpointing"
     again = ["--recompute-granularity", "full"] if checkpointing else []
     run, _, _ = parse([*options(tmp_path, block, given), "--seq-length", "48", *again])
@@ -52,14 +67,21 @@ def test_what_a_model_saves(tmp_path, name, more) -> None:
         patch_model(model, run.flow)
     with saved_for_backward(model) as found:
         model.base_model(input_ids=torch.zeros(2, 48, dtype=torch.long))
-    assert step.held["activations"] - step.stream == pytest.approx(sum(found.values()), rel=0.02)  # and lm_head's input
+    # And lm_head's input.
+    assert step.held["activations"] - step.stream == pytest.approx(sum(found.values()), rel=0.02)
 
 
 ANCHOR = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304, "max_position_embeddings": 2048,
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 50304,
+    "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -86,15 +108,25 @@ def test_values_that_the_trainer_fills_in(tmp_path, capsys) -> None:
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+        },
         "optimizer": {"type": "CoatAdamW", "params": {"lr": "auto", "betas": "auto"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
     }
     h = SIZES["hidden_size"]
-    plain = {"stage": 3, "reduce_bucket_size": h * h, "stage3_prefetch_bucket_size": int(0.9 * h * h)}
+    plain = {
+        "stage": 3,
+        "reduce_bucket_size": h * h,
+        "stage3_prefetch_bucket_size": int(0.9 * h * h),
+    }
     said = []
     for given in (auto, {"zero_optimization": plain}):
-        assert planner.main([*options(tmp_path, BLOCK, **given), "--micro-batch", "4", "--json"]) == 0
+        assert (
+            planner.main([*options(tmp_path, BLOCK, **given), "--micro-batch", "4", "--json"]) == 0
+        )
         said.append(json.loads(capsys.readouterr().out))
     assert said[0] == said[1] and said[0]["micro_batch"] == 4
     assert planner.main(options(tmp_path, BLOCK, **auto)) == 0
@@ -105,10 +137,26 @@ def test_values_that_the_trainer_fills_in(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("argv", "config", "said"),
     [
-        (["--tensor-parallel", "2"], None, "--tensor-parallel: got 2, accepted: only with --library megatron"),
-        (["--recompute-granularity", "selective"], None, "--recompute-granularity: got selective, accepted: only with"),
-        (["--model", "llama2-7b"], None, "--model: got llama2-7b, accepted: a folder with the config.json"),
-        ([], {"model_type": "mixtral", **SIZES}, "--model: got a model with 8 experts, accepted: one without"),
+        (
+            ["--tensor-parallel", "2"],
+            None,
+            "--tensor-parallel: got 2, accepted: only with --library megatron",
+        ),
+        (
+            ["--recompute-granularity", "selective"],
+            None,
+            "--recompute-granularity: got selective, accepted: only with",
+        ),
+        (
+            ["--model", "llama2-7b"],
+            None,
+            "--model: got llama2-7b, accepted: a folder with the config.json",
+        ),
+        (
+            [],
+            {"model_type": "mixtral", **SIZES},
+            "--model: got a model with 8 experts, accepted: one without",
+        ),
         ([], {"model_type": "gpt2"}, "model.ffn_hidden_size: got null"),
     ],
 )

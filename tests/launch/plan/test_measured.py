@@ -28,11 +28,14 @@ def test_one_gpu(name) -> None:
     peak, found = simulate(run), states(run)
     assert peak.allocated == pytest.approx(one["bytes"]["allocated"], rel=0.025)
     assert peak.reserved >= 0.98 * one["bytes"]["allocated"]
-    gpu = find_gpu(one["case"]["gpu"]).but(other=one["bytes"]["other"])  # measured with communicators of all groups
+    # Measured with communicators of all groups.
+    gpu = find_gpu(one["case"]["gpu"]).but(other=one["bytes"]["other"])
     assert need(run, gpu).total >= one["bytes"]["allocated"] + one["bytes"]["other"]
     time, last = step_time(run, find_gpu(one["case"]["gpu"])), list(one["seconds"].values())[-1]
     # Without `engine.step()`, which took ZeRO-1 and 2 twice as long with the code of then.
-    assert time.seconds - time.parts["step"] == pytest.approx(one["seconds"]["step"] - last, rel=0.15)
+    assert time.seconds - time.parts["step"] == pytest.approx(
+        one["seconds"]["step"] - last, rel=0.15
+    )
     assert one["bytes"]["held: parameters"] == found.weights
     beside = found.full_gradients if run.fp32_gradients_whole else 0  # in BF16
     assert one["bytes"]["held: gradients"] == found.gradients + beside
@@ -60,20 +63,31 @@ def test_two_gpus(name) -> None:
     ],
 )
 def test_whole_models(result, most, variants) -> None:
-    """Careful by up to a tenth where reductions are the peak, which end before the next ones begin. Times are compared
-    where the GPU sets the pace: not the allocator, nor the host, for which more tokens hardly take longer."""
+    """Careful by up to a tenth where reductions are the peak, which end before the next ones begin.
+    Times are compared where the GPU sets the pace: not the allocator, nor the host, for which more
+    tokens hardly take longer.
+    """
     checked = set()
     for case in json.loads(result_path(f"speed/{result}").read_text())["cases"]:
         if case["variant"].startswith("TE"):
             continue
         configuration = whole_rank.settings_of(case["variant"], case["stage"])
-        coat, model = CoatConfig.from_deepspeed(configuration), load_model_config(case["model"], case["override"])
+        coat, model = (
+            CoatConfig.from_deepspeed(configuration),
+            load_model_config(case["model"], case["override"]),
+        )
         for step in case["steps"]:
             micro = step["micro_batch"]
             run = Run(model=model, settings=configuration, coat=coat, dp=case["ranks"], micro=micro)
             assert 0.99 * step["peak_bytes"] < simulate(run).allocated < most * step["peak_bytes"]
-            assert kept_for_backward(run) == pytest.approx(step["held_bytes"]["activations"], rel=0.005)
-            hosts = micro == 1 or micro * model.seq_length < 8192 or step["step_ms"] < 1.4 * case["steps"][0]["step_ms"]
+            assert kept_for_backward(run) == pytest.approx(
+                step["held_bytes"]["activations"], rel=0.005
+            )
+            hosts = (
+                micro == 1
+                or micro * model.seq_length < 8192
+                or step["step_ms"] < 1.4 * case["steps"][0]["step_ms"]
+            )
             if not hosts and not step["allocator_retries"]:
                 seconds = step_time(run, find_gpu(case["measured"]["gpus"][0])).seconds
                 assert 1e3 * seconds == pytest.approx(step["step_ms"], rel=0.1)

@@ -1,4 +1,6 @@
-"""The planner's command line, its answers, and `pretrain.py --dry-run`, which gives the same ones."""
+"""The planner's command line, its answers, and `pretrain.py --dry-run`, which gives the same
+ones.
+"""
 
 import json
 import re
@@ -30,7 +32,10 @@ def test_the_table_says_what_json_says(capsys) -> None:
     assert planner.main(SEVEN) == 0
     table = capsys.readouterr().out
     gib = 2**30
-    assert f"{said['peak']['allocated_bytes'] / gib:.2f}" in re.search("= peak allocated by torch +(.*)", table)[1]
+    assert (
+        f"{said['peak']['allocated_bytes'] / gib:.2f}"
+        in re.search("= peak allocated by torch +(.*)", table)[1]
+    )
     assert sum(said["peak"]["held_bytes"].values()) == said["peak"]["allocated_bytes"]
     assert said["states_bytes"]["parameters"] == 2 * 6738415616
     assert said["fits"] and "fits: needs" in table and "with the block" in table
@@ -47,11 +52,18 @@ def test_states_in_host_memory_leave_three_chunks_on_the_gpu(tmp_path, capsys) -
         say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", x)
         for x in ("zero2-remainder", str(tmp_path / "offload.json"))
     )
-    suggested = [*here["savings"], *say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", "zero2")["savings"]]
+    suggested = [
+        *here["savings"],
+        *say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", "zero2")["savings"],
+    ]
     assert sum("offload_optimizer" in one["setting"] for one in suggested) == 2
-    states = [sum(x["states_bytes"][k] for k in ("master weights", "moments")) for x in (here, away)]
+    states = [
+        sum(x["states_bytes"][k] for k in ("master weights", "moments")) for x in (here, away)
+    ]
     chunks = 3 * (2**24 * 4 + 2**17 * 6)
-    gone = float(re.search(r"([\d.]+) GiB of a rank's states are in host memory", " ".join(away["notes"]))[1])
+    gone = float(
+        re.search(r"([\d.]+) GiB of a rank's states are in host memory", " ".join(away["notes"]))[1]
+    )
     assert states[0] - states[1] + chunks == pytest.approx(gone * 2**30, rel=0.01)
     assert away["peak"]["allocated_bytes"] < here["peak"]["allocated_bytes"]
 
@@ -60,8 +72,13 @@ def test_a_row_that_does_not_fit_has_no_speed(capsys) -> None:
     assert planner.main([*SEVEN, "--gpu-memory", "60GiB"]) == 0
     table = capsys.readouterr().out
     assert re.search(r"^with the block .* yes +\d+ +\d+ ms +[\d,]+ +[\d,]+$", table, re.M)
-    assert re.search(r"^without .* no +1 +- +- +[\d,]+$", table, re.M), "with micro-batch 1 it would fit"
-    for toy_or_small_gpu in ([*SEVEN, "--gpu-memory", "4GiB"], ["--model", "tiny", "--vocab-size", "500"]):
+    assert re.search(r"^without .* no +1 +- +- +[\d,]+$", table, re.M), (
+        "with micro-batch 1 it would fit"
+    )
+    for toy_or_small_gpu in (
+        [*SEVEN, "--gpu-memory", "4GiB"],
+        ["--model", "tiny", "--vocab-size", "500"],
+    ):
         assert planner.main(toy_or_small_gpu) == 0
         table = capsys.readouterr().out
         assert " ms" not in table and re.search(r"^without .* - +- +-$", table, re.M)
@@ -73,7 +90,16 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path, capsys) ->
     assert said["fits"] and said["micro_batch"] == said["largest_micro_batch"]
     assert not say(capsys, *SEVEN, "--micro-batch", str(said["micro_batch"] + 1))["fits"]
     config = configuration(tmp_path, 2, gradient_accumulation_steps=None, train_batch_size=64)
-    said = say(capsys, *SEVEN, "--deepspeed_config", config, "--micro-batch", "auto", "--gpu-memory", "4GiB")
+    said = say(
+        capsys,
+        *SEVEN,
+        "--deepspeed_config",
+        config,
+        "--micro-batch",
+        "auto",
+        "--gpu-memory",
+        "4GiB",
+    )
     assert not said["fits"] and said["largest_micro_batch"] == 0
     assert (said["micro_batch"], said["gradient_accumulation_steps"]) == (1, 8)
 
@@ -91,7 +117,9 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path, capsys) ->
 )
 def test_settings_change_the_peak(capsys, options, larger) -> None:
     base = [*SEVEN, *(options[-2:] if "--micro-batch" in options else [])]
-    before, after = (say(capsys, *argv)["peak"]["needed_bytes"] for argv in (base, [*SEVEN, *options]))
+    before, after = (
+        say(capsys, *argv)["peak"]["needed_bytes"] for argv in (base, [*SEVEN, *options])
+    )
     assert (after > before) is larger and after != before
 
 
@@ -99,12 +127,27 @@ def test_settings_change_the_peak(capsys, options, larger) -> None:
     ("options", "said"),
     [
         (["--gpu", "v100"], "--gpu: got 'v100', accepted: h200, h100, "),
-        (["--gpu-memory", "80 apples"], "--gpu-memory: got '80 apples', accepted: a size such as 80GiB"),
-        (["--model-override", "vocab_size=null"], "model.vocab_size: got null, accepted: a number, or --vocab-size"),
-        (["--tensor-parallel", "3"], "--tensor-parallel: got 3, accepted: a divisor of the number of ranks (8)"),
-        (["--attention", "fp8", "--deepspeed_config", "zero2-bf16"], "--attention: got fp8, accepted: only with a"),
+        (
+            ["--gpu-memory", "80 apples"],
+            "--gpu-memory: got '80 apples', accepted: a size such as 80GiB",
+        ),
+        (
+            ["--model-override", "vocab_size=null"],
+            "model.vocab_size: got null, accepted: a number, or --vocab-size",
+        ),
+        (
+            ["--tensor-parallel", "3"],
+            "--tensor-parallel: got 3, accepted: a divisor of the number of ranks (8)",
+        ),
+        (
+            ["--attention", "fp8", "--deepspeed_config", "zero2-bf16"],
+            "--attention: got fp8, accepted: only with a",
+        ),
         (["--recompute-method", "block"], "accepted: only with --recompute-granularity full"),
-        (["--model", "tiny-moe", "--vocab-size", "500"], "--model: got a model with 8 experts, accepted: one without"),
+        (
+            ["--model", "tiny-moe", "--vocab-size", "500"],
+            "--model: got a model with 8 experts, accepted: one without",
+        ),
     ],
 )
 def test_errors_name_what_was_given(capsys, options, said) -> None:
@@ -123,10 +166,15 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     folder = str(tmp_path / "hf")
     model = open_weights(folder).model
     found = say(capsys, "--model", folder, "--seq-length", "16", "--gpu", "h200")
-    assert found["states_bytes"]["parameters"] == 2 * parameter_count(model) and len(found["notes"]) == 1
+    assert (
+        found["states_bytes"]["parameters"] == 2 * parameter_count(model)
+        and len(found["notes"]) == 1
+    )
     longer = str(2 * model.seq_length)
     note, _ = say(capsys, "--model", folder, "--seq-length", longer, "--gpu", "h200")["notes"]
-    assert note.startswith(f"model.seq_length: got {longer}, more than the {model.seq_length} that ")
+    assert note.startswith(
+        f"model.seq_length: got {longer}, more than the {model.seq_length} that "
+    )
     for file in (tmp_path / "hf").iterdir():
         if file.name != "config.json":
             file.unlink()
@@ -134,7 +182,10 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
         assert say(capsys, "--model", given, "--seq-length", "16", "--gpu", "h200") == found
     (tmp_path / "empty").mkdir()
     assert planner.main(["--model", str(tmp_path / "empty")]) == 2
-    assert f"{tmp_path / 'empty'}: holds no weights, accepted: a Hugging Face folder" in capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'empty'}: holds no weights, accepted: a Hugging Face folder"
+        in capsys.readouterr().err
+    )
 
 
 def test_notes_name_guesses(capsys) -> None:
@@ -180,7 +231,9 @@ def test_gpus_by_every_name() -> None:
     for unknown in ("h1000", "ah100"):
         with pytest.raises(CoatConfigError, match=f"--gpu: got '{unknown}', accepted: "):
             find_gpu(unknown)
-    assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes("141 GB") == 141 * 10**9 == memory_bytes("141g")
+    assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes(
+        "141 GB"
+    ) == 141 * 10**9 == memory_bytes("141g")
 
 
 def test_segments_are_expandable_unless_the_user_has_set_that() -> None:
@@ -199,19 +252,32 @@ def test_segments_are_expandable_unless_the_user_has_set_that() -> None:
 @pytest.mark.parametrize(
     ("batch", "micro"),
     [
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, ["--micro-batch", "4"]),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"},
+            ["--micro-batch", "4"],
+        ),
         ({"train_batch_size": 64}, ["--micro-batch", "auto", "--gpu-memory", "1GiB"]),
         ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3}, []),
         ({"train_batch_size": 62, "train_micro_batch_size_per_gpu": "auto"}, []),
     ],
 )
-def test_a_dry_run_is_the_planners_answer_without_a_launcher(work, tmp_path, capsys, monkeypatch, batch, micro) -> None:
+def test_a_dry_run_is_the_planners_answer_without_a_launcher(
+    work, tmp_path, capsys, monkeypatch, batch, micro
+) -> None:
     keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     config = configuration(tmp_path, 2, **(dict.fromkeys(keys) | batch))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     more = ["--gpus", "4", "--gpu", "h100", "--json", *micro]
-    planned = ["--model", str(work / "model.json"), "--deepspeed_config", config, "--vocab-size", "250", *more]
+    planned = [
+        "--model",
+        str(work / "model.json"),
+        "--deepspeed_config",
+        config,
+        "--vocab-size",
+        "250",
+        *more,
+    ]
     status = planner.main(planned)
     answer = capsys.readouterr()
     assert pretrain.main([*command(work, tmp_path / "run", config, "--dry-run"), *more]) == status
@@ -226,7 +292,16 @@ def test_accumulation_in_place_of_the_configurations(capsys) -> None:
 
 def test_accumulation_holds_the_gradients_of_a_pass_beside_earlier_ones(capsys) -> None:
     """In BF16, ZeRO-2. Measured with states in host memory: 69.72 instead of 57.17 GiB."""
-    seven = ["--model", "llama2-7b", "--deepspeed_config", "zero2-remainder", "--micro-batch", "4", "--gpu", "h200"]
+    seven = [
+        "--model",
+        "llama2-7b",
+        "--deepspeed_config",
+        "zero2-remainder",
+        "--micro-batch",
+        "4",
+        "--gpu",
+        "h200",
+    ]
     one, more = (say(capsys, *seven, "--accumulation", n) for n in "18")
     gap = more["peak"]["allocated_bytes"] - one["peak"]["allocated_bytes"]
     assert gap == one["states_bytes"]["gradients"]
@@ -234,10 +309,26 @@ def test_accumulation_holds_the_gradients_of_a_pass_beside_earlier_ones(capsys) 
 
 @pytest.mark.parametrize(
     ("override", "module", "accepted"),
-    [([], "layernorm", "core_attn, mlp"), (["--model-override", "linear_bias=true"], "mlp", "core_attn")],
+    [
+        ([], "layernorm", "core_attn, mlp"),
+        (["--model-override", "linear_bias=true"], "mlp", "core_attn"),
+    ],
 )
-def test_parts_that_megatron_cannot_recompute_in_bf16_are_refused(capsys, override, module, accepted) -> None:
-    argv = ["--model", "olmo-1b", *override, "--recompute-granularity", "selective", "--recompute-modules", module]
+def test_parts_that_megatron_cannot_recompute_in_bf16_are_refused(
+    capsys, override, module, accepted
+) -> None:
+    argv = [
+        "--model",
+        "olmo-1b",
+        *override,
+        "--recompute-granularity",
+        "selective",
+        "--recompute-modules",
+        module,
+    ]
     assert planner.main([*argv, "--deepspeed_config", "zero2"]) == 0
     assert planner.main([*argv, "--deepspeed_config", "zero2-bf16"]) == 2
-    assert f"--recompute-modules: got {module}, accepted: {accepted}; in BF16 layers" in capsys.readouterr().err
+    assert (
+        f"--recompute-modules: got {module}, accepted: {accepted}; in BF16 layers"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""What the planner suggests, put into the file or on the command line: it is accepted, and saves what was said."""
+"""What the planner suggests, put into the file or on the command line: it is accepted, and saves
+what was said.
+"""
 
 import copy
 import json
@@ -68,7 +70,11 @@ def pasted(settings, argv, text):
     return settings, argv
 
 
-BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+BF16_STATES = {
+    "enabled": True,
+    "bf16_master_weights_and_grads": True,
+    "bf16_optimizer_states": True,
+}
 FILES = {
     "coat": config("zero2"),
     "plain": config("zero1-bf16"),
@@ -76,11 +82,15 @@ FILES = {
     "remainders": config("zero2-remainder"),
     "optimizer only": config("zero2", coat__activation={"enabled": False}),
     "optimizer only, no block": config("zero2", coat=None),
-    "remainders, no block": config("zero2-remainder", coat=None, optimizer__params__master_weights="bf16_remainder"),
+    "remainders, no block": config(
+        "zero2-remainder", coat=None, optimizer__params__master_weights="bf16_remainder"
+    ),
     "options of the optimizer beside the flow's block": config(
         "zero2", coat={"activation": {"bf16_layers": [0]}}, optimizer__params__group_size=64
     ),
-    "flow only": config("zero2", optimizer__type="AdamW", coat={"activation": {"loss": "plain", "bf16_layers": [0]}}),
+    "flow only": config(
+        "zero2", optimizer__type="AdamW", coat={"activation": {"loss": "plain", "bf16_layers": [0]}}
+    ),
     "a micro-batch of five": config("zero2", train_micro_batch_size_per_gpu=5, train_batch_size=5),
     "ZeRO-1 with fp32 sums": config("zero2", zero_optimization__stage=1),
     "cached weights": config("zero1", coat={"activation": {"weights": "cached"}}),
@@ -106,7 +116,9 @@ def test_suggestions_save_what_they_say(capsys, tmp_path, name, gpus) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_stands_beside_is_the_users_own_configuration_with_and_without_us(tmp_path, name) -> None:
+def test_what_stands_beside_is_the_users_own_configuration_with_and_without_us(
+    tmp_path, name
+) -> None:
     """Training accepts both; the run itself is the one with the block where it has all."""
     (tmp_path / "config.json").write_text(json.dumps(FILES[name]))
     run, _, _ = parse([*RUN, "--deepspeed_config", str(tmp_path / "config.json")])

@@ -15,7 +15,9 @@ from launch.prepare_data import parser, prepare
 
 def run(*arguments, tokenizer="bytes", workers="1"):
     words = [str(a) for a in arguments]
-    return prepare(parser().parse_args([*words, "--tokenizer", tokenizer, "--workers", workers, "--quiet"]))
+    return prepare(
+        parser().parse_args([*words, "--tokenizer", tokenizer, "--workers", workers, "--quiet"])
+    )
 
 
 def documents(prefix):
@@ -37,11 +39,17 @@ def some_texts(n, seed):
 
 
 def files_of(prefix):
-    return {p.suffixes[-1]: p.read_bytes() for p in Path(prefix).parent.glob(f"{Path(prefix).name}.*") if p.is_file()}
+    return {
+        p.suffixes[-1]: p.read_bytes()
+        for p in Path(prefix).parent.glob(f"{Path(prefix).name}.*")
+        if p.is_file()
+    }
 
 
 def write_jsonl(path, texts, key="text"):
-    lines = "".join(json.dumps({key: t, "id": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(texts))
+    lines = "".join(
+        json.dumps({key: t, "id": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(texts)
+    )
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "wb") as file:
         file.write(lines.encode())

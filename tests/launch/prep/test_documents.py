@@ -1,4 +1,6 @@
-"""Reading: every kind of input comes back token for token, pieces neither lose nor repeat, bad lines are named."""
+"""Reading: every kind of input comes back token for token, pieces neither lose nor repeat, bad
+lines are named.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_documents_come_back(tmp_path, kind, tokenizer):
         pq.write_table(pa.table({"n": list(range(200)), "text": expected}), path, row_group_size=7)
     else:
         write_jsonl(path, expected)
-    summary = run("--input", path, "--output", tmp_path / "out", "--shard-bytes", "3k", tokenizer=tokenizer)
+    summary = run(
+        "--input", path, "--output", tmp_path / "out", "--shard-bytes", "3k", tokenizer=tokenizer
+    )
     assert decoded(tmp_path / "out") == expected
     assert summary["documents"] == 200 and summary["skipped"] == {}
     assert summary["tokens"] == sum(map(len, documents(tmp_path / "out")))
@@ -47,19 +51,30 @@ def test_lines_of_a_file_from_windows(tmp_path, opened, name):
     "content, separator, expected",
     [
         (b"one\n\ntwo\nlines\n\n\n\nthree", r"\n\n", ["one", "two\nlines", "three"]),
-        (b"one.\r\n\r\ntwo\r\nlines\r\n--\r\nthree", r"\n\n", ["one.", "two\r\nlines\r\n--\r\nthree"]),
-        (b"one.\r\n\r\ntwo\r\nlines\r\n--\r\nthree", r"\n--\n", ["one.\r\n\r\ntwo\r\nlines", "three"]),
+        (
+            b"one.\r\n\r\ntwo\r\nlines\r\n--\r\nthree",
+            r"\n\n",
+            ["one.", "two\r\nlines\r\n--\r\nthree"],
+        ),
+        (
+            b"one.\r\n\r\ntwo\r\nlines\r\n--\r\nthree",
+            r"\n--\n",
+            ["one.\r\n\r\ntwo\r\nlines", "three"],
+        ),
     ],
 )
 def test_separator_splits_text_files(tmp_path, content, separator, expected):
     (tmp_path / "in.txt").write_bytes(content)
-    summary = run("--input", tmp_path / "in.txt", "--output", tmp_path / "out", "--separator", separator)
+    summary = run(
+        "--input", tmp_path / "in.txt", "--output", tmp_path / "out", "--separator", separator
+    )
     assert decoded(tmp_path / "out") == expected
     assert summary["skipped"].get("empty", 0) == (b"\n\n\n\n" in content)
 
 
 @pytest.mark.parametrize(
-    "dtype, header, vocab", [("uint16", True, 60000), ("uint16", False, 500), ("uint32", False, 100000)]
+    "dtype, header, vocab",
+    [("uint16", True, 60000), ("uint16", False, 500), ("uint32", False, 100000)],
 )
 @pytest.mark.parametrize("last_has_eod", [True, False])
 def test_token_files(tmp_path, dtype, header, vocab, last_has_eod):
@@ -78,14 +93,19 @@ def test_token_files(tmp_path, dtype, header, vocab, last_has_eod):
     if not last_has_eod:
         expected[-1] = [5, 6, 0]
     assert documents(tmp_path / "out") == expected
-    assert json.loads((tmp_path / "out.json").read_text())["dtype"] == ("uint16" if vocab < 65500 else "int32")
+    assert json.loads((tmp_path / "out.json").read_text())["dtype"] == (
+        "uint16" if vocab < 65500 else "int32"
+    )
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 13, 10**6])
 @pytest.mark.parametrize("newline_at_end", [True, False])
 def test_pieces_of_json_lines_neither_lose_nor_repeat(tmp_path, step, newline_at_end):
     expected = ["", "a", "b" * 40, "", "c\nd", "é"]
-    lines = "\n\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in expected) + "\n" * newline_at_end
+    lines = (
+        "\n\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in expected)
+        + "\n" * newline_at_end
+    )
     path = tmp_path / "x.jsonl"
     path.write_bytes(lines.encode())
     shards = cut_into_shards(find([str(path)])[0], step)
@@ -102,13 +122,22 @@ def test_bad_lines_are_named_or_counted(tmp_path):
         path.write_bytes("\n".join([*good, line, *good]).encode("latin-1"))
         with pytest.raises(DataError, match=rf"{number}.jsonl:51: .*--skip-bad"):
             run("--input", path, "--output", out, "--shard-bytes", "100")
-        summary = run("--input", path, "--output", out, "--skip-bad", "--shard-bytes", "1M", "--overwrite")
+        summary = run(
+            "--input", path, "--output", out, "--skip-bad", "--shard-bytes", "1M", "--overwrite"
+        )
         assert summary["skipped"] == {"bad line": 1} and summary["documents"] == 100
     with gzip.open(tmp_path / "z.jsonl.gz", "wt") as file:
         file.write("\n".join([*good, *bad]))
     with pytest.raises(DataError, match="z.jsonl.gz:51: "):
         run("--input", tmp_path / "z.jsonl.gz", "--output", tmp_path / "z", tokenizer="bpe:300")
-    pq.write_table(pa.table({"text": ["a", "b", None, "c"]}), tmp_path / "p.parquet", row_group_size=1)
+    pq.write_table(
+        pa.table({"text": ["a", "b", None, "c"]}), tmp_path / "p.parquet", row_group_size=1
+    )
     with pytest.raises(DataError, match="p.parquet: row 3: 'text' is NoneType"):
         run("--input", tmp_path / "p.parquet", "--output", tmp_path / "p")
-    assert run("--input", tmp_path / "p.parquet", "--output", tmp_path / "p", "--skip-bad")["documents"] == 3
+    assert (
+        run("--input", tmp_path / "p.parquet", "--output", tmp_path / "p", "--skip-bad")[
+            "documents"
+        ]
+        == 3
+    )

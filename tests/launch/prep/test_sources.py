@@ -46,7 +46,18 @@ def test_folder_of_text_counts_what_it_leaves_out(tmp_path):
 
 def test_output_inside_the_input_is_not_read_back(tmp_path):
     np.asarray([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "t.bin")
-    options = ["--input", tmp_path, "--output", tmp_path / "x", "--dtype", "uint16", "--vocab-size", 9, "--eod", 0]
+    options = [
+        "--input",
+        tmp_path,
+        "--output",
+        tmp_path / "x",
+        "--dtype",
+        "uint16",
+        "--vocab-size",
+        9,
+        "--eod",
+        0,
+    ]
     run(*options, tokenizer="none")
     run(*options, tokenizer="none")  # the same input as before, although x.bin lies there now
     assert documents(tmp_path / "x") == [[1, 2, 0], [3, 0]]

@@ -1,4 +1,6 @@
-"""Predictions: collectives, what a step sends, more ranks from a measured run whose truth is known."""
+"""Predictions: collectives, what a step sends, more ranks from a measured run whose truth is
+known.
+"""
 
 import pytest
 
@@ -16,7 +18,12 @@ NETWORK = Network(INSIDE, BETWEEN, 8)
 
 def run_of(config="zero2", **changes):
     settings, coat = load_settings(config, tp=1)
-    run = Run(model=load_model_config("llama2-7b", ["num_layers=4"]), settings=settings, coat=coat, micro=2)
+    run = Run(
+        model=load_model_config("llama2-7b", ["num_layers=4"]),
+        settings=settings,
+        coat=coat,
+        micro=2,
+    )
     return run.but(**changes)
 
 
@@ -25,17 +32,29 @@ def test_a_collective_takes_latency_and_bytes():
     assert inside == pytest.approx(7 * 1e-6 + 7e9 / 200e9)
     # Two nodes: all eight cards of a node, 400 GB/s, and NVLink is slower; one hop between nodes.
     assert NETWORK.seconds("all_gather", 16, 1, 16e9) == pytest.approx(14e-6 + 10e-6 + 15e9 / 200e9)
-    assert NETWORK.seconds("all_reduce", 2, 8, 1e9) == pytest.approx(2 * 10e-6 + 1e9 / 50e9)  # one card
+    # One card.
+    assert NETWORK.seconds("all_reduce", 2, 8, 1e9) == pytest.approx(2 * 10e-6 + 1e9 / 50e9)
     assert NETWORK.seconds("all_reduce", 2, 8, 1e9, 2.0) == pytest.approx(2 * 10e-6 + 1e9 / 100e9)
 
 
-@pytest.mark.parametrize(("stage", "passes", "expected"), [(0, 3, 2), (1, 3, 3), (2, 3, 7), (3, 3, 9)])
+@pytest.mark.parametrize(
+    ("stage", "passes", "expected"), [(0, 3, 2), (1, 3, 3), (2, 3, 7), (3, 3, 9)]
+)
 def test_stages_send_what_they_send(stage, passes, expected):
-    """In units of all BF16 weights: an all-reduce counts 2, ZeRO-3 gathers twice and scatters once a micro-batch."""
+    """In units of all BF16 weights: an all-reduce counts 2, ZeRO-3 gathers twice and scatters
+    once a micro-batch.
+    """
     run = run_of(dp=8, accumulation=passes)
-    run = run.but(settings={**run.settings, "zero_optimization": {**run.settings["zero_optimization"], "stage": stage}})
+    run = run.but(
+        settings={
+            **run.settings,
+            "zero_optimization": {**run.settings["zero_optimization"], "stage": stage},
+        }
+    )
     size = 2 * states(run).elements
-    sent = sum((2 if one.kind == "all_reduce" else 1) * one.size * one.often for one in data_parallel(run))
+    sent = sum(
+        (2 if one.kind == "all_reduce" else 1) * one.size * one.often for one in data_parallel(run)
+    )
     assert sent == pytest.approx(size * expected)
     assert not data_parallel(run.but(dp=1))
 
@@ -51,28 +70,44 @@ def test_weights_that_travel_in_fp8_take_half():
 
 
 def cluster(*sizes, shows=0.5, update=0.02, micro=0.06):
-    """A measured run of a cluster that obeys the model: ``measured.json`` of it, and its step on any ranks."""
+    """A measured run of a cluster that obeys the model: ``measured.json`` of it, and its step on
+    any ranks.
+    """
     run, records = with_block(run_of()), []
 
     def step(ranks, passes):
         sent = data_parallel(run.but(dp=ranks, accumulation=passes))
         hidden = [one for one in sent if one.hides]
         took = sum(one.often * NETWORK.seconds(one.kind, ranks, 1, one.size) for one in sent)
-        took -= (1 - shows) * sum(one.often * NETWORK.seconds(one.kind, ranks, 1, one.size) for one in hidden)
+        took -= (1 - shows) * sum(
+            one.often * NETWORK.seconds(one.kind, ranks, 1, one.size) for one in hidden
+        )
         return passes * micro + update / ranks + took
 
     for ranks in sizes:
         about = {"ranks": ranks, "a_node": ranks}
-        steps = [{"accumulation": passes, "seconds": [step(ranks, passes)] * 8} for passes in (1, 2)]
+        steps = [
+            {"accumulation": passes, "seconds": [step(ranks, passes)] * 8} for passes in (1, 2)
+        ]
         records.append({"key": {"variant": "coat"}, **about, "steps": steps})
         if ranks > 1:
             common = {"kind": "all_reduce", "ranks": ranks}
             times = {size: NETWORK.seconds("all_reduce", ranks, 1, size) for size in (4096, 2**32)}
-            records.append({**about, "samples": [{**common, "size": k, "seconds": v} for k, v in times.items()]})
+            records.append(
+                {
+                    **about,
+                    "samples": [{**common, "size": k, "seconds": v} for k, v in times.items()],
+                }
+            )
     identity = {
-        "model": run.model.model_dump(exclude_defaults=True, mode="json"), "settings": {"coat": dict(run.settings)},
-        "tensor_parallel": 1, "micro_batch": 2, "accumulation": 1, "nodes": 1, "gpus_per_node": 8,
-    }  # fmt: skip
+        "model": run.model.model_dump(exclude_defaults=True, mode="json"),
+        "settings": {"coat": dict(run.settings)},
+        "tensor_parallel": 1,
+        "micro_batch": 2,
+        "accumulation": 1,
+        "nodes": 1,
+        "gpus_per_node": 8,
+    }
     return {"identity": identity, "records": records}, step
 
 

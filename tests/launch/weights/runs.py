@@ -41,7 +41,9 @@ def options(work, run, config, *more, steps=2):
 
 
 def filled(rank, world, folder, tp, pp):
-    """A model of this layout, filled from a folder: this rank's part of every parameter, by its global name."""
+    """A model of this layout, filled from a folder: this rank's part of every parameter, by its
+    global name.
+    """
     from launch.model.gpt import build_model
     from launch.weights import fill, open_weights
     from launch.weights.fill import global_names

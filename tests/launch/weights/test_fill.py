@@ -30,7 +30,13 @@ def joined(name, parts):
 
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
-    [("olmo2", 2, 1), ("qwen2", 1, 2), ("llama_attention_bias", 2, 2), ("llama2", 4, 1), ("qwen2_moe", 2, 1)],
+    [
+        ("olmo2", 2, 1),
+        ("qwen2", 1, 2),
+        ("llama_attention_bias", 2, 2),
+        ("llama2", 4, 1),
+        ("qwen2_moe", 2, 1),
+    ],
 )
 def test_ranks_hold_their_slices(tmp_path, name, tp, pp):
     """Tied embeddings are on the first and on the last stage."""
@@ -44,7 +50,9 @@ def test_ranks_hold_their_slices(tmp_path, name, tp, pp):
             source = parameter
             if parameter == "output_layer.weight" and weights.model.tie_embeddings:
                 source = "embedding.word_embeddings.weight"
-            assert torch.equal(joined(parameter, [m[parameter] for m in members]), weights.read(source)), parameter
+            assert torch.equal(
+                joined(parameter, [m[parameter] for m in members]), weights.read(source)
+            ), parameter
             seen.add(source)
     assert seen == set(weights.shapes)
 
@@ -65,17 +73,28 @@ class Given(Weights):
         return self.tensors[name]
 
 
-SMALL = dict(num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, seq_length=16, vocab_size=100)
+SMALL = dict(
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=2,
+    seq_length=16,
+    vocab_size=100,
+)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("decoder.final_layernorm.weight"), "here: decoder.final_layernorm.weight: the model has it"),
+        (
+            lambda t: t.pop("decoder.final_layernorm.weight"),
+            "here: decoder.final_layernorm.weight: the model has it",
+        ),
         (lambda t: t.update(more=torch.ones(1)), "here: more: the source has it"),
         (
             lambda t: t.update({"output_layer.weight": torch.ones(128, 16)}),
-            r"output_layer.weight: got \[128, 16\] on tensor-parallel rank 0 of 1, accepted: \[128, 32\]",
+            r"output_layer.weight: got \[128, 16\] on tensor-parallel rank 0 of 1, accepted: "
+            r"\[128, 32\]",
         ),
     ],
 )

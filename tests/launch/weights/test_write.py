@@ -14,7 +14,9 @@ from launch.weights.source import CheckpointError
 from launch.weights.tensor_files import write_tensors
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-TENSORS = {f"t{i}": torch.empty(1000, i % 2 + 1, dtype=TYPES[i % 3], device="meta") for i in range(6)}
+TENSORS = {
+    f"t{i}": torch.empty(1000, i % 2 + 1, dtype=TYPES[i % 3], device="meta") for i in range(6)
+}
 LARGEST = max(tensor.nbytes for tensor in TENSORS.values())
 
 
@@ -38,7 +40,9 @@ def test_files_have_the_tensors(tmp_path, shard_bytes):
     assert sum(bars) == sum(tensor.nbytes for tensor in TENSORS.values())
     if len(files) > 1:
         index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(bars) and set(index["weight_map"]) == set(found)
+        assert index["metadata"]["total_size"] == sum(bars) and set(index["weight_map"]) == set(
+            found
+        )
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
@@ -46,7 +50,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, before[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=r"m-00001-of-00002.safetensors: cannot be written \(.*File too large"
+            CheckpointError,
+            match=r"m-00001-of-00002.safetensors: cannot be written \(.*File too large",
         ):
             write_tensors(tmp_path, "m", TENSORS, read, shard_bytes=2 * LARGEST)
     finally:
