@@ -56,22 +56,36 @@ class DecoderLayer(Block):
 
     def coat_fits_together(self: Any) -> bool:
         """Whether attention, MLP and norms are as they were patched, and all run the flow."""
-        return self.coat_ready() and self.self_attn.coat_runs() and self.mlp.coat_runs()
+        if not self.coat_ready():
+            return False
+        for block in (self.self_attn, self.mlp):
+            cls: Any = type(block)
+            if _gathers_itself(cls) or not block.coat_runs():
+                return False
+        return True
 
     def coat_settle(self: Any, why: str | None) -> None:
+        if self.coat.kind is None:
+            return
         unfused = self.coat.report.unfused
         unfused.pop(self.coat.name, None)
         if why is not None:
             unfused[self.coat.name] = why
 
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = plain(self, *args, **kwargs)
+        out = Block.coat_own_forward(self, plain, *args, **kwargs)
         report, first = self.coat.report, out[0] if isinstance(out, tuple) else out
         if report is not None and isinstance(first, torch.Tensor) and first.requires_grad:
             why = _NO_TRAINING if not self.training else _WITH_CACHE
             if why not in report.notes and not torch.compiler.is_compiling():
                 first.register_hook(functools.partial(_warn, report, why))
         return out
+
+
+@functools.cache
+def _gathers_itself(cls: Any) -> bool:
+    """Whether ``fully_shard`` made a block's class: weights are there only once it is called."""
+    return any(base.__name__ == "FSDPModule" for base in cls.__mro__)
 
 
 _NO_TRAINING = (
@@ -96,8 +110,6 @@ class FusedAttention(Block):
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """As :meth:`Projection.coat_flow_weights`."""
-        if not self.coat_ready():
-            return []
         *first, last = (m.weight for _, m in self.coat.linears)
         return [tuple(first), last]
 

@@ -44,17 +44,13 @@ _given = _Given()
 
 
 def why_plain(model: Any) -> str | None:
-    """Why a model's loss stays its own; None where it does not."""
-    if type(model.lm_head) is not nn.Linear:
-        return f"lm_head is {type(model.lm_head).__name__}"
-    if not has_plain_weight(model.lm_head):
-        return f"a {type(model.lm_head.weight).__name__} as weight of lm_head"
-    if (why := own_code(model.lm_head)) is not None:
+    """Why a model's loss stays its own, patched or not; None where it does not."""
+    head, own_loss = model.lm_head, "_loss_function" in vars(model)
+    if getattr(type(head), "coat_original", type(head)) is not nn.Linear:
+        return f"lm_head is {type(head).__name__}"
+    if (why := own_code(head)) is not None:
         return f"{why} on lm_head"
-    if getattr(model, "loss_type", "ForCausalLM") not in (
-        None,
-        "ForCausalLM",
-    ) or "_loss_function" in vars(model):
+    if own_loss or getattr(model, "loss_type", "ForCausalLM") not in (None, "ForCausalLM"):
         return "a loss function of its own"
     return None
 
@@ -89,13 +85,10 @@ class ChunkedLM(Patched):
         given |= given.pop("kwargs", {})
         labels, shifted = given.get("labels"), given.get("shift_labels")
         keep = given.get("logits_to_keep", 0)
-        # Since it was patched.
-        changed = (
-            not isinstance(self.lm_head, LossHead)
-            or own_code(self.lm_head)
-            or "_loss_function" in vars(self)
-        )
-        if labels is None or changed or not (isinstance(keep, int) and keep == 0):
+        why = why_plain(self) if isinstance(self.lm_head, LossHead) else "another lm_head"
+        how = self.coat.settings.loss if why is None else f"plain: {why}"
+        self.coat.report.loss[self.coat.name] = how
+        if labels is None or why is not None or not (isinstance(keep, int) and keep == 0):
             if labels is not None:
                 self.coat_check_z_loss()
             return plain(self, *args, **kwargs)

@@ -43,6 +43,7 @@ __all__ = [
     "Part",
     "Patched",
     "Projection",
+    "Stack",
     "UnfusedNorm",
     "activation_of",
     "bias_of",
@@ -53,8 +54,6 @@ __all__ = [
     "own_code",
     "runs_flow",
     "swapped",
-    "unwatch_caches",
-    "watch_caches",
     "why_own_code",
 ]
 
@@ -85,9 +84,9 @@ class Part(NamedTuple):
     """
     linears: tuple[tuple[str, nn.Module], ...] = ()
     """Linears whose weights the flow reads without calling them, by their names in the module."""
-    others: tuple[tuple[str, nn.Module], ...] = ()
+    others: tuple[tuple[str, nn.Module, type], ...] = ()
     """Other modules that a flow computes without calling them, or calls with arguments of its
-    own.
+    own, and their classes before they were patched.
     """
 
 
@@ -96,8 +95,6 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.cached = False
         """Whether the model under way was given a cache of keys and values."""
-        self.outer: list[bool] = []
-        """That of the models around it."""
 
 
 _calls = _Calls()
@@ -109,50 +106,18 @@ def runs_flow(module: Any) -> bool:
     """Whether a patched module is to run the flow now."""
     if not module.training and module.coat.settings.evaluation == "plain":
         return False
-    return not _calls.cached and "_is_replica" not in vars(module)  # of nn.DataParallel
-
-
-def watch_caches(module: nn.Module) -> None:
-    """Let :func:`runs_flow` know when ``module``, which calls patched layers, is given a cache.
-
-    A cache that the model makes for itself, because its configuration has ``use_cache``, is none
-    that was given.
-    """
-    module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_leave, always_call=True)
-
-
-def unwatch_caches(module: Any) -> None:
-    """Undo :func:`watch_caches`; nothing where there was none."""
-    for hook, kinds in (_enter, _PRE_HOOKS), (_leave, _POST_HOOKS):
-        for key in [key for key, function in getattr(module, kinds[0]).items() if function is hook]:
-            for kind in kinds:
-                getattr(module, kind).pop(key, None)
-
-
-_PRE_HOOKS = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
-_POST_HOOKS = "_forward_hooks", "_forward_hooks_always_called"
-
-
-def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _calls.outer.append(_calls.cached)
-    _calls.cached = _calls.cached or _is_cached(module, args, kwargs)
-
-
-def _leave(*_: Any) -> None:
-    _calls.cached = _calls.outer.pop()
+    if _calls.cached or "_is_replica" in vars(module):  # of nn.DataParallel
+        return False
+    cls = type(module)
+    return cls.coat_original.forward is cls.coat_plain  # else a program replaced the class's own
 
 
 def _is_cached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    gradients = torch.is_grad_enabled()
-    if gradients and module.training and getattr(module, "gradient_checkpointing", False):
+    checkpoints = module.training and getattr(module, "gradient_checkpointing", False)
+    if checkpoints and torch.is_grad_enabled():
         return False  # transformers drops the cache then
-    if any(kwargs.get(name) is not None for name in CACHES) or any(
-        hasattr(a, "get_seq_length") for a in args
-    ):
-        return True
-    # The first call of a generation by hand.
-    return kwargs.get("use_cache") is True and not gradients
+    by_name = any(kwargs.get(name) is not None for name in CACHES)
+    return by_name or any(hasattr(a, "get_seq_length") for a in args)
 
 
 _WRAPPERS = (
@@ -210,33 +175,37 @@ def has_plain_weight(module: nn.Module) -> bool:
 
 
 def why_own_code(module: Any) -> str | None:
-    """Why a patched module must call its parts as they are; None where the flow may compute
-    them.
-    """
-    part = module.coat
-    for name, known in part.linears + part.others:
+    """Why a patched module must call its parts; None where the flow may compute them."""
+    if "_is_replica" in vars(module):
+        return "a replica of nn.DataParallel"
+    if type(module).coat_original.forward is not type(module).coat_plain:
+        return "another forward of its class"
+    linears = [(name, known, nn.Linear) for name, known in module.coat.linears]
+    for name, known, cls in (*linears, *module.coat.others):
         found = module._modules.get(name)
-        linear = any(known is m for _, m in part.linears)
-        if found is not known or (linear and not _is_linear(found)):
-            cls = type(found)
-            return f"{cls.__module__.partition('.')[0]}'s {cls.__name__} in place of {name}"
-        if linear and not has_plain_weight(found):
+        if found is not known or _original(found) is not cls:
+            other = type(found)
+            package = other.__module__.partition(".")[0]
+            return f"{package}'s {other.__name__} in place of {name}"
+        if cls is nn.Linear and not has_plain_weight(found):
             return f"a {type(found.weight).__name__} as weight of {name}"
         if (why := own_code(found)) is not None:
             return f"{why} on {name}"
     return None
 
 
-def _is_linear(module: Any) -> bool:
+def _original(module: Any) -> type:
+    """A module's class before it was patched."""
     cls = module.__class__
-    return cls is nn.Linear or getattr(cls, "coat_original", None) is nn.Linear
+    return getattr(cls, "coat_original", cls)
 
 
 class Patched:
     """Base of what :func:`swapped` mixes into a class."""
 
     coat_patched = True
-    coat_original: type
+    coat_original: Any
+    coat_plain: Callable[..., Any]
     coat: Part
 
     def coat_runs(self: Any) -> bool:
@@ -252,6 +221,24 @@ class Patched:
         return plain(self, *args, **kwargs)
 
 
+class Stack(Patched):
+    """A module that calls layers. It lets :func:`runs_flow` know when it was given a cache.
+
+    A cache that the model makes for itself, because its configuration has ``use_cache``, is none
+    that was given.
+    """
+
+    def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = _calls.cached
+        _calls.cached = before or _is_cached(self, args, kwargs)
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            _calls.cached = before
+
+    coat_own_forward = coat_forward
+
+
 class Block(Patched):
     """A module that computes its parts without calling them, as long as nothing was put on them."""
 
@@ -264,13 +251,17 @@ class Block(Patched):
             given = module.__dict__
             if (
                 modules.get(name) is not module
-                or not _is_linear(module)
+                or _original(module) is not nn.Linear
                 or not has_plain_weight(module)
                 or _may_be_touched(given)
             ):
                 return self.coat_settled()
-        for name, module in part.others:
-            if modules.get(name) is not module or _may_be_touched(module.__dict__):
+        for name, module, cls in part.others:
+            if (
+                modules.get(name) is not module
+                or _original(module) is not cls
+                or _may_be_touched(module.__dict__)
+            ):
                 return self.coat_settled()
         was_touched = part.report is not None and (
             part.name in part.report.left or part.name in part.report.unfused
@@ -290,6 +281,11 @@ class Block(Patched):
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and self.coat_ready()
 
+    def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            self.coat_settled()
+        return plain(self, *args, **kwargs)
+
 
 def _may_be_touched(given: dict[str, Any]) -> bool:
     return (
@@ -301,20 +297,18 @@ def _may_be_touched(given: dict[str, Any]) -> bool:
     )
 
 
-def swapped(original: type, mixin: type) -> Any:
+def swapped(original: Any, mixin: type) -> Any:
     """A class that is ``original`` but for what ``mixin`` computes in the flow."""
-    return _swapped(original, mixin)
+    return _swapped(original, mixin, original.forward)
 
 
 @functools.cache
-def _swapped(original: Any, mixin: Any) -> type:
-    plain = original.forward
-
+def _swapped(original: Any, mixin: Any, plain: Callable[..., Any]) -> type:
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if runs_flow(self):
             return self.coat_forward(plain, *args, **kwargs)
-        return self.coat_own_forward(plain, *args, **kwargs)
+        return self.coat_own_forward(original.forward, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         _, _, *rest = original.__reduce_ex__(self, protocol)
@@ -322,6 +316,7 @@ def _swapped(original: Any, mixin: Any) -> type:
 
     content = {
         "coat_original": original,
+        "coat_plain": plain,
         "forward": forward,
         "__reduce_ex__": reduce,
         "__doc__": original.__doc__,
@@ -468,8 +463,6 @@ class MLP(Block):
     """
 
     def coat_flow_weights(self: Any) -> list[Any]:
-        if not self.coat_ready():
-            return []
         *first, last = (m.weight for _, m in self.coat.linears)
         return [tuple(first), last]
 

@@ -39,14 +39,13 @@ from .modules import (
     OutProjection,
     Part,
     Projection,
+    Stack,
     UnfusedNorm,
     activation_of,
     has_plain_weight,
     module_of,
     own_code,
     swapped,
-    unwatch_caches,
-    watch_caches,
     why_own_code,
 )
 from .recognize import attention_kind, gate, is_causal_lm, is_decoder_layer, norm_kind, shares_input
@@ -118,11 +117,12 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
         for module in model.modules():
             if id(module) not in inside:
                 _patch_norm(module, config, changes)
+        for parent in {stack.rpartition(".")[0] for stack in stacks}:
+            module = model.get_submodule(parent)
+            changes.swap(module, swapped(type(module), Stack), Part(config))
         _patch_loss(model, config, changes, report)
         check_honoured(_not_in_this(model, report), config)
         changes.set(model, "coat_patch_report", report)
-    for stack in stacks:
-        watch_caches(model.get_submodule(stack.rpartition(".")[0]))
     return report
 
 
@@ -144,7 +144,6 @@ def unpatch_model(model: nn.Module) -> None:
             module.__class__ = restored(cls, own, own.coat_original)
         if isinstance(vars(module).get("coat"), Part):
             del module.coat
-        unwatch_caches(module)
     del model.coat_patch_report
 
 
@@ -197,7 +196,6 @@ def _patch_layer(
     why = {
         block_name: whole or _why_bf16(block_name, block) for block_name, block in blocks.items()
     }
-    parts = tuple((n, layer._modules.get(n)) for n in ("self_attn", "mlp", *NORMS))
     fused = (
         is_decoder_layer(layer)
         and all(why.get(f"{name}.{n}", "absent") is None for n in ("self_attn", "mlp"))
@@ -226,9 +224,8 @@ def _patch_layer(
         else:
             report.left[block_name] = reason
     patched = any(block_name in report.patched for block_name in blocks)
-    part = Part(
-        settings, name, report if patched else None, fused or None, others=parts if fused else ()
-    )
+    others = _others(layer, "self_attn", "mlp", *NORMS) if fused else ()
+    part = Part(settings, name, report if patched else None, fused or None, others=others)
     changes.swap(layer, swapped(type(layer), DecoderLayer), part)
     if fused and (reason := why_own_code(layer)) is not None:
         report.unfused[name] = reason
@@ -254,6 +251,13 @@ def _named(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module], ...]:
     return tuple((name, getattr(module, name)) for name in names)
 
 
+def _others(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type], ...]:
+    return tuple(
+        (name, found, getattr(type(found), "coat_original", type(found)))
+        for name, found in _named(module, *names)
+    )
+
+
 def _patch_norm(
     module: nn.Module, settings: ActivationConfig, changes: Changes, called: bool = True
 ) -> None:
@@ -270,7 +274,7 @@ def _patch_mlp(
 ) -> None:
     names, activation = gate(mlp), activation_of(mlp)
     assert names is not None and activation is not None
-    others = tuple((n, mlp._modules[n]) for n in ("act_fn", "activation_fn") if n in mlp._modules)
+    others = _others(mlp, *(n for n in ("act_fn", "activation_fn") if n in mlp._modules))
     part = Part(
         settings, name, report, Gate(names, activation), _named(mlp, *names, "down_proj"), others
     )
@@ -303,14 +307,19 @@ def _patch_loss(
         if not isinstance(head, nn.Module):
             continue
         label = f"{name}.lm_head".lstrip(".")
-        why = "loss: plain" if settings.loss == "plain" else None
-        why = (
-            why or (None if is_causal_lm(module) else _unknown_forward(module)) or why_plain(module)
-        )
+        if settings.loss == "plain":
+            why: str | None = "loss: plain"
+        elif not is_causal_lm(module):
+            why = _unknown_forward(module)
+        elif not has_plain_weight(head):
+            why = f"a {type(head.weight).__name__} as weight of lm_head"
+        else:
+            why = why_plain(module)
         report.loss[label] = settings.loss if why is None else f"plain: {why}"
         if why is None:
             changes.swap(head, swapped(type(head), LossHead), Part(settings))
-            changes.swap(module, swapped(type(module), ChunkedLM), Part(settings))
+            part = Part(settings, label, report)
+            changes.swap(module, swapped(type(module), ChunkedLM), part)
 
 
 def _unknown_forward(model: nn.Module) -> str:
@@ -372,6 +381,8 @@ def _why_not_linears(block: nn.Module) -> str | None:
         shape = getattr(module.weight, "ds_shape", module.weight.shape)
         if not has_plain_weight(module):
             return f"a {type(module.weight).__name__} as weight of {name}"
+        if "forward" in vars(module) and (why := own_code(module)) is not None:
+            return f"{why} on {name}"
         if any(n % 16 for n in shape):
             return f"a weight {list(shape)}, whose sizes are not multiples of 16"
         if module.weight.dtype not in (torch.bfloat16, torch.float32):

@@ -65,8 +65,8 @@ class PatchReport:
         if not self._changed:
             self._changed = True
             self.warn(
-                f"{block} was patched, and runs its own code in BF16 now: {why} (the report lists "
-                "all blocks)"
+                f"{block} was patched, and runs its own code in BF16 now: {why}; all ranks have to "
+                "do the same (the report lists all blocks)"
             )
         self.left[block] = why
 

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
+from transformers import DynamicCache
+
 from coat_dist.config import ActivationConfig
 from coat_dist.hf import patch_model, unpatch_model
 
@@ -22,7 +24,7 @@ GENERATION = {"max_new_tokens": 6, "do_sample": False}
 
 def by_hand(model, ids):
     """Greedy generation by a program's own loop."""
-    out = model(ids, use_cache=True)
+    out = model(ids, past_key_values=DynamicCache(), use_cache=True)
     for _ in range(GENERATION["max_new_tokens"]):
         ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
         out = model(ids[:, -1:], past_key_values=out.past_key_values, use_cache=True)
@@ -50,9 +52,15 @@ def test_flow_runs_in_training_mode_and_own_code_in_eval_mode_and_with_a_cache(n
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, trained)
         assert torch.equal(model.eval()(ids).logits, own)
-    with pytest.raises(AttributeError):
-        model.train()(ids, past_key_values=0)
-    assert torch.equal(model(ids).logits, trained), "an error leaves no mark"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.train().generate(ids)
+    hook.remove()
+    assert torch.equal(model(ids).logits, trained), "an interrupted generation leaves no mark"
     model.eval()
     unpatch_model(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -179,6 +187,31 @@ def test_hooks_of_wrappers_and_recorders_leave_the_flow_on():
     for module in model.modules():
         module.register_forward_hook(hook)
     assert torch.equal(model(ids).logits, wanted) and not model.coat_patch_report.left
+
+
+@pytest.mark.parametrize("place", ["mlp", "mlp.act_fn", "input_layernorm", ""])
+def test_classes_that_a_program_changes_are_its_own(place, monkeypatch):
+    """Before a second model of the class is patched, after it, and on an instance."""
+    first, second, ids = tiny(initializer_range=0.05), tiny(initializer_range=0.05), tokens()
+    report = patch_model(first, DEFAULT)
+    before = first.model(ids).last_hidden_state
+    cls = type(second.model.layers[0].get_submodule(place))
+    own = cls.forward
+    if place in ("mlp", ""):
+        monkeypatch.setattr(
+            cls, "forward", lambda self, *args, **given: own(self, *args, **given) * 2
+        )
+    else:
+        changed = type("Changed", (cls,), {"forward": lambda self, x: own(self, x) * 2})
+        for layer in (*first.model.layers, *second.model.layers):
+            layer.get_submodule(place).__class__ = changed
+    wanted = second.model(ids).last_hidden_state
+    patch_model(second, DEFAULT)
+    for model in (first, second):
+        found = model.model(ids).last_hidden_state
+        assert relative(found, wanted) < relative(before, wanted) / 2
+    said = " ".join([*report.left.values(), *report.unfused.values()])
+    assert ("forward of its class" if place in ("mlp", "") else "Changed in place of") in said
 
 
 class Strange(torch.Tensor):

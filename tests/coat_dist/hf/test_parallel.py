@@ -165,8 +165,8 @@ def test_accumulated_gradients_and_universal_checkpoints(name, tmp_path):
     assert same(first[2], first[3])
 
 
-def sharded_linears(rank, world, how):
-    """Losses of three steps and the report, with each linear sharded by itself."""
+def sharded_parts(rank, world, how):
+    """Losses of three steps and the report, with some parts sharded by themselves."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
@@ -192,8 +192,9 @@ def sharded_linears(rank, world, how):
             parallelize_module(model.model, mesh, plan)
         if patched:
             patch_model(model, {"coat": BLOCK})
-        if how == "fsdp2":
-            for module in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
+        if how != "tensor parallel":
+            kinds = {"linears": "Linear", "norms": "LlamaRMSNorm", "MLPs": "LlamaMLP"}
+            for module in [m for m in model.modules() if type(m).__name__ == kinds[how]]:
                 fully_shard(module, mesh=mesh)
             fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,14 +208,13 @@ def sharded_linears(rank, world, how):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["fsdp2", "tensor parallel"])
-def test_linears_that_are_sharded_alone_stay_bf16_and_are_named(how):
-    for losses, report in run_ranks(2, sharded_linears, how):
+@pytest.mark.parametrize("how", ["linears", "norms", "MLPs", "tensor parallel"])
+def test_parts_that_are_sharded_alone_are_gathered_or_stay_bf16_and_are_named(how):
+    for losses, report in run_ranks(2, sharded_parts, how):
         assert losses[3:] == pytest.approx(losses[:3], rel=5e-3)
-        why = (
-            "torch's FSDPLinear in place of gate_proj"
-            if how == "fsdp2"
-            else "a DTensor as weight of gate_proj"
-        )
-        assert report.left["model.layers.0.mlp"] == why
-        assert ("model.layers.0.self_attn" in report.patched) == (how == "tensor parallel")
+        why = {
+            "linears": "torch's FSDPLinear in place of gate_proj",
+            "tensor parallel": "a DTensor as weight of gate_proj",
+        }
+        assert report.left.get("model.layers.0.mlp") == why.get(how)
+        assert ("model.layers.0.self_attn" in report.patched) == (how != "linears")
