@@ -143,10 +143,12 @@ def _build(
     from megatron.core import parallel_state
 
     a, source, examined = p.args, folders.source, None
+    manifest = p.weights.manifest if a.eval_only else {}
     if source is not None:
         chosen = layout.fitting(source, p) if a.load == "auto" else source
         examined = checkpoint.examine(chosen, p.identity())
-    progress = Progress() if examined is None else Progress(**examined.manifest["progress"])
+        manifest = examined.manifest
+    progress = Progress(**manifest.get("progress", {}))
     data = open_data(p, progress, parallel_state.get_data_parallel_rank())
     if p.warning is not None:
         say(p.warning, "warning")

@@ -126,6 +126,10 @@ class TrainingOptions(RunOptions):
     """
     eval_steps: int = _schedule(10, least=1, meant="eval-iters")
     """micro-batches a rank and evaluation"""
+    eval_only: bool = _schedule(False)
+    """evaluate the weights of --load, which may be all that --init-from takes, and end; nothing is
+    saved
+    """
     output: LocalPath | None = _output(
         None, flags=("--output", "--run"), metavar="DIR", meant="output-dir"
     )
@@ -294,10 +298,18 @@ class PretrainOptions(TrainingOptions):
         fresh = self.init_from is None or self.load in (None, "auto")
         accepted = f"absent with --load {self.load}, which continues with the weights there"
         missing = "--model: missing, accepted: a description, or --init-from, which has one"
+        described = self.model or self.init_from or self.eval_only
         return [
             *super().problems(),
-            *self.refused(("init_from", fresh, accepted)),
-            *([] if self.model or self.init_from else [missing]),
+            *self.refused(
+                ("init_from", fresh, accepted),
+                (
+                    "eval_only",
+                    not self.eval_only or self.load or self.init_from,
+                    "only with --load or --init-from",
+                ),
+            ),
+            *([] if described else [missing]),
         ]
 
 
@@ -316,4 +328,9 @@ def parse(argv: Sequence[str] | None = None) -> PretrainOptions:
     options = PretrainOptions(**vars(parser().parse_args(argv)))
     options.data = [without_suffix(given) for given in options.data]
     options.check()
+    if options.eval_only:
+        # Without the optimizer's state: any layout, and numerics that did not train the weights.
+        continued = options.save if options.load == "auto" else options.load
+        options.init_from, options.load = continued or options.init_from, None
+        options.save, options.eval_interval = None, 1
     return options

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from coat_dist.config import ActivationConfig, CoatConfig
 from coat_dist.deepspeed.expert_parallel import mark_experts
 from coat_dist.deepspeed.optimizer_from_json import experts_apart
 from launch.data.packed import packed_documents
@@ -42,6 +43,16 @@ def build_engine(
     settings.setdefault("timers", {"throughput": {"enabled": False}})
     if p.coat is not None:
         settings["coat"] = p.coat  # parsed already
+    stage = settings["zero_optimization"]["stage"]
+    if a.eval_only and stage < 3 and a.pipeline_parallel * a.expert_parallel == 1:
+        # The engine then holds weights alone, without an optimizer.
+        flow = p.coat.activation if p.coat else ActivationConfig(enabled=False)
+        settings |= {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 0},
+            "optimizer": {"type": "CoatAdamW"},
+            "coat": CoatConfig(activation=flow),
+        }
     with megatron_patches.zero_init(settings):
         model = build_model(
             p.model,
@@ -55,14 +66,13 @@ def build_engine(
         for chunk in chunks_of(model):
             fill(chunk, weights)
         note(f"weights: {weights.kind} {weights.path}")
-    optimizer = (
-        torch_adamw(model, p.settings) if p.settings["optimizer"]["type"] == "AdamW" else None
-    )
-    note(
-        f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "
-        f"layers: {'FP8 flow' if p.coat and p.coat.activation.enabled else 'BF16'}; "
-        f"ZeRO-{p.settings['zero_optimization']['stage']}"
-    )
+    optimizer = torch_adamw(model, settings) if settings["optimizer"]["type"] == "AdamW" else None
+    if not a.eval_only:
+        note(
+            f"optimizer: {'torch AdamW, fp32 moments' if optimizer else 'CoatAdamW, FP8 moments'}; "
+            f"layers: {'FP8 flow' if p.coat and p.coat.activation.enabled else 'BF16'}; "
+            f"ZeRO-{stage}"
+        )
     # Some of DeepSpeed's optimizers print while they are built.
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = megatron_patches.initialize(

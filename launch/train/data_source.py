@@ -76,8 +76,9 @@ class TokenData:
                 a.data,
                 a.split,
                 p.model.seq_length,
-                train_samples=begun.consumed_samples
-                + max(a.train_steps - begun.step, 0) * p.batch.total,
+                train_samples=0
+                if a.eval_only
+                else begun.consumed_samples + max(a.train_steps - begun.step, 0) * p.batch.total,
                 valid_samples=asked,
                 test_samples=asked if data.parse_split(a.split)[2] else 0,
                 seed=a.seed,

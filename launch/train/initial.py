@@ -72,11 +72,9 @@ def training_data(run: Any) -> tuple[str, DataInfo] | None:
     return None
 
 
-def tokenizer_warning(
-    weights: Weights | None, prefix: str, info: DataInfo, option: str = "--init-from"
-) -> str | None:
-    """A line where the tokenizer of the data set ``prefix`` is not the one whose ids the weights of
-    ``option`` know.
+def tokenizer_warning(weights: Weights | None, prefix: str, info: DataInfo) -> str | None:
+    """A line where the tokenizer of the data set ``prefix`` is not the one whose ids the initial
+    weights know.
 
     That is the one of their training data, where these are here, else the tokenizer.json that came
     with the weights.
@@ -98,6 +96,5 @@ def tokenizer_warning(
         return None
     return (
         f"warning: --data: {prefix} was prepared with {info.describe()}, which is not {theirs} of "
-        f"{option}: the "
-        "weights know that one's ids"
+        "--init-from: the weights know that one's ids"
     )

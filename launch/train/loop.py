@@ -79,6 +79,9 @@ class Loop:
             BadSteps: after ``max_bad_steps`` in a row; nothing was saved since ``last_checkpoint``.
         """
         a, progress = self.options, self.progress
+        if a.eval_only:
+            self.reporters.step({"step": progress.step, **self._held_out("valid", "test")})
+            return "--eval-only"
         saved_step = progress.step if self.last_checkpoint else -1
         # Reached before: the same command was started again.
         reached = a.stop_at_step is not None and progress.step >= a.stop_at_step < a.train_steps
@@ -89,12 +92,10 @@ class Loop:
             if self.profiler is not None:
                 self.profiler.step()
             step, at_end = progress.step, progress.step == a.train_steps
-            evaluated = ("valid", "test") if at_end else ("valid",)
-            for split in (
-                evaluated if at_end or (a.eval_interval and step % a.eval_interval == 0) else ()
-            ):
-                if (held_out := self.evaluate(split)) is not None:
-                    record[f"{split}_loss"] = held_out
+            if at_end:
+                record |= self._held_out("valid", "test")
+            elif a.eval_interval and step % a.eval_interval == 0:
+                record |= self._held_out("valid")
             stopping = record.pop("stopping")
             self.reporters.step(record)
             self._check_bad(record)
@@ -198,6 +199,11 @@ class Loop:
                 "last good checkpoint: "
                 f"{last}"
             )
+
+    def _held_out(self, *splits: str) -> dict[str, float]:
+        """Losses of those splits that there are, by their keys in a record."""
+        losses = {f"{split}_loss": self.evaluate(split) for split in splits}
+        return {key: loss for key, loss in losses.items() if loss is not None}
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float | None:

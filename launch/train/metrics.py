@@ -100,8 +100,11 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
         for name in ("valid", "test")
         if f"{name}_loss" in record
     ]
+    step = f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"
+    if "loss" not in record:  # --eval-only
+        return " | ".join([step, *held_out])
     parts = [
-        f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
+        step,
         f"loss {number('loss', '.4f')}",
         f"lr {record['lr']:.3e}",
         f"grad norm {number('grad_norm', '.3f')}",
@@ -118,14 +121,14 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_seconds: float,
 
 def format_summary(summary: Mapping[str, Any], unit: str) -> str:
     """The line of a run that has ended; ``unit`` as for :func:`format_line`."""
-    parts = [
-        f"summary: step {summary['step']}",
-        f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}",
-    ]
+    parts = [f"summary: step {summary['step']}"]
     if summary["tokens_per_second"] is not None:
         each = summary["tokens_per_second_per_gpu"]
-        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})")
-    parts.append(f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB")
+        parts += [
+            f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}",
+            f"{summary['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a {unit})",
+            f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
+        ]
     if summary["best_valid_loss"] is not None:
         parts.append(
             f"best valid loss {summary['best_valid_loss']:.4f} at step {summary['best_valid_step']}"

@@ -301,7 +301,8 @@ def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
 
 def _notes(args: TrainingOptions, lr: float, batch: BatchSizes) -> list[str]:
     """Lines about settings that train, but most likely not as intended."""
-    stages, initialized = args.pipeline_parallel, getattr(args, "init_from", None) is not None
+    initialized = getattr(args, "init_from", None) is not None and not args.eval_only
+    stages = args.pipeline_parallel
     notes = {
         "--lr: 0, with which no weight changes": not lr,
         f"--warmup-steps: 0 with --init-from and a learning rate of {lr:g}: without a warm-up the "

@@ -66,7 +66,7 @@ class Lines(Reporter):
         self._recent: deque[float] = deque(maxlen=20)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        self._recent.append(record["step_time"])
+        self._recent.append(record.get("step_time", 0.0))
         eta = (self._end - record["step"]) * sum(self._recent) / len(self._recent)
         say(format_line(record, self._total, eta, self._unit))
 

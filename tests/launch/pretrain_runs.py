@@ -58,6 +58,8 @@ def rank_main(rank, world, argv, poisoned=()):
     from launch.train import arguments, runtime
 
     def interfere(loop):
+        if loop.options.eval_only:
+            return
         inner, seen = getattr(loop.steps, "loss", None), [-1]  # none of pipeline stages
 
         def loss(engine, batch):

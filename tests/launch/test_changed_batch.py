@@ -18,8 +18,9 @@ SEQ = 16
 def plan(data, micro, dp, accumulation, train_steps):
     """What ``TokenData`` asks of a plan for its data."""
     args = {"data": data, "split": "90,10,0", "seed": 7, "data_cache": None, "num_workers": 0}
+    args |= {"train_steps": train_steps, "eval_interval": 0, "eval_steps": 1, "eval_only": False}
     return SimpleNamespace(
-        args=SimpleNamespace(**args, train_steps=train_steps, eval_interval=0, eval_steps=1),
+        args=SimpleNamespace(**args),
         batch=SimpleNamespace(
             micro=micro, accumulation=accumulation, total=micro * accumulation * dp
         ),

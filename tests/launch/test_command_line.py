@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist import CoatConfigError
-from launch import command_line, evaluate, planner, plot, prepare_data, to_universal
+from launch import command_line, planner, plot, prepare_data, to_universal
 from launch.chat.arguments import parser as chat_parser
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import parse_blend, read_info, without_suffix
@@ -118,7 +118,6 @@ def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsy
             ["--tokeniser", "x"],
             "prepare_data: error: --tokeniser: no such option (did you mean --t",
         ),
-        (evaluate.main, ["--compare", "a"], "error: --compare: expected 2 arguments"),
         (
             planner.main,
             ["--micro-batch", "Auto"],

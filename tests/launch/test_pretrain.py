@@ -298,3 +298,50 @@ def test_evaluation_without_a_valid_split_is_refused(work, tmp_path):
     argv[argv.index("--split") + 1] = "100,0,0"
     (end,) = run_ranks(1, rank_main, argv)
     assert "--split: valid gets 0 of " in end and end.endswith(", or give --eval-interval 0"), end
+
+
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize(
+    ("zero", "coat", "layout"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, True, []),
+        ({"stage": 1}, True, ["--pipeline-parallel", "2"]),
+        pytest.param({"stage": 1}, False, [], marks=pytest.mark.slow),
+        pytest.param({"stage": 2}, True, ["--tensor-parallel", "2"], marks=pytest.mark.slow),
+        pytest.param(ZERO3, True, [], marks=pytest.mark.slow),
+        pytest.param(ZERO3, False, [], marks=pytest.mark.slow),
+    ],
+)
+def test_eval_only_repeats_the_evaluations_of_training_and_saves_nothing(
+    work, tmp_path, zero, coat, layout
+):
+    """To the bit with the run's configuration; close with the other numerics."""
+    save = tmp_path / "save"
+    more = [*layout, "--eval-interval", "1", "--eval-steps", "2", "--save", save]
+
+    def run(name, coat, *argv):
+        config = configuration(tmp_path, zero["stage"], coat, zero_optimization=zero)
+        argv = command(work, tmp_path / name, config, *more, *argv, steps=2)
+        return run_ranks(2, rank_main, argv)[0], read_metrics(tmp_path / name)
+
+    _, trained = run("run", coat, "--save-interval", "1")
+    files = sorted(save.rglob("*"))
+    for step, load in ((1, save / "step00000001"), (2, "auto")):
+        evaluate = "--load", load, "--eval-only"
+        end, (same,) = run(f"eval-{step}", coat, *evaluate)
+        assert end.startswith(f"stopped by --eval-only after step {step}; nothing saved")
+        _, (other,) = run(f"other-{step}", not coat, *evaluate)
+        assert same["step"] == other["step"] == step
+        for loss in {"valid_loss", "test_loss"} & trained[step - 1].keys():
+            assert same[loss] == trained[step - 1][loss] != other[loss]
+            assert same[loss] == pytest.approx(other[loss], rel=0.01)
+    assert same.keys() == {"step", "valid_loss", "test_loss"}
+    assert sorted(save.rglob("*")) == files
+
+
+def test_eval_only_without_weights_is_refused(work, tmp_path):
+    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--eval-only")
+    (end,) = run_ranks(1, without_a_model, argv)
+    assert "--eval-only: got True, accepted: only with --load or --init-from" in end

@@ -132,7 +132,7 @@ def test_killed_while_a_step_was_saved_again(tmp_path):
         CheckpointError,
         match=r"\.unfinished-replaced-step00000004: does not say of which model it is",
     ):
-        open_weights(step)  # for evaluate.py, convert_hf.py and --init-from
+        open_weights(step)  # for convert_hf.py and --init-from
 
 
 @pytest.mark.parametrize("for_good", [False, True])
