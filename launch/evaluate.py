@@ -8,7 +8,7 @@ FP8 or in fp32.
         --output eval/fp8 --baseline eval/bf16
     deepspeed launch/evaluate.py --load HF_FOLDER --data data/corpus
 
---load takes a training checkpoint of pretrain.py or finetune.py, a universal checkpoint, a
+--load takes a training checkpoint of pretrain.py, a universal checkpoint, a
 converted folder or a Hugging Face folder. Under a launcher, rows are dealt out to the ranks;
 results do not depend on their number. Exit status: 0 done, 2 something that cannot be used, 4
 another rank has ended, 130 interrupted.
