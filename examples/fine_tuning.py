@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import operator
+import os
 import random
 import re
 import tempfile
@@ -144,7 +145,7 @@ def answer(model, tokenizer, chats: list[list[dict]]) -> None:
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+parser.add_argument("--steps", type=int, default=450, help="optimizer steps")
 parser.add_argument("--questions", type=int, default=150, help="how many are asked")
 parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
 args = parser.parse_args()
@@ -179,7 +180,7 @@ trainer = trl.SFTTrainer(
         assistant_only_loss=True,
         max_length=256,
         gradient_checkpointing=False,  # activations are in 8 bits
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=64 // int(os.environ.get("WORLD_SIZE", 1)),
         max_steps=args.steps,
         learning_rate=4e-3,
         lr_scheduler_type="cosine",
