@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 
 help:
 	@echo "make quickstart   install, prepare text, train a small GPT with FP8 moments and activations"
-	@echo "make finetune-demo  install, make a small Llama, fine-tune it to call a calculator, check its answers"
+	@echo "make finetune-demo  install, also TRL; a small Llama learns to call a calculator, and its answers are checked"
 	@echo "make test-unit    install, and run the tests of coat_dist and megatron_patches that start no processes"
 	@echo "make test         install, and run what CI runs"
 	@echo "make test-all     install, and run all tests: more layouts and numbers of ranks, random models, several nodes"
@@ -52,9 +52,9 @@ quickstart: $(STAMP)
 		--save $(RUN)/checkpoints --output $(RUN)
 	$(BIN)/python launch/plot.py $(RUN) --output $(RUN)/loss.png
 
-# Folders and files: runs/finetune-demo. On a GPU: $(BIN)/python examples/finetune_demo/run.py --size 300m --block both
 finetune-demo: $(STAMP)
-	$(BIN)/python examples/finetune_demo/run.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[trl]'
+	$(WITHOUT_GPU) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error examples/fine_tuning.py
 
 # What a change of a kernel or of the step measures again (docs/CONTRIBUTING.md); benchmarks/README.md has all commands. Transformer
 # Engine, to measure beside: PEERS=DIR.

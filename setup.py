@@ -38,6 +38,7 @@ EXTRAS = {
         "mypy>=1.11,<3",
     ],
     "hf": HF,
+    "trl": [*HF, "trl>=1.16,<1.17", "datasets>=5.2,<5.3"],
     "lm-eval": ["lm-eval[hf]>=0.4.9,<0.5"],
     "wandb": ["wandb>=0.17"],
 }

@@ -30,7 +30,6 @@ __all__ = [
     "local_path",
     "micro_batch",
     "number",
-    "one_stage_only",
     "option",
     "options_parser",
     "out_of_range",
@@ -363,13 +362,4 @@ def check_recompute(args: Any) -> list[str]:
         f"{granularity}"
         for name, granularity in needed.items()
         if (given := getattr(args, name)) is not None and args.recompute_granularity != granularity
-    ]
-
-
-def one_stage_only(args: Any, why: str) -> list[str]:
-    """A line for each option of pipelines, in a program that has one stage."""
-    return [
-        f"--{name.replace('_', '-')}: got {getattr(args, name)}, accepted: 1 ({why})"
-        for name in ("pipeline_parallel", "virtual_stages")
-        if getattr(args, name) != 1
     ]

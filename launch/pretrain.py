@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 # Suppresses warnings of torch's C++ threads about a connection that has ended with its rank.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
@@ -48,7 +48,7 @@ from launch.model import gpt
 from launch.plan.arguments import dry_run, silence_deepspeed
 from launch.prep import DataError
 from launch.train import auto, build, checkpoint, exhausted, layout, runtime
-from launch.train.data_source import DataSource, Progress, TokenData
+from launch.train.data_source import Progress, TokenData
 from launch.train.folders import Folders, open_on_nodes
 from launch.train.loop import BadSteps, Loop
 from launch.train.memory import MemoryReport
@@ -56,19 +56,11 @@ from launch.train.plan import Plan, plan
 from launch.train.reporters import open_reporters, step_profiler
 from launch.train.steps import steps_of
 
-__all__ = ["USER_ERRORS", "Ending", "main", "run", "say", "start", "train"]
+__all__ = ["USER_ERRORS", "main", "train"]
 
 T = TypeVar("T")
 
 USER_ERRORS = (CoatConfigError, CheckpointError, DataError)
-
-
-class Ending(NamedTuple):
-    """How a run ended."""
-
-    text: str
-    finished: bool
-    checkpoint: Path | None
 
 
 def train(
@@ -77,24 +69,14 @@ def train(
     stop: runtime.StopSignal | None = None,
     interfere: Callable[[Loop], None] | None = None,
 ) -> str:
-    """:func:`start` a run of ``pretrain.py``; a sentence on how it ended."""
-    return start(p, device, TokenData, stop, interfere).text
-
-
-def start(
-    p: Any,
-    device: torch.device,
-    open_data: Callable[[Any, Progress, int], DataSource],
-    stop: runtime.StopSignal | None = None,
-    interfere: Callable[[Loop], None] | None = None,
-) -> Ending:
     """Set up groups and folders, find the micro-batch if it is "auto", and train. torch.distributed
     is initialized.
 
     Args:
-        p: a :class:`Plan`, or a subclass.
-        open_data: makes the batches, from the plan, the progress and the data-parallel rank.
         interfere: called with the loop before it runs (tests).
+
+    Returns:
+        How it ended, a sentence.
 
     Raises:
         USER_ERRORS, BadSteps: see :func:`main`.
@@ -122,7 +104,7 @@ def start(
             p = auto.settle(p, device, folders.source)
         loops = list[Loop]()
         stack.enter_context(exhausted.explained(p, lambda: loops[0] if loops else None))
-        loop = _build(p, device, folders, open_data, stack)
+        loop = _build(p, device, folders, stack)
         loop.stop = stop
         loops.append(loop)
         if interfere is not None:
@@ -130,13 +112,7 @@ def start(
         return _finish(loop)
 
 
-def _build(
-    p: Plan,
-    device: torch.device,
-    folders: Folders,
-    open_data: Callable[..., DataSource],
-    stack: ExitStack,
-) -> Loop:
+def _build(p: Plan, device: torch.device, folders: Folders, stack: ExitStack) -> Loop:
     """Data, engine and reporters of a run, continued from a checkpoint if there is one;
     ``stack`` closes them.
     """
@@ -149,7 +125,7 @@ def _build(
         examined = checkpoint.examine(chosen, p.identity())
         manifest = examined.manifest
     progress = Progress(**manifest.get("progress", {}))
-    data = open_data(p, progress, parallel_state.get_data_parallel_rank())
+    data = TokenData(p, progress, parallel_state.get_data_parallel_rank())
     if p.warning is not None:
         say(p.warning, "warning")
     say(p.describe())
@@ -179,6 +155,7 @@ def _build(
         progress=progress,
         device=device,
         samples_per_step=p.batch.total,
+        tokens_per_step=p.batch.total * p.model.seq_length,
         flops_per_token=gpt.flops_per_token(p.model, p.model.seq_length),
         save=_saving(p, engine, folders, progress) if a.save else None,
         more=None
@@ -190,7 +167,7 @@ def _build(
     )
 
 
-def _finish(loop: Loop) -> Ending:
+def _finish(loop: Loop) -> str:
     """Train to the end, and report how the run ended."""
     progress, saves = loop.progress, loop.save is not None
     try:
@@ -205,11 +182,7 @@ def _finish(loop: Loop) -> Ending:
     )
     last = loop.last_checkpoint if saves else None
     loop.reporters.finish(text, progress.step, last)
-    return Ending(
-        f"{text}; checkpoint {last}" if saves else f"{text}; nothing saved (no --save)",
-        why is None,
-        last,
-    )
+    return f"{text}; checkpoint {last}" if saves else f"{text}; nothing saved (no --save)"
 
 
 def _saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Callable[[], Path]:
@@ -231,41 +204,25 @@ def _saving(p: Plan, engine: Any, folders: Folders, progress: Progress) -> Calla
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; its exit status."""
-    return run(lambda: arguments.parse(argv), plan, train)
-
-
-def run(
-    parse: Callable[[], Any],
-    make_plan: Callable[[Any, int], Any],
-    work: Callable[[Any, torch.device, runtime.StopSignal], str],
-) -> int:
-    """A program that trains: read the command line, plan, join the other ranks, work; the exit
-    status.
-
-    Args:
-        parse: the command line's arguments.
-        make_plan: the plan, from the arguments and the number of ranks; touches no device.
-        work: runs the plan; returns a sentence on how it ended.
-    """
+    """The program: read the command line, plan, join the other ranks, train; the exit status."""
     task = os.environ.get("SLURM_PROCID", "")
     rank = int(task) if task.isdecimal() else 0  # until it is known
     try:
         take_ranks()
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        args = parse()
+        args = arguments.parse(argv)
         set_log_level(args.log_level)
         silence_deepspeed()
         if args.dry_run:
-            return dry_run(make_plan(args, args.gpus or world), rank)
+            return dry_run(plan(args, args.gpus or world), rank)
         # A file may be missing on one of them, and the others are to learn of it.
         if several := nodes.several_nodes():
             device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
-        p = _on_all(lambda: make_plan(args, world)) if several else make_plan(args, world)
+        p = _on_all(lambda: plan(args, world)) if several else plan(args, world)
         if not several:
             device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
         stop = runtime.StopSignal()
-        ending = work(p, device, stop)
+        ending = train(p, device, stop)
     except (*USER_ERRORS, BadSteps) as problem:
         failing.end(str(problem), rank)
         return 3 if isinstance(problem, BadSteps) else 2

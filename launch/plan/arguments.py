@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch.command_line import RunOptions, one_stage_only, options_parser, out_of_range
+from launch.command_line import RunOptions, options_parser, out_of_range
 from launch.find_config import read_config
 from launch.log_level import set_log_level
 from launch.model.config import ModelConfig, described_model, load_model_config
@@ -75,7 +75,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Run, GPU, PlannerOptions]:
     from launch.train.plan import assemble
     from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
 
-    problems = [*out_of_range(args), *one_stage_only(args, "the planner knows runs of one stage")]
+    problems = out_of_range(args)
+    problems += [
+        f"--{name.replace('_', '-')}: got {getattr(args, name)}, accepted: 1 (the planner knows "
+        "runs of one stage)"
+        for name in ("pipeline_parallel", "virtual_stages")
+        if getattr(args, name) != 1
+    ]
     if args.library == "transformers":
         given = [(name, getattr(args, name)) for name in _MEGATRONS]
         wrong = [one for one in given if one[1] not in (None, 1, [], "full")]

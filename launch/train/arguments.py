@@ -1,4 +1,4 @@
-"""Options of the programs that train, and the command line of ``pretrain.py``."""
+"""Command line of ``pretrain.py``."""
 
 from __future__ import annotations
 
@@ -19,20 +19,9 @@ from launch.command_line import (
 )
 from launch.data.blend import without_suffix
 
-__all__ = [
-    "DEEPSPEED_KEYS",
-    "UNKNOWN_STEPS",
-    "PretrainOptions",
-    "TrainingOptions",
-    "parse",
-    "parser",
-]
+__all__ = ["PretrainOptions", "parse", "parser"]
 
-UNKNOWN_STEPS = 10**9
-"""``train_steps`` of a run whose data have not been read: any number will do for checks and
-batch sizes.
-"""
-DEEPSPEED_KEYS = {
+_DEEPSPEED_KEYS = {
     **dict.fromkeys(
         ("adam-beta1", "adam-beta2", "adam-eps", "weight-decay"),
         "optimizer.params in the DeepSpeed file",
@@ -75,8 +64,10 @@ def step_range(text: str) -> tuple[int, int]:
 
 
 @dataclass(kw_only=True)
-class TrainingOptions(RunOptions):
-    """Options of every program that trains."""
+class PretrainOptions(RunOptions):
+    """Pretrain a GPT with DeepSpeed and Megatron-core. Started by `deepspeed launch/pretrain.py
+    ...` or `torchrun launch/pretrain.py ...`.
+    """
 
     deepspeed_config: LocalPath = _deepspeed(
         flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE", meant="config"
@@ -92,16 +83,41 @@ class TrainingOptions(RunOptions):
     """how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with
     gloo)
     """
+    model: LocalPath | None = _model(None, metavar="FILE", meant="model-config")
+    """description: a path, or a name in configs/models such as llama2-7b (default: that of
+    --init-from)
+    """
+    init_from: LocalPath | None = _model(
+        None, metavar="DIR", meant="model-name-or-path pretrained-checkpoint"
+    )
+    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that
+    convert_hf.py wrote, or a training checkpoint. With --load auto, where there is nothing to
+    continue
+    """
+    model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
+    """replace values of the description"""
     seed: int = _model(1234, least=0)
     """of initial weights, data order and dropout"""
     dry_run: bool = _memory(False)
     """print what the run needs (launch/planner.py), and end"""
     json: bool = _memory(False)
     """with --dry-run: as plain values"""
-    data_cache: LocalPath | None = _data(None, metavar="DIR")
-    """where sample indices (default: beside the data) or encoded conversations (default: prepared
-    in --output) are kept
+    data: list[str] = _data(metavar="[WEIGHT ]PREFIX", meant="data-path")
+    """output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token
+    files (JSON, YAML; docs/data.md); several are blended by weight
     """
+    split: str = _data("950,40,10")
+    """parts of train, valid and test"""
+    separate_documents: bool = _data(
+        False, meant="eod-mask-loss reset-attention-mask reset-position-ids"
+    )
+    """keep the documents of a sequence apart: attention within each, positions that begin again, no
+    loss for what follows the end of one
+    """
+    num_workers: int = _data(0, least=0)
+    """data loader processes of a rank"""
+    data_cache: LocalPath | None = _data(None, metavar="DIR")
+    """where sample indices are kept (default: beside the data)"""
     train_steps: int = _schedule(least=1, meant="max-steps train-iters iterations steps")
     """optimizer steps of the whole run"""
     stop_at_step: int | None = _schedule(None, least=1)
@@ -180,27 +196,21 @@ class TrainingOptions(RunOptions):
     """
 
     def check(self) -> None:
-        """Refuse values that contradict each other, all at once; ``train_steps`` may not be known
-        yet.
+        """Refuse values that contradict each other or are out of range, all at once.
 
         Raises:
             CoatConfigError: one line for each.
         """
-        if problems := self.problems():
-            from coat_dist import CoatConfigError  # late: it imports torch
-
-            raise CoatConfigError("\n".join(problems))
-
-    def problems(self) -> list[str]:
-        """A line for each value that contradicts another one, or is out of range."""
-        last = self.train_steps or UNKNOWN_STEPS
+        last = self.train_steps
         end, saves, several = (
             self.lr_decay_steps or last,
             self.save is not None,
             self.tensor_parallel > 1,
         )
         of_wandb = self.wandb_name or self.wandb_entity or self.wandb_mode
-        return [
+        fresh = self.init_from is None or self.load in (None, "auto")
+        continues = f"absent with --load {self.load}, which continues with the weights there"
+        problems = [
             *out_of_range(self),
             *self.refused(
                 (
@@ -215,6 +225,12 @@ class TrainingOptions(RunOptions):
                 ),
                 ("save_interval", saves or not self.save_interval, "0 without --save"),
                 ("load", saves or self.load != "auto", "auto only with --save"),
+                ("init_from", fresh, continues),
+                (
+                    "eval_only",
+                    not self.eval_only or self.load or self.init_from,
+                    "only with --load or --init-from",
+                ),
                 (
                     "overwrite",
                     not self.overwrite or self.load != "auto",
@@ -247,6 +263,14 @@ class TrainingOptions(RunOptions):
             ),
             *check_recompute(self),
         ]
+        if not (self.model or self.init_from or self.eval_only):
+            problems.append(
+                "--model: missing, accepted: a description, or --init-from, which has one"
+            )
+        if problems:
+            from coat_dist import CoatConfigError  # late: it imports torch
+
+            raise CoatConfigError("\n".join(problems))
 
     def refused(self, *checks: tuple[str, object, str]) -> list[str]:
         """A line for each field that does not hold: its name, whether it holds, what is
@@ -259,71 +283,17 @@ class TrainingOptions(RunOptions):
         ]
 
 
-@dataclass(kw_only=True)
-class PretrainOptions(TrainingOptions):
-    """Pretrain a GPT with DeepSpeed and Megatron-core. Started by `deepspeed launch/pretrain.py
-    ...` or `torchrun launch/pretrain.py ...`.
-    """
-
-    model: LocalPath | None = _model(None, metavar="FILE", meant="model-config")
-    """description: a path, or a name in configs/models such as llama2-7b (default: that of
-    --init-from)
-    """
-    init_from: LocalPath | None = _model(
-        None, metavar="DIR", meant="model-name-or-path pretrained-checkpoint"
-    )
-    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that
-    convert_hf.py wrote, or a training checkpoint. With --load auto, where there is nothing to
-    continue
-    """
-    model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
-    """replace values of the description"""
-    data: list[str] = _data(metavar="[WEIGHT ]PREFIX", meant="data-path")
-    """output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token
-    files (JSON, YAML; docs/data.md); several are blended by weight
-    """
-    split: str = _data("950,40,10")
-    """parts of train, valid and test"""
-    separate_documents: bool = _data(
-        False, meant="eod-mask-loss reset-attention-mask reset-position-ids"
-    )
-    """keep the documents of a sequence apart: attention within each, positions that begin again, no
-    loss for what follows the end of one
-    """
-    num_workers: int = _data(0, least=0)
-    """data loader processes of a rank"""
-
-    def problems(self) -> list[str]:
-        """Those of every program, and of where the model comes from."""
-        fresh = self.init_from is None or self.load in (None, "auto")
-        accepted = f"absent with --load {self.load}, which continues with the weights there"
-        missing = "--model: missing, accepted: a description, or --init-from, which has one"
-        described = self.model or self.init_from or self.eval_only
-        return [
-            *super().problems(),
-            *self.refused(
-                ("init_from", fresh, accepted),
-                (
-                    "eval_only",
-                    not self.eval_only or self.load or self.init_from,
-                    "only with --load or --init-from",
-                ),
-            ),
-            *([] if described else [missing]),
-        ]
-
-
 def parser() -> Parser:
     """The parser of ``pretrain.py``."""
     of_model = {key.replace("_", "-"): f"--model-override {key}=..." for key in _MODEL_KEYS.split()}
-    return options_parser(PretrainOptions, "pretrain.py", {**of_model, **DEEPSPEED_KEYS})
+    return options_parser(PretrainOptions, "pretrain.py", {**of_model, **_DEEPSPEED_KEYS})
 
 
 def parse(argv: Sequence[str] | None = None) -> PretrainOptions:
     """The command line, parsed and checked; rank 0 prints typing errors, with status 2.
 
     Raises:
-        CoatConfigError: see :meth:`TrainingOptions.check`.
+        CoatConfigError: see :meth:`PretrainOptions.check`.
     """
     options = PretrainOptions(**vars(parser().parse_args(argv)))
     options.data = [without_suffix(given) for given in options.data]

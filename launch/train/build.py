@@ -114,10 +114,8 @@ def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
     ``model``: an engine, a model or one stage of it. ``batches`` is None where a stage needs no
     tokens.
 
-    ``loss_tokens`` of a batch replaces its own number of such tokens as divisor: the mean number of
-    a step's micro-batches, so that the step's loss is a mean over its tokens. ``cu_seqlens`` are
-    the starts of documents that do not attend to each other, in one row. A model with ``loss:
-    "chunked"`` computes its losses itself.
+    ``cu_seqlens`` of a batch are the starts of documents that do not attend to each other, in one
+    row. A model with ``loss: "chunked"`` computes its losses itself.
     """
     from megatron.core import parallel_state
 
@@ -150,10 +148,7 @@ def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
 
         def loss(output: torch.Tensor) -> torch.Tensor:
             per_token = output if chunked else vocab_parallel_cross_entropy(output, labels, group)
-            count = (
-                float(batch["loss_tokens"]) if "loss_tokens" in batch else mask.sum().clamp(min=1)
-            )
-            return (per_token * mask).sum() / count
+            return (per_token * mask).sum() / mask.sum().clamp(min=1)
 
         return output, loss
 

@@ -1,19 +1,17 @@
-"""Where a run's batches come from: the protocol, and prepared data sets as ``pretrain.py`` reads
-them.
-"""
+"""Where a run's batches come from: prepared data sets, and how much of them was used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from launch.data import dataset as data
 from launch.train.plan import Plan, as_typed
 
-__all__ = ["Batch", "DataSource", "Progress", "TokenData"]
+__all__ = ["Batch", "Progress", "TokenData"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -31,28 +29,9 @@ class Progress:
     """Of the last step, None if not finite: identifies its ``metrics.jsonl``."""
 
 
-class DataSource(Protocol):
-    """Batches of one data-parallel rank. Their order is fixed, so that a run can continue in it."""
-
-    @property
-    def samples(self) -> int | None:
-        """Number in the whole run, if it has an end: the last step may have fewer than the
-        others.
-        """
-
-    def tokens(self, start: int, stop: int) -> int:
-        """Tokens of the samples from ``start`` up to ``stop``, of all ranks, without padding."""
-
-    def batches(self, split: str, consumed: int = 0) -> Iterator[Batch] | None:
-        """Endless micro-batches of "train", "valid" or "test"; None where there is no such part.
-
-        Args:
-            consumed: samples of all ranks that are skipped.
-        """
-
-
 class TokenData:
-    """Prepared data sets.
+    """Prepared data sets as the batches of one data-parallel rank. Their order is fixed, so that a
+    run can continue in it.
 
     The training set ends where the run does: after the samples that were used and those of the
     steps that are left. A set of ``--train-steps`` times the present batch would restart within
@@ -65,8 +44,6 @@ class TokenData:
     Raises:
         DataError: a data set that cannot be read.
     """
-
-    samples: int | None = None
 
     def __init__(self, p: Plan, begun: Progress, dp_rank: int) -> None:
         self._plan, self._dp_rank, a = p, dp_rank, p.args
@@ -87,10 +64,12 @@ class TokenData:
             )
         self.sets: dict[str, Any] = dict(zip(("train", "valid", "test"), sets, strict=True))
 
-    def tokens(self, start: int, stop: int) -> int:
-        return (stop - start) * self._plan.model.seq_length
-
     def batches(self, split: str, consumed: int = 0) -> Iterator[Batch] | None:
+        """Endless micro-batches of "train", "valid" or "test"; None where there is no such part.
+
+        Args:
+            consumed: samples of all ranks that are skipped.
+        """
         p, dataset = self._plan, self.sets[split]
         if dataset is None:
             return None

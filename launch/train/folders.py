@@ -15,14 +15,12 @@ from coat_dist.checkpoint.team import check_there, nodes_of_ranks, sharing
 from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import LATEST, own_name, published
-from coat_dist.nodes import say_host
-from coat_dist.ranks import attempt, on_rank_0, say_ranks
-from launch.prep import DataError
-from launch.train.arguments import TrainingOptions
+from coat_dist.ranks import on_rank_0, say_ranks
+from launch.train.arguments import PretrainOptions
 from launch.train.checkpoint import require_loadable
 from launch.train.metrics import read_metrics
 
-__all__ = ["Folders", "open_folders", "open_on_nodes", "sharers"]
+__all__ = ["Folders", "open_folders", "open_on_nodes"]
 
 _ACCEPTED = (
     "accepted: another folder, --load auto (with --save) to continue that run, or "
@@ -42,7 +40,7 @@ class Folders:
     """
 
 
-def open_on_nodes(args: TrainingOptions, locks: ExitStack) -> Folders:
+def open_on_nodes(args: PretrainOptions, locks: ExitStack) -> Folders:
     """What :func:`open_folders` finds on rank 0, on every rank; collective.
 
     Raises:
@@ -61,25 +59,7 @@ def open_on_nodes(args: TrainingOptions, locks: ExitStack) -> Folders:
     return folders
 
 
-def sharers(folder: Path, option: str) -> list[list[int]]:
-    """Ranks by the folder that they find under the path of a cache, which is made where it is
-    missing; collective.
-
-    Raises:
-        DataError: on every rank; it cannot be made on some node.
-    """
-    nodes = nodes_of_ranks()
-    if len(nodes) > 1:
-        _, errors = attempt(lambda: make_folder(folder))
-        if errors:
-            lines = "; ".join(
-                f"rank {rank}{say_host(rank)}: {text}" for rank, text in errors.items()
-            )
-            raise DataError(f"{option}: {folder} cannot be written: {lines}")
-    return sharing(folder, nodes)
-
-
-def open_folders(args: TrainingOptions, locks: ExitStack) -> Folders:
+def open_folders(args: PretrainOptions, locks: ExitStack) -> Folders:
     """Make the folders to write to, lock them and find the checkpoint to load. Call it on one rank,
     before any writes.
 
@@ -115,7 +95,7 @@ def open_folders(args: TrainingOptions, locks: ExitStack) -> Folders:
     return Folders(source, superseded)
 
 
-def _check_save(args: TrainingOptions, source: Path | None) -> list[Path]:
+def _check_save(args: PretrainOptions, source: Path | None) -> list[Path]:
     if args.save is None or (source is not None and source.parent == Path(args.save).resolve()):
         return []
     folder = Path(args.save)
@@ -127,7 +107,7 @@ def _check_save(args: TrainingOptions, source: Path | None) -> list[Path]:
     return [p.with_name(own_name(p)) for p in found]  # the first save gives them back their names
 
 
-def _check_output(args: TrainingOptions, source: Path | None) -> None:
+def _check_output(args: PretrainOptions, source: Path | None) -> None:
     path = None if args.output is None else Path(args.output, "metrics.jsonl")
     if path is None or not path.exists() or args.overwrite or not (records := read_metrics(path)):
         return

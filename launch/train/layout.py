@@ -18,7 +18,7 @@ from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.ranks import alone, on_rank_0
 from launch.log_level import say
 from launch.train import checkpoint
-from launch.train.arguments import TrainingOptions
+from launch.train.arguments import PretrainOptions
 from launch.train.settings import MICRO, STEPS, TOTAL
 
 __all__ = ["FOLDER", "KeptBatch", "fitting", "forget", "keep_batch"]
@@ -37,7 +37,7 @@ class KeptBatch(NamedTuple):
 
 
 def keep_batch(
-    args: TrainingOptions, settings: dict[str, Any], dp: int, auto: bool
+    args: PretrainOptions, settings: dict[str, Any], dp: int, auto: bool
 ) -> KeptBatch | None:
     """Keep the samples of a step where ``--load auto`` continues a run of another number of
     data-parallel ranks, or of as many, if that run had kept its samples and has the same

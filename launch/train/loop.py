@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from coat_dist.deepspeed.step.step import norm_known
 from coat_dist.flow.graphs.graph_pool import pool_bytes
-from launch.train.arguments import TrainingOptions
-from launch.train.data_source import DataSource, Progress
+from launch.train.arguments import PretrainOptions
+from launch.train.data_source import Progress, TokenData
 from launch.train.memory import MemoryReport
 from launch.train.metrics import peak_memory_bytes
 from launch.train.plan import Schedule
@@ -38,14 +38,15 @@ class Loop:
     """DeepSpeed's."""
     steps: MicroBatches | PipelineSteps
     """Runs the engine's micro-batches."""
-    data: DataSource
+    data: TokenData
     schedule: Schedule
     reporters: Reporters
-    options: TrainingOptions
+    options: PretrainOptions
     """How many steps, when to evaluate, save and stop."""
     progress: Progress
     device: torch.device
     samples_per_step: int
+    tokens_per_step: int
     flops_per_token: float
     save: Callable[[], Any] | None = None
     """Writes a checkpoint and returns its path."""
@@ -142,13 +143,9 @@ class Loop:
         took = time.perf_counter() - began
 
         progress.step += 1
-        began_at = progress.consumed_samples
-        consumed = began_at + self.samples_per_step
-        progress.consumed_samples = (
-            consumed if self.data.samples is None else min(consumed, self.data.samples)
-        )
+        progress.consumed_samples += self.samples_per_step
         progress.loss = mean_loss if math.isfinite(mean_loss) else None
-        speed = self.data.tokens(began_at, consumed) / took
+        speed = self.tokens_per_step / took
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,

@@ -44,15 +44,11 @@ class MemoryReport:
         """Bytes and elements by name."""
 
     @contextlib.contextmanager
-    def forward(self, tokens: int | None = None) -> Iterator[None]:
-        """Measure what this forward pass saves for backward.
-
-        Args:
-            tokens: that it has, padding included; None = ``tokens_per_micro_batch``.
-        """
+    def forward(self) -> Iterator[None]:
+        """Measure what this forward pass saves for backward."""
         with saved_for_backward(self._engine.module) as found:
             yield
-        self._rows["activations"] = sum(found.values()), self._tokens if tokens is None else tokens
+        self._rows["activations"] = sum(found.values()), self._tokens
 
     def backward_done(self) -> None:
         """Measure the gradients that wait for the step."""

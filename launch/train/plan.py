@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.plan.recompute import recompute_options
-from launch.train.arguments import PretrainOptions, TrainingOptions
+from launch.train.arguments import PretrainOptions
 from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
 from launch.train.settings import (
@@ -150,9 +150,6 @@ class Plan:
         }
 
 
-P = TypeVar("P", bound=Plan)
-
-
 @contextmanager
 def as_typed() -> Iterator[None]:
     """Errors of data name what was typed, not the parameter of a function that it became."""
@@ -204,18 +201,17 @@ def plan(args: PretrainOptions, world: int) -> Plan:
 
 
 def assemble(
-    args: TrainingOptions,
+    args: PretrainOptions,
     world: int,
     settings: dict[str, Any],
     coat: CoatConfig | None,
     model: ModelConfig,
-    kind: type[P] = Plan,  # type: ignore[assignment]
     **more: Any,
-) -> P:
+) -> Plan:
     """The plan of a known model: batch sizes, schedule, parallel sizes.
 
     Args:
-        kind, more: the class of plan to make, and its further fields.
+        more: further fields of the plan.
 
     Raises:
         CoatConfigError: names what cannot be used.
@@ -248,8 +244,8 @@ def assemble(
     more["warning"] = (
         "\n".join(filter(None, [more.get("warning"), *_notes(args, lr, batch)])) or None
     )
-    return kind(
-        args=args,  # type: ignore[arg-type]
+    return Plan(
+        args=args,
         settings=settings,
         coat=coat,
         model=model,
@@ -263,7 +259,7 @@ def assemble(
     )
 
 
-def _check_sizes(args: TrainingOptions, world: int, model: ModelConfig) -> None:
+def _check_sizes(args: PretrainOptions, world: int, model: ModelConfig) -> None:
     """Refuse parallel sizes that do not divide the ranks or the layers.
 
     Raises:
@@ -283,7 +279,7 @@ def _check_sizes(args: TrainingOptions, world: int, model: ModelConfig) -> None:
         raise CoatConfigError("\n".join(wrong))
 
 
-def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
+def _check_interleaved(args: PretrainOptions, batch: BatchSizes) -> None:
     """Refuse numbers of micro-batches that the interleaved schedule cannot run.
 
     Raises:
@@ -299,9 +295,9 @@ def _check_interleaved(args: TrainingOptions, batch: BatchSizes) -> None:
             raise CoatConfigError(f"{name}: got {count}, accepted: {accepted}")
 
 
-def _notes(args: TrainingOptions, lr: float, batch: BatchSizes) -> list[str]:
+def _notes(args: PretrainOptions, lr: float, batch: BatchSizes) -> list[str]:
     """Lines about settings that train, but most likely not as intended."""
-    initialized = getattr(args, "init_from", None) is not None and not args.eval_only
+    initialized = args.init_from is not None and not args.eval_only
     stages = args.pipeline_parallel
     notes = {
         "--lr: 0, with which no weight changes": not lr,

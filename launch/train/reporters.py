@@ -20,7 +20,7 @@ from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_rank_0
 from launch.log_level import say
-from launch.train.arguments import TrainingOptions
+from launch.train.arguments import PretrainOptions
 from launch.train.memory import MemoryReport
 from launch.train.metrics import (
     Summary,
@@ -140,7 +140,7 @@ class WeightsAndBiases(Reporter):
             be imported.
     """
 
-    def __init__(self, a: TrainingOptions, continues: bool, identity: Mapping[str, Any]) -> None:
+    def __init__(self, a: PretrainOptions, continues: bool, identity: Mapping[str, Any]) -> None:
         config = {**identity, "arguments": {k: v for k, v in vars(a).items() if k != "local_rank"}}
         given = {
             "name": a.wandb_name,
@@ -244,7 +244,7 @@ def _one_line(option: str) -> Iterator[None]:
 
 
 def open_reporters(
-    a: TrainingOptions, start_step: int, continues: bool, identity: Mapping[str, Any]
+    a: PretrainOptions, start_step: int, continues: bool, identity: Mapping[str, Any]
 ) -> Reporters:
     """The reporters that the options request; collective.
 

@@ -61,12 +61,7 @@ class MicroBatches:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
             batch = next(batches)
-            watched = (
-                memory.forward(batch["tokens"].numel())
-                if memory and not index
-                else contextlib.nullcontext()
-            )
-            with watched:
+            with memory.forward() if memory and not index else contextlib.nullcontext():
                 loss = self.loss(self.engine, batch)
             total += loss.detach().double() / self.accumulation
             self.engine.backward(_nan_if_not_finite(loss))

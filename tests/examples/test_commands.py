@@ -20,14 +20,16 @@ CPU = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-MISSING = [
-    name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None
-]
+NEEDED = {
+    "trainer": ("transformers", "accelerate"),
+    "fine_tuning": ("transformers", "accelerate", "trl", "datasets"),
+}
 
 
 def test_all_are_here():
     assert NAMES == [
         "deepspeed_any_model",
+        "fine_tuning",
         "megatron_deepspeed",
         "megatron_loop",
         "torch_loop",
@@ -37,6 +39,7 @@ def test_all_are_here():
 
 
 SELDOM = (
+    *commands("fine_tuning"),  # minutes
     "torchrun --nproc_per_node 2 examples/megatron_loop",
     *(
         f"deepspeed --num_gpus 2 examples/{name}"
@@ -47,21 +50,24 @@ CASES = [
     pytest.param(name, command, marks=pytest.mark.slow if command.startswith(SELDOM) else ())
     for name in NAMES
     for command in commands(name)
-]
+] + [("fine_tuning", f"{commands('fine_tuning')[0]} --questions 3 --steps 12")]
 
 
 @pytest.mark.parametrize(("name", "command"), CASES)
 def test_command(name, command, tmp_path):
-    if name == "trainer" and MISSING:
-        pytest.skip(f"not installed: {', '.join(MISSING)}")
-    printed = start(command, tmp_path, ranks=command != commands(name)[0], **CPU)
+    if missing := [one for one in NEEDED.get(name, ()) if importlib.util.find_spec(one) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    printed = start(command, tmp_path, ranks=command != commands(name)[0], limit=1500, **CPU)
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], printed
     if name in ("torch_loop", "deepspeed_any_model"):
         taken = re.search(r"^moments: (\S+) bytes a parameter$", printed, re.MULTILINE)
         assert taken and 2.0 < float(taken[1]) < 2.2, printed
-    if "megatron" in name or name == "trainer":
+    if "megatron" in name or name in NEEDED:
         assert "FP8 flow: 4 of 4 blocks patched" in printed, printed
+    if name == "fine_tuning":
+        right = re.search(r"^(\d+) of (\d+) answers are right$", printed, re.MULTILINE)
+        assert right and ("--steps" in command or int(right[1]) >= 0.95 * int(right[2])), printed
     if name == "vision_language":
         assert "FP8 flow: 8 of 8 blocks patched" in printed, printed
         assert "captions of pictures that are new" in printed, printed

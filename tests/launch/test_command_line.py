@@ -11,7 +11,6 @@ import pytest
 
 from coat_dist import CoatConfigError
 from launch import command_line, planner, plot, prepare_data, to_universal
-from launch.chat.arguments import parser as chat_parser
 from launch.command_line import Parser, local_path, number, whole_number
 from launch.data.dataset import parse_blend, read_info, without_suffix
 from launch.model.gpt import load_model_config
@@ -136,9 +135,8 @@ def test_so_do_the_others(capsys, program, argv, message):
 
 
 def test_help_says_a_default_once_and_none_where_there_is_none():
-    for program in (parser, chat_parser):
-        said = " ".join(program().format_help().split())
-        assert "None)" not in said and ") (default" not in said and "(default: 1)" in said
+    said = " ".join(parser().format_help().split())
+    assert "None)" not in said and ") (default" not in said and "(default: 1)" in said
 
 
 def test_other_ranks_wait_for_rank_0_and_print_no_help(capsys, monkeypatch):

@@ -53,6 +53,8 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
     )
     said = []
     monkeypatch.setattr(failing, "end", lambda line, rank, **how: said.append(line))
+    monkeypatch.setattr(pretrain.arguments, "parse", lambda argv: given)
+    monkeypatch.setattr(pretrain, "plan", lambda args, world: None)
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -66,7 +68,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
         }
         for name, value in ranks.items():
             monkeypatch.setenv(name, value)
-        assert pretrain.run(lambda: given, lambda args, world: None, list) == 4
+        assert pretrain.main() == 4
     (line,) = said
     assert (
         line.startswith("the ranks cannot meet: ")
@@ -108,5 +110,5 @@ def test_tasks_of_slurm_that_find_the_same_wrong_say_it_once(monkeypatch):
     )
     for task in ("0", "3", "x"):
         monkeypatch.setenv("SLURM_PROCID", task)
-        assert pretrain.run(list, list, list) == 2
+        assert pretrain.main([]) == 2
     assert said == [("SLURM_NTASKS", 0), ("SLURM_NTASKS", 3), ("SLURM_NTASKS", 0)]

@@ -13,7 +13,7 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.write import lock, publish
 from coat_dist.ranks import check_same_on_all_ranks
 from launch.train import arguments
-from launch.train.folders import open_folders, open_on_nodes, sharers
+from launch.train.folders import open_folders, open_on_nodes
 from launch.train.metrics import read_metrics
 from tests.coat_dist.checkpoint.test_team import error_of, on_a_node
 from tests.launch.pretrain_runs import command, configuration, rank_main
@@ -203,19 +203,19 @@ def prepared(rank, world, folder, data):
             train, *_ = dataset.build_datasets([data], "80,10,10", 32, 40, 8, 0, 3, cache)
             samples.append([train[i]["tokens"].tolist() for i in range(0, 40, 7)])
     shared = error_of(lambda: open_on_nodes(options("--save", "disk"), ExitStack()))
-    return made, samples, sharers(Path("prepared"), "--data-cache"), shared
+    return made, samples, shared
 
 
 def test_folders_of_nodes(work, tmp_path):
     """Caches are built once on each node, or once where nodes share them; checkpoints need a
     folder of all nodes.
     """
-    (first, samples, teams, error), (second, others, _, _) = run_ranks(
+    (first, samples, error), (second, others, _) = run_ranks(
         2, prepared, str(tmp_path), str(work / "data")
     )
     assert set(first) == {"own", "common"} and set(second) == {"own"}
     assert first.count("own") == second.count("own") == first.count("common") == 2
-    assert samples[0] == samples[1] == others[0] == others[1] and teams == [[0], [1]]
+    assert samples[0] == samples[1] == others[0] == others[1]
     assert error.startswith(
         "--save: got disk, which rank 0 (host node-a) and rank 1 (host node-b) do not share"
     )

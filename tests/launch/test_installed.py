@@ -17,7 +17,7 @@ from launch.find_config import find_config
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (
-    *("pretrain", "finetune", "convert_hf", "planner"),
+    *("pretrain", "convert_hf", "planner"),
     *("prepare_data", "index_tokens", "to_universal", "plot"),
 )
 CONFIGS = {

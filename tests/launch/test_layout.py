@@ -10,14 +10,10 @@ import pytest
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
-from launch.model.config import ModelConfig
-from launch.train import arguments, checkpoint, layout
+from launch.train import checkpoint, layout
 from launch.train.metrics import read_metrics
-from launch.train.plan import assemble
-from launch.train.settings import load_settings
 from tests.launch.pretrain_runs import (
     FP32_GRADIENTS,
-    MODEL,
     command,
     configuration,
     losses,
@@ -170,29 +166,6 @@ def test_a_second_start_on_as_many_ranks_keeps_them_too(tmp_path, given, auto):
         None,
         [4, 1, None],
     ), "as wanted"
-
-
-def test_a_plan_is_made_twice_of_the_same_settings(work, tmp_path):
-    """``finetune.py`` does, before and after it knows the number of steps."""
-    kept(tmp_path, {}, 1)  # a checkpoint of two ranks
-    config = configuration(tmp_path, 2)
-    args = arguments.parse(
-        command(work, tmp_path / "run", config, "--save", tmp_path, "--load", "auto")
-    )
-    settings, coat = load_settings(config, tp=1)
-    known = args, 1, settings, coat, ModelConfig(**MODEL).with_vocab(250)
-    one, other = assemble(*known), assemble(*known)
-    assert (
-        one.kept == other.kept
-        and one.kept.given == [2, 2, None]
-        and one.identity() == other.identity()
-    )
-    assert one.identity()["batch"] == {
-        "micro": 2,
-        "accumulation": 4,
-        "total": 8,
-        "given": [2, 2, None],
-    }
 
 
 def test_interleaved_stages_get_micro_batches_that_they_can_run(tmp_path):

@@ -281,25 +281,14 @@ def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monke
 
 
 def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
-    from launch import finetune, planner, pretrain
+    from launch import planner, pretrain
 
     config = configuration(tmp_path, 1)
     dry = [*command(work, tmp_path / "run", config, *TWO.split()), "--dry-run", "--gpus", "2"]
-    tune = [
-        "--deepspeed_config",
-        config,
-        "--model",
-        "x",
-        "--data",
-        "x.jsonl",
-        "--output",
-        str(tmp_path),
-    ]
     plan = ["--model", "tiny", "--gpus", "2"]
     for main, line in (
         (pretrain.main, dry),
         (planner.main, [*plan, *PARTS.split()]),
-        (finetune.main, [*tune, *PARTS.split()]),
     ):
         assert main(line) == 2
         assert "--pipeline-parallel: got 2, accepted: 1" in capsys.readouterr().err

@@ -89,9 +89,9 @@ def test_a_dead_launcher_is_a_request():
 def test_needs_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("sys.argv", ["launch/finetune.py"])
+    monkeypatch.setattr("sys.argv", ["launch/pretrain.py"])
     with pytest.raises(
-        CoatConfigError, match=r"^RANK: not set, accepted: start with `deepspeed launch/finetune.py"
+        CoatConfigError, match=r"^RANK: not set, accepted: start with `deepspeed launch/pretrain.py"
     ):
         runtime.start(None)
 

@@ -19,7 +19,6 @@ for name in (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.gpt.gpt_layer_specs",
     "coat_dist.deepspeed.engine",
-    "launch.finetune",
     "launch.pretrain",
     "megatron_patches",
     "sentencepiece",

@@ -1,3 +1,0 @@
-"""Conversations for fine-tuning: read, rendered by a chat template, masked, packed and handed to
-training.
-"""
