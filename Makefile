@@ -28,12 +28,12 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): setup.py pyproject.toml Makefile
+$(STAMP): setup.py pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 12), "Python: got %d.%d, accepted: 3.11 or 3.12 (make PYTHON=...)" % sys.version_info[:2]'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 # Two ranks: on as many GPUs where there are two, on one GPU a single rank, and without a GPU two gloo ranks.
@@ -56,7 +56,7 @@ finetune-demo: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[trl]'
 	$(WITHOUT_GPU) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error examples/fine_tuning.py
 
-# What a change of a kernel or of the step measures again (docs/CONTRIBUTING.md); benchmarks/README.md has all commands. Transformer
+# What a change of a kernel or of the step measures again (CONTRIBUTING.md); benchmarks/README.md has all commands. Transformer
 # Engine, to measure beside: PEERS=DIR.
 results: $(STAMP)
 	$(BIN)/python -m benchmarks.speed.layer --variants coat 'coat saved in e4m3' --name layer-peers-7b $(if $(PEERS),--peers $(PEERS))

@@ -315,7 +315,10 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as problem:
-        import hjson
+        try:
+            import hjson
+        except ModuleNotFoundError:  # nor is DeepSpeed installed
+            raise problem from None
 
         with contextlib.suppress(hjson.HjsonDecodeError):
             if isinstance(loaded := hjson.loads(text, object_pairs_hook=_no_duplicates), dict):

@@ -46,7 +46,8 @@ def check(installed: dict[str, str | None] | None = None) -> Iterator[tuple[str,
     installed = versions() if installed is None else installed
     without = {
         "triton": "the plain torch definitions are used",
-        "megatron-core": "only the optimizer and coat_dist.flow are usable",
+        "deepspeed": "for engines: pip install 'coat-dist[deepspeed]'",
+        "megatron-core": "for Megatron models: pip install 'coat-dist[megatron]'",
     }
     for name, accepted in SUPPORTED.items():
         got = installed.get(name)

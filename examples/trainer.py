@@ -4,10 +4,10 @@ configuration.
     python examples/trainer.py
     deepspeed --num_gpus 2 examples/trainer.py
 
-Needs transformers and accelerate: pip install '/path/to/coat_dist[hf]'. Start it from the root of
-this repository: examples/trainer.json, which names the optimizer and has the "coat" block, is read
-from there. The Trainer fills in what is "auto". A small Llama learns to continue sequences of
-numbers, on GPUs where there are some; the last lines say what ran in FP8.
+Needs transformers and accelerate: pip install '/path/to/coat_dist[deepspeed,hf]'. Start it from the
+root of this repository: examples/trainer.json, which names the optimizer and has the "coat" block,
+is read from there. The Trainer fills in what is "auto". A small Llama learns to continue sequences
+of numbers, on GPUs where there are some; the last lines say what ran in FP8.
 """
 
 import tempfile

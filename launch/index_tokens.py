@@ -9,15 +9,8 @@ status: 0 done, 2 a description or token file that cannot be used, 130 interrupt
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-# A program started by its path has its own folder first on sys.path, where any `import data` would
-# find ours.
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import argparse
+import sys
 from collections.abc import Sequence
 
 from launch.command_line import Parser, local_path

@@ -8,12 +8,6 @@ Exit status: 0 an answer was given, whatever it says; 2 settings that cannot be 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-# A program started by its path has its own folder first on sys.path, where any `import data` would
-# find ours.
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.command_line import options_parser
 from launch.plan.options import PlannerOptions

@@ -6,19 +6,13 @@ python launch/plot.py runs/bf16 runs/coat --smooth 50 --gap --output loss.png
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-# A program started by its path has its own folder first on sys.path, where any `import data` would
-# find ours.
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import io
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.command_line import Parser, local_path, number

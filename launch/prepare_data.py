@@ -10,14 +10,6 @@ and options.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-# A program started by its path has its own folder first on sys.path, where any `import data` would
-# find ours.
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import argparse
 import hashlib
 import itertools
@@ -25,9 +17,11 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 from launch.command_line import Parser, local_path

@@ -13,11 +13,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A program started by its path has its own folder first on sys.path, where any `import data` would
-# find ours.
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from launch.log_level import say, set_log_level, shows
 from launch.plan.allocator import expandable_segments
 from launch.train import arguments

@@ -3,10 +3,12 @@ to drive models.
 """
 
 from coat_dist.deepspeed.attach import FOR_NEW_ENGINES
+from coat_dist.extras import need
 
 from .compat import check_version, define_missing_names, prepare_cpu, quiet_imports
 
 with quiet_imports():
+    need("megatron.core", "megatron", "megatron_patches")
     define_missing_names()
     from .layers.spec import gpt_layer_spec
     from .parallel.engine import initialize

@@ -13,7 +13,7 @@ from coat_dist.deepspeed.config.validate import check_deepspeed
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    ROOT / "README.md",
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]

@@ -1,5 +1,5 @@
-"""Imports go one way between folders and in no circle between files; the optimizer needs torch and
-pydantic only.
+"""Imports go one way between folders and in no circle between files; a plain install has all that
+the optimizer needs.
 
 All imports are read from the source, also those inside functions.
 """
@@ -7,15 +7,21 @@ All imports are read from the source, also those inside functions.
 from __future__ import annotations
 
 import ast
-import re
+import functools
+import runpy
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("coat_dist", "megatron_patches", "launch", "benchmarks")
@@ -35,7 +41,7 @@ LAYERS = (
     ("coat_dist.ranks",),
     ("coat_dist.nodes",),
     ("coat_dist.config",),
-    ("coat_dist.formats", "coat_dist.config_errors"),
+    ("coat_dist.formats", "coat_dist.config_errors", "coat_dist.extras"),
 )
 """A room imports itself and rooms of the rows below it. Of rooms in one row none imports
 another.
@@ -124,24 +130,48 @@ def test_who_imports_deepspeed_and_megatron(package):
     assert users and wrong == []
 
 
+@functools.cache
+def requirements() -> dict[str, list[Requirement]]:
+    """Of setup.py: those of a plain install by "", others by their extra."""
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    given = setup.call_args.kwargs
+    lists = {"": given["install_requires"], **given["extras_require"]}
+    return {extra: list(map(Requirement, lines)) for extra, lines in lists.items()}
+
+
+def modules(*extras: str) -> set[str]:
+    """What packages of extras are imported as."""
+    other = {"megatron-core": "megatron", "pyyaml": "yaml"}
+    return {other.get(r.name, r.name) for extra in extras for r in requirements()[extra]}
+
+
+def not_in_a_plain_install() -> set[str]:
+    """Modules of this environment that neither setup.py's first list nor its packages need."""
+    core, todo = set(), list(requirements()[""])
+    while todo:
+        one = todo.pop()
+        name = canonicalize_name(one.name)
+        if name in core or (one.marker and not one.marker.evaluate({"extra": ""})):
+            continue
+        core.add(name)
+        with suppress(metadata.PackageNotFoundError):
+            todo += map(Requirement, metadata.requires(name) or ())
+    return {
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if core.isdisjoint(map(canonicalize_name, owners))
+    } - set(FOLDERS)
+
+
 def test_setup_names_every_package_that_is_imported():
-    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    requires = re.search(r"REQUIRES = \[(.*?)\n\]", setup, re.DOTALL)[1]
-    # Of programs that say so where it lacks.
-    extra = re.search(r"^HF = \[(.*?)\]", setup, re.DOTALL | re.MULTILINE)[1]
-    named = {
-        {"megatron-core": "megatron", "pyyaml": "yaml"}.get(name, name)
-        for name in re.findall(r'^    "([\w-]+)', requires, re.MULTILINE)
-    }
-    named |= set(re.findall(r'"([\w-]+)', extra))
-    named |= {"pydantic_core"}  # comes with pydantic
+    named = modules("", "all", "wandb") | {"pydantic_core"}  # comes with pydantic
     imported = {
         f.imported.split(".")[0]: str(f) for f in IMPORTS if not f.importer.startswith("benchmarks")
     }
-    named |= {"wandb"}  # an extra, with an error that names it
     unnamed = imported.keys() - named - set(FOLDERS) - sys.stdlib_module_names
     assert [imported[name] for name in unnamed] == []
-    assert len(named) > 10
+    assert modules("deepspeed", "hf", "megatron", "train") == modules("all") <= modules("dev")
 
 
 def test_no_circle_of_files():
@@ -165,18 +195,18 @@ def test_no_circle_of_files():
     assert circles == []
 
 
-def test_the_optimizer_runs_where_torch_is_all_there_is():
+def test_a_plain_install_has_the_optimizer_and_names_the_extras_of_the_rest():
     program = """
         import sys
+        from importlib.machinery import PathFinder
 
-        class Missing:
-            def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in (
-                    "deepspeed", "megatron", "triton", "transformer_engine", "apex"
-                ):
-                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        class Installed(PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                if name.split(".")[0] not in MISSING:
+                    return super().find_spec(name, path, target)
 
-        sys.meta_path.insert(0, Missing())
+        sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
         import torch
         import coat_dist
         from coat_dist import CoatAdamW, param_groups
@@ -211,10 +241,35 @@ def test_the_optimizer_runs_where_torch_is_all_there_is():
         moments = export_moments(weight, again.state[weight], group)
         assert group["moments"] == "fp8" and all(m.any() for m in moments)
         loaded = {name.split(".")[0] for name in sys.modules}
-        assert not loaded & {"deepspeed", "megatron", "triton"}, loaded
+        assert not loaded & MISSING, loaded
+
+        def error(use, *arguments):
+            try:
+                use(*arguments)
+            except ModuleNotFoundError as problem:
+                return str(problem)
+
+        exec("from coat_dist import *")
+        found = [
+            error(coat_dist.initialize, None, net),
+            error(coat_dist.convert_to_universal, "here", "there"),
+            error(coat_dist.patch_model, net, coat_dist.CoatConfig()),
+            error(__import__, "megatron_patches"),
+        ]
+        assert found == [
+            "coat_dist.initialize needs deepspeed: pip install 'coat-dist[deepspeed]'",
+            "coat_dist.convert_to_universal needs deepspeed: pip install 'coat-dist[deepspeed]'",
+            "coat_dist.patch_model needs transformers: pip install 'coat-dist[hf]'",
+            "megatron_patches needs megatron: pip install 'coat-dist[megatron]'",
+        ], found
+        expected = f"launch needs {', '.join(TRAIN)}: pip install 'coat-dist[train]'"
+        assert error(__import__, "launch") == expected
     """
+    missing, train = not_in_a_plain_install() | {"triton"}, sorted(modules("train"))
+    assert modules("all") <= missing and not missing & {"torch", "numpy", "pydantic", "packaging"}
+    given = f"MISSING, TRAIN = {missing}, {train}\n"
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+        [sys.executable, "-c", given + textwrap.dedent(program)],
         capture_output=True,
         text=True,
         cwd=ROOT,

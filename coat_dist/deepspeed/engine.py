@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_partitions import base_optimizer
+from ..extras import need
 from ..optim import CoatAdamW
 from ..patching.report import PatchReport, reports_of
 from ..ranks import rank_and_world
@@ -63,6 +64,7 @@ def initialize(
             (``replicated_grads.py``).
     """
     given = {name: value for name, value in locals().items() if name != "kwargs"}
+    need("deepspeed", "deepspeed", "coat_dist.initialize")
     return _run({**given, **kwargs}, explicit=True)
 
 

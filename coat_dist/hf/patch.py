@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..config import ActivationConfig, CoatConfigError
+from ..extras import need
 from ..patching.changes import Changes, all_or_none, restored
 from ..patching.report import PatchReport, is_patched
 from ..patching.settings import (
@@ -86,6 +87,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
         CoatConfigError: ``config`` has no block; an option that needs Megatron; nothing could be
             patched (lists why); ``bf16_layers`` out of range; a model that is patched already.
     """
+    need("transformers", "hf", "coat_dist.patch_model")
     if not isinstance(config, ActivationConfig):
         config = coat_block(config).activation
     if is_patched(model):

@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch
     """
     for name in ("RANK", "WORLD_SIZE"):
         if name not in os.environ:
-            program = f"launch/{Path(sys.argv[0]).name}"
+            program = sys.argv[0]
             raise CoatConfigError(
                 f"{name}: not set, accepted: start with `deepspeed {program} ...` or `torchrun "
                 f"{program} ...`, under "

@@ -24,6 +24,8 @@ def test_supported_versions_raise_nothing():
     [
         ("megatron_core", "0.13.1", "problem"),
         ("megatron_core", None, "warning"),
+        ("deepspeed", None, "warning"),
+        ("torch", None, "problem"),
         ("deepspeed", "0.14.0", "problem"),
         ("torch", "2.4.0+cu121", "problem"),
     ],

@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
+import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what the wheel installs. It is built from a copy: building writes beside
-    setup.py.
+    """A virtual environment with the wheel that is built from the sdist, as `python -m build` does.
+    It is built from a copy: building writes beside setup.py.
     """
     work = tmp_path_factory.mktemp("wheel")
     for folder in ("coat_dist", "megatron_patches", "launch", "configs", "tests", "benchmarks"):
@@ -38,34 +39,45 @@ def installed(tmp_path_factory):
             work / "src" / folder,
             ignore=shutil.ignore_patterns("__pycache__", "results"),
         )
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for file in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, work / "src")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
-    built = subprocess.run(
-        [*command, "--wheel-dir", work, work / "src"], capture_output=True, text=True
+
+    def python(*arguments, cwd=work):
+        line = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(line, cwd=cwd, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    python(
+        "-c", "from setuptools import build_meta; build_meta.build_sdist('..')", cwd=work / "src"
     )
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = work.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(work / "installed")
-    return work / "installed"
+    (sdist,) = work.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
+        assert folders == {
+            "coat_dist",
+            "coat_dist.egg-info",
+            "configs",
+            "launch",
+            "megatron_patches",
+        }
+    quiet = "--quiet", "--no-deps", "--no-index"
+    python("-m", "pip", "wheel", *quiet, "--no-build-isolation", sdist)
+    python("-m", "venv", "--without-pip", "env")
+    python("-m", "pip", "--python", "env", "install", *quiet, next(work.glob("*.whl")))
+    (packages,) = work.glob("env/lib/*/site-packages")
+    return packages
 
 
-def run(program, *arguments, folder, path):
-    """One of our programs, by its path, in a folder that has nothing to do with the project."""
+def run(*command, folder, path):
+    """A program in a folder that has nothing to do with the project."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [sys.executable, str(program), *map(str, arguments)]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        list(map(str, command)),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -77,22 +89,34 @@ def test_the_wheel_has_the_configurations_and_no_package_of_a_generic_name(insta
     for folder in ("coat_dist", "launch", "megatron_patches"):
         ours = {p.relative_to(ROOT) for p in (ROOT / folder).rglob("*.py")}
         assert ours == {p.relative_to(installed) for p in (installed / folder).rglob("*.py")}
+    assert all(
+        (installed / name / "py.typed").exists() for name in ("coat_dist", "megatron_patches")
+    )
 
 
-def test_an_installed_program_finds_configurations_from_an_empty_folder(installed, tmp_path):
-    more = [
-        "--model",
-        "llama2-7b",
-        "--deepspeed_config",
-        "zero2",
-        "--data",
-        "nowhere",
-        "--train-steps",
-        "1",
-    ]
-    ended = run(installed / "launch/pretrain.py", *more, folder=tmp_path, path=[installed])
-    assert ended.returncode == 2  # both were read, for data comes next
-    assert ended.stderr.splitlines()[-1].startswith("error: --data: nowhere.bin does not exist")
+def test_installed_programs_find_the_package_and_its_configurations(installed, tmp_path):
+    here = {"folder": tmp_path, "path": [sysconfig.get_path("purelib")]}  # torch and the like
+    scripts = installed.parents[2] / "bin"
+    report = run(scripts / "python", "-m", "coat_dist.report", **here)
+    assert report.returncode == 0, report.stdout + report.stderr
+    assert {p.name for p in scripts.glob("coat-*")} == {
+        f"coat-{p.stem.replace('_', '-')}"
+        for p in (ROOT / "launch").glob("*.py")
+        if '__name__ == "__main__"' in p.read_text()
+    }
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("some words " * 99)
+    more = "--input", "text", "--output", "data", "--tokenizer", "bytes", "--workers", "2"
+    prepared = run(scripts / "coat-prepare-data", *more, **here)
+    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
+    settings = "--model", "tiny", "--deepspeed_config", "zero2", "--data", "nowhere"
+    for program in (
+        [scripts / "coat-pretrain"],
+        [scripts / "python", installed / "launch/pretrain.py"],
+    ):
+        ended = run(*program, *settings, "--train-steps", "1", **here)
+        assert ended.returncode == 2  # both files were read, for data comes next
+        assert ended.stderr.splitlines()[-1].startswith("error: --data: nowhere.bin does not exist")
 
 
 def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
@@ -149,7 +173,8 @@ def test_a_program_started_by_its_path_finds_the_project_and_offers_none_of_its_
     (tmp_path / "site/sitecustomize.py").write_text(LOOK)
     (tmp_path / "site/data.py").write_text("")  # somebody's own module
     monkeypatch.setenv("FOUND", str(tmp_path / "found.json"))
-    ended = run(ROOT / "launch" / f"{name}.py", "--help", folder=tmp_path, path=[tmp_path / "site"])
+    program = sys.executable, ROOT / "launch" / f"{name}.py"
+    ended = run(*program, "--help", folder=tmp_path, path=[tmp_path / "site"])
     assert ended.returncode == 0, ended.stderr
     assert "--log-level" in ended.stdout
     found = json.loads((tmp_path / "found.json").read_text())

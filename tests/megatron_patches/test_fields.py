@@ -114,7 +114,7 @@ def settable(name: str, accepted: tuple[Any, ...] = ()) -> Any:
 def test_the_table_has_every_field():
     """The table is the recorded list of fields: one that a new Megatron adds, or drops, fails here.
 
-    What to do is in docs/CONTRIBUTING.md. Fields that a supported version still has stay in
+    What to do is in CONTRIBUTING.md. Fields that a supported version still has stay in
     fields.py.
     """
     assert not set(DECLARED) - KNOWN, "fields without a treatment"

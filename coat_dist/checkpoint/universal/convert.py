@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ...extras import need
 from ..names import place_in_pipeline
 from .codes import CODES_FILE, write_codes
 from .zero_checkpoint import ZeroCheckpoint, is_extra_state
@@ -64,6 +65,8 @@ def convert_to_universal(
     Raises:
         ValueError: names the file, what is wrong with it and what is accepted.
     """
+    # Its classes are in the files.
+    need("deepspeed", "deepspeed", "coat_dist.convert_to_universal")
     source, target = Path(source), Path(target)
     used = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if used or target.resolve().is_relative_to(source.resolve()):
