@@ -17,7 +17,7 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.plan.allocator import expandable_segments
+from launch.train.allocator import expandable_segments
 
 if __name__ == "__main__":
     expandable_segments()  # read when torch's allocator begins

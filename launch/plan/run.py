@@ -11,7 +11,7 @@ from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import ActivationConfig, look_up
-from launch.model.gpt import ModelConfig
+from launch.model.config import ModelConfig
 from launch.model.sizes import parameter_shapes
 
 __all__ = ["Parameter", "Run", "parameters"]
@@ -40,36 +40,30 @@ class Run:
     # Arguments of Megatron's ``TransformerConfig``.
     recompute: Mapping[str, Any] = field(default_factory=dict)
     library: Any = None  # ``coat_dist.hf.saved.OnPaper`` of a model that transformers builds
-    notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
         if (experts := self.model.num_moe_experts) is not None:
-            accepted = (
-                "one without (what experts keep depends on the tokens that are routed to them)"
-            )
             raise CoatConfigError(
-                f"--model: got a model with {experts} experts, accepted: {accepted}"
+                f"--model: got a model with {experts} experts, accepted: one without (what experts "
+                "keep depends on the tokens that are routed to them)"
             )
-        for key in ("offload_param", *(() if self.hosted else ("offload_optimizer",))):
-            if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (
-                None,
-                "none",
-            ):
-                accepted = "absent, or offload_optimizer with CoatAdamW (weights are on the GPU)"
+        for key in ("offload_param", *["offload_optimizer"] * (not self.hosted)):
+            if (device := self.get(f"zero_optimization.{key}.device")) not in (None, "none"):
                 raise CoatConfigError(
-                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: {accepted}"
+                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: absent, or "
+                    "offload_optimizer with CoatAdamW (weights are on the GPU)"
                 )
 
     @classmethod
-    def of_plan(cls, p: Any) -> Run:
+    def of_plan(cls, p: Any, library: Any = None) -> Run:
         """What the planner needs of a ``launch.train`` plan; CoatConfigError names a key that it
         cannot plan.
         """
         if (stages := p.args.pipeline_parallel) > 1:
-            accepted = (
-                "1 with --dry-run and --micro-batch auto (the planner knows runs of one stage)"
+            raise CoatConfigError(
+                f"--pipeline-parallel: got {stages}, accepted: 1 with --dry-run and --micro-batch "
+                "auto (the planner knows runs of one stage)"
             )
-            raise CoatConfigError(f"--pipeline-parallel: got {stages}, accepted: {accepted}")
         return cls(
             model=p.model,
             settings=p.settings,
@@ -80,72 +74,16 @@ class Run:
             micro=p.batch.micro,
             accumulation=p.batch.accumulation,
             recompute=p.recompute,
-            notes=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
+            library=library,
         )
 
     def but(self, **changes: Any) -> Run:
         """This run with other values."""
         return replace(self, **changes)
 
-    @property
-    def flow(self) -> ActivationConfig | None:
-        """Settings of the FP8 flow; None where layers are BF16."""
-        return (
-            self.coat.activation if self.coat is not None and self.coat.activation.enabled else None
-        )
-
-    @property
-    def bf16_layers(self) -> set[int]:
-        """Indices of layers that the flow leaves in BF16."""
-        n = self.model.num_layers
-        return set(range(n)) if self.flow is None else {i % n for i in self.flow.bf16_layers}
-
-    @property
-    def chunked(self) -> bool:
-        """Whether the loss is computed in chunks of logits."""
-        if self.flow is None or self.library is None:
-            return self.flow is not None and self.flow.loss != "plain"
-        return self.saved_by_library(self.flow).chunked
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether a loss in chunks keeps its logits for backward."""
-        return self.flow is not None and self.flow.loss == "kept"
-
-    def saved_by_library(self, flow: ActivationConfig | None) -> Any:
-        """What transformers saves of one sequence, with the flow or without:
-        ``coat_dist.hf.saved.Saved``.
-        """
-        return self.library.saved(flow, self.model.seq_length)
-
-    @property
-    def fp8_moments(self) -> bool:
-        return look_up(self.settings, "optimizer.type") == "CoatAdamW"
-
-    @property
-    def remainder(self) -> bool:
-        """Whether master weights are bfloat16 weights and remainders."""
-        given = look_up(self.settings, "optimizer.params.master_weights")
-        return "bf16_remainder" in (given, self.coat and self.coat.optimizer.master_weights)
-
-    @property
-    def hosted(self) -> bool:
-        """Whether moments and remainders of matrices are in host memory."""
-        return (
-            self.fp8_moments
-            and look_up(self.settings, "zero_optimization.offload_optimizer.device") == "cpu"
-        )
-
-    @property
-    def group_size(self) -> int:
-        """Elements of a group of moments."""
-        if (given := look_up(self.settings, "optimizer.params.group_size")) is not None:
-            return int(given)
-        return self.coat.optimizer.group_size if self.coat is not None else 128
-
-    @property
-    def stage(self) -> int:
-        return int(look_up(self.settings, "zero_optimization.stage") or 0)
+    def get(self, key: str) -> Any:
+        """A value of the DeepSpeed configuration by its dotted key."""
+        return look_up(self.settings, key)
 
     def zero(self, key: str, default: Any) -> Any:
         """A key of ``zero_optimization``, also by its name for stage 3."""
@@ -154,13 +92,58 @@ class Run:
         return default if given is None else given
 
     @property
+    def flow(self) -> ActivationConfig | None:
+        """Settings of the FP8 flow; None where layers are BF16."""
+        if self.coat is None or not self.coat.activation.enabled:
+            return None
+        return self.coat.activation
+
+    @property
+    def bf16_layers(self) -> set[int]:
+        """Indices of layers that the flow leaves in BF16."""
+        n = self.model.num_layers
+        return set(range(n)) if self.flow is None else {i % n for i in self.flow.bf16_layers}
+
+    def by_library(self, flow: ActivationConfig | None) -> Any:
+        """What transformers saves of one sequence, with the flow or without:
+        ``coat_dist.hf.saved.Saved``.
+        """
+        return self.library.saved(flow, self.model.seq_length)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the loss is computed in chunks of logits."""
+        if self.flow is None or self.library is None:
+            return self.flow is not None and self.flow.loss != "plain"
+        return self.by_library(self.flow).chunked
+
+    @property
+    def fp8_moments(self) -> bool:
+        return self.get("optimizer.type") == "CoatAdamW"
+
+    @property
+    def remainder(self) -> bool:
+        """Whether master weights are bfloat16 weights and remainders."""
+        given = self.get("optimizer.params.master_weights")
+        return "bf16_remainder" in (given, self.coat and self.coat.optimizer.master_weights)
+
+    @property
+    def hosted(self) -> bool:
+        """Whether moments and remainders of matrices are in host memory."""
+        return self.fp8_moments and self.get("zero_optimization.offload_optimizer.device") == "cpu"
+
+    @property
+    def stage(self) -> int:
+        return int(self.get("zero_optimization.stage") or 0)
+
+    @property
     def overlap(self) -> bool:
         """Whether gradients are reduced on a stream of their own."""
         return bool(self.zero("overlap_comm", self.stage == 3))
 
     @property
     def fp32_gradients(self) -> bool:
-        return look_up(self.settings, "data_types.grad_accum_dtype") in ("fp32", "float32", "float")
+        return self.get("data_types.grad_accum_dtype") in ("fp32", "float32", "float")
 
     @property
     def fp32_gradients_whole(self) -> bool:
@@ -197,7 +180,6 @@ def parameters(run: Run) -> list[Parameter]:
     for name, shape in shapes.items():
         divided = _DIVIDED.search(name) or (run.model.qk_norm == "full" and _QK_NORM.search(name))
         layer = int(name.split(".")[2]) if ".layers." in name else None
-        found.append(
-            Parameter(name, prod(shape) // (run.tp if divided else 1), len(shape) > 1, layer)
-        )
+        numel = prod(shape) // (run.tp if divided else 1)
+        found.append(Parameter(name, numel, len(shape) > 1, layer))
     return found
