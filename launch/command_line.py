@@ -369,13 +369,6 @@ class ConfiguredOptions(RunOptions):
 
     model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
     """replace values of the description"""
-    deepspeed_config: LocalPath = option(
-        "zero2",
-        flags=("--deepspeed_config", "--deepspeed-config"),
-        metavar="FILE",
-        meant="config ds-config",
-    )
-    """DeepSpeed JSON: a path, or a name such as zero2-bf16"""
     vocab_size: int | None = _model(None, metavar="N", least=1)
     """where the model names none"""
     accumulation: int | None = option(None, metavar="N", least=1)

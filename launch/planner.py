@@ -7,6 +7,7 @@ Exit status: 0 an answer was given, whatever it says; 2 settings that cannot be 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,31 +16,8 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dataclasses import dataclass
-from typing import Literal
-
-from launch.command_line import ConfiguredOptions, LocalPath, option, options_parser
-
-
-@dataclass(kw_only=True)
-class PlannerOptions(ConfiguredOptions):
-    """What a training run needs of a GPU's memory, whether it fits, the largest micro-batch, and
-    which ZeRO stages and states fit beside it. Needs no GPU and no data.
-    """
-
-    model: LocalPath = option(group="model", metavar="FILE", meant="model-config")
-    """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a
-    checkpoint
-    """
-    library: Literal["megatron", "transformers"] = option("megatron", group="model")
-    """what builds the model: Megatron-core, as in pretrain.py, or transformers, as in a
-    Trainer's program
-    """
-    seq_length: int | None = option(None, group="model", metavar="N", least=1)
-    """tokens of a sample"""
-    json: bool = option(False)
-    """print plain values: sizes in bytes"""
-
+from launch.command_line import options_parser
+from launch.plan.planner_options import PlannerOptions
 
 if __name__ == "__main__":
     # A misspelt option is refused before torch is imported.
@@ -52,9 +30,7 @@ from typing import Any
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch.command_line import RunOptions, one_stage_only, out_of_range
-from launch.find_config import read_config
 from launch.log_level import set_log_level, silence_deepspeed
-from launch.model.config import ModelConfig, described_model, load_model_config
 from launch.plan.fit import dry_run
 
 __all__ = ["main", "parse"]
@@ -81,6 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     set_log_level(args.log_level)
     silence_deepspeed()
     from launch.train.arguments import PretrainOptions
+    from launch.train.initial import initial_weights, length_note
     from launch.train.plan import assemble
     from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
 
@@ -93,8 +70,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
         ]
     if problems:
         raise CoatConfigError("\n".join(problems))
+    overrides = list(args.model_override)
+    overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
+    folder = os.path.isdir(args.model)
     options = PretrainOptions(
-        model=args.model,
+        model=None if folder else args.model,
+        init_from=args.model if folder else None,
+        model_override=overrides,
         deepspeed_config=args.deepspeed_config,
         json=args.json,
         data=[],
@@ -112,37 +94,18 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
         library, model = read_model(args.model, args.seq_length)
         configuration = read_settings(configuration, model.hidden_size)
     else:
-        model, note = _model(args)
+        model, weights = initial_weights(options)
+        note = length_note(model.seq_length, weights, "--model")
+        if args.vocab_size is not None:
+            model = model.with_vocab(args.vocab_size)
+        if model.vocab_size is None:
+            raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
     settings, coat = load_settings(configuration, tp=args.tensor_parallel)
     if args.accumulation is not None:
         settings[STEPS] = args.accumulation
         if args.micro_batch is not None or settings.get(MICRO) is not None:
             settings.pop(TOTAL, None)  # it follows
     return assemble(options, args.gpus or 1, settings, coat, model, warning=note), library
-
-
-def _model(args: PlannerOptions) -> tuple[ModelConfig, str | None]:
-    """The model of a description or of a folder of weights (config.json is enough), and a note
-    about it.
-    """
-    overrides, path, note = list(args.model_override), Path(args.model), None
-    overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
-    if path.name == "config.json" and "model_type" in read_config("--model", path, "models"):
-        path = path.parent
-    if path.is_dir():
-        from launch.train.initial import length_note
-        from launch.weights import open_weights
-
-        weights = open_weights(path, tensors=False)
-        model = described_model(weights.model.model_dump(exclude_defaults=True), overrides)
-        note = length_note(model.seq_length, weights, "--model")
-    else:
-        model = load_model_config(args.model, overrides)
-    if args.vocab_size is not None:
-        model = model.with_vocab(args.vocab_size)
-    if model.vocab_size is None:
-        raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
-    return model, note
 
 
 def main(argv: Sequence[str] | None = None) -> int:

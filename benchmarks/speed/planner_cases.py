@@ -141,11 +141,11 @@ def largest(case: dict[str, Any]) -> int:
     """The largest micro-batch that the planner says fits on this GPU as it is."""
     import torch
 
-    from launch.plan.fit import GPU, largest_micro_batch, need
+    from launch.plan.fit import GPU, largest_micro_batch, not_torchs
 
     free, total = torch.cuda.mem_get_info()
     run = planned({**case, "micro": 1}, torch.distributed.get_world_size())
-    other = max(total - free - torch.cuda.memory_reserved() + 2**30, need(run).not_torchs)
+    other = max(total - free - torch.cuda.memory_reserved() + 2**30, not_torchs(run))
     return largest_micro_batch(run, GPU("this one", total, other))
 
 

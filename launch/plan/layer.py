@@ -16,9 +16,8 @@ from coat_dist.reference.activation import ACTIVATIONS
 
 from .run import Run
 
-__all__ = ["MLP", "Moment", "moments", "saved", "widths"]
+__all__ = ["Moment", "moments", "saved", "widths"]
 
-MLP = ("mlp.",)
 _FC2 = ("mlp.linear_fc2", "mlp.down")  # Megatron's name, and transformers'
 
 
@@ -81,14 +80,10 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
 
 def moments(run: Run, patched: bool) -> list[Moment]:
     """The moments of one layer's backward that can be a whole step's largest, in its order."""
-    h, q, w, f, wide = widths(run)
-    fc1, fc2, made = 2 * h * wide, 2 * h * f, 2 * f + 4 * f * (wide > f)
-    # Gradients of the output, of q, k and v (bf16); cuDNN sums the gradient of q in fp32.
-    attention = 6 * q + 2 * w - saved(run, patched)[2]
+    h, _, _, f, wide = widths(run)
+    fc1, fc2, gated = 2 * h * wide, 2 * h * f, wide > f
     rows: list[tuple[str, tuple[str, ...], int, float]]
     if patched:
-        if run.flow is not None and run.flow.attention == "fp8":  # read back to bf16
-            attention += 2 * (q + w)
         rows = [
             # Of the output's gradient codes transposed, for fc2; the gradient of the activation
             # (bf16) becomes codes, of fc1's output in both orders, beside the activation's.
@@ -97,16 +92,14 @@ def moments(run: Run, patched: bool) -> list[Moment]:
             ("dgrad of fc1", (), fc2 + h * wide, 2 * wide + 2 * h),
             # Transposed codes, also of y; dx (bf16).
             ("gradient of fc1", (), fc1 + fc2, wide + 3 * h),
-            ("attention backward", MLP, 0, attention),
         ]
     else:  # autograd's own order, an operation at a time
         gathered = 2 * h if run.shared > 1 else 0
         rows = [
             ("gradient of fc2", (), fc2, 2 * f + 2 * h + gathered),
             # Gradients of the product and of its two factors; its own output is released.
-            ("activation backward", _FC2, 0, 4 * f if wide > f else 2 * f),
-            ("gradient of fc1", (), fc1, 2 * h - made + gathered),
-            ("attention backward", MLP, 0, attention),
+            ("activation backward", _FC2, 0, 4 * f if gated else 2 * f),
+            ("gradient of fc1", (), fc1, 2 * h - (6 * f if gated else 2 * f) + gathered),
         ]
     return [Moment(*row[:2], row[2] + round(row[3] * run.tokens)) for row in rows]
 

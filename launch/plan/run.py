@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import ActivationConfig, look_up
@@ -47,12 +46,6 @@ class Run:
                 f"--model: got a model with {experts} experts, accepted: one without (what experts "
                 "keep depends on the tokens that are routed to them)"
             )
-        for key in ("offload_param", *["offload_optimizer"] * (not self.hosted)):
-            if (device := self.get(f"zero_optimization.{key}.device")) not in (None, "none"):
-                raise CoatConfigError(
-                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: absent, or "
-                    "offload_optimizer with CoatAdamW (weights are on the GPU)"
-                )
 
     @classmethod
     def of_plan(cls, p: Any, library: Any = None) -> Run:
@@ -77,19 +70,14 @@ class Run:
             library=library,
         )
 
-    def but(self, **changes: Any) -> Run:
-        """This run with other values."""
-        return replace(self, **changes)
-
     def get(self, key: str) -> Any:
         """A value of the DeepSpeed configuration by its dotted key."""
         return look_up(self.settings, key)
 
-    def zero(self, key: str, default: Any) -> Any:
-        """A key of ``zero_optimization``, also by its name for stage 3."""
-        block = self.settings.get("zero_optimization") or {}
-        given = block.get(key, block.get(f"stage3_{key}"))
-        return default if given is None else given
+    def zero(self, key: str, default: int) -> int:
+        """A number or flag of ``zero_optimization``."""
+        given = self.get(f"zero_optimization.{key}")
+        return default if given is None else int(given)
 
     @property
     def flow(self) -> ActivationConfig | None:
@@ -134,7 +122,7 @@ class Run:
 
     @property
     def stage(self) -> int:
-        return int(self.get("zero_optimization.stage") or 0)
+        return self.zero("stage", 0)
 
     @property
     def overlap(self) -> bool:
@@ -163,14 +151,17 @@ class Run:
         return self.tp if self.sequence_parallel else 1
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A parameter as one rank holds it before ZeRO shards it."""
 
     name: str
     numel: int
     matrix: bool
     layer: int | None = None
+
+    def within(self, prefixes: tuple[str, ...]) -> bool:
+        """Whether its name within the layer begins with one of these."""
+        return self.name.split(".", 3)[3].startswith(prefixes)
 
 
 def parameters(run: Run) -> list[Parameter]:

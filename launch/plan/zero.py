@@ -17,7 +17,9 @@ from .run import Run, parameters
 
 __all__ = ["BUCKET", "States", "states"]
 
-BUCKET = 500_000_000  # elements, unless reduce_bucket_size says otherwise
+# Elements by DeepSpeed's defaults.
+BUCKET, _SUB_GROUP = 500_000_000, 10**9
+_LIVE = 10**9 + 50_000_000  # and prefetched
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,23 @@ def states(run: Run) -> States:
     Matrices and vectors are two groups: vectors neither decay nor have 8-bit moments
     (``coat_dist.param_groups``).
     """
-    found, several = parameters(run), run.dp > 1
+    found = parameters(run)
     groups = [[p for p in found if p.matrix is matrix] for matrix in (True, False)]
-    elements, biggest = sum(p.numel for p in found), max(p.numel for p in found)
+    elements, largest = sum(p.numel for p in found), max(p.numel for p in found)
     # Of parameters that two ranks share, each has the whole gradient while it is in BF16.
     whole, last = Counter[int](), dict[str, int]()
+    gathered = sub_group = 0
     if run.stage == 3:
         shards = [sum(ceil(p.numel / run.dp) for p in group) for group in groups]
-        below = int(run.zero("param_persistence_threshold", 100_000))
-        weights = 2 * sum(shards) + 2 * several * sum(p.numel for p in found if p.numel < below)
-        live = int(run.zero("max_live_parameters", 10**9))
-        live += int(run.zero("prefetch_bucket_size", 50_000_000))
-        gathered, largest = 2 * several * min(elements, live), ceil(biggest / run.dp)
-        size, now, sub_group = int(run.zero("sub_group_size", 10**9)), 0, 0
+        weights, now = 2 * sum(shards), 0
+        if run.dp > 1:
+            persistent = run.zero("stage3_param_persistence_threshold", 100_000)
+            weights += 2 * sum(p.numel for p in found if p.numel < persistent)
+            gathered = 2 * min(elements, _LIVE)
         for p in groups[0]:  # a sub-group is closed by the parameter that makes it large enough
             now += ceil(p.numel / run.dp)
-            sub_group, now = max(sub_group, now), now * (now < size)
+            sub_group, now = max(sub_group, now), now * (now < _SUB_GROUP)
+        largest = ceil(largest / run.dp)
     else:
         shards = [2 * ceil(sum(p.numel for p in group) / (2 * run.dp)) for group in groups]
         for group, size in zip(groups, shards, strict=True):
@@ -69,8 +72,8 @@ def states(run: Run) -> States:
                 for rank in range(begin // size, (end - 1) // size + 1):
                     whole[rank] += p.numel
                 last[p.name] = max(0, end - max(begin, (run.dp - 1) * size))
-        weights, gathered, largest = 2 * run.dp * sum(shards), 0, min(biggest, shards[0])
-        sub_group = sum(shards)
+        weights, sub_group = 2 * run.dp * sum(shards), sum(shards)
+        largest = min(largest, shards[0])
     shard = sum(shards)
     if run.fp32_gradients:
         gradients = 4 * shard * (run.dp if run.fp32_gradients_whole else 1)
@@ -92,7 +95,7 @@ def states(run: Run) -> States:
         gradients=gradients,
         shard=shard,
         largest=largest,
-        bucket=int(run.zero("reduce_bucket_size", BUCKET)),
+        bucket=run.zero("reduce_bucket_size", BUCKET),
         gathered=gathered,
         sub_group=sub_group,
         last=last,

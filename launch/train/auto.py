@@ -13,7 +13,15 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
 from launch.log_level import say
-from launch.plan.fit import GPU, choice_lines, need, size, with_largest_micro_batch
+from launch.plan.fit import (
+    GPU,
+    choice_lines,
+    choice_rows,
+    need,
+    not_torchs,
+    size,
+    with_largest_micro_batch,
+)
 from launch.plan.run import Run
 from launch.train.plan import Plan
 from launch.train.settings import MICRO, STEPS, TOTAL, batch_sizes
@@ -34,10 +42,12 @@ def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
         return _with_micro(p, micro)
     gpu = _usable(p, device)
     found = with_largest_micro_batch(Run.of_plan(p), gpu)
-    chosen, needs = _with_micro(p, found.micro), need(found, gpu).total
+    chosen, needs = _with_micro(p, found.micro), need(found, gpu)
     steps = chosen.batch.accumulation
     if needs > gpu.memory:
-        fitting = "\n".join(["Choices that fit:", *(choice_lines(found, gpu) or ["  none"])])
+        fitting = "\n".join(
+            ["Choices that fit:", *(choice_lines(choice_rows(found, gpu)) or ["  none"])]
+        )
         raise CoatConfigError(
             f'{MICRO}: got "auto", accepted: settings with which a micro-batch fits that divides '
             f"{TOTAL} by the ranks; 1 sample needs {size(needs)} of {size(gpu.memory)}. {fitting}"
@@ -78,7 +88,7 @@ def _usable(p: Plan, device: torch.device) -> GPU:
         free, total = torch.cuda.mem_get_info()
         # In use now, and an allowance for what comes later; never less than was measured elsewhere.
         now = total - free - torch.cuda.memory_reserved() + 2**30
-        memory, other = memory or total, other or max(now, need(Run.of_plan(p)).not_torchs)
+        memory, other = memory or total, other or max(now, not_torchs(Run.of_plan(p)))
     elif not memory:
         raise CoatConfigError(
             f'{MICRO}: got "auto" without a GPU, accepted: an integer >= 1, or --gpu-memory with '

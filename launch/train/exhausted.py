@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
-from launch.plan.fit import choice_lines, table
+from launch.plan.fit import choice_lines, choice_rows, table
 from launch.plan.run import Run
 from launch.train.plan import Plan
 
@@ -50,13 +50,13 @@ def explained(p: Plan, loop: Callable[[], Any]) -> Iterator[None]:
 
 
 def _explanation(p: Plan, loop: Any, problem: BaseException) -> str:
-    """What was going on, what holds how much by the plan and as measured, what other choices would need."""
+    """What was going on, what holds how much by the plan and as measured, what else would fit."""
     doing = "while the engine was built" if loop is None else loop.doing
     lines = [f"out of memory {doing}, with micro-batch {p.batch.micro}: {problem}"]
     try:
         run = Run.of_plan(p)
         lines += ["by the plan:", table(run), "other choices, with this micro-batch:"]
-        lines += choice_lines(run)
+        lines += choice_lines(choice_rows(run))
     except CoatConfigError as reason:
         lines.append(f"there is no plan of what takes how much: {reason}")
     if loop is not None and loop.memory is not None and loop.memory.to_dict():
