@@ -21,13 +21,16 @@ from types import NoneType
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 __all__ = [
+    "ConfiguredOptions",
     "DefaultsHelp",
     "LocalPath",
+    "MemorySize",
     "Parser",
     "RunOptions",
     "add_options",
     "check_recompute",
     "local_path",
+    "memory_size",
     "micro_batch",
     "number",
     "option",
@@ -181,7 +184,16 @@ def micro_batch(text: str) -> int | str:
     )
 
 
+def memory_size(text: str) -> int:
+    """Bytes of "80GiB", "80GB", "80g" (10^9) or "85899345920", as a type of an option."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted: a size such as 80GiB or 141GB")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
+
+
 LocalPath = Annotated[str, local_path]
+MemorySize = Annotated[int, memory_size]
 _TYPES = {int: whole_number, float: number, str: str}
 _LEAST = {int: "an integer", float: "a number"}
 
@@ -342,12 +354,26 @@ class RunOptions:
     """number of GPUs, all of one kind"""
     gpu: str | None = _memory(None, metavar="NAME")
     """kind of GPU, such as h100 or h200 (default: the one here, else h100)"""
-    gpu_memory: str | None = _memory(None, metavar="SIZE")
+    gpu_memory: MemorySize | None = _memory(None, metavar="SIZE")
     """memory of a GPU, such as 80GiB (default: that of --gpu)"""
-    other_memory: str | None = _memory(None, metavar="SIZE")
+    other_memory: MemorySize | None = _memory(None, metavar="SIZE")
     """of it, what is not torch's: CUDA, NCCL, other programs (default: 2.2GiB, or 3.2GiB with
     several GPUs, and what other programs use of the GPU here)
     """
+
+
+@dataclass(kw_only=True)
+class ConfiguredOptions(RunOptions):
+    """Options of programs that plan or measure."""
+
+    model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")
+    """replace values of the description"""
+    vocab_size: int | None = _model(None, metavar="N", least=1)
+    """where the model names none"""
+    accumulation: int | None = option(None, metavar="N", least=1)
+    """forward passes of a step, in place of the configuration's"""
+    log_level: Literal["debug", "info", "warning", "error"] = option("info")
+    """how much the program and libraries print"""
 
 
 def check_recompute(args: Any) -> list[str]:

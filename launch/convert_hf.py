@@ -39,7 +39,6 @@ from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelli
 from launch.hf.output import Output
 from launch.log_level import say, set_log_level, shows
 from launch.model.config import load_model_config
-from launch.plan.gpus import memory_bytes
 from launch.prep import DataError
 from launch.train.initial import training_data
 from launch.weights import Weights, open_weights
@@ -59,10 +58,7 @@ def convert(args: ConvertOptions) -> Path:
         CoatConfigError, CheckpointError: an input, or an output folder, that cannot be used;
             nothing is changed then.
     """
-    dtype, shard_bytes = (
-        DTYPES.get(str(args.dtype)),
-        memory_bytes(args.max_shard_size, "--max-shard-size"),
-    )
+    dtype = DTYPES.get(str(args.dtype))
     described = None if args.model is None else load_model_config(args.model)
     weights = open_weights(args.source, dtype, model=described)
     if args.format == MEGATRON or (args.format is None and isinstance(weights, HuggingFaceWeights)):
@@ -80,7 +76,7 @@ def convert(args: ConvertOptions) -> Path:
         with tqdm(
             total=conversion.bytes, unit="B", unit_scale=True, disable=hidden, dynamic_ncols=True
         ) as bar:
-            conversion.write(weights, folder, shard_bytes, bar.update)
+            conversion.write(weights, folder, args.max_shard_size, bar.update)
         if args.verify:
             _compare(conversion, weights, folder)
             say(

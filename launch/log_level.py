@@ -8,6 +8,7 @@ import os
 import sys
 
 __all__ = ["LEVELS", "add_log_level", "quiet_libraries", "say", "set_log_level", "shows"]
+__all__ += ["silence_deepspeed"]
 
 LEVELS = ("debug", "info", "warning", "error")
 _LIBRARIES = ("DeepSpeed", "megatron", "torch.distributed", "transformers", "matplotlib")
@@ -58,3 +59,11 @@ def say(text: str, level: str = "info") -> None:
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if shows(level) and rank == "0":
         print(text, file=sys.stdout if level in ("debug", "info") else sys.stderr, flush=True)
+
+
+def silence_deepspeed() -> None:
+    """Suppress DeepSpeed's message that it found no GPU; call it before DeepSpeed is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")

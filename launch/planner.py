@@ -1,4 +1,4 @@
-"""What a training run needs of a GPU's memory, and how long a step takes, before it is started.
+"""What a training run needs of a GPU's memory, before it is started.
 
     python -m launch.planner --model llama2-7b --deepspeed_config zero2 --gpus 8 --gpu h100
 
@@ -7,34 +7,109 @@ Exit status: 0 an answer was given, whatever it says; 2 settings that cannot be 
 
 from __future__ import annotations
 
+import os
 import sys
 
 from launch.command_line import options_parser
-from launch.plan.options import PlannerOptions
+from launch.plan.planner_options import PlannerOptions
 
 if __name__ == "__main__":
     # A misspelt option is refused before torch is imported.
     options_parser(PlannerOptions, "planner.py").parse_args()
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.plan.arguments import parse
-from launch.plan.report import show
+from launch.command_line import RunOptions, one_stage_only, out_of_range
+from launch.log_level import set_log_level, silence_deepspeed
+from launch.plan.fit import dry_run
 
-__all__ = ["main"]
+__all__ = ["main", "parse"]
+
+_MEGATRONS = (
+    "tensor_parallel",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "model_override",
+)
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
+    """The ``launch.train`` plan that the command line describes, that of ``pretrain.py`` with the
+    same options; and the model on paper, of ``--library transformers``.
+
+    Raises:
+        CoatConfigError: settings that cannot be used or planned.
+        CheckpointError: --model is a folder without weights.
+    """
+    args = PlannerOptions(**vars(options_parser(PlannerOptions, "planner.py").parse_args(argv)))
+    set_log_level(args.log_level)
+    silence_deepspeed()
+    from launch.train.arguments import PretrainOptions
+    from launch.train.initial import initial_weights, length_note
+    from launch.train.plan import assemble
+    from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
+
+    problems = [*out_of_range(args), *one_stage_only(args, "the planner knows runs of one stage")]
+    if args.library == "transformers":
+        problems += [
+            f"--{name.replace('_', '-')}: got {given}, accepted: only with --library megatron"
+            for name in _MEGATRONS
+            if (given := getattr(args, name)) not in (None, 1, [], "full")
+        ]
+    if problems:
+        raise CoatConfigError("\n".join(problems))
+    overrides = list(args.model_override)
+    overrides += [f"seq_length={args.seq_length}"] if args.seq_length else []
+    folder = os.path.isdir(args.model)
+    options = PretrainOptions(
+        model=None if folder else args.model,
+        init_from=args.model if folder else None,
+        model_override=overrides,
+        deepspeed_config=args.deepspeed_config,
+        json=args.json,
+        data=[],
+        train_steps=1,
+        lr=1e-4,
+        dry_run=True,
+        **{one.name: getattr(args, one.name) for one in fields(RunOptions)},
+    )
+    options.check()
+    configuration: Any = args.deepspeed_config
+    library = note = None
+    if args.library == "transformers":
+        from launch.plan.library import read_model, read_settings
+
+        library, model = read_model(args.model, args.seq_length)
+        configuration = read_settings(configuration, model.hidden_size)
+    else:
+        model, weights = initial_weights(options)
+        note = length_note(model.seq_length, weights, "--model")
+        if args.vocab_size is not None:
+            model = model.with_vocab(args.vocab_size)
+        if model.vocab_size is None:
+            raise CoatConfigError("model.vocab_size: got null, accepted: a number, or --vocab-size")
+    settings, coat = load_settings(configuration, tp=args.tensor_parallel)
+    if args.accumulation is not None:
+        settings[STEPS] = args.accumulation
+        if args.micro_batch is not None or settings.get(MICRO) is not None:
+            settings.pop(TOTAL, None)  # it follows
+    return assemble(options, args.gpus or 1, settings, coat, model, warning=note), library
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit status."""
     try:
-        run, gpu, args = parse(argv)
-        show(run, gpu, args.json)
+        plan, library = parse(argv)
+        return dry_run(plan, library=library)
     except (CoatConfigError, CheckpointError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

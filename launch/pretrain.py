@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.log_level import say, set_log_level, shows
-from launch.plan.allocator import expandable_segments
+from launch.log_level import say, set_log_level, shows, silence_deepspeed
 from launch.train import arguments
+from launch.train.allocator import expandable_segments
 
 if __name__ == "__main__":
     arguments.parser().parse_args()  # a misspelt option is refused before torch is imported
@@ -40,7 +40,7 @@ from coat_dist.deepspeed.without_launcher import take_ranks
 from coat_dist.ranks import attempt, check_same_on_all_ranks, gather, of_another_rank, say_ranks
 from launch import failing
 from launch.model import gpt
-from launch.plan.arguments import dry_run, silence_deepspeed
+from launch.plan.fit import dry_run
 from launch.prep import DataError
 from launch.train import auto, build, checkpoint, exhausted, layout, runtime
 from launch.train.data_source import Progress, TokenData

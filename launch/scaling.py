@@ -1,7 +1,7 @@
-"""Measure training and collectives on 1, 2, 4, ... ranks, predict larger clusters.
+"""Measure training and collectives on 1, 2, 4, ... ranks.
 
-    torchrun --nproc-per-node 8 launch/scaling.py --model llama2-7b --deepspeed_config zero2 \\
-        --output runs/scaling
+    torchrun --nproc-per-node 8 launch/scaling.py --model llama2-7b --output runs/scaling \\
+        --deepspeed_config zero2 zero2-bf16
 
 Exit status: 0 done; 1 a measurement failed, the others are written; 2 settings that cannot be used;
 130 interrupted.
@@ -12,10 +12,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.scale import arguments
+from launch.scale import scaling_options
 
 if __name__ == "__main__":
-    arguments.parser().parse_args()  # a misspelt option is refused before torch is imported
+    scaling_options.parser().parse_args()  # a misspelt option is refused before torch is imported
 
 import json
 import os
@@ -26,17 +26,15 @@ from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import make_folder, write_text
 from coat_dist.deepspeed.without_launcher import take_ranks
 from launch import failing
-from launch.log_level import say, set_log_level
-from launch.plan.arguments import silence_deepspeed
+from launch.log_level import say, set_log_level, silence_deepspeed
 from launch.scale import measuring
 from launch.scale.crew import Crew, sub_groups
-from launch.scale.predict import predictions
-from launch.scale.tables import markdown, summary
+from launch.scale.tables import markdown
 
 __all__ = ["main"]
 
 
-def _measure(args: arguments.ScalingOptions) -> int:
+def _measure(args: scaling_options.ScalingOptions) -> int:
     """Measure, then print the tables; the exit status. All ranks come here."""
     import torch
 
@@ -57,20 +55,17 @@ def _measure(args: arguments.ScalingOptions) -> int:
         make_folder(folder)
     there = measuring.measure(crew, identity, jobs, folder)
     if crew.node == 0:
-        _publish(args, there, folder)
+        _publish(there, folder)
     return 1 if any("failed" in one for one in there["records"]) else 0
 
 
-def _publish(args: arguments.ScalingOptions, there: Mapping[str, Any], folder: Path | None) -> None:
+def _publish(there: Mapping[str, Any], folder: Path | None) -> None:
     """Print the tables; with a folder write them there, too."""
-    found = summary(there, predictions(there, args.predict, args.gpus_per_node))
-    text = markdown(found)
+    text = markdown(there)
     say(text)
     if folder is not None:
         make_folder(folder)
-        write_text(folder / "scaling.json", json.dumps(found, indent=1))
         write_text(folder / "scaling.md", text)
-        say(f"wrote scaling.md and scaling.json in {folder}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         take_ranks()
         rank = int(os.environ.get("RANK", 0))
-        args = arguments.parse(argv)
+        args = scaling_options.parse(argv)
         set_log_level(args.log_level)
         silence_deepspeed()
         if args.measured is None:
             return _measure(args)
         there = json.loads(Path(args.measured, measuring.FILE).read_text(encoding="utf-8"))
         if rank == 0:
-            _publish(args, there, None if args.output is None else Path(args.output))
+            _publish(there, None if args.output is None else Path(args.output))
         return 0
     except (OSError, ValueError) as problem:  # a CoatConfigError is a ValueError
         failing.end(str(problem), rank)

@@ -141,22 +141,17 @@ def largest(case: dict[str, Any]) -> int:
     """The largest micro-batch that the planner says fits on this GPU as it is."""
     import torch
 
-    from launch.plan.gpus import GPUS
-    from launch.plan.search import largest_micro_batch, need
+    from launch.plan.fit import GPU, largest_micro_batch, not_torchs
 
     free, total = torch.cuda.mem_get_info()
     run = planned({**case, "micro": 1}, torch.distributed.get_world_size())
-    other = max(total - free - torch.cuda.memory_reserved() + 2**30, need(run).not_torchs)
-    return largest_micro_batch(run, GPUS["h100"].but(memory=total, other=other))
+    other = max(total - free - torch.cuda.memory_reserved() + 2**30, not_torchs(run))
+    return largest_micro_batch(run, GPU("this one", total, other))
 
 
-def predict(case: dict[str, Any], ranks: int, gpu: str) -> dict[str, float]:
-    """The planner's bytes and seconds of a case."""
-    from launch.plan.gpus import find_gpu
-    from launch.plan.search import need
-    from launch.plan.speed import step_time
+def predict(case: dict[str, Any], ranks: int) -> dict[str, int]:
+    """The planner's bytes of a case."""
+    from launch.plan.peak import peak_of
 
-    run = planned(case, ranks)
-    peak = need(run).peak
-    seconds = step_time(run, find_gpu(gpu)).seconds
-    return {"allocated": peak.allocated, "reserved": peak.reserved, "seconds": seconds}
+    peak = peak_of(planned(case, ranks))
+    return {"allocated": peak.allocated, "reserved": peak.reserved}

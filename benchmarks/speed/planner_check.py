@@ -1,5 +1,4 @@
-"""What training really needs of a GPU: peaks, what is held when, and step times, beside the
-planner's numbers.
+"""What training really needs of a GPU: peaks, and what is held when, beside the planner's numbers.
 
     python -m benchmarks.speed.planner_check [--only NAME ...] [--ranks 2] [--seconds 450] \\
         [--output DIR]
@@ -227,13 +226,12 @@ def compare(results: dict[str, dict[str, Any]], ranks: int) -> list[str]:
         if "reserved" not in one["bytes"]:
             lines.append(f"{name:<36} (no GPU) step {1e3 * step:.0f} ms")
             continue
-        sizes, predicted = one["bytes"], predict(one["case"], ranks, one["case"]["gpu"])
+        sizes, predicted = one["bytes"], predict(one["case"], ranks)
         lines.append(
             f"{name:<36}{sizes['allocated'] / GIB:>10.2f}{sizes['reserved'] / GIB:>10.2f}"
             f"{sizes['other'] / GIB:>7.2f}{1e3 * step:>9.1f}   "
             f"allocated {predicted['allocated'] / sizes['allocated']:.3f}, "
-            f"reserved {predicted['reserved'] / sizes['reserved']:.3f}, time "
-            f"{predicted['seconds'] / step:.2f}"
+            f"reserved {predicted['reserved'] / sizes['reserved']:.3f}"
         )
     return lines
 

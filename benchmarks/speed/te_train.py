@@ -26,7 +26,7 @@ from unittest import mock
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # started by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from launch.plan.allocator import expandable_segments  # noqa: E402
+from launch.train.allocator import expandable_segments  # noqa: E402
 
 if __name__ == "__main__":
     expandable_segments()  # as pretrain.py does

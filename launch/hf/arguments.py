@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.command_line import LocalPath, Parser, add_options, option
+from launch.command_line import LocalPath, MemorySize, Parser, add_options, option
 
 from .families import FAMILIES
 
@@ -29,7 +29,7 @@ class ConvertOptions:
     """of the tensors (default: as they are stored; of a training checkpoint bfloat16, what the run
     multiplied with; float32 gives its master weights)
     """
-    max_shard_size: str = option("5GB", metavar="SIZE")
+    max_shard_size: MemorySize = option(5 * 10**9, metavar="SIZE")
     """most bytes of tensors in a file, such as 5GB or 500MiB (default: 5GB)"""
     like: LocalPath | None = option(None, metavar="DIR|PREFIX")
     """folder whose tokenizer files and config.json a Hugging Face folder gets, or prepared data

@@ -1,1 +1,1 @@
-"""What a run needs of a GPU's memory and how long its steps take, before it is started."""
+"""The memory planner: what a training step takes of a GPU, and which settings fit."""

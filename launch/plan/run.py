@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import ActivationConfig, look_up
-from launch.model.gpt import ModelConfig
+from launch.model.config import ModelConfig
 from launch.model.sizes import parameter_shapes
 
 __all__ = ["Parameter", "Run", "parameters"]
@@ -40,36 +39,24 @@ class Run:
     # Arguments of Megatron's ``TransformerConfig``.
     recompute: Mapping[str, Any] = field(default_factory=dict)
     library: Any = None  # ``coat_dist.hf.saved.OnPaper`` of a model that transformers builds
-    notes: tuple[str, ...] = ()  # warnings of the run's own plan
 
     def __post_init__(self) -> None:
         if (experts := self.model.num_moe_experts) is not None:
-            accepted = (
-                "one without (what experts keep depends on the tokens that are routed to them)"
-            )
             raise CoatConfigError(
-                f"--model: got a model with {experts} experts, accepted: {accepted}"
+                f"--model: got a model with {experts} experts, accepted: one without (what experts "
+                "keep depends on the tokens that are routed to them)"
             )
-        for key in ("offload_param", *(() if self.hosted else ("offload_optimizer",))):
-            if (device := look_up(self.settings, f"zero_optimization.{key}.device")) not in (
-                None,
-                "none",
-            ):
-                accepted = "absent, or offload_optimizer with CoatAdamW (weights are on the GPU)"
-                raise CoatConfigError(
-                    f"zero_optimization.{key}: got {json.dumps(device)}, accepted: {accepted}"
-                )
 
     @classmethod
-    def of_plan(cls, p: Any) -> Run:
+    def of_plan(cls, p: Any, library: Any = None) -> Run:
         """What the planner needs of a ``launch.train`` plan; CoatConfigError names a key that it
         cannot plan.
         """
         if (stages := p.args.pipeline_parallel) > 1:
-            accepted = (
-                "1 with --dry-run and --micro-batch auto (the planner knows runs of one stage)"
+            raise CoatConfigError(
+                f"--pipeline-parallel: got {stages}, accepted: 1 with --dry-run and --micro-batch "
+                "auto (the planner knows runs of one stage)"
             )
-            raise CoatConfigError(f"--pipeline-parallel: got {stages}, accepted: {accepted}")
         return cls(
             model=p.model,
             settings=p.settings,
@@ -80,19 +67,24 @@ class Run:
             micro=p.batch.micro,
             accumulation=p.batch.accumulation,
             recompute=p.recompute,
-            notes=tuple(line.partition(": ")[2] for line in (p.warning or "").splitlines()),
+            library=library,
         )
 
-    def but(self, **changes: Any) -> Run:
-        """This run with other values."""
-        return replace(self, **changes)
+    def get(self, key: str) -> Any:
+        """A value of the DeepSpeed configuration by its dotted key."""
+        return look_up(self.settings, key)
+
+    def zero(self, key: str, default: int) -> int:
+        """A number or flag of ``zero_optimization``."""
+        given = self.get(f"zero_optimization.{key}")
+        return default if given is None else int(given)
 
     @property
     def flow(self) -> ActivationConfig | None:
         """Settings of the FP8 flow; None where layers are BF16."""
-        return (
-            self.coat.activation if self.coat is not None and self.coat.activation.enabled else None
-        )
+        if self.coat is None or not self.coat.activation.enabled:
+            return None
+        return self.coat.activation
 
     @property
     def bf16_layers(self) -> set[int]:
@@ -100,58 +92,37 @@ class Run:
         n = self.model.num_layers
         return set(range(n)) if self.flow is None else {i % n for i in self.flow.bf16_layers}
 
-    @property
-    def chunked(self) -> bool:
-        """Whether the loss is computed in chunks of logits."""
-        if self.flow is None or self.library is None:
-            return self.flow is not None and self.flow.loss != "plain"
-        return self.saved_by_library(self.flow).chunked
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether a loss in chunks keeps its logits for backward."""
-        return self.flow is not None and self.flow.loss == "kept"
-
-    def saved_by_library(self, flow: ActivationConfig | None) -> Any:
+    def by_library(self, flow: ActivationConfig | None) -> Any:
         """What transformers saves of one sequence, with the flow or without:
         ``coat_dist.hf.saved.Saved``.
         """
         return self.library.saved(flow, self.model.seq_length)
 
     @property
+    def chunked(self) -> bool:
+        """Whether the loss is computed in chunks of logits."""
+        if self.flow is None or self.library is None:
+            return self.flow is not None and self.flow.loss != "plain"
+        return self.by_library(self.flow).chunked
+
+    @property
     def fp8_moments(self) -> bool:
-        return look_up(self.settings, "optimizer.type") == "CoatAdamW"
+        return self.get("optimizer.type") == "CoatAdamW"
 
     @property
     def remainder(self) -> bool:
         """Whether master weights are bfloat16 weights and remainders."""
-        given = look_up(self.settings, "optimizer.params.master_weights")
+        given = self.get("optimizer.params.master_weights")
         return "bf16_remainder" in (given, self.coat and self.coat.optimizer.master_weights)
 
     @property
     def hosted(self) -> bool:
         """Whether moments and remainders of matrices are in host memory."""
-        return (
-            self.fp8_moments
-            and look_up(self.settings, "zero_optimization.offload_optimizer.device") == "cpu"
-        )
-
-    @property
-    def group_size(self) -> int:
-        """Elements of a group of moments."""
-        if (given := look_up(self.settings, "optimizer.params.group_size")) is not None:
-            return int(given)
-        return self.coat.optimizer.group_size if self.coat is not None else 128
+        return self.fp8_moments and self.get("zero_optimization.offload_optimizer.device") == "cpu"
 
     @property
     def stage(self) -> int:
-        return int(look_up(self.settings, "zero_optimization.stage") or 0)
-
-    def zero(self, key: str, default: Any) -> Any:
-        """A key of ``zero_optimization``, also by its name for stage 3."""
-        block = self.settings.get("zero_optimization") or {}
-        given = block.get(key, block.get(f"stage3_{key}"))
-        return default if given is None else given
+        return self.zero("stage", 0)
 
     @property
     def overlap(self) -> bool:
@@ -160,7 +131,7 @@ class Run:
 
     @property
     def fp32_gradients(self) -> bool:
-        return look_up(self.settings, "data_types.grad_accum_dtype") in ("fp32", "float32", "float")
+        return self.get("data_types.grad_accum_dtype") in ("fp32", "float32", "float")
 
     @property
     def fp32_gradients_whole(self) -> bool:
@@ -180,14 +151,17 @@ class Run:
         return self.tp if self.sequence_parallel else 1
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A parameter as one rank holds it before ZeRO shards it."""
 
     name: str
     numel: int
     matrix: bool
     layer: int | None = None
+
+    def within(self, prefixes: tuple[str, ...]) -> bool:
+        """Whether its name within the layer begins with one of these."""
+        return self.name.split(".", 3)[3].startswith(prefixes)
 
 
 def parameters(run: Run) -> list[Parameter]:
@@ -197,7 +171,6 @@ def parameters(run: Run) -> list[Parameter]:
     for name, shape in shapes.items():
         divided = _DIVIDED.search(name) or (run.model.qk_norm == "full" and _QK_NORM.search(name))
         layer = int(name.split(".")[2]) if ".layers." in name else None
-        found.append(
-            Parameter(name, prod(shape) // (run.tp if divided else 1), len(shape) > 1, layer)
-        )
+        numel = prod(shape) // (run.tp if divided else 1)
+        found.append(Parameter(name, numel, len(shape) > 1, layer))
     return found

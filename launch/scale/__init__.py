@@ -1,1 +1,1 @@
-"""Parts of ``scaling.py``: measuring over sub-groups of ranks, fits, predictions, tables."""
+"""Parts of ``scaling.py``: measuring over sub-groups of ranks, and tables."""

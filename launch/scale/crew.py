@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from coat_dist import CoatConfigError
 from coat_dist.nodes import free_port
-from launch.plan.allocator import expandable_segments
+from launch.train.allocator import expandable_segments
 
 __all__ = ["Crew", "sub_groups"]
 

@@ -16,12 +16,10 @@ from coat_dist.checkpoint.write.durable import write_text
 from launch.command_line import RunOptions
 from launch.log_level import say
 from launch.model.gpt import load_model_config
-from launch.plan.run import Run
-from launch.plan.search import with_block, without_block
 from launch.train.settings import MICRO, STEPS, load_settings
 
-from .arguments import VARIANTS, ScalingOptions
 from .crew import Crew
+from .scaling_options import ScalingOptions
 from .training import plan_of
 
 __all__ = ["FILE", "identity_of", "jobs", "measure"]
@@ -46,26 +44,26 @@ def identity_of(args: ScalingOptions, crew: Crew) -> dict[str, Any]:
     }
     if args.only == "collectives":
         return found
-    settings, coat = load_settings(args.deepspeed_config, tp=args.tensor_parallel)
     model = load_model_config(str(args.model), args.model_override)
     if args.vocab_size is not None or model.vocab_size is None:
         model = model.with_vocab(args.vocab_size or _VOCABULARY)
-    micro = args.micro_batch or settings.get(MICRO)
+    variants = {
+        Path(given).stem: load_settings(given, tp=args.tensor_parallel)[0]
+        for given in args.deepspeed_config
+    }
+    first, *_ = variants.values()
+    micro = args.micro_batch or first.get(MICRO)
     if not isinstance(micro, int):
         raise CoatConfigError(
             f"{MICRO}: got {micro!r}, accepted: an integer >= 1, or --micro-batch"
         )
-    run = Run(model=model, settings=settings, coat=coat, tp=args.tensor_parallel)
-    variants = {"coat": with_block(run), "bf16": without_block(run)}
     return found | {
         "model_name": args.model,
         "model": model.model_dump(exclude_defaults=True, mode="json"),
-        "settings": {
-            name: dict(variants[name].settings) for name in VARIANTS if name in args.variants
-        },
+        "settings": variants,
         "options": {one.name: getattr(args, one.name) for one in fields(RunOptions)},
         "micro_batch": micro,
-        "accumulation": args.accumulation or settings.get(STEPS) or 1,
+        "accumulation": args.accumulation or first.get(STEPS) or 1,
     }
 
 
@@ -93,7 +91,7 @@ def jobs(
     for size, (nodes, a_node) in zip(sizes, shapes, strict=True):
         for variant in identity["settings"]:
             weak = identity["accumulation"]
-            passes = {weak, 2 * weak}  # twice that tells computing from the update
+            passes = {weak}
             if strong and weak * most % size == 0:
                 passes.add(weak * most // size)
             job = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from .bench import share
 
-__all__ = ["markdown", "spread_of", "summary"]
+__all__ = ["collectives", "markdown", "spread_of", "steps"]
 
 
 def _table(head: str, rows: Iterable[str]) -> list[str]:
@@ -21,12 +21,6 @@ def _table(head: str, rows: Iterable[str]) -> list[str]:
     ]
 
 
-def _between(low_middle_high: Sequence[float], scale: float = 1.0, digits: int = 0) -> str:
-    """A prediction for a reader: the middle, then low to high."""
-    low, middle, high = (f"{scale * one:,.{digits}f}" for one in low_middle_high)
-    return f"{middle} ({low}–{high})"
-
-
 def spread_of(seconds: Sequence[float]) -> float:
     """Relative standard deviation, from the middle half of the steps: a disturbed step does not
     count.
@@ -37,138 +31,105 @@ def spread_of(seconds: Sequence[float]) -> float:
     return (high - low) / 1.349 / statistics.median(seconds)
 
 
-def summary(there: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values of all tables from ``measured.json`` and predictions: seconds, bytes a
-    second.
+def steps(there: Mapping[str, Any], mode: str) -> list[dict[str, Any]]:
+    """Rows of "weak" or "strong" scaling, each with its efficiency against the fewest ranks.
+
+    Weak scaling keeps a rank's micro-batches, strong scaling those of all ranks together.
     """
-    records = there["records"]
-    return {
-        "identity": there["identity"],
-        "steps": _steps([one for one in records if "steps" in one], there["identity"]),
-        "collectives": [row for one in records if "samples" in one for row in _collectives(one)],
-        "predictions": predicted["rows"],
-        "links": predicted["links"],
-        "failed": [
-            one["key"] | {"ranks": one["ranks"], "why": one["failed"]}
-            for one in records
-            if "failed" in one
-        ],
-    }
+    identity, rows = there["identity"], []
+    for one in there["records"]:
+        for measured in one.get("steps", ()):
+            ranks, key, accumulation = one["ranks"], one["key"], measured["accumulation"]
+            kept = accumulation == identity["accumulation"]
+            if mode == "strong":
+                whole = identity["accumulation"] * key["most"]
+                kept = key["strong"] and accumulation * ranks == whole
+            if not kept:
+                continue
+            seconds = statistics.median(measured["seconds"])
+            samples = identity["micro_batch"] * accumulation * ranks / identity["tensor_parallel"]
+            row = {
+                "variant": key["variant"],
+                "ranks": ranks,
+                "accumulation": accumulation,
+                "seconds": seconds,
+                "spread": spread_of(measured["seconds"]),
+                "tokens_per_second": samples * identity["model"]["seq_length"] / seconds,
+                "peak_memory_bytes": one["peak_memory_bytes"],
+            }
+            rows.append(row | {"per_gpu": row["tokens_per_second"] / ranks})
+    order = list(identity["settings"])
+    rows.sort(key=lambda row: (order.index(row["variant"]), row["ranks"]))
+    fewest = {row["variant"]: row["per_gpu"] for row in reversed(rows)}
+    return [row | {"efficiency": row["per_gpu"] / fewest[row["variant"]]} for row in rows]
 
 
-def _steps(
-    training: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Rows of weak and strong scaling, each with its efficiency against the fewest ranks."""
-    rows = [
-        row
-        for one in training
-        for measured in one["steps"]
-        for row in _of_modes(one, measured, identity)
-    ]
-    rows.sort(key=lambda row: (row["mode"] != "weak", row["variant"] != "coat", row["ranks"]))
-    for row in rows:
-        first = next(r for r in rows if (r["variant"], r["mode"]) == (row["variant"], row["mode"]))
-        row["efficiency"] = row["tokens_per_second_per_gpu"] / first["tokens_per_second_per_gpu"]
-    return rows
+def collectives(there: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each group of ranks and kind: the smallest and the largest message."""
+    for record in there["records"]:
+        a_node, nodes = record["a_node"], -(-record["ranks"] // record["a_node"])
+        where = "in a node" if nodes == 1 else f"{nodes} nodes"
+        samples = record.get("samples", ())
+        for kind in dict.fromkeys(one["kind"] for one in samples):
+            own = [one for one in samples if one["kind"] == kind]
+            first, last = (end(own, key=lambda one: one["size"]) for end in (min, max))
+            yield {
+                "kind": kind,
+                "ranks": last["ranks"],
+                "where": "between nodes" if nodes > 1 and a_node == 1 else where,
+                "smallest_bytes": first["size"],
+                "smallest_seconds": first["seconds"],
+                "largest_bytes": last["size"],
+                "bandwidth": last["size"] * share(kind, last["ranks"]) / last["seconds"],
+            }
 
 
-def _of_modes(
-    record: Mapping[str, Any], measured: Mapping[str, Any], identity: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """A measurement as a row of weak scaling, of strong scaling or of both."""
-    ranks, key, accumulation = record["ranks"], record["key"], measured["accumulation"]
-    samples = identity["micro_batch"] * accumulation * (ranks // identity["tensor_parallel"])
-    seconds = statistics.median(measured["seconds"])
-    speed = samples * identity["model"]["seq_length"] / seconds
-    weak = accumulation == identity["accumulation"]
-    strong = key["strong"] and accumulation * ranks == identity["accumulation"] * key["most"]
-    for mode in ["weak"] * weak + ["strong"] * strong:
-        yield {
-            "variant": key["variant"],
-            "mode": mode,
-            "ranks": ranks,
-            "accumulation": accumulation,
-            "seconds": seconds,
-            "spread": spread_of(measured["seconds"]),
-            "tokens_per_second": speed,
-            "tokens_per_second_per_gpu": speed / ranks,
-            "peak_memory_bytes": record["peak_memory_bytes"],
-        }
-
-
-def _collectives(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each kind: the smallest and the largest message."""
-    a_node, nodes = record["a_node"], -(-record["ranks"] // record["a_node"])
-    for kind in dict.fromkeys(one["kind"] for one in record["samples"]):
-        own = sorted(
-            (one for one in record["samples"] if one["kind"] == kind), key=lambda one: one["size"]
-        )
-        first, last = own[0], own[-1]
-        yield {
-            "kind": kind,
-            "ranks": last["ranks"],
-            "where": "in a node"
-            if nodes == 1
-            else "between nodes"
-            if a_node == 1
-            else f"{nodes} nodes",
-            "smallest_bytes": first["size"],
-            "smallest_seconds": first["seconds"],
-            "largest_bytes": last["size"],
-            "bandwidth": last["size"] * share(kind, last["ranks"]) / last["seconds"],
-        }
-
-
-def markdown(found: Mapping[str, Any]) -> str:
-    """All tables, as one page."""
-    identity = found["identity"]
+def markdown(there: Mapping[str, Any]) -> str:
+    """All tables of ``measured.json``, as one page."""
+    identity = there["identity"]
     nodes = f"{identity['nodes']} node{'s' if identity['nodes'] > 1 else ''}"
-    versions = f"torch {identity['versions']['torch']}"
     lines = [
         "# Scaling",
         "",
-        f"Measured on {identity['world']} x {identity['device']} on {nodes}; {versions}.",
+        f"Measured on {identity['world']} x {identity['device']} on {nodes}; "
+        f"torch {identity['versions']['torch']}.",
     ]
-    if found["steps"]:
+    if "model" in identity:
         model = identity["model"]
         lines += [
             "",
             f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of "
-            f"{model['seq_length']} tokens, "
-            f"vocabulary {model['vocab_size']}, tensor-parallel {identity['tensor_parallel']}. "
-            "Times are medians of "
-            "steps; efficiency is against the fewest ranks.",
+            f"{model['seq_length']} tokens, vocabulary {model['vocab_size']}, tensor-parallel "
+            f"{identity['tensor_parallel']}. Times are medians of steps; efficiency is against the "
+            "fewest ranks.",
         ]
     for mode in ("weak", "strong"):
-        if rows := [_step_cells(row) for row in found["steps"] if row["mode"] == mode]:
+        if rows := steps(there, mode):
             head = (
                 "variant | ranks | micro-batches | step, ms | tokens/s | tokens/s/GPU | "
                 "efficiency | peak, GiB"
             )
-            lines += ["", f"## {mode.capitalize()} scaling", *_table(head, rows)]
-    if found["collectives"]:
-        ends = (_bytes(found["collectives"][0][f"{end}_bytes"]) for end in ("smallest", "largest"))
+            lines += [
+                "",
+                f"## {mode.capitalize()} scaling",
+                *_table(head, map(_step_cells, rows)),
+            ]
+    if found := list(collectives(there)):
+        ends = (_bytes(found[0][f"{end}_bytes"]) for end in ("smallest", "largest"))
         lines += [
             "",
             "## Collectives",
             "",
             "Messages of {} for latency and {} for bandwidth.".format(*ends),
+            *_table(
+                "collective | ranks | link | latency, µs | bandwidth, GB/s",
+                map(_collective_cells, found),
+            ),
         ]
-        head = "collective | ranks | link | latency, µs | bandwidth, GB/s"
-        lines += _table(head, map(_collective_cells, found["collectives"]))
-    if found["predictions"]:
-        lines += ["", "## Predicted: weak scaling", "", f"Links: {found['links']}."]
-        head = (
-            "variant | from ranks | to ranks | step, ms | tokens/s/GPU | efficiency, % | "
-            "measured, ms"
-        )
-        lines += _table(head, map(_prediction_cells, found["predictions"]))
-    for one in found["failed"]:
-        lines += [
-            "",
-            f"Failed: {one['what']} {one.get('variant', '')} on {one['ranks']} ranks: {one['why']}",
-        ]
+    for one in there["records"]:
+        if "failed" in one:
+            what = f"{one['key']['what']} {one['key'].get('variant', '')}"
+            lines += ["", f"Failed: {what} on {one['ranks']} ranks: {one['failed']}"]
     return "\n".join(lines) + "\n"
 
 
@@ -176,27 +137,15 @@ def _step_cells(row: Mapping[str, Any]) -> str:
     peak = "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.1f}"
     return (
         f"{row['variant']} | {row['ranks']} | {row['accumulation']} | {1e3 * row['seconds']:,.1f} "
-        "± "
-        f"{100 * row['spread']:.1f} % | {row['tokens_per_second']:,.0f} | "
-        f"{row['tokens_per_second_per_gpu']:,.0f} | "
-        f"{100 * row['efficiency']:.1f} % | {peak}"
+        f"± {100 * row['spread']:.1f} % | {row['tokens_per_second']:,.0f} | {row['per_gpu']:,.0f} "
+        f"| {100 * row['efficiency']:.1f} % | {peak}"
     )
 
 
 def _collective_cells(row: Mapping[str, Any]) -> str:
     return (
         f"{row['kind'].replace('_', '-')} | {row['ranks']} | {row['where']} | "
-        f"{1e6 * row['smallest_seconds']:,.1f} | "
-        f"{row['bandwidth'] / 1e9:,.2f}"
-    )
-
-
-def _prediction_cells(row: Mapping[str, Any]) -> str:
-    measured = "-" if row["measured"] is None else f"{1e3 * row['measured']:,.1f}"
-    return (
-        f"{row['variant']} | {row['from']} | {row['ranks']} | {_between(row['seconds'], 1e3, 1)} | "
-        f"{row['tokens_per_second_per_gpu'][1]:,.0f} | {_between(row['efficiency'], 100)} | "
-        f"{measured}"
+        f"{1e6 * row['smallest_seconds']:,.1f} | {row['bandwidth'] / 1e9:,.2f}"
     )
 
 

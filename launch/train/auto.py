@@ -13,10 +13,16 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
 from launch.log_level import say
-from launch.plan.gpus import GPU, GPUS, memory_bytes
-from launch.plan.report import size
+from launch.plan.fit import (
+    GPU,
+    choice_lines,
+    choice_rows,
+    need,
+    not_torchs,
+    size,
+    with_largest_micro_batch,
+)
 from launch.plan.run import Run
-from launch.plan.search import candidates, need, savings
 from launch.train.plan import Plan
 from launch.train.settings import MICRO, STEPS, TOTAL, batch_sizes
 
@@ -34,18 +40,18 @@ def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
     if (micro := _recorded(p, source)) is not None:
         say(f"micro-batch: {micro}, found by the run that is continued")
         return _with_micro(p, micro)
-    smallest, gpu = Run.of_plan(p).but(micro=1), _usable(p, device)
-    found = next(candidates(smallest, gpu, p.settings.get(TOTAL), p.settings.get(STEPS)), None)
-    if found is None:
-        saved = "\n".join(f"  {size(one.bytes):>11}  {one.what}" for one in savings(smallest))
+    gpu = _usable(p, device)
+    found = with_largest_micro_batch(Run.of_plan(p), gpu)
+    chosen, needs = _with_micro(p, found.micro), need(found, gpu)
+    steps = chosen.batch.accumulation
+    if needs > gpu.memory:
+        fitting = "\n".join(
+            ["Choices that fit:", *(choice_lines(choice_rows(found, gpu)) or ["  none"])]
+        )
         raise CoatConfigError(
             f'{MICRO}: got "auto", accepted: settings with which a micro-batch fits that divides '
-            f"{TOTAL} by the ranks; "
-            f"1 sample needs {size(need(smallest, gpu).total)} of {size(gpu.memory)}. What would "
-            f"save most:\n{saved}"
+            f"{TOTAL} by the ranks; 1 sample needs {size(needs)} of {size(gpu.memory)}. {fitting}"
         )
-    chosen, needs = _with_micro(p, found.micro), need(found, gpu).total
-    steps = chosen.batch.accumulation
     say(
         f"micro-batch: {found.micro} found ({steps} a step), needs {size(needs)} of "
         f"{size(gpu.memory)} by the plan"
@@ -77,17 +83,12 @@ def _with_micro(p: Plan, micro: int) -> Plan:
 
 def _usable(p: Plan, device: torch.device) -> GPU:
     """A GPU with the memory that this run may use, the least of all ranks."""
-    other = (
-        memory_bytes(p.args.other_memory, "--other-memory")
-        if p.args.other_memory is not None
-        else 0
-    )
-    memory = memory_bytes(p.args.gpu_memory) if p.args.gpu_memory is not None else 0
+    other, memory = p.args.other_memory or 0, p.args.gpu_memory or 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         # In use now, and an allowance for what comes later; never less than was measured elsewhere.
         now = total - free - torch.cuda.memory_reserved() + 2**30
-        memory, other = memory or total, other or max(now, need(Run.of_plan(p)).not_torchs)
+        memory, other = memory or total, other or max(now, not_torchs(Run.of_plan(p)))
     elif not memory:
         raise CoatConfigError(
             f'{MICRO}: got "auto" without a GPU, accepted: an integer >= 1, or --gpu-memory with '
@@ -95,4 +96,4 @@ def _usable(p: Plan, device: torch.device) -> GPU:
         )
     usable = torch.tensor([memory - other], dtype=torch.int64, device=device)
     dist.all_reduce(usable, dist.ReduceOp.MIN)
-    return GPUS["h100"].but(memory=int(usable), other=0)
+    return GPU("", int(usable), 0)

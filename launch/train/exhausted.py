@@ -1,5 +1,5 @@
-"""The message of a run that is out of memory: what took how much, and which settings would save
-how much.
+"""The message of a run that is out of memory: what took how much, and what other ZeRO stages and
+states would need.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
-from launch.plan.report import size, table
+from launch.plan.fit import choice_lines, choice_rows, table
 from launch.plan.run import Run
-from launch.plan.search import savings
 from launch.train.plan import Plan
 
 __all__ = ["OutOfMemory", "explained", "is_out_of_memory"]
@@ -51,13 +50,13 @@ def explained(p: Plan, loop: Callable[[], Any]) -> Iterator[None]:
 
 
 def _explanation(p: Plan, loop: Any, problem: BaseException) -> str:
-    """What was going on, what holds how much by the plan and as measured, what would save most."""
+    """What was going on, what holds how much by the plan and as measured, what else would fit."""
     doing = "while the engine was built" if loop is None else loop.doing
     lines = [f"out of memory {doing}, with micro-batch {p.batch.micro}: {problem}"]
     try:
         run = Run.of_plan(p)
-        lines += ["by the plan:", table(run), "what would save most, one at a time:"]
-        lines += [f"  {size(one.bytes):>11}  {one.what}" for one in savings(run)]
+        lines += ["by the plan:", table(run), "other choices, with this micro-batch:"]
+        lines += choice_lines(choice_rows(run))
     except CoatConfigError as reason:
         lines.append(f"there is no plan of what takes how much: {reason}")
     if loop is not None and loop.memory is not None and loop.memory.to_dict():

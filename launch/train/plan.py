@@ -14,10 +14,10 @@ from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
-from launch.plan.recompute import recompute_options
 from launch.train.arguments import PretrainOptions
 from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
+from launch.train.recompute import recompute_options
 from launch.train.settings import (
     STEPS,
     TOTAL,

@@ -105,7 +105,7 @@ describes them.
 
 
 def load_settings(
-    given: str | dict[str, Any], *, tp: int, stage: int | None = None
+    given: str | dict[str, Any], *, tp: int
 ) -> tuple[dict[str, Any], CoatConfig | None]:
     """The DeepSpeed configuration and its "coat" block, both checked for what this program can run.
 
@@ -113,7 +113,6 @@ def load_settings(
         given: value of ``--deepspeed_config``: a path, a name in ``configs/deepspeed``, or the
             content.
         tp: tensor-parallel size.
-        stage: of ZeRO, in place of the configuration's; None = as it says.
 
     Raises:
         CoatConfigError: names each key, its value and what is accepted.
@@ -124,8 +123,6 @@ def load_settings(
         settings = load_json(given)
     else:
         settings = read_config("--deepspeed_config", given, "deepspeed")
-    if stage is not None and isinstance(zero := settings.get("zero_optimization", {}), dict):
-        settings["zero_optimization"] = {**zero, "stage": stage}
     settings = with_remainders(settings)
     checked = {key: value for key, value in settings.items() if key != "scheduler"}
     coat = check_deepspeed(

@@ -50,20 +50,18 @@ def planned(model, settings, dp=1, tp=1, recompute=None):
 
 def kept_for_backward(run):
     """Bytes that one forward pass keeps for backward, the loss's included, without parameters."""
-    from launch.plan.timeline import Step
+    from launch.plan.peak import activations
 
-    step = Step(run)
-    step.forward()
-    graphs = step.held["CUDA graphs"] - step.in_graphs() if step.graphed else 0
     logits = 0 if run.chunked else 2 * (run.model.padded_vocab // run.tp) * run.tokens
-    shared = (
-        set(range(run.model.num_layers)) - step.again - run.bf16_layers and not run.model.qk_norm
-    )
+    full = run.recompute.get("recompute_granularity") == "full"
+    block = run.recompute.get("recompute_method") == "block"
+    again = run.recompute["recompute_num_layers"] if block else full * run.model.num_layers
+    shared = set(range(again, run.model.num_layers)) - run.bf16_layers and not run.model.qk_norm
     # Frequencies, which a layer that is computed again keeps, and their cosines and sines, which
     # patched layers share.
-    per_position = (4 if step.again else 0) + (8 if shared else 0)
+    per_position = (4 if again else 0) + (8 if shared else 0)
     tables = per_position * run.model.seq_length * run.model.head_channels
-    return step.held["activations"] + graphs + logits + tables + 28 * run.tokens
+    return activations(run) + logits + tables + 28 * run.tokens
 
 
 def measured(rank, world, model, settings, tp=1, recompute=None):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from launch.plan.timeline import simulate
 from launch.plan.zero import states
 from tests.launch.plan.engines import MODEL, kept_for_backward, measured, planned, settings_of
 from tests.support import run_ranks
@@ -22,20 +21,14 @@ def compare(model, settings, tp=1, recompute=None):
         "parameters": found.weights,
         "master weights": found.master,
         "optimizer moments": found.moments,
-        "gradients": found.gradients + (found.full_gradients if run.fp32_gradients_whole else 0),
+        # ZeRO-1 with fp32 sums keeps those in BF16, too.
+        "gradients": found.gradients + 2 * found.elements * run.fp32_gradients_whole,
     }
     ranks = run_ranks(2, measured, model, settings, tp, recompute)
     for name, size in expected.items():
         assert max(row[name] for row in ranks) == size, name
     if run.stage == 3:  # what DeepSpeed allocates while it builds the engine, and keeps
         assert {row["gradients of this rank's share"] for row in ranks} == {found.gradients}
-        shards = (
-            found.weights
-            + (2 if run.remainder else 4) * found.shard
-            + max(4 * found.sub_group, found.gradients)
-        )
-        assert simulate(run).other_peaks["building the engine"] >= shards
-        assert simulate(run).other_peaks["building the engine"] < shards + 2 * found.elements
     for row in ranks:
         assert row["activations"] == pytest.approx(kept_for_backward(run), rel=0.001)
 

@@ -1,4 +1,4 @@
-"""The planner against peaks and times that were measured on GPUs."""
+"""The planner against peaks that were measured on GPUs."""
 
 import json
 
@@ -9,11 +9,9 @@ from benchmarks.speed import whole_rank
 from benchmarks.speed.planner_cases import planned
 from coat_dist import CoatConfig
 from launch.model.gpt import load_model_config
-from launch.plan.gpus import find_gpu
+from launch.plan.fit import GPU, need, not_torchs
+from launch.plan.peak import peak_of
 from launch.plan.run import Run
-from launch.plan.search import need
-from launch.plan.speed import step_time
-from launch.plan.timeline import simulate
 from launch.plan.zero import states
 from tests.launch.plan.engines import kept_for_backward
 
@@ -25,19 +23,14 @@ MEASURED_ON_TWO = json.loads(result_path("speed/planner-check-2-ranks").read_tex
 def test_one_gpu(name) -> None:
     one = MEASURED[name]
     run = planned(one["case"], 1)
-    peak, found = simulate(run), states(run)
+    peak, found = peak_of(run), states(run)
     assert peak.allocated == pytest.approx(one["bytes"]["allocated"], rel=0.025)
     assert peak.reserved >= 0.98 * one["bytes"]["allocated"]
     # Measured with communicators of all groups.
-    gpu = find_gpu(one["case"]["gpu"]).but(other=one["bytes"]["other"])
-    assert need(run, gpu).total >= one["bytes"]["allocated"] + one["bytes"]["other"]
-    time, last = step_time(run, find_gpu(one["case"]["gpu"])), list(one["seconds"].values())[-1]
-    # Without `engine.step()`, which took ZeRO-1 and 2 twice as long with the code of then.
-    assert time.seconds - time.parts["step"] == pytest.approx(
-        one["seconds"]["step"] - last, rel=0.15
-    )
+    needed = need(run, GPU("", 0, one["bytes"]["other"]))
+    assert needed >= one["bytes"]["allocated"] + one["bytes"]["other"]
     assert one["bytes"]["held: parameters"] == found.weights
-    beside = found.full_gradients if run.fp32_gradients_whole else 0  # in BF16
+    beside = 2 * found.elements if run.fp32_gradients_whole else 0  # in BF16
     assert one["bytes"]["held: gradients"] == found.gradients + beside
     assert one["bytes"]["held: master weights"] == found.master
     assert one["bytes"]["held: optimizer moments"] == found.moments
@@ -49,9 +42,9 @@ def test_two_gpus(name) -> None:
     """What is not torch's is less there than the planner takes, whatever it is not told."""
     one = MEASURED_ON_TWO[name]
     run = planned(one["case"], 2)
-    assert simulate(run).allocated == pytest.approx(one["bytes"]["allocated"], rel=0.025)
-    assert need(run).not_torchs >= one["bytes"]["other"]
-    assert need(run).total >= one["bytes"]["allocated"] + one["bytes"]["other"]
+    assert peak_of(run).allocated == pytest.approx(one["bytes"]["allocated"], rel=0.025)
+    assert not_torchs(run) >= one["bytes"]["other"]
+    assert need(run) >= one["bytes"]["allocated"] + one["bytes"]["other"]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +56,8 @@ def test_two_gpus(name) -> None:
     ],
 )
 def test_whole_models(result, most, variants) -> None:
-    """Careful by up to a tenth where reductions are the peak, which end before the next ones begin.
-    Times are compared where the GPU sets the pace: not the allocator, nor the host, for which more
-    tokens hardly take longer.
+    """Careful by up to a tenth where reductions are the peak, which end before the next ones
+    begin.
     """
     checked = set()
     for case in json.loads(result_path(f"speed/{result}").read_text())["cases"]:
@@ -79,17 +71,9 @@ def test_whole_models(result, most, variants) -> None:
         for step in case["steps"]:
             micro = step["micro_batch"]
             run = Run(model=model, settings=configuration, coat=coat, dp=case["ranks"], micro=micro)
-            assert 0.99 * step["peak_bytes"] < simulate(run).allocated < most * step["peak_bytes"]
+            assert 0.99 * step["peak_bytes"] < peak_of(run).allocated < most * step["peak_bytes"]
             assert kept_for_backward(run) == pytest.approx(
                 step["held_bytes"]["activations"], rel=0.005
             )
-            hosts = (
-                micro == 1
-                or micro * model.seq_length < 8192
-                or step["step_ms"] < 1.4 * case["steps"][0]["step_ms"]
-            )
-            if not hosts and not step["allocator_retries"]:
-                seconds = step_time(run, find_gpu(case["measured"]["gpus"][0])).seconds
-                assert 1e3 * seconds == pytest.approx(step["step_ms"], rel=0.1)
             checked.add(case["variant"])
     assert variants <= checked

@@ -6,16 +6,19 @@ import json
 import re
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 
 import pytest
 
 from benchmarks.common import ROOT
-from coat_dist import CoatConfigError
 from launch import planner, pretrain
+from launch.command_line import memory_size
 from launch.model.gpt import load_model_config, parameter_count
-from launch.plan.allocator import expandable_segments
-from launch.plan.gpus import find_gpu, memory_bytes
-from launch.plan.run import parameters
+from launch.plan.fit import choices
+from launch.plan.peak import peak_of
+from launch.plan.run import Run, parameters
+from launch.plan.zero import states
+from launch.train.allocator import expandable_segments
 from tests.launch.plan.engines import planned, settings_of
 from tests.launch.pretrain_runs import command, configuration
 
@@ -28,60 +31,61 @@ def say(capsys, *argv) -> dict:
 
 
 def test_the_table_says_what_json_says(capsys) -> None:
-    said = say(capsys, *SEVEN)
-    assert planner.main(SEVEN) == 0
+    argv = [*SEVEN, "--gpu-memory", "50GiB"]
+    said = say(capsys, *argv)
+    assert planner.main(argv) == 0
     table = capsys.readouterr().out
-    gib = 2**30
-    assert (
-        f"{said['peak']['allocated_bytes'] / gib:.2f}"
-        in re.search("= peak allocated by torch +(.*)", table)[1]
-    )
-    assert sum(said["peak"]["held_bytes"].values()) == said["peak"]["allocated_bytes"]
-    assert said["states_bytes"]["parameters"] == 2 * 6738415616
-    assert said["fits"] and "fits: needs" in table and "with the block" in table
-    coat, plain = said["with_block"], said["without_block"]
-    assert coat["largest_micro_batch"] == said["largest_micro_batch"] > plain["largest_micro_batch"]
-    assert coat["needed_bytes"] < plain["needed_bytes"] and len(said["savings"]) == 3
+    peak = said["peak"]
+    assert f"{peak['allocated'] / 2**30:.2f}" in re.search("= peak allocated by .* (.*)", table)[1]
+    assert sum(peak["held"].values()) == peak["allocated"] < peak["reserved"] < said["needed_bytes"]
+    assert peak["held"]["parameters"] == 2 * said["parameters_per_rank"] == 2 * 6738415616
+    assert said["fits"] and "\nfits: needs" in table
+    assert f"largest micro-batch: {said['largest_micro_batch']}\n" in table
+    fitting = [row["settings"] for row in said["choices"] if row["largest_micro_batch"]]
+    assert 0 < len(fitting) < len(said["choices"])
+    assert re.findall(r"GiB  (ZeRO.*); micro-batch up to \d+$", table, re.M) == fitting
+    assert planner.main([*SEVEN, "--gpu-memory", "4GiB"]) == 0
+    table = capsys.readouterr().out
+    assert "\nDOES NOT FIT: needs" in table and "largest micro-batch: none\n" in table
+    assert "with this micro-batch:\n  none\n" in table
 
 
-def test_states_in_host_memory_leave_three_chunks_on_the_gpu(tmp_path, capsys) -> None:
-    config = json.loads((ROOT / "configs/deepspeed/zero2-remainder.json").read_text())
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    (tmp_path / "offload.json").write_text(json.dumps(config))
-    here, away = (
-        say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", x)
-        for x in ("zero2-remainder", str(tmp_path / "offload.json"))
-    )
-    suggested = [
-        *here["savings"],
-        *say(capsys, *SEVEN, "--gpus", "1", "--deepspeed_config", "zero2")["savings"],
-    ]
-    assert sum("offload_optimizer" in one["setting"] for one in suggested) == 2
-    states = [
-        sum(x["states_bytes"][k] for k in ("master weights", "moments")) for x in (here, away)
-    ]
+@pytest.mark.parametrize("gpus", ["1", "8"])
+def test_choices_are_accepted_and_need_what_they_say(tmp_path, capsys, gpus) -> None:
+    """With the run's own flow and ZeRO options."""
+    config = json.loads((ROOT / "configs/deepspeed/zero2.json").read_text())
+    config["coat"]["activation"] |= {"attention": "fp8", "bf16_layers": [0, -1]}
+    config["zero_optimization"] |= {"reduce_bucket_size": 10**8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = [*SEVEN, "--model-override", "num_layers=4", "--gpus", gpus, "--micro-batch", "3"]
+    given = [*argv, "--deepspeed_config", str(tmp_path / "config.json")]
+    rows = {row["settings"]: row for row in say(capsys, *given)["choices"]}
+    run = Run.of_plan(*planner.parse(given))
+    found = dict(choices(run))
+    assert found.keys() == rows.keys() and len(rows) == (4 if gpus == "1" else 12)
+    for name, one in found.items():
+        assert one.settings["zero_optimization"]["reduce_bucket_size"] == 10**8
+        assert one.flow is None or one.flow == run.flow
+        (tmp_path / "one.json").write_text(json.dumps(one.settings))
+        said = say(capsys, *argv, "--deepspeed_config", str(tmp_path / "one.json"))
+        for key in ("needed_bytes", "largest_micro_batch"):
+            assert said[key] == rows[name][key], name
+        assert f"ZeRO-{said['zero_stage']}, " in name
+        assert bool(said["host_bytes"]) == name.endswith("states in host memory")
+        assert (one.remainder, one.flow is None) == (
+            "remainders" in name or one.hosted,
+            "BF16" in name,
+        )
+
+
+def test_states_in_host_memory_leave_three_chunks_on_the_gpu() -> None:
+    argv = ["--model", "llama2-7b", "--deepspeed_config", "zero2-remainder"]
+    here = Run.of_plan(*planner.parse(argv))
+    found = dict(choices(here))["ZeRO-2, coat with states in host memory"]
+    sizes = [one.master + one.moments for one in (states(here), states(found))]
     chunks = 3 * (2**24 * 4 + 2**17 * 6)
-    gone = float(
-        re.search(r"([\d.]+) GiB of a rank's states are in host memory", " ".join(away["notes"]))[1]
-    )
-    assert states[0] - states[1] + chunks == pytest.approx(gone * 2**30, rel=0.01)
-    assert away["peak"]["allocated_bytes"] < here["peak"]["allocated_bytes"]
-
-
-def test_a_row_that_does_not_fit_has_no_speed(capsys) -> None:
-    assert planner.main([*SEVEN, "--gpu-memory", "60GiB"]) == 0
-    table = capsys.readouterr().out
-    assert re.search(r"^with the block .* yes +\d+ +\d+ ms +[\d,]+ +[\d,]+$", table, re.M)
-    assert re.search(r"^without .* no +1 +- +- +[\d,]+$", table, re.M), (
-        "with micro-batch 1 it would fit"
-    )
-    for toy_or_small_gpu in (
-        [*SEVEN, "--gpu-memory", "4GiB"],
-        ["--model", "tiny", "--vocab-size", "500"],
-    ):
-        assert planner.main(toy_or_small_gpu) == 0
-        table = capsys.readouterr().out
-        assert " ms" not in table and re.search(r"^without .* - +- +-$", table, re.M)
+    assert sizes[0] - sizes[1] + chunks == pytest.approx(states(found).hosted, rel=0.01)
+    assert peak_of(found).allocated < peak_of(here).allocated
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path, capsys) -> None:
@@ -107,19 +111,15 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path, capsys) ->
 @pytest.mark.parametrize(
     ("options", "larger"),
     [
-        (["--zero-stage", "3"], False),
-        (["--zero-stage", "1"], True),
-        (["--attention", "fp8"], False),
-        (["--loss", "plain", "--micro-batch", "8"], True),
+        (["--deepspeed_config", "zero3"], False),
+        (["--deepspeed_config", "zero2-remainder"], False),
+        (["--accumulation", "4", "--deepspeed_config", "zero1"], True),
         (["--tensor-parallel", "2", "--sequence-parallel"], False),
         (["--deepspeed_config", "zero2-bf16"], True),
     ],
 )
 def test_settings_change_the_peak(capsys, options, larger) -> None:
-    base = [*SEVEN, *(options[-2:] if "--micro-batch" in options else [])]
-    before, after = (
-        say(capsys, *argv)["peak"]["needed_bytes"] for argv in (base, [*SEVEN, *options])
-    )
+    before, after = (say(capsys, *argv)["needed_bytes"] for argv in (SEVEN, [*SEVEN, *options]))
     assert (after > before) is larger and after != before
 
 
@@ -128,20 +128,12 @@ def test_settings_change_the_peak(capsys, options, larger) -> None:
     [
         (["--gpu", "v100"], "--gpu: got 'v100', accepted: h200, h100, "),
         (
-            ["--gpu-memory", "80 apples"],
-            "--gpu-memory: got '80 apples', accepted: a size such as 80GiB",
-        ),
-        (
             ["--model-override", "vocab_size=null"],
             "model.vocab_size: got null, accepted: a number, or --vocab-size",
         ),
         (
             ["--tensor-parallel", "3"],
             "--tensor-parallel: got 3, accepted: a divisor of the number of ranks (8)",
-        ),
-        (
-            ["--attention", "fp8", "--deepspeed_config", "zero2-bf16"],
-            "--attention: got fp8, accepted: only with a",
         ),
         (["--recompute-method", "block"], "accepted: only with --recompute-granularity full"),
         (
@@ -157,7 +149,7 @@ def test_errors_name_what_was_given(capsys, options, said) -> None:
 
 
 def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
-    """config.json is enough, also by its name."""
+    """config.json is enough."""
     pytest.importorskip("transformers")
     from launch.weights import open_weights
     from tests.launch.hf.folders import make
@@ -165,21 +157,17 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     make("llama3", tmp_path / "hf", vocab_size=300)
     folder = str(tmp_path / "hf")
     model = open_weights(folder).model
-    found = say(capsys, "--model", folder, "--seq-length", "16", "--gpu", "h200")
-    assert (
-        found["states_bytes"]["parameters"] == 2 * parameter_count(model)
-        and len(found["notes"]) == 1
-    )
+    argv = ["--model", folder, "--gpu", "h200", "--seq-length"]
+    found = say(capsys, *argv, "16")
+    assert found["peak"]["held"]["parameters"] == 2 * parameter_count(model)
     longer = str(2 * model.seq_length)
-    note, _ = say(capsys, "--model", folder, "--seq-length", longer, "--gpu", "h200")["notes"]
-    assert note.startswith(
-        f"model.seq_length: got {longer}, more than the {model.seq_length} that "
-    )
+    assert planner.main([*argv, longer]) == 0
+    note = f"model.seq_length: got {longer}, more than the {model.seq_length} that "
+    assert note in capsys.readouterr().err
     for file in (tmp_path / "hf").iterdir():
         if file.name != "config.json":
             file.unlink()
-    for given in (folder, f"{folder}/config.json"):
-        assert say(capsys, "--model", given, "--seq-length", "16", "--gpu", "h200") == found
+    assert say(capsys, *argv, "16") == found
     (tmp_path / "empty").mkdir()
     assert planner.main(["--model", str(tmp_path / "empty")]) == 2
     assert (
@@ -188,24 +176,25 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     )
 
 
-def test_notes_name_guesses(capsys) -> None:
-    assert say(capsys, *SEVEN)["notes"] == []
-    (rates,) = say(capsys, *SEVEN, "--gpu", "a100")["notes"]
-    assert rates == "rates of a100 follow from a measured H200 by the ratio of data sheets"
-    (nodes,) = say(capsys, *SEVEN, "--gpus", "16")["notes"]
-    assert nodes.startswith("times are those of links within one node")
-
-
-def test_misspelt_options_are_answered_with_ours(capsys) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--num-gpus", "8"], "did you mean --gpus?"),
+        (["--gpu-memory", "80 apples"], "--gpu-memory: got '80 apples', accepted: a size such as"),
+        (["--zero-stage", "3"], "--zero-stage: no such option"),
+        (["--loss", "plain"], "--loss: no such option"),
+    ],
+)
+def test_options_that_the_parser_refuses(capsys, options, said) -> None:
     with pytest.raises(SystemExit, match="2"):
-        planner.main(["--model", "llama2-7b", "--num-gpus", "8"])
-    assert "did you mean --gpus?" in capsys.readouterr().err
+        planner.main(["--model", "llama2-7b", *options])
+    assert said in capsys.readouterr().err
 
 
 def test_the_program_prints_nothing_but_its_answer() -> None:
     line = [sys.executable, "launch/planner.py", "--model", "tiny", "--vocab-size", "500", "--json"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["ranks"]["gpus"] == 1
+    assert json.loads(done.stdout)["data_parallel"] == 1
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "olmo-1b", "llama-30b"])
@@ -215,25 +204,14 @@ def test_parameters_are_those_of_the_model(name) -> None:
     assert sum(p.numel for p in parameters(run)) == parameter_count(model)
 
 
-def test_gpus_by_every_name() -> None:
-    names = {
-        "h100": ("H100", "NVIDIA H100 80GB HBM3"),
-        "h100-pcie": ("NVIDIA H100 PCIe",),
-        "h100-nvl": ("NVIDIA H100 NVL",),
-        "a100": ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        "a100-40": ("NVIDIA A100-SXM4-40GB",),
-        "rtx4090": ("NVIDIA GeForce RTX 4090",),
-        "gh200": ("NVIDIA GH200 480GB",),
-        "h20": ("NVIDIA H20",),
-    }
-    for name, spelt in names.items():
-        assert {find_gpu(one).name for one in spelt} == {name}
-    for unknown in ("h1000", "ah100"):
-        with pytest.raises(CoatConfigError, match=f"--gpu: got '{unknown}', accepted: "):
-            find_gpu(unknown)
-    assert memory_bytes("80GiB") == 80 * 2**30 and memory_bytes(
-        "141 GB"
-    ) == 141 * 10**9 == memory_bytes("141g")
+def test_sizes() -> None:
+    assert memory_size("80GiB") == 80 * 2**30 and memory_size("1.5k") == 1500
+    assert (
+        memory_size("141 GB") == 141 * 10**9 == memory_size("141g") == memory_size(f"{141 * 10**9}")
+    )
+    for wrong in ("0", "80 apples", "i", "-1GB"):
+        with pytest.raises(ArgumentTypeError, match=f"got '{wrong}', accepted: a size"):
+            memory_size(wrong)
 
 
 def test_segments_are_expandable_unless_the_user_has_set_that() -> None:
@@ -302,9 +280,8 @@ def test_accumulation_holds_the_gradients_of_a_pass_beside_earlier_ones(capsys) 
         "--gpu",
         "h200",
     ]
-    one, more = (say(capsys, *seven, "--accumulation", n) for n in "18")
-    gap = more["peak"]["allocated_bytes"] - one["peak"]["allocated_bytes"]
-    assert gap == one["states_bytes"]["gradients"]
+    one, more = (say(capsys, *seven, "--accumulation", n)["peak"]["allocated"] for n in "18")
+    assert more - one == states(Run.of_plan(*planner.parse(seven))).gradients
 
 
 @pytest.mark.parametrize(

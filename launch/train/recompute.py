@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
 from launch.model.config import ModelConfig
 
-__all__ = ["recompute_options", "recompute_without_flow"]
+__all__ = ["recompute_options"]
 
 _MODULES = ("core_attn", "mlp", "layernorm")
-
-
-def _fail_in_bf16(model: ModelConfig) -> set[str]:
-    """Modules that Megatron's own layers cannot recompute (docs/megatron.md)."""
-    return {"layernorm", "mlp"} if model.linear_bias else {"layernorm"}
-
-
-def recompute_without_flow(options: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The part of :func:`recompute_options` that BF16 layers support."""
-    if "recompute_modules" not in options:
-        return dict(options)
-    modules = [name for name in options["recompute_modules"] if name not in _fail_in_bf16(model)]
-    return {**options, "recompute_modules": modules} if modules else {}
 
 
 def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) -> dict[str, Any]:
@@ -38,7 +24,7 @@ def recompute_options(args: Any, model: ModelConfig, coat: CoatConfig | None) ->
     if args.recompute_granularity == "selective":
         modules = list(args.recompute_modules or ["core_attn"])
         bf16 = coat is None or not coat.activation.enabled or bool(coat.activation.bf16_layers)
-        fail = _fail_in_bf16(model) if bf16 else set()
+        fail = {"layernorm", *["mlp"] * model.linear_bias} if bf16 else set()
         if found := [name for name in modules if name in fail]:
             possible = ", ".join(name for name in _MODULES if name not in fail)
             why = (
