@@ -23,7 +23,7 @@ from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.command_line import RunOptions, one_stage_only, out_of_range
+from launch.command_line import RunOptions, out_of_range
 from launch.log_level import set_log_level, silence_deepspeed
 from launch.plan.fit import dry_run
 
@@ -55,7 +55,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     from launch.train.plan import assemble
     from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
 
-    problems = [*out_of_range(args), *one_stage_only(args, "the planner knows runs of one stage")]
+    problems = out_of_range(args)
+    problems += [
+        f"--{name.replace('_', '-')}: got {getattr(args, name)}, accepted: 1 (the planner knows "
+        "runs of one stage)"
+        for name in ("pipeline_parallel", "virtual_stages")
+        if getattr(args, name) != 1
+    ]
     if args.library == "transformers":
         problems += [
             f"--{name.replace('_', '-')}: got {given}, accepted: only with --library megatron"
