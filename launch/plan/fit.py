@@ -132,7 +132,7 @@ def with_largest_micro_batch(run: Run, gpu: GPU) -> Run:
 
 
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-_CHOICES = (
+_CHOICES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("BF16, AdamW", "zero2-bf16", {}),
     ("coat", "zero2", {}),
     ("coat with 16-bit remainders", "zero2-remainder", {}),
