@@ -16,7 +16,7 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.command_line import options_parser
+from launch.command_line import RunOptions, options_parser, out_of_range
 from launch.plan.planner_options import PlannerOptions
 
 if __name__ == "__main__":
@@ -29,20 +29,10 @@ from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.command_line import RunOptions, one_stage_only, out_of_range
 from launch.log_level import set_log_level, silence_deepspeed
 from launch.plan.fit import dry_run
 
 __all__ = ["main", "parse"]
-
-_MEGATRONS = (
-    "tensor_parallel",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "model_override",
-)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
@@ -61,13 +51,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     from launch.train.plan import assemble
     from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
 
-    problems = [*out_of_range(args), *one_stage_only(args, "the planner knows runs of one stage")]
-    if args.library == "transformers":
-        problems += [
-            f"--{name.replace('_', '-')}: got {given}, accepted: only with --library megatron"
-            for name in _MEGATRONS
-            if (given := getattr(args, name)) not in (None, 1, [], "full")
-        ]
+    problems = out_of_range(args)
+    if args.library == "transformers" and (tp := args.tensor_parallel) > 1:
+        problems.append(f"--tensor-parallel: got {tp}, accepted: 1 with --library transformers")
     if problems:
         raise CoatConfigError("\n".join(problems))
     overrides = list(args.model_override)

@@ -157,7 +157,7 @@ def choices(run: Run) -> Iterator[tuple[str, Run]]:
 
 def size(number: int) -> str:
     """Bytes for a reader."""
-    return f"{number / GIB:.2f} GiB" if abs(number) >= GIB / 10 else f"{number / 2**20:.1f} MiB"
+    return f"{number / GIB:.2f} GiB"
 
 
 def choice_rows(run: Run, gpu: GPU | None = None) -> list[dict[str, Any]]:

@@ -150,12 +150,7 @@ def test_values_that_the_trainer_fills_in(tmp_path, capsys) -> None:
         (
             ["--tensor-parallel", "2"],
             None,
-            "--tensor-parallel: got 2, accepted: only with --library megatron",
-        ),
-        (
-            ["--recompute-granularity", "selective"],
-            None,
-            "--recompute-granularity: got selective, accepted: only with",
+            "--tensor-parallel: got 2, accepted: 1 with --library transformers",
         ),
         (
             ["--model", "llama2-7b"],
