@@ -232,8 +232,8 @@ def text(run: Run, gpu: GPU) -> str:
             "data- x {tensor_parallel} tensor-parallel ranks; micro-batch {micro_batch}, "
             "{gradient_accumulation_steps} a step".format(**found),
             table(run, gpu),
-            f"{'fits' if found['fits'] else 'DOES NOT FIT'}: needs {size(found['peak']['needed_bytes'])} "
-            f"of {size(gpu.memory)} ({gpu.name}), and {size(found['host_bytes'])} of the host; "
+            f"{'fits' if found['fits'] else 'DOES NOT FIT'}: needs {size(need(run, gpu))} of "
+            f"{size(gpu.memory)} ({gpu.name}), and {size(found['host_bytes'])} of the host; "
             f"largest micro-batch: {found['largest_micro_batch'] or 'none'}",
             "choices that fit, and what they need with this micro-batch:",
             *(choice_lines(found["choices"]) or ["  none"]),
