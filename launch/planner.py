@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from launch.command_line import options_parser
+from launch.command_line import RunOptions, options_parser, out_of_range
 from launch.plan.planner_options import PlannerOptions
 
 if __name__ == "__main__":
@@ -23,20 +23,10 @@ from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.command_line import RunOptions, out_of_range
 from launch.log_level import set_log_level, silence_deepspeed
 from launch.plan.fit import dry_run
 
 __all__ = ["main", "parse"]
-
-_MEGATRONS = (
-    "tensor_parallel",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "model_override",
-)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
@@ -56,18 +46,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
 
     problems = out_of_range(args)
-    problems += [
-        f"--{name.replace('_', '-')}: got {getattr(args, name)}, accepted: 1 (the planner knows "
-        "runs of one stage)"
-        for name in ("pipeline_parallel", "virtual_stages")
-        if getattr(args, name) != 1
-    ]
-    if args.library == "transformers":
-        problems += [
-            f"--{name.replace('_', '-')}: got {given}, accepted: only with --library megatron"
-            for name in _MEGATRONS
-            if (given := getattr(args, name)) not in (None, 1, [], "full")
-        ]
+    if args.library == "transformers" and (tp := args.tensor_parallel) > 1:
+        problems.append(f"--tensor-parallel: got {tp}, accepted: 1 with --library transformers")
     if problems:
         raise CoatConfigError("\n".join(problems))
     overrides = list(args.model_override)

@@ -157,7 +157,7 @@ def choices(run: Run) -> Iterator[tuple[str, Run]]:
 
 def size(number: int) -> str:
     """Bytes for a reader."""
-    return f"{number / GIB:.2f} GiB" if abs(number) >= GIB / 10 else f"{number / 2**20:.1f} MiB"
+    return f"{number / GIB:.2f} GiB"
 
 
 def choice_rows(run: Run, gpu: GPU | None = None) -> list[dict[str, Any]]:
@@ -210,8 +210,13 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
         "gradient_accumulation_steps": run.accumulation,
         "parameters_per_rank": found.elements,
         "host_bytes": found.hosted,
-        "peak": {**peak._asdict(), "allocated": peak.allocated},
-        "needed_bytes": need(run, gpu),
+        "peak": {
+            "moment": peak.moment,
+            "held_bytes": peak.held,
+            "allocated_bytes": peak.allocated,
+            "reserved_bytes": peak.reserved,
+            "needed_bytes": need(run, gpu),
+        },
         "fits": fits(run, gpu),
         "largest_micro_batch": largest_micro_batch(run, gpu),
         "choices": choice_rows(run, gpu),
@@ -227,8 +232,8 @@ def text(run: Run, gpu: GPU) -> str:
             "data- x {tensor_parallel} tensor-parallel ranks; micro-batch {micro_batch}, "
             "{gradient_accumulation_steps} a step".format(**found),
             table(run, gpu),
-            f"{'fits' if found['fits'] else 'DOES NOT FIT'}: needs {size(found['needed_bytes'])} "
-            f"of {size(gpu.memory)} ({gpu.name}), and {size(found['host_bytes'])} of the host; "
+            f"{'fits' if found['fits'] else 'DOES NOT FIT'}: needs {size(need(run, gpu))} of "
+            f"{size(gpu.memory)} ({gpu.name}), and {size(found['host_bytes'])} of the host; "
             f"largest micro-batch: {found['largest_micro_batch'] or 'none'}",
             "choices that fit, and what they need with this micro-batch:",
             *(choice_lines(found["choices"]) or ["  none"]),

@@ -71,7 +71,8 @@ def _final_norm(run: Run) -> int:
     """Bytes of the final norm's input, output and statistics."""
     if run.library is not None:  # tables of the rotation, too
         return run.micro * run.by_library(run.flow).rest + _stream(run)
-    return 2 * _stream(run) + 4 * run.tokens // run.shared
+    statistics = 8 if run.model.normalization == "layernorm" else 4
+    return 2 * _stream(run) + statistics * run.tokens // run.shared
 
 
 def activations(run: Run) -> int:

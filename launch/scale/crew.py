@@ -153,4 +153,4 @@ def sub_groups(args: Any, crew: Crew) -> list[int]:
             "multiples of "
             f"--tensor-parallel ({tp}), of several nodes all {per_node} ranks"
         )
-    return list(args.ranks)
+    return sorted(set(args.ranks))

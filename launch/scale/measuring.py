@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -133,17 +132,8 @@ def measure(
         if "failed" in found:
             say(f"{name}: failed: {found['failed']}", "warning")
         else:
-            say(f"{name}: {_described(found)}")
+            say(f"{name}: measured")
             there["identity"]["device"] = found["device"]
         there["records"].append({"key": job, "ranks": ranks, "a_node": job["a_node"], **found})
         write_text(folder / FILE, json.dumps(there, indent=1))
     return there
-
-
-def _described(found: Mapping[str, Any]) -> str:
-    if "samples" in found:
-        return f"{len(found['samples'])} times"
-    return ", ".join(
-        f"{1e3 * statistics.median(one['seconds']):.1f} ms a step of {one['accumulation']}"
-        for one in found["steps"]
-    )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from launch.command_line import (
     ConfiguredOptions,
     LocalPath,
+    MemorySize,
     Parser,
     check_recompute,
-    memory_size,
     option,
     options_parser,
     out_of_range,
@@ -21,20 +20,6 @@ from launch.command_line import (
 
 __all__ = ["ScalingOptions", "parse", "parser"]
 
-
-def _several(convert: Callable[[str], Any], accepted: str) -> Callable[[str], tuple]:
-    def several(text: str) -> tuple:
-        try:
-            return tuple(sorted({convert(part) for part in text.split(",")}))
-        except (ValueError, argparse.ArgumentTypeError):
-            message = f"got {text!r}, accepted: {accepted}, with commas between"
-            raise argparse.ArgumentTypeError(message) from None
-
-    return several
-
-
-_Ranks = Annotated[tuple[int, ...], _several(int, "numbers of ranks")]
-_Sizes = Annotated[tuple[int, ...], _several(memory_size, "sizes such as 64KiB,16MiB")]
 
 _measure = partial(option, group="measuring")
 
@@ -71,7 +56,7 @@ class ScalingOptions(ConfiguredOptions):
     """where everything is written (default: runs/scaling)"""
     overwrite: bool = _measure(False)
     """replace earlier measurements in --output"""
-    ranks: _Ranks | None = _measure(None, metavar="N,N")
+    ranks: list[int] | None = _measure(None, metavar="N")
     """sub-groups (default: 1, 2, 4, ... all)"""
     only: Literal["collectives", "training"] | None = _measure(None)
     """measure nothing else"""
@@ -81,7 +66,7 @@ class ScalingOptions(ConfiguredOptions):
     """timed, of each size"""
     warmup: int = _measure(3, metavar="N", least=0)
     """before them"""
-    message_sizes: _Sizes = _measure((), metavar="SIZE,SIZE")
+    message_sizes: list[MemorySize] = _measure([], metavar="SIZE")
     """of collectives (default: 4 KiB to 256 MiB, on a CPU 4 MiB)"""
     timeout_minutes: int = _measure(10, metavar="N", least=1)
     """of a collective"""

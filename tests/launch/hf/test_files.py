@@ -276,13 +276,14 @@ def test_ctrl_c_while_a_model_is_replaced(
 
 
 def test_the_command_line(sharded, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        convert_hf.main(["--from", "x", "--to", "y", "--dtype", "fp8"])
-    assert "--dtype: got 'fp8', accepted: bfloat16, float16, float32" in capsys.readouterr().err
-    source, out = sharded / "ours", tmp_path / "out"
-    assert "--max-shard-size: got '5XB', accepted" in fails(
-        capsys, source, out, "--max-shard-size", "5XB"
-    )
+    for option, given, accepted in (
+        ("--dtype", "fp8", "bfloat16, float16, float32"),
+        ("--max-shard-size", "5XB", "a size such as"),
+    ):
+        with pytest.raises(SystemExit):
+            convert_hf.main(["--from", "x", "--to", "y", option, given])
+        assert f"{option}: got '{given}', accepted: {accepted}" in capsys.readouterr().err
+    out = tmp_path / "out"
     assert "is no folder (nothing is downloaded)" in fails(capsys, tmp_path / "meta-llama", out)
     (tmp_path / "empty").mkdir()
     assert "holds no weights, accepted: a Hugging Face folder" in fails(

@@ -1,6 +1,7 @@
 """The planner on models that transformers builds, against the models themselves and a GPU."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -50,9 +51,15 @@ def options(folder, coat, config=None, **more):
 
 
 @pytest.mark.parametrize(
-    "more", [None, {}, {"attention": "fp8"}, {"bf16_layers": [0]}, "checkpointing"], ids=str
+    ("name", "more"),
+    [
+        *product(
+            ["llama", "qwen3", "olmo2", "gemma2"], [None, {}, {"bf16_layers": [0]}, "checkpointing"]
+        ),
+        *product(["llama", "qwen3"], [{"attention": "fp8"}]),  # fused attention
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "gemma2"])
 def test_what_a_model_saves(tmp_path, name, more) -> None:
     """Fused, with norms on queries and keys, generic, and with an eager attention."""
     given = {**SIZES, **WIDTHS, "model_type": name, "use_cache": False}
@@ -149,12 +156,7 @@ def test_values_that_the_trainer_fills_in(tmp_path, capsys) -> None:
         (
             ["--tensor-parallel", "2"],
             None,
-            "--tensor-parallel: got 2, accepted: only with --library megatron",
-        ),
-        (
-            ["--recompute-granularity", "selective"],
-            None,
-            "--recompute-granularity: got selective, accepted: only with",
+            "--tensor-parallel: got 2, accepted: 1 with --library transformers",
         ),
         (
             ["--model", "llama2-7b"],

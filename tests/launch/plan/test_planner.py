@@ -36,9 +36,17 @@ def test_the_table_says_what_json_says(capsys) -> None:
     assert planner.main(argv) == 0
     table = capsys.readouterr().out
     peak = said["peak"]
-    assert f"{peak['allocated'] / 2**30:.2f}" in re.search("= peak allocated by .* (.*)", table)[1]
-    assert sum(peak["held"].values()) == peak["allocated"] < peak["reserved"] < said["needed_bytes"]
-    assert peak["held"]["parameters"] == 2 * said["parameters_per_rank"] == 2 * 6738415616
+    assert (
+        f"{peak['allocated_bytes'] / 2**30:.2f}"
+        in re.search("= peak allocated by .* (.*)", table)[1]
+    )
+    assert (
+        sum(peak["held_bytes"].values())
+        == peak["allocated_bytes"]
+        < peak["reserved_bytes"]
+        < peak["needed_bytes"]
+    )
+    assert peak["held_bytes"]["parameters"] == 2 * said["parameters_per_rank"] == 2 * 6738415616
     assert said["fits"] and "\nfits: needs" in table
     assert f"largest micro-batch: {said['largest_micro_batch']}\n" in table
     fitting = [row["settings"] for row in said["choices"] if row["largest_micro_batch"]]
@@ -68,8 +76,8 @@ def test_choices_are_accepted_and_need_what_they_say(tmp_path, capsys, gpus) -> 
         assert one.flow is None or one.flow == run.flow
         (tmp_path / "one.json").write_text(json.dumps(one.settings))
         said = say(capsys, *argv, "--deepspeed_config", str(tmp_path / "one.json"))
-        for key in ("needed_bytes", "largest_micro_batch"):
-            assert said[key] == rows[name][key], name
+        assert said["peak"]["needed_bytes"] == rows[name]["needed_bytes"], name
+        assert said["largest_micro_batch"] == rows[name]["largest_micro_batch"], name
         assert f"ZeRO-{said['zero_stage']}, " in name
         assert bool(said["host_bytes"]) == name.endswith("states in host memory")
         assert (one.remainder, one.flow is None) == (
@@ -119,7 +127,9 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path, capsys) ->
     ],
 )
 def test_settings_change_the_peak(capsys, options, larger) -> None:
-    before, after = (say(capsys, *argv)["needed_bytes"] for argv in (SEVEN, [*SEVEN, *options]))
+    before, after = (
+        say(capsys, *argv)["peak"]["needed_bytes"] for argv in (SEVEN, [*SEVEN, *options])
+    )
     assert (after > before) is larger and after != before
 
 
@@ -159,7 +169,7 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     model = open_weights(folder).model
     argv = ["--model", folder, "--gpu", "h200", "--seq-length"]
     found = say(capsys, *argv, "16")
-    assert found["peak"]["held"]["parameters"] == 2 * parameter_count(model)
+    assert found["peak"]["held_bytes"]["parameters"] == 2 * parameter_count(model)
     longer = str(2 * model.seq_length)
     assert planner.main([*argv, longer]) == 0
     note = f"model.seq_length: got {longer}, more than the {model.seq_length} that "
@@ -280,7 +290,7 @@ def test_accumulation_holds_the_gradients_of_a_pass_beside_earlier_ones(capsys) 
         "--gpu",
         "h200",
     ]
-    one, more = (say(capsys, *seven, "--accumulation", n)["peak"]["allocated"] for n in "18")
+    one, more = (say(capsys, *seven, "--accumulation", n)["peak"]["allocated_bytes"] for n in "18")
     assert more - one == states(Run.of_plan(*planner.parse(seven))).gradients
 
 

@@ -42,7 +42,8 @@ def test_under_a_launcher(tmp_path):
         "--output",
         str(out),
         "--message-sizes",
-        "4KiB,1MiB",
+        "4KiB",
+        "1MiB",
         "--deepspeed_config",
         "zero2",
     ]
@@ -89,7 +90,8 @@ def test_two_nodes(tmp_path):
             "--only",
             "collectives",
             "--message-sizes",
-            "4KiB,1MiB",
+            "4KiB",
+            "1MiB",
         ]
         (tmp_path / node).mkdir()
         argv = [*launcher, *program, "--output", str(tmp_path / "out")]
@@ -134,10 +136,10 @@ def test_a_measurement_that_fails_fails_alone():
         (["--output", "o"], "--model: missing, accepted: a description"),
         ([*TINY, "--gpus", "2", "--ranks", "4"], "--ranks: got 4, accepted: up to 2, the ranks"),
         ([*TINY, "--gpus", "2", "--tensor-parallel", "3"], "--tensor-parallel: got 3, accepted: "),
-        ([*TINY, "--ranks", "1,x"], "--ranks: got '1,x', accepted: numbers of ranks"),
+        ([*TINY, "--ranks", "1,2"], "--ranks: got '1,2', accepted: a whole number"),
         (
             [*TINY, "--message-sizes", "4 apples"],
-            "--message-sizes: got '4 apples', accepted: sizes",
+            "--message-sizes: got '4 apples', accepted: a size",
         ),
         ([*TINY, "--output", "/dev/null/x"], "[Errno "),
         ([*TINY, "--predict", "64"], "--predict: no such option"),
