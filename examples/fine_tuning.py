@@ -66,12 +66,12 @@ TOOLS = [transformers.utils.get_json_schema(calculator)]
 
 
 def conversation(rng: random.Random) -> list[dict]:
-    """A question, the calls that answer it and their results, and the answer. One in three
-    questions has two steps.
+    """A question, the calls that answer it and their results, and the answer. Every other question
+    has two steps.
     """
     result = str(rng.randint(10, 99))
     asked, turns = result, []
-    for joint in ("", ", then")[: 1 + (rng.random() < 1 / 3)]:
+    for joint in ("", ", then")[: 1 + (rng.random() < 1 / 2)]:
         word = rng.choice(list(WORDS))
         number = rng.randint(2, 9) if word == "times" else rng.randint(10, 99)
         asked += f"{joint} {word} {number}"
@@ -141,7 +141,7 @@ def answer(model, tokenizer, chats: list[list[dict]]) -> None:
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=550, help="optimizer steps")
+parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
 parser.add_argument("--questions", type=int, default=150, help="how many are asked")
 parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
 args = parser.parse_args()
@@ -201,7 +201,7 @@ if trainer.is_world_process_zero():
         if "loss" in entry:
             print(f"step {entry['step']}: loss {entry['loss']:.4f}")
     print(model.coat_patch_report)  # which layers run in FP8, which stay BF16, and why
-    saved = transformers.AutoModelForCausalLM.from_pretrained(output.name)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(output.name, dtype=torch.float32)
     asked = [chat[:1] for chat in held_out]
     answer(saved, transformers.AutoTokenizer.from_pretrained(output.name), asked)
     for message in asked[-1]:
