@@ -46,7 +46,7 @@ EXTRAS = {
         "ruff>=0.6,<1",
         "mypy>=1.11,<3",
     ],
-    "trl": [*HF, "trl>=1.16,<1.17", "datasets>=5.2,<5.3"],
+    "trl": [*DEEPSPEED, *HF, "trl>=1.16,<1.17", "datasets>=5.2,<5.3"],
     "wandb": ["wandb>=0.17"],
 }
 PROGRAMS = (
