@@ -53,7 +53,7 @@ quickstart: $(STAMP)
 	$(BIN)/python launch/plot.py $(RUN) --output $(RUN)/loss.png
 
 finetune-demo: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[trl]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[trl]'
 	$(WITHOUT_GPU) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --log_level error examples/fine_tuning.py
 
 # What a change of a kernel or of the step measures again (CONTRIBUTING.md); benchmarks/README.md has all commands. Transformer
