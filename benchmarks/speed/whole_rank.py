@@ -87,7 +87,11 @@ def plan_of(
     return SimpleNamespace(
         model=model,
         args=SimpleNamespace(
-            tensor_parallel=tp, expert_parallel=ep, pipeline_parallel=1, sequence_parallel=tp > 1
+            tensor_parallel=tp,
+            expert_parallel=ep,
+            pipeline_parallel=1,
+            sequence_parallel=tp > 1,
+            eval_only=False,
         ),
         batch=batch_sizes(settings, torch.distributed.get_world_size() // tp),
         settings=settings,
