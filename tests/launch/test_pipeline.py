@@ -285,10 +285,10 @@ def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
 
     config = configuration(tmp_path, 1)
     dry = [*command(work, tmp_path / "run", config, *TWO.split()), "--dry-run", "--gpus", "2"]
-    plan = ["--model", "tiny", "--model-override", "vocab_size=512", "--gpus", "2"]
+    plan = ["--model", "tiny", "--gpus", "2"]
     for main, line in (
         (pretrain.main, dry),
-        (planner.main, [*plan, "--pipeline-parallel", "2"]),
+        (planner.main, [*plan, *PARTS.split()]),
     ):
         assert main(line) == 2
         assert "--pipeline-parallel: got 2, accepted: 1" in capsys.readouterr().err
