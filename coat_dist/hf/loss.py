@@ -23,6 +23,7 @@ from ..config import CoatConfigError, Problem
 from ..flow.per_tensor import version_of
 from ..flow.weights import weight_changes
 from .modules import ONE, Patched, fits, has_plain_weight, own_code
+from .recognize import original_class
 
 __all__ = ["ChunkedLM", "LossHead", "LogitsOnRead", "why_plain"]
 
@@ -46,7 +47,7 @@ _given = _Given()
 def why_plain(model: Any) -> str | None:
     """Why a model's loss stays its own, patched or not; None where it does not."""
     head, own_loss = model.lm_head, "_loss_function" in vars(model)
-    if getattr(type(head), "coat_original", type(head)) is not nn.Linear:
+    if original_class(head) is not nn.Linear:
         return f"lm_head is {type(head).__name__}"
     if (why := own_code(head)) is not None:
         return f"{why} on lm_head"

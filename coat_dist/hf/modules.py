@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import flow
 from ..config import ActivationConfig
 from ..patching.report import PatchReport
-from .recognize import ACTIVATIONS
+from .recognize import ACTIVATIONS, original_class
 
 __all__ = [
     "CACHES",
@@ -183,7 +183,7 @@ def why_own_code(module: Any) -> str | None:
     linears = [(name, known, nn.Linear) for name, known in module.coat.linears]
     for name, known, cls in (*linears, *module.coat.others):
         found = module._modules.get(name)
-        if found is not known or _original(found) is not cls:
+        if found is not known or original_class(found) is not cls:
             other = type(found)
             package = other.__module__.partition(".")[0]
             return f"{package}'s {other.__name__} in place of {name}"
@@ -192,12 +192,6 @@ def why_own_code(module: Any) -> str | None:
         if (why := own_code(found)) is not None:
             return f"{why} on {name}"
     return None
-
-
-def _original(module: Any) -> type:
-    """A module's class before it was patched."""
-    cls = module.__class__
-    return getattr(cls, "coat_original", cls)
 
 
 class Patched:
@@ -251,7 +245,7 @@ class Block(Patched):
             given = module.__dict__
             if (
                 modules.get(name) is not module
-                or _original(module) is not nn.Linear
+                or original_class(module) is not nn.Linear
                 or not has_plain_weight(module)
                 or _may_be_touched(given)
             ):
@@ -259,7 +253,7 @@ class Block(Patched):
         for name, module, cls in part.others:
             if (
                 modules.get(name) is not module
-                or _original(module) is not cls
+                or original_class(module) is not cls
                 or _may_be_touched(module.__dict__)
             ):
                 return self.coat_settled()

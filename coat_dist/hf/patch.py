@@ -49,7 +49,15 @@ from .modules import (
     swapped,
     why_own_code,
 )
-from .recognize import attention_kind, gate, is_causal_lm, is_decoder_layer, norm_kind, shares_input
+from .recognize import (
+    attention_kind,
+    gate,
+    is_causal_lm,
+    is_decoder_layer,
+    norm_kind,
+    original_class,
+    shares_input,
+)
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
 
@@ -254,10 +262,7 @@ def _named(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module], ...]:
 
 
 def _others(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type], ...]:
-    return tuple(
-        (name, found, getattr(type(found), "coat_original", type(found)))
-        for name, found in _named(module, *names)
-    )
+    return tuple((name, found, original_class(found)) for name, found in _named(module, *names))
 
 
 def _patch_norm(

@@ -27,6 +27,7 @@ __all__ = [
     "is_causal_lm",
     "is_decoder_layer",
     "norm_kind",
+    "original_class",
     "shares_input",
 ]
 
@@ -149,14 +150,17 @@ class _Plain(ast.NodeTransformer):
         )
 
 
+def original_class(module: nn.Module) -> Any:
+    """A module's class before it was patched."""
+    cls = module.__class__
+    return getattr(cls, "coat_original", cls)
+
+
 def _forward(module: nn.Module) -> str:
     """Of the class that ``module`` had before it was patched; "" where its forward was replaced
     on the instance.
     """
-    cls = type(module)
-    return (
-        "" if "forward" in vars(module) else fingerprint(getattr(cls, "coat_original", cls).forward)
-    )
+    return "" if "forward" in vars(module) else fingerprint(original_class(module).forward)
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
@@ -169,7 +173,7 @@ def attention_kind(module: nn.Module) -> Attention | None:
     kind = ATTENTIONS.get(_forward(module))
     if kind is None:
         return None
-    original = getattr(type(module), "coat_original", type(module)).forward
+    original = original_class(module).forward
     rotate = inspect.unwrap(original).__globals__.get("apply_rotary_pos_emb")
     return kind if rotate is not None and fingerprint(rotate) in ROTATIONS else None
 
