@@ -36,8 +36,8 @@ import torch
 
 from benchmarks.accuracy.encodings import altered
 from benchmarks.accuracy.trajectory_gradients import ELEMENTS, SCENARIOS, Gradients
-from benchmarks.arguments import check_device, one_line
-from benchmarks.common import argument_parser, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import write_result
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
 from coat_dist.reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS
@@ -216,8 +216,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parse()
-    with one_line():
-        check_device(given.device)
     joined = {
         n: Joined({name: make() for name, make in found.items()}) for n, found in SCENARIOS.items()
     }

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import positive_float, positive_int
-from benchmarks.common import argument_parser, options, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import options, show, write_result
 from benchmarks.timing import median, wall_ms
 from launch.train.runtime import start
 
@@ -70,7 +70,8 @@ def measure(
 
     def synced() -> None:
         plain_save(str(folder), tag="synced")
-        sync(folder / "synced") if dist.get_rank() == 0 else None
+        if dist.get_rank() == 0:
+            sync(folder / "synced")
         dist.barrier()
 
     ways: dict[str, Callable[[], Any]] = {
@@ -80,32 +81,29 @@ def measure(
         "load, sizes only": lambda: whole_load(str(folder), tag="whole", verify=False),
         "load, verified": lambda: whole_load(str(folder), tag="whole"),
     }
+    tags = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}
+    first = dist.get_rank() == 0
     times: dict[str, list[float]] = {name: [] for name in ways}
     busy: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeat + 1):
+    for number in range(repeat + 1):
         for name, call in ways.items():
-            tag = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}.get(
-                name
-            )
-            if tag is not None and dist.get_rank() == 0:
-                shutil.rmtree(folder / tag, ignore_errors=True)  # each writes new files
-            sync(folder) if dist.get_rank() == 0 else None  # what the one before left in memory
+            if first:
+                if name in tags:
+                    shutil.rmtree(folder / tags[name], ignore_errors=True)  # each writes new files
+                sync(folder)  # what the one before left in memory
             dist.barrier()
             before = time.process_time()
-            times[name].append(wall_ms(call, synchronize=torch.cuda.is_available()))
-            busy[name].append(1000 * (time.process_time() - before))
-    times, busy = ({name: values[1:] for name, values in of.items()} for of in (times, busy))
+            took = wall_ms(call, synchronize=torch.cuda.is_available())
+            if number:
+                times[name].append(took)
+                busy[name].append(1000 * (time.process_time() - before))
     return times, busy
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argument_parser(__doc__)
+    """The options of this program; the model has ``--millions`` of parameters."""
+    parser = argument_parser(__doc__, millions=40.0, repeat=7)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
-    parser.add_argument(
-        "--millions", type=positive_float, default=40, help="parameters of the model, in millions"
-    )
-    parser.add_argument("--repeat", type=positive_int, default=7)
     parser.add_argument(
         "--legacy", action="store_true", help="torch's older format: checkpoint_serialization false"
     )
@@ -128,7 +126,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         size = sum(p.stat().st_size for p in Path(folder[0], "whole").iterdir())
         shutil.rmtree(folder[0])
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "way": name,
                 "ms": median(values),
@@ -141,14 +139,9 @@ def main() -> None:
             for name, values in times.items()
         ]
         print(f"{size / 1e6:.0f} MB, ZeRO-{arguments.stage}, {dist.get_world_size()} rank(s)")
+        ratios = dict.fromkeys(rows[0].keys() - {"way", "ms", "all_ms", "processor_ms"}, ".2f")
         for row in rows:
-            ratios = (
-                f"{row['to DeepSpeed']:.2f} x, with fsync {row['to DeepSpeed and fsync']:.2f} x"
-            )
-            processor = (
-                f"processor {row['processor_ms']:.0f} ms, {row['processor, to DeepSpeed']:.2f} x"
-            )
-            print(f"{row['way']:<22} {row['ms']:8.0f} ms  {ratios}; {processor}", flush=True)
+            show(row["way"], row, ms=".0f", processor_ms=".0f", **ratios)
         result = {
             **options(arguments, "folder"),
             "ranks": dist.get_world_size(),

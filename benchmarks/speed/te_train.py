@@ -26,6 +26,7 @@ from unittest import mock
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # started by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from benchmarks.common import ROOT, python_path  # noqa: E402
 from launch.train.allocator import expandable_segments  # noqa: E402
 
 if __name__ == "__main__":
@@ -37,11 +38,14 @@ from launch.model.config import ModelConfig  # noqa: E402
 __all__ = ["RECIPES", "main", "peer_environment", "te_layers"]
 
 
-def peer_environment(tp: int) -> dict[str, str]:
-    """What Transformer Engine needs without NVLink multicast, and Megatron's tensor-parallel ranks
-    with it. Without tensor parallelism the peer has the same environment as this program.
+def peer_environment(te: Path, tp: int = 1) -> dict[str, str]:
+    """Variables with which a program finds Transformer Engine in a folder, and what it needs
+    without NVLink multicast, and Megatron's tensor-parallel ranks with it.
     """
-    return {"UB_SKIPMC": "1"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if tp > 1 else {})
+    found = {"UB_SKIPMC": "1", "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+    if tp > 1:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return found
 
 
 RECIPES = {"TE bf16": "none", "TE fp8 delayed": "delayed", "TE fp8 tensorwise": "tensorwise"}
