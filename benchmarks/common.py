@@ -7,14 +7,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -173,26 +172,14 @@ def write_json(path: Path, data: dict[str, Any], nan: bool = False) -> None:
     """Write :func:`dumps` of ``data``, as :func:`write` does.
 
     Raises:
-        ValueError: a number in it is NaN or infinite, which is a finding with ``nan`` only; names
-            the first. Nothing is written.
+        ValueError: a number in it is NaN or infinite, which is a finding with ``nan`` only. Nothing
+            is written.
     """
-    if not nan and (first := next(_not_finite(data), None)) is not None:
-        raise ValueError(
-            f"{path}: not written; {first[0]}: got {first[1]}, accepted: finite numbers"
-        )
+    try:
+        json.dumps(data, allow_nan=nan)
+    except ValueError as problem:
+        raise ValueError(f"{path}: not written: {problem}") from problem
     write(path, dumps(data) + "\n")
-
-
-def _not_finite(value: Any, where: str = "") -> Iterator[tuple[str, float]]:
-    """Where NaN and infinite numbers are, and which."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _not_finite(one, f"{where}.{key}" if where else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, one in enumerate(value):
-            yield from _not_finite(one, f"{where}[{index}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield where, value
 
 
 def write(path: Path, content: str | bytes) -> None:

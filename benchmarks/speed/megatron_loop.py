@@ -265,7 +265,7 @@ def main() -> None:
         for variant in arguments.variants:
             print(f"== {variant}", flush=True)
             variables: dict[str, str] = {}
-            if te is not None and variant in PEERS:
+            if variant in PEERS:
                 variables = peer_environment(te, arguments.tensor_parallel)
             one = run_variant(case | {"variant": variant}, arguments.limit, PROGRAM, variables)
             found["variants"].append(one)

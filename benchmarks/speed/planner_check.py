@@ -124,9 +124,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         help=", ".join([*CASES, *VERIFY]),
     )
     parser.add_argument(
-        "--again", action="store_true", help="measure also what the result file has"
-    )
-    parser.add_argument(
         "--seconds", type=positive_float, default=450, help="start no configuration later than this"
     )
     parser.add_argument(
@@ -148,7 +145,7 @@ def main() -> None:
     results = known(read_json(path, "results")) if path.exists() else {}
     began = time.monotonic()
     for key in arguments.only or (VERIFY if arguments.verify else CASES):
-        if key in results and not arguments.again:
+        if key in results:
             continue
         left = arguments.seconds - (time.monotonic() - began)
         if left < 15:

@@ -127,13 +127,13 @@ def importable() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def again_with(peers: str, tp: int) -> int:
+def again_with(peers: str) -> int:
     """Start this rank again where Transformer Engine can be imported; the exit status. Each rank
     unpacks an archive for itself. In this process it would be too late: Megatron has asked for it
     when it was imported.
     """
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | peer_environment(unpack(peers, folder), tp)
+        environment = os.environ | peer_environment(unpack(peers, folder))
         line = [sys.executable, "-m", "benchmarks.speed.step", *sys.argv[1:]]
         with subprocess.Popen(line, env=environment) as rank:
             # Torchrun ends this process, not that one.
@@ -143,8 +143,10 @@ def again_with(peers: str, tp: int) -> int:
 
 def main() -> None:
     arguments = parse()
-    if arguments.variant in RECIPES and not importable():
-        sys.exit(again_with(arguments.peers, arguments.tensor_parallel))
+    if arguments.variant in RECIPES:
+        os.environ |= peer_environment(None, arguments.tensor_parallel)
+        if not importable():
+            sys.exit(again_with(arguments.peers))
     device = runtime.start(int(os.environ["LOCAL_RANK"]))
     tp = arguments.tensor_parallel
     initialize_model_parallel(tp, seed=1234, create_gloo_process_groups=False)

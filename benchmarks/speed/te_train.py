@@ -38,11 +38,14 @@ from launch.model.config import ModelConfig  # noqa: E402
 __all__ = ["RECIPES", "main", "peer_environment", "te_layers"]
 
 
-def peer_environment(te: Path, tp: int = 1) -> dict[str, str]:
-    """Variables with which a program finds Transformer Engine in a folder, and what it needs
-    without NVLink multicast, and Megatron's tensor-parallel ranks with it.
+def peer_environment(te: Path | None, tp: int = 1) -> dict[str, str]:
+    """Variables with which a program finds Transformer Engine in a folder, unless it can be
+    imported anyway, and what it needs without NVLink multicast, and Megatron's tensor-parallel
+    ranks with it.
     """
-    found = {"UB_SKIPMC": "1", "PYTHONPATH": python_path(ROOT, te, te / "deps")}
+    found = {"UB_SKIPMC": "1"}
+    if te is not None:
+        found["PYTHONPATH"] = python_path(ROOT, te, te / "deps")
     if tp > 1:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return found

@@ -74,7 +74,6 @@ def run(
     variables = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     program = "launch/pretrain.py"
     if name in RECIPES:
-        assert te is not None  # see parse
         program = f"benchmarks/speed/te_train.py --fp8-recipe {RECIPES[name]}"
         variables |= peer_environment(te, arguments.tensor_parallel)
     elif name.endswith(NCCL_ONLY):

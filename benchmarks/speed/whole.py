@@ -104,16 +104,6 @@ def turn(have: dict[str, Any]) -> int:
     return 2 if "error" in have else int(have.get("cut") == "without a step")
 
 
-def apart_from(have: dict[str, Any], micro_batches: Sequence[int]) -> dict[str, Any]:
-    """What a case has measured, without what ``micro_batches`` measure again."""
-    end = have.get("out_of_memory_at")
-    steps = [step for step in have.get("steps", []) if step["micro_batch"] not in micro_batches]
-    return {
-        "steps": steps,
-        "out_of_memory_at": end if end is None or end > max(micro_batches) else None,
-    }
-
-
 def joined(have: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """What a case has measured so far, and how it ended last."""
     ends = [
@@ -125,15 +115,6 @@ def joined(have: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "steps": [step for step in steps if end is None or step["micro_batch"] < end],
         "out_of_memory_at": end,
     }
-
-
-def worth_keeping(was: dict[str, Any], new: dict[str, Any], again: bool) -> bool:
-    """Whether a case stays as it was: its new measurement found nothing, or less than what was
-    to be measured again.
-    """
-    if "measured" not in was or not finished(was) or finished(new):
-        return False
-    return new.get("cut") == "without a step" or (again and current(was))
 
 
 def show(one: dict[str, Any]) -> str:
@@ -173,11 +154,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seconds", type=positive_float, default=480, help="start no case later than this"
-    )
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="measure also what the result has, from the beginning in each call",
     )
     arguments = parser.parse_args(given)
     if arguments.variants is None:
@@ -226,8 +202,6 @@ def wanted(
         have = cases.get(key_of(case), {})
         if not ("measured" in have and current(have)):
             have = {}
-        elif arguments.again:
-            have = apart_from(have, arguments.micro_batches)
         if have and "error" not in have and not left_of(have, arguments.micro_batches):
             say(f"has {show(have)}")
         else:
@@ -298,7 +272,6 @@ def main(given: Sequence[str] | None = None) -> None:
             missing, limit = left_of(have, arguments.micro_batches), left + GRACE
             variables: dict[str, str] = {}
             if case["variant"] in RECIPES:
-                assert te is not None  # see parse
                 variables = peer_environment(te)
             ended = ranks.run(
                 case | {"micro_batches": missing},
@@ -312,7 +285,7 @@ def main(given: Sequence[str] | None = None) -> None:
             measured = {k: now[k] for k in ("date", "commit", "gpus")}
             new, was = case | found | {"measured": measured}, cases.get(key_of(case), {})
             print(show(new), flush=True)
-            if worth_keeping(was, new, arguments.again):
+            if "measured" in was and finished(was) and new.get("cut") == "without a step":
                 print("it was not finished: what the result has of it stays")
                 continue
             cases[key_of(case)] = new
