@@ -35,7 +35,7 @@ OF_A_LAUNCHER = "TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_"
 """Variables that ranks must not inherit where a launcher started this process."""
 
 Measure = Callable[[dict[str, Any], torch.device], Iterable[dict[str, Any]]]
-"""From a case and this rank's device to records, each of which is written when it is made."""
+"""Makes records from a case and this rank's device; each record is written at once."""
 
 
 def as_rank(measure: Measure) -> None:
@@ -67,7 +67,7 @@ def as_rank(measure: Measure) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if gpu and not status:
-        torch.cuda.synchronize()  # another rank may wait for what this one still sends
+        torch.cuda.synchronize()  # this rank may still send to others
     for child in multiprocessing.active_children():  # of Megatron's checkpoints
         child.kill()
     os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory

@@ -47,7 +47,7 @@ __all__ = ["BETAS", "FORMER", "Joined", "Options", "Trained", "main", "measure",
 LR = 1e-3
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.0, 0.99))
 SMALLEST = 2.0**-120
-"""Of fp32's second moments, to be compared: a little above the smallest normal number, below
+"""Smallest fp32 second moment that is compared: a little above the smallest normal number, below
 which codes are zero.
 """
 
@@ -160,7 +160,7 @@ def _fp32(steps: torch.Tensor, betas: tuple[float, float]) -> tuple[torch.Tensor
 
 
 PAIRS = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "log8"), ("int8", "log8"))
-"""That are measured over 2000 steps and with all group sizes."""
+"""Pairs of formats that are measured over 2000 steps and with all group sizes."""
 MAIN = (PAIRS[0], PAIRS[-1])
 ALTERED: dict[str, dict[str, Any]] = {
     "fresh grids": {"fresh_grids": True},

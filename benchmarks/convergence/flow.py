@@ -58,8 +58,8 @@ HELD_OUT = 0.04
 """Share of the data that is not trained on."""
 
 NUDGE = 1e-5
-"""By what part the learning rate of a run that is made again is larger: what differs then is
-chaos.
+"""Relative increase of the learning rate when a run is repeated: the two then differ by chaos
+alone.
 """
 SAME = "steps", "lr", "tiny", "branch_at"
 """Settings that runs have in common if they are compared."""
@@ -116,7 +116,7 @@ class Job(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Job:
-        """From "VARIANT:SEED:REPEAT"; repeat, or seed and repeat, are 0 where they are left out."""
+        """Parse "VARIANT:SEED:REPEAT"; seed and repeat are 0 where they are left out."""
         variant, *numbers = text.split(":")
         if variant not in VARIANTS or len(numbers) > 2 or not all(n.isdecimal() for n in numbers):
             known = ", ".join(map(repr, VARIANTS))

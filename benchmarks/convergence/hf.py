@@ -53,7 +53,7 @@ KINDS = {
     "flow": (False, True),
     "coat": (True, True),
 }
-"""Of runs: whether the optimizer is CoatAdamW, and whether layers run the flow."""
+"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow."""
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -188,7 +188,7 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
 
 
 def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of the last held-out losses, means over seeds, in percent of BF16's."""
+    """Gaps of the last held-out losses to BF16's, in percent of means over seeds."""
     means: dict[str, float] = {}
     for name in {run["name"]: None for run in runs}:
         means[name] = fmean(run["held_out_losses"][-1] for run in runs if run["name"] == name)

@@ -5,7 +5,7 @@
     python -m benchmarks.convergence.long_report --plot docs/figures/convergence-long.png
 
 The same command, given again on the same machine, goes on: text, checkpoints and metrics are in
-DIR, and after ``--budget`` seconds (of which 20 are kept for saving) both runs are told to save and
+DIR, and after ``--budget`` seconds (20 are kept for saving) both runs are told to save and
 leave. Both run at the same time, each on half of the GPUs, on a power of two of them; on a single
 GPU they share it. Writes `convergence/long.json`, with ``--seed 1`` `long-seed-1.json`, after each
 call: losses, held-out losses, speed and memory up to the step reached.
@@ -78,7 +78,7 @@ BATCH = 256, 4
 SAVING = 20
 """Seconds of the budget that are kept for saving."""
 POINTS = 240
-"""Of the curve in the result; each is a mean of as many steps as it takes."""
+"""Points of the curve in the result; each is a mean over several steps."""
 
 
 def configuration(name: str, size: Size, batch: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks say to each other in a layer: how many collectives, of how many bytes.
+"""Collectives of tensor-parallel ranks in a layer: how many, and of how many bytes.
 
     torchrun --nproc_per_node 2 -m benchmarks.speed.collectives [--presets llama2-13b \\
         llama3-8b] [--tokens 16384]
@@ -49,7 +49,7 @@ KINDS = {
 }
 """torch.distributed's operations by what they do; an all-reduce for a maximum is called "max"."""
 COPIES = " by copies"
-"""Said of what :mod:`coat_dist.flow.parallel.peer_memory` moves."""
+"""Marks what :mod:`coat_dist.flow.parallel.peer_memory` moves."""
 
 
 NCCL_ONLY = " over NCCL"
@@ -207,7 +207,7 @@ def measure(
     layers: int,
     overrides: Sequence[str],
 ):
-    """``{variant: what is to be said of it}`` of one model's layers on the ranks that there are."""
+    """Collectives of one model's layers on all ranks, by variant."""
     ranks = dist.get_world_size()
     model = load_model_config(preset, [f"num_layers={layers}", *overrides])
     forward, gpt, _ = stack(model, tokens, ranks, sequence)

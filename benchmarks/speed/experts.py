@@ -60,8 +60,8 @@ def model_of(shape: str, dispatcher: str) -> ModelConfig:
 
 
 def flops(model: ModelConfig, tokens: int) -> float:
-    """Of one layer, forward and backward; attention counts half of the keys, and its backward
-    2.5 times its forward.
+    """Floating-point operations of one layer, forward and backward; attention counts half of the
+    keys, and its backward 2.5 times its forward.
     """
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
     weights = h * d * 2 * (heads + model.kv_heads)

@@ -34,7 +34,7 @@ FRAMEWORKS = {
     "llamafactory": "llamafactory",
     "axolotl": "axolotl",
 }
-"""And their packages."""
+"""Frameworks and their packages."""
 
 
 class Steps(transformers.TrainerCallback):

@@ -171,8 +171,8 @@ def kernels(
 
 
 def flops(model: ModelConfig, tokens: int) -> float:
-    """Of one layer, forward and backward; attention counts half of the keys, and its backward
-    2.5 times its forward.
+    """Floating-point operations of one layer, forward and backward; attention counts half of the
+    keys, and its backward 2.5 times its forward.
     """
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
     parts = ACTIVATIONS[model.activation].parts
@@ -181,7 +181,7 @@ def flops(model: ModelConfig, tokens: int) -> float:
 
 
 def time_transformer_engine(te: Any, model: ModelConfig, tokens: int) -> dict[str, dict[str, Any]]:
-    """As :func:`measure`, of Transformer Engine's layers of the same shape, by recipe."""
+    """:func:`measure` of Transformer Engine's layers of the same shape, by recipe."""
     found = {}
     for name, recipe in te_layer.RECIPES.items():
         found[name] = measure(

@@ -110,7 +110,7 @@ def alone(
 
 
 def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dict[str, Any]]:
-    """Rows of one kind of layers and one number of parts, for every number of micro-batches."""
+    """A row for each number of micro-batches, with one kind of layers and one number of parts."""
     from megatron_patches import initialize, initialize_model_parallel, train_batch
     from megatron_patches.parallel.pipeline import Losses, chunks_of, run_schedule
 

@@ -89,7 +89,7 @@ def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def _is_table(tensor: torch.Tensor) -> bool:
-    """Whether it is a table of cosines or sines: positions, but no batch and no heads."""
+    """Whether a tensor is a table of cosines or sines: positions, but no batch and no heads."""
     return (
         tensor.shape[0] == SEQUENCE and tensor.dim() > 2 and all(n == 1 for n in tensor.shape[1:-1])
     )

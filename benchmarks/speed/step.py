@@ -123,7 +123,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def importable() -> bool:
-    """Whether Transformer Engine is."""
+    """Whether Transformer Engine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -42,7 +42,7 @@ OUR_KINDS = (
     ("loss", ("_stats_kernel", "_grad_kernel")),
     ("layers", ("_kernel",)),
 )
-"""As :data:`KINDS`, of ours."""
+""":data:`KINDS` of this project's kernels."""
 Span = tuple[int, int, str]
 """Nanoseconds of begin and end, and a kernel's name."""
 TOP, WIDTH = 4, 60
@@ -63,8 +63,8 @@ def short(name: str) -> str:
 
 
 def kinds(spans: Sequence[Span], steps: int = 1) -> dict[str, dict[str, Any]]:
-    """By what kernels are for, of one of so many steps: milliseconds, how many, and as much of
-    the longest, by name.
+    """Milliseconds and number of kernels of a step by what they are for, and the longest kernels
+    of each kind by name; ``spans`` are those of ``steps`` steps.
     """
     found: dict[str, dict[str, Any]] = {}
     for begin, end, name in spans:

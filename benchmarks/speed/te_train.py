@@ -56,7 +56,7 @@ RECIPES = {"TE bf16": "none", "TE fp8 delayed": "delayed", "TE fp8 tensorwise": 
 
 
 def spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
-    """In place of ``launch.model.gpt.layer_spec``.
+    """Replace ``launch.model.gpt.layer_spec``.
 
     Raises:
         ValueError: a model that Megatron's specification with Transformer Engine does not build.
@@ -82,8 +82,8 @@ def te_layers(recipe: str) -> Iterator[None]:
     """Models that are built inside have Transformer Engine's layers and Megatron's fusions for
     them, in FP8 by a recipe, or in BF16 by "none".
 
-    Layers that keep FP8 weights are told by Megatron's schedules when a step begins. Nobody does so
-    here: they would compute with the initial weights for ever. So they quantize in every
+    Megatron's schedules tell layers that keep FP8 weights when a step begins. No schedule runs
+    here: layers would compute with the initial weights forever. So they quantize in every
     micro-batch, which is once a step where a step has one. With more they would be slower than in
     Megatron, and ``train.py`` refuses that.
     """

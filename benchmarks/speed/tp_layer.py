@@ -71,7 +71,7 @@ def times(forward: Callable[[], torch.Tensor], repeats: int) -> list[float]:
 def runs(
     model: ModelConfig, tokens: int, variants: Sequence[str], te: Any
 ) -> Iterator[dict[str, Run]]:
-    """By name what is measured."""
+    """What is measured, by name."""
     forward, gpt, x = stack(model, tokens, dist.get_world_size())
     found: dict[str, Run] = {"bf16": (forward, gpt, x, nullcontext)}
     found |= {name: (forward, gpt, x, partial(variant, gpt, name)) for name in variants}

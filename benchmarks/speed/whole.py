@@ -12,8 +12,8 @@ commit is not measured again, no case is started after `--seconds`, and one that
 keeps its steps and goes on with the micro-batches that are left. Cases that were cut before a step,
 or failed, are tried again last. `--gpu-memory` is for all that this process holds there, NCCL's
 buffers excepted. Variants that begin with "TE" need `--peers`, a folder with Transformer Engine or
-an archive of it. Prints tokens/s/GPU and peaks; writes `speed/whole.json`, of which
-`whole_report.py` makes tables and a picture.
+an archive of it. Prints tokens/s/GPU and peaks; writes `speed/whole.json`;
+`whole_report.py` makes tables and a picture of it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def left_of(have: dict[str, Any], micro_batches: Sequence[int]) -> list[int]:
 
 
 def current(case: dict[str, Any]) -> bool:
-    """Whether a case was measured with the commit that is here."""
+    """Whether a case was measured with this commit."""
     return case["measured"]["commit"] == commit()
 
 
@@ -226,8 +226,8 @@ def check_gpus(known: Sequence[dict[str, Any]], here: Sequence[str]) -> None:
 
 
 def in_order(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the tables have them, whichever were measured first: by model, GPUs and memory, then
-    BF16 before others.
+    """Cases in the order of the tables, whichever were measured first: by model, GPUs and memory,
+    then BF16 before others.
     """
     variants = {name: index for index, name in enumerate(VARIANTS)}
 

@@ -33,11 +33,11 @@ class Variant(NamedTuple):
     """What is trained, as far as the DeepSpeed configuration says."""
 
     optimizer: str = "CoatAdamW"
-    """Its type."""
+    """Type of the optimizer."""
     activation: Mapping[str, Any] = {}
     """What the block's "activation" has besides that of the file."""
     file: str = "zero2"
-    """Of ``configs/deepspeed``."""
+    """Name of its file in ``configs/deepspeed``."""
 
 
 VARIANTS = {

@@ -165,7 +165,7 @@ def largest(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def fits(cases: Sequence[dict[str, Any]]) -> bool:
-    """Whether any of them trains."""
+    """Whether any case trains."""
     return any(case["steps"] for case in cases)
 
 
