@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from benchmarks.common import ROOT
+from benchmarks.convergence import flow, long
+from launch.train.arguments import parse
 from tests.support import Program
 
 CPU = {
@@ -140,3 +143,15 @@ def test_wrong_options_end_a_program_before_it_measures(
     with pytest.raises(SystemExit) as ended:
         import_module(f"benchmarks.{program}").main()
     assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_commands_of_convergence_runs_are_understood_by_pretrain(tmp_path) -> None:
+    arguments = Namespace(tiny=False, steps=1200, seed=3, lr=1e-3)
+    line = long.command("coat again", "text", tmp_path, 2, arguments)
+    long_run = parse(line[line.index("launch/pretrain.py") + 1 :])
+    job = flow.Job(flow.BF16, 3, 2)
+    branch = parse(flow.pretrain(job, flow.FULL, "text", tmp_path, tmp_path, arguments))
+    for run, repeats in ((long_run, 1), (branch, 2)):
+        assert (run.seed, run.train_steps, run.warmup_steps) == (3, 1200, 120)
+        assert run.lr == pytest.approx(1e-3 * (1 + repeats * flow.NUDGE), rel=1e-9)
+    assert long_run.load == "auto" and long_run.split != branch.split
