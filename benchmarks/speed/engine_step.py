@@ -28,19 +28,19 @@ from launch.train.build import torch_adamw
 from launch.train.runtime import start
 
 
-def settings(stage: int, coat: bool) -> dict[str, Any]:
+def settings(block: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration with torch's AdamW, or with CoatAdamW and the "coat" ``block``."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
-        "data_types": {"grad_accum_dtype": "fp32" if stage > 1 else "bf16"},
-        "optimizer": {
-            "type": "CoatAdamW" if coat else "AdamW",
-            "params": {"lr": 1e-5, "weight_decay": 0.1},
-        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+        **more,
     }
-    return config | ({"coat": {"activation": {"enabled": False}}} if coat else {})
+    if block is not None:
+        config["optimizer"]["type"] = "CoatAdamW"
+        config["coat"] = block
+    return config
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -54,7 +54,12 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         coat_step.may_leave_out_passes = lambda zero: False
     sizes = load_model_config(arguments.model, [f"num_layers={arguments.layers}"])
     model = build_model(sizes.with_vocab(32000))
-    config = settings(arguments.stage, coat)
+    zero = {"stage": arguments.stage, "overlap_comm": True, "contiguous_gradients": True}
+    config = settings(
+        {"activation": {"enabled": False}} if coat else None,
+        zero_optimization=zero,
+        data_types={"grad_accum_dtype": "fp32" if arguments.stage > 1 else "bf16"},
+    )
     engine, *_ = coat_dist.initialize(
         model=model,
         optimizer=None if coat else torch_adamw(model, config),

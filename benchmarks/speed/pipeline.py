@@ -9,7 +9,7 @@ milliseconds a micro-batch and stage. Then Megatron's schedule runs the same sta
 (`megatron_patches.train_batch` without and with DeepSpeed's step). With m micro-batches on P stages
 of V parts, work t and the slowest stage's t_max, the schedule's ideal is m * t_max + (sum of the
 other stages' t) / V; for equal stages that is m * t / (1 - bubble). The ratio is ideal to measured,
-so 1 is perfect. `by the slowest` takes t_max for every stage, as if all had its work.
+so 1 is perfect.
 """
 
 from __future__ import annotations
@@ -26,26 +26,12 @@ import torch.distributed as dist
 
 from benchmarks.arguments import argument_parser
 from benchmarks.common import options, show, write_result
+from benchmarks.speed.engine_step import settings
 from benchmarks.timing import median
 from launch.model.gpt import build_model, load_model_config
 from launch.scale.training import random_batch
 from launch.train.build import forward_step, torch_adamw
 from launch.train.runtime import start
-
-
-def settings(coat: bool, micro: int, count: int) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": count,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "optimizer": {
-            "type": "CoatAdamW" if coat else "AdamW",
-            "params": {"lr": 1e-5, "weight_decay": 0.1},
-        },
-    }
-    return config | ({"coat": {"optimizer": {}, "activation": {}}} if coat else {})
 
 
 def milliseconds(work: Callable[[], Any], repeats: int, slowest: bool = True) -> float:
@@ -130,7 +116,12 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
     ]
     model_config = load_model_config(arguments.model, overrides).with_vocab(arguments.vocabulary)
     model, rows = build_model(model_config), []
-    config = settings(coat, arguments.micro_batch, min(arguments.micro_batches))
+    config = settings(
+        {"optimizer": {}, "activation": {}} if coat else None,
+        train_micro_batch_size_per_gpu=arguments.micro_batch,
+        gradient_accumulation_steps=min(arguments.micro_batches),
+        zero_optimization={"stage": 1},
+    )
     engine, *_ = initialize(
         model=model, optimizer=None if coat else torch_adamw(model, config), config=config
     )
@@ -168,7 +159,6 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
                 "step_ms": whole,
                 "bubble": (stages - 1) / (count * virtual + stages - 1),
                 "ratio": ideal / took,
-                "ratio_by_the_slowest": (count + (stages - 1) / virtual) * slowest / took,
             }
         )
         if dist.get_rank() == 0:
@@ -180,7 +170,6 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
                 schedule_ms=".1f",
                 step_ms=".1f",
                 ratio=".3f",
-                ratio_by_the_slowest=".3f",
             )
     engine.destroy()
     return rows

@@ -6,8 +6,7 @@ the disk add to it.
 
 One engine, whose `save_checkpoint` is DeepSpeed's own and the whole one in turns, on the device
 that there is. Plain DeepSpeed leaves data in the system's memory; "and fsync" is the time until a
-second program has brought its files to disk. Times are by the host's clock, and of this rank's
-processor (all threads; what other programs do beside it counts less there): medians, and ratios to
+second program has brought its files to disk. Times are by the host's clock: medians, and ratios to
 plain DeepSpeed in the same run.
 """
 
@@ -17,7 +16,6 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ def build(arguments: argparse.Namespace) -> Any:
         "zero_optimization": {"stage": arguments.stage},
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-5}},
         "coat": {"activation": {"enabled": False}},
-        "checkpoint": {"checkpoint_serialization": not arguments.legacy},
     }
     engine, *_ = coat_dist.initialize(model=model, config=config, dist_init_required=False)
     x = torch.ones(1, width, device=engine.device, dtype=torch.bfloat16)
@@ -61,10 +58,8 @@ def sync(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def measure(
-    engine: Any, folder: Path, repeat: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of each way, by its name: by the clock, and of the processor."""
+def measure(engine: Any, folder: Path, repeat: int) -> dict[str, list[float]]:
+    """Milliseconds of each way, by its name."""
     whole_save, whole_load = engine.save_checkpoint, engine.load_checkpoint
     plain_save = whole_save.__wrapped__
 
@@ -84,7 +79,6 @@ def measure(
     tags = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}
     first = dist.get_rank() == 0
     times: dict[str, list[float]] = {name: [] for name in ways}
-    busy: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeat + 1):
         for name, call in ways.items():
             if first:
@@ -92,21 +86,16 @@ def measure(
                     shutil.rmtree(folder / tags[name], ignore_errors=True)  # each writes new files
                 sync(folder)  # what the one before left in memory
             dist.barrier()
-            before = time.process_time()
             took = wall_ms(call, synchronize=torch.cuda.is_available())
             if number:
                 times[name].append(took)
-                busy[name].append(1000 * (time.process_time() - before))
-    return times, busy
+    return times
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program; the model has ``--millions`` of parameters."""
     parser = argument_parser(__doc__, millions=40.0, repeat=7)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
-    parser.add_argument(
-        "--legacy", action="store_true", help="torch's older format: checkpoint_serialization false"
-    )
     parser.add_argument(
         "--folder", help="where checkpoints go for the time of this program (a temporary folder)"
     )
@@ -122,7 +111,7 @@ def main() -> None:
     engine = build(arguments)
     folder: list[Any] = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
-    times, busy = measure(engine, Path(folder[0]), arguments.repeat)
+    times = measure(engine, Path(folder[0]), arguments.repeat)
     if dist.get_rank() == 0:
         size = sum(p.stat().st_size for p in Path(folder[0], "whole").iterdir())
         shutil.rmtree(folder[0])
@@ -131,17 +120,15 @@ def main() -> None:
                 "way": name,
                 "ms": median(values),
                 "all_ms": values,
-                "processor_ms": median(busy[name]),
                 "to DeepSpeed": median(values) / median(times["DeepSpeed"]),
                 "to DeepSpeed and fsync": median(values) / median(times["DeepSpeed and fsync"]),
-                "processor, to DeepSpeed": median(busy[name]) / median(busy["DeepSpeed"]),
             }
             for name, values in times.items()
         ]
         print(f"{size / 1e6:.0f} MB, ZeRO-{arguments.stage}, {dist.get_world_size()} rank(s)")
-        ratios = dict.fromkeys(rows[0].keys() - {"way", "ms", "all_ms", "processor_ms"}, ".2f")
+        ratios = {"to DeepSpeed": ".2f", "to DeepSpeed and fsync": ".2f"}
         for row in rows:
-            show(row["way"], row, ms=".0f", processor_ms=".0f", **ratios)
+            show(row["way"], row, ms=".0f", **ratios)
         result = {
             **options(arguments, "folder"),
             "ranks": dist.get_world_size(),
