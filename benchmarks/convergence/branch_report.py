@@ -130,7 +130,8 @@ def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], ste
         errors = {f"{key}_error": ".3%" for key in KEYS}
         show(f"{row['variant']}, held-out gaps of trunks: {single}", row, **errors)
     for row in noise(runs, steps):
-        show(f"{row['variant']}, from repeat to repeat", row, **dict.fromkeys(KEYS, ".3%"))
+        if row["freedom"]:
+            show(f"{row['variant']}, from repeat to repeat", row, **dict.fromkeys(KEYS, ".3%"))
 
 
 def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int) -> None:
