@@ -167,7 +167,7 @@ def build(case: dict[str, Any], device: torch.device) -> Any:
     return model
 
 
-def in_float8(module: torch.nn.Module, name: str) -> bool:
+def in_float8(module: Any, name: str) -> bool:
     """Whether torchao converts a linear layer: not the head, and none whose sizes its products
     refuse.
     """
