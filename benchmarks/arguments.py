@@ -1,6 +1,4 @@
-"""What values of options have to be: bad ones end a program in one line, before it measures
-anything.
-"""
+"""Options of the programs. A wrong value ends a program in one line before it measures anything."""
 
 from __future__ import annotations
 
@@ -8,24 +6,38 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 __all__ = [
-    "check_device",
+    "argument_parser",
+    "check_multiples",
     "check_peers",
     "int_from_0",
     "one_line",
     "output_folder",
-    "picture",
     "positive_float",
     "positive_int",
-    "preset_name",
 ]
 
-MODELS = Path(__file__).resolve().parents[1] / "configs/models"
-PICTURES = ".png", ".pdf", ".svg"
+HELP = {
+    "accumulation": "micro-batches of a step",
+    "layers": "number of layers of each model",
+    "limit": "seconds after which a variant is stopped",
+    "micro_batch": "sequences of a micro-batch",
+    "model_override": "KEY=VALUE: other values of the model's description",
+    "name": "of the JSON result",
+    "peers": "folder with Transformer Engine, or with an archive of it",
+    "plot": "where to draw the picture",
+    "presets": "names in configs/models",
+    "ranks": "GPUs",
+    "sequence": "tokens of a sequence",
+    "tiny": "a model of 0.1 M parameters, to try the program",
+    "warm_up": "steps that are not timed",
+}
+"""What options mean that several programs have, by their names in Python."""
 
 
 def _integer(text: str, least: int) -> int:
@@ -39,17 +51,17 @@ def _integer(text: str, least: int) -> int:
 
 
 def positive_int(text: str) -> int:
-    """How many of something, at least one."""
+    """A count of at least 1."""
     return _integer(text, 1)
 
 
 def int_from_0(text: str) -> int:
-    """How many of something, where 0 has a meaning of its own."""
+    """A count for which 0 has a meaning."""
     return _integer(text, 0)
 
 
 def positive_float(text: str) -> float:
-    """Seconds, a learning rate, a size."""
+    """A duration, a learning rate, a size."""
     try:
         value = float(text)
     except ValueError:
@@ -59,37 +71,62 @@ def positive_float(text: str) -> float:
     return value
 
 
-def preset_name(text: str) -> str:
-    """A model of ``configs/models``."""
-    names = sorted(path.stem for path in MODELS.glob("*.json"))
-    if text not in names:
-        raise argparse.ArgumentTypeError(
-            f"got {text}, accepted: one of configs/models: {', '.join(names)}"
-        )
-    return text
-
-
 def output_folder(text: str) -> str:
-    """A folder that is there, or can be made, and that can be written to."""
-    there = next(
-        path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists()
-    )
+    """A folder that exists or can be made, and that can be written to."""
+    folder = Path(text).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        what = "cannot be written to" if there.is_dir() else "is a file"
         raise argparse.ArgumentTypeError(
-            f"got {text}, accepted: a folder to write to; {there} {what}"
+            f"got {text}, accepted: a folder to write to; {there} is none"
         )
     return text
 
 
-def picture(text: str) -> Path:
-    """A file to draw into."""
-    if (path := Path(text)).suffix not in PICTURES or path.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"got {text}, accepted: a file that ends in {', '.join(PICTURES)}"
+TYPES = {int: positive_int, float: positive_float}
+
+
+def argument_parser(doc: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with ``--output`` and an option for each default.
+
+    The default's type says what an option accepts: an int is a count of at least 1, a float a
+    number above 0, ``False`` a flag, a list one or more values of the type of its first, and a
+    text or None a text. A program adds other options to the parser itself.
+
+    Args:
+        doc: The program's docstring; its first line is the description.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument(
+        "--output",
+        type=output_folder,
+        help="folder of results and pictures instead of benchmarks/results, docs/figures",
+    )
+    for name, default in defaults.items():
+        option = "--" + name.replace("_", "-")
+        if default is False:
+            parser.add_argument(option, action="store_true", help=HELP.get(name))
+            continue
+        nargs, first = None, default
+        if isinstance(default, list):
+            nargs = "+"
+            first = default[0] if default else ""
+        parser.add_argument(
+            option,
+            type=TYPES.get(type(first), str),
+            nargs=nargs,
+            default=default,
+            help=HELP.get(name),
         )
-    output_folder(str(path.absolute().parent))
-    return path
+    return parser
+
+
+def check_multiples(
+    parser: argparse.ArgumentParser, option: str, values: Sequence[int], of: int
+) -> None:
+    """End the program where one of an option's values is no multiple of ``of``."""
+    for value in values:
+        if value % of:
+            parser.error(f"{option}: got {value}, accepted: a multiple of {of}")
 
 
 def check_peers(given: str) -> Path | None:
@@ -104,28 +141,15 @@ def check_peers(given: str) -> Path | None:
     if len(archives) != 1:
         raise ValueError(
             f"--peers: got {given!r} with {len(archives)} archives, accepted: a folder with "
-            "transformer_engine/ or "
-            "one transformer_engine*.tar.*"
+            "transformer_engine/ or one transformer_engine*.tar.*"
         )
     return archives[0]
 
 
-def check_device(device: str) -> None:
-    """Check that there is a GPU where ``--device cuda`` asks for one.
-
-    Raises:
-        ValueError: there is none.
-    """
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: got cuda, accepted: cpu, where there is no GPU")
-
-
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Around what looks at options and files before anything is measured: a ValueError there ends
-    the program in a line. One of later code is a fault, whose traceback is wanted.
+    """Around checks of options and files before anything is measured: a ValueError there ends the
+    program with one line. A ValueError of later code is a fault, and keeps its traceback.
     """
     try:
         yield

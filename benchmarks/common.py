@@ -1,5 +1,5 @@
-"""What every benchmark shares: its options, where results and pictures go, and what identifies a
-run.
+"""What every benchmark shares: where results and pictures go, how they are written and printed, and
+what identifies a run.
 """
 
 from __future__ import annotations
@@ -7,25 +7,21 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import output_folder
-
 __all__ = [
     "RESULTS",
     "ROOT",
-    "argument_parser",
     "command",
     "commit",
     "dumps",
@@ -37,9 +33,8 @@ __all__ = [
     "prepare_text",
     "python_path",
     "read_json",
-    "read_result",
     "result_path",
-    "wait_for_ranks",
+    "show",
     "write",
     "write_figure",
     "write_json",
@@ -53,17 +48,6 @@ PATHS = "--peers", "--data", "--extend", "--folder", "--plot", "--output"
 """Options whose value is a path of this machine."""
 WIDTH = 400
 """Characters up to which nested JSON stays on one line."""
-
-
-def argument_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with ``--output``, described by the first line of a program's docstring."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument(
-        "--output",
-        type=output_folder,
-        help="folder of results and pictures instead of benchmarks/results, docs/figures",
-    )
-    return parser
 
 
 def options(arguments: argparse.Namespace, *without: str) -> dict[str, Any]:
@@ -150,6 +134,17 @@ def loss_gaps(losses: Sequence[float], base: Sequence[float]) -> dict[str, float
     }
 
 
+def show(name: str, values: Mapping[str, Any], **formats: str) -> None:
+    """Print a row: a name, and the values that have a format, in the order of the formats. Values
+    that are missing or None are left out.
+    """
+    cells = []
+    for key, form in formats.items():
+        if values.get(key) is not None:
+            cells.append(f"{key.replace('_', ' ')} {format(values[key], form)}")
+    print(f"{name:<28} {'  '.join(cells)}", flush=True)
+
+
 def number(value: float, digits: int = 0) -> str:
     """With thin groups of three, as tables have it: 35 819."""
     return f"{value:,.{digits}f}".replace(",", " ")
@@ -177,26 +172,14 @@ def write_json(path: Path, data: dict[str, Any], nan: bool = False) -> None:
     """Write :func:`dumps` of ``data``, as :func:`write` does.
 
     Raises:
-        ValueError: a number in it is NaN or infinite, which is a finding with ``nan`` only; names
-            the first. Nothing is written.
+        ValueError: a number in it is NaN or infinite, which is a finding with ``nan`` only. Nothing
+            is written.
     """
-    if not nan and (first := next(_not_finite(data), None)) is not None:
-        raise ValueError(
-            f"{path}: not written; {first[0]}: got {first[1]}, accepted: finite numbers"
-        )
+    try:
+        json.dumps(data, allow_nan=nan)
+    except ValueError as problem:
+        raise ValueError(f"{path}: not written: {problem}") from problem
     write(path, dumps(data) + "\n")
-
-
-def _not_finite(value: Any, where: str = "") -> Iterator[tuple[str, float]]:
-    """Where NaN and infinite numbers are, and which."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _not_finite(one, f"{where}.{key}" if where else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, one in enumerate(value):
-            yield from _not_finite(one, f"{where}[{index}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield where, value
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -224,37 +207,19 @@ def write_figure(path: Path, figure: Any, dpi: int) -> None:
     write(path, drawn.getvalue())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What :func:`write_json` wrote.
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """The JSON object of a file, which has ``keys``.
 
     Raises:
-        ValueError: it is not JSON, half of a file for instance; names it.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: got {error}, accepted: JSON; remove it, and it is measured again"
-        ) from error
-
-
-def read_result(path: Path, *keys: str, option: str = "--result") -> dict[str, Any]:
-    """A result with ``keys``, as ``option`` names it.
-
-    Raises:
-        ValueError: it is none; names it.
+        ValueError: it is none; names the file and what is missing.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{path}: got {problem}, accepted: JSON of a benchmark") from problem
+    if missing := [key for key in keys if key not in found]:
         raise ValueError(
-            f"{option}: got {path}, accepted: a readable file ({problem.strerror})"
-        ) from None
-    except ValueError as problem:
-        raise ValueError(f"{option}: got {path}, accepted: JSON ({problem})") from None
-    if missing := [key for key in keys if not isinstance(found, dict) or key not in found]:
-        raise ValueError(
-            f"{option}: got {path} without {', '.join(missing)}, accepted: what its program writes"
+            f"{path}: got JSON without {', '.join(missing)}, accepted: what its program writes"
         )
     return found
 
@@ -295,30 +260,6 @@ def python_path(*folders: str | Path) -> str:
     names.
     """
     return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
-
-
-def wait_for_ranks(
-    processes: Sequence[subprocess.Popen], limit: float, stopped: Callable[[], bool] = lambda: False
-) -> list[int | None]:
-    """Statuses; None of a rank that ``limit`` seconds ended, or ``stopped``. A rank that fails ends
-    the others: they would wait for it. None is left behind, whatever happens.
-    """
-    end = time.monotonic() + limit
-    statuses: list[int | None] = []
-    failed = False
-    try:
-        while any(p.poll() is None for p in processes) and time.monotonic() < end and not stopped():
-            if any(p.poll() for p in processes):
-                break
-            time.sleep(0.2)
-        failed = any(p.poll() for p in processes) and not stopped()
-    finally:
-        for p in processes:
-            if alive := p.poll() is None:
-                p.kill()
-            status = p.wait()
-            statuses.append((0 if failed else None) if alive else status)
-    return statuses
 
 
 def prepare_text(prefix: Path, tokenizer: str, inputs: list[str], *more: str) -> None:

@@ -36,8 +36,8 @@ import torch
 
 from benchmarks.accuracy.encodings import altered
 from benchmarks.accuracy.trajectory_gradients import ELEMENTS, SCENARIOS, Gradients
-from benchmarks.arguments import check_device, one_line
-from benchmarks.common import argument_parser, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import show, write_result
 from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
 from coat_dist.reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS
@@ -47,7 +47,7 @@ __all__ = ["BETAS", "FORMER", "Joined", "Options", "Trained", "main", "measure",
 LR = 1e-3
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.0, 0.99))
 SMALLEST = 2.0**-120
-"""Of fp32's second moments, to be compared: a little above the smallest normal number, below
+"""Smallest fp32 second moment that is compared: a little above the smallest normal number, below
 which codes are zero.
 """
 
@@ -160,7 +160,7 @@ def _fp32(steps: torch.Tensor, betas: tuple[float, float]) -> tuple[torch.Tensor
 
 
 PAIRS = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "log8"), ("int8", "log8"))
-"""That are measured over 2000 steps and with all group sizes."""
+"""Pairs of formats that are measured over 2000 steps and with all group sizes."""
 MAIN = (PAIRS[0], PAIRS[-1])
 ALTERED: dict[str, dict[str, Any]] = {
     "fresh grids": {"fresh_grids": True},
@@ -202,12 +202,7 @@ def configurations() -> Iterator[tuple[bool, str, Options]]:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="the default pair and int8, log8 only, 400 steps at most",
-    )
+    parser = argument_parser(__doc__, quick=False)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: by the kernel"
     )
@@ -216,8 +211,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parse()
-    with one_line():
-        check_device(given.device)
     joined = {
         n: Joined({name: make() for name, make in found.items()}) for n, found in SCENARIOS.items()
     }
@@ -246,21 +239,13 @@ def main() -> None:
 
 def print_row(row: Mapping[str, Any]) -> None:
     """A configuration, and errors and extremes of its scenarios."""
-    title = (
-        f"{row['first']}, {row['second']} ({row['betas']}) groups of {row['group_size']}, "
-        f"{row['rounding']}"
-    )
-    print(
-        title
-        + ("" if row["normalize"] else ", not normalized")
-        + (row["altered"] and f", {row['altered']}")
-    )
-    for key, value in row.items():
-        name, _, what = key.rpartition(" ")
-        if what == "error":
-            others = {k: row.get(f"{name} {k}") for k in ("nearest", "farthest", "v", "v_rms")}
-            more = "  ".join(f"{k} {x:+.3g}" for k, x in others.items() if x is not None)
-            print(f"  {name:<22} error {value:8.4f}  {more}", flush=True)
+    title = [row["first"], row["second"], row["betas"], row["group_size"], row["rounding"]]
+    if not row["normalize"]:
+        title.append("not normalized")
+    print(*title, row["altered"], sep=", ")
+    measures = dict.fromkeys(("error", "nearest", "farthest", "v", "v_rms"), "+.3g")
+    for name in dict.fromkeys(key.rpartition(" ")[0] for key in row if key.endswith(" error")):
+        show(f"  {name}", {key: row.get(f"{name} {key}") for key in measures}, **measures)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ ELEMENTS = 512
 
 class Gradients(NamedTuple):
     """``steps``: fp32 [number of steps, n]; ``watched``: bool [n], the elements whose displacement
-    is measured; ``stops``: each of these has gradients of one size, and then none.
+    is measured; ``stops``: watched elements have gradients of one size, and then none.
     """
 
     steps: torch.Tensor
@@ -133,4 +133,4 @@ SCENARIOS: dict[int, dict[str, Callable[[], Gradients]]] = {
         "sparse": partial(sparse, steps=2000),
     },
 }
-"""By the number of their steps. "both" is "stopped at 1e-7" "beside constants"."""
+"""Scenarios by number of steps; "both" is "stopped at 1e-7" and "beside constants"."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.arguments import one_line, picture
-from benchmarks.common import read_result, result_path, write_figure
+from benchmarks.arguments import argument_parser, one_line
+from benchmarks.common import read_json, result_path, show, write_figure
 from benchmarks.convergence.flow import BF16
 from benchmarks.convergence.runs import LAST
 
@@ -22,11 +22,11 @@ __all__ = ["KEYS", "PAIR", "by_trunk", "gaps", "noise", "plot", "report"]
 KEYS = {
     "held_out_loss": "held-out",
     "bf16_held_out_loss": "in BF16",
-    "averaged_held_out_loss": "averaged",
-    "averaged_bf16_held_out_loss": "averaged, in BF16",
     "last_training_losses": "training",
 }
 """What is compared, and what it is called in print. "in BF16": the same weights in BF16 layers."""
+GAP = {"gap": "+.3%", "error": ".3%"}
+"""How they are printed."""
 PAIR = "trunk"
 """What two branches have in common that are compared."""
 
@@ -65,8 +65,7 @@ def gaps(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 
 def noise(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """How far repeats are apart, for each variant that has some: standard deviation of a branch
-    around the mean of its trunk and variant, pooled over trunks, relative to the loss; and the mean
-    of ``distance``.
+    around the mean of its trunk and variant, pooled over trunks, relative to the loss.
     """
     whole = [r for r in runs if r["steps"] == steps]
     found = []
@@ -76,13 +75,7 @@ def noise(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
             [r for r in mine if r[PAIR] == trunk] for trunk in dict.fromkeys(r[PAIR] for r in mine)
         ]
         freedom = sum(len(group) - 1 for group in groups)
-        # The branch that others are measured from has 0.
-        apart = [r["distance"] for r in mine if r.get("distance")]
-        row: dict[str, Any] = {
-            "variant": variant,
-            "distance": fmean(apart) if apart else None,
-            "freedom": freedom,
-        }
+        row: dict[str, Any] = {"variant": variant, "freedom": freedom}
         for key in KEYS if freedom else ():
             squares = sum(
                 (r[key] - fmean([g[key] for g in group])) ** 2 for group in groups for r in group
@@ -117,43 +110,28 @@ def by_trunk(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]
 
 
 def report(runs: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], steps: int) -> None:
-    """Print a line a branch, what failed, the gaps, those of each trunk, and what repeats differ
-    by.
+    """Print a line a branch, what failed, the gaps, those of each trunk, and how far repeats are
+    apart.
     """
-    nan = float("nan")
-    for run in (*runs, *failed):
-        name = f"{run['variant']:<24} seed {run['seed']} repeat {run['repeat']}  "
-        if "why" in run:
-            print(f"{name}FAILED: {run['why']}")
-        else:
-            held_out = nan if run["held_out_loss"] is None else run["held_out_loss"]
-            print(
-                f"{name}held-out {held_out:.5f}  last {LAST} training losses "
-                f"{run['last_training_losses']:.5f}"
-            )
+    for run in runs:
+        show(
+            f"{run['variant']}, seed {run['seed']}, repeat {run['repeat']}",
+            run,
+            held_out_loss=".5f",
+            last_training_losses=".5f",
+        )
+    for run in failed:
+        print(f"{run['variant']}, seed {run['seed']}, repeat {run['repeat']}: {run['why']}")
+    losses = {f"{key}_{what}": form for key in KEYS for what, form in GAP.items()}
     for row in gaps(runs, steps):
-        parts = [
-            f"{what} {row[f'{key}_gap']:+.3%} ± "
-            f"{nan if row[f'{key}_error'] is None else row[f'{key}_error']:.3%}"
-            for key, what in KEYS.items()
-        ]
-        mine, its = row["runs"]
-        print(f"{row['variant']:<24} {', '.join(parts)}  ({mine} runs to {its} of BF16)")
+        show(f"{row['variant']}, gaps", row, runs="", **losses)
     for row in by_trunk(runs, steps):
         single = ", ".join(f"{gap:+.3%}" for gap in row["held_out_loss"])
-        print(f"{row['variant']:<24} held-out, trunk by trunk: {single}")
-        if len(row["trunks"]) > 1:
-            errors = ", ".join(f"{what} {row[f'{key}_error']:.3%}" for key, what in KEYS.items())
-            print(f"{row['variant']:<24} errors from the spread of trunks: {errors}")
+        errors = {f"{key}_error": ".3%" for key in KEYS}
+        show(f"{row['variant']}, held-out gaps of trunks: {single}", row, **errors)
     for row in noise(runs, steps):
         if row["freedom"]:
-            apart = (
-                ""
-                if row["distance"] is None
-                else f", distance {row['distance']:.2f} from the first of {BF16}"
-            )
-            shown = ", ".join(f"{what} {row[key]:.3%}" for key, what in KEYS.items())
-            print(f"{row['variant']:<24} from repeat to repeat: {shown}{apart}")
+            show(f"{row['variant']}, from repeat to repeat", row, **dict.fromkeys(KEYS, ".3%"))
 
 
 def plot(runs: Sequence[dict[str, Any]], steps: int, path: Path, first: int) -> None:
@@ -218,22 +196,18 @@ def _smooth(values: Sequence[float], width: int) -> list[float]:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--result", type=Path, default=result_path("convergence/branches"), metavar="JSON"
-    )
-    parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
-    return parser.parse_args(given)
+    return argument_parser(__doc__, result=None, plot=None).parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
+    path = arguments.result or result_path("convergence/branches", arguments.output)
     with one_line():
-        found = read_result(arguments.result, "settings", "runs", "failed")
+        found = read_json(Path(path), "settings", "runs", "failed")
     settings = found["settings"]
     report(found["runs"], found["failed"], settings["steps"])
     if arguments.plot is not None:
-        plot(found["runs"], settings["steps"], arguments.plot, settings["branch_at"])
+        plot(found["runs"], settings["steps"], Path(arguments.plot), settings["branch_at"])
 
 
 if __name__ == "__main__":

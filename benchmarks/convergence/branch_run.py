@@ -1,11 +1,10 @@
 """One branch of `benchmarks/convergence/branches.py`, which starts it: a run of
 `launch/pretrain.py`, watched.
 
-    torchrun --nproc_per_node 1 benchmarks/convergence/branch_run.py --average 200 \\
-        --result FILE -- ARGUMENTS
+    torchrun --nproc_per_node 1 benchmarks/convergence/branch_run.py --result FILE -- ARGUMENTS
 
-ARGUMENTS are those of `launch/pretrain.py`. FILE gets what :func:`after_training` returns, by
-`torch.save`.
+ARGUMENTS are those of `launch/pretrain.py`. FILE gets what :meth:`Watch.after_training` returns, as
+JSON.
 """
 
 from __future__ import annotations
@@ -18,115 +17,56 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.arguments import positive_int
-from coat_dist.flow import invalidate_weights
 from launch.pretrain import train
 from launch.train import arguments, runtime
 from launch.train.loop import Loop
 from launch.train.plan import plan
+from megatron_patches import unpatch_model
 
 __all__ = ["Watch", "main"]
 
-EVERY = 64
-"""Of so many weights one is kept to say how far runs are apart."""
-
 
 class Watch:
-    """What is seen of a run from outside: the weights it begins with, and the mean of those
-    after the last steps.
+    """What is seen of a run from outside: a digest of the weights that it begins with, and the
+    held-out loss of its last weights in BF16 layers.
     """
-
-    def __init__(self, average: int) -> None:
-        self.average = average
-        """Last steps whose weights are averaged."""
-        self.averaged = 0
-        """Steps whose weights are in the mean so far."""
 
     def __call__(self, loop: Loop) -> None:
         """Begin; the loop has loaded its checkpoint."""
         self.loop = loop
-        self.began = self.sampled()
         digest = hashlib.sha256()
-        for weight in self.weights:
-            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for weight in loop.engine.module.parameters():
+            content = weight.detach().cpu().contiguous().view(torch.uint8)
+            digest.update(content.numpy().tobytes())
         self.digest = digest.hexdigest()[:12]
-        self.mean = [torch.zeros_like(w, dtype=torch.float32) for w in self.weights]
-        log = loop.reporters.step
-
-        def step(record: Mapping[str, Any]) -> None:
-            log(record)
-            if record["step"] > loop.options.train_steps - self.average:
-                self.averaged += 1
-                torch._foreach_lerp_(
-                    self.mean, [w.float() for w in self.weights], 1 / self.averaged
-                )
-
-        loop.reporters.step = step  # type: ignore[method-assign]  # each step ends with it
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """The model's parameters as they are, BF16."""
-        return [p.detach() for p in self.loop.engine.module.parameters()]
-
-    def sampled(self) -> torch.Tensor:
-        """Some of the weights: fp32 [parameters / EVERY, rounded up for each tensor], on the
-        CPU.
-        """
-        return torch.cat([w.flatten()[::EVERY].float() for w in self.weights]).cpu()
 
     def after_training(self) -> dict[str, Any]:
-        """Held-out losses in nats of the last and of the averaged weights, each as trained and in
-        BF16; where it began.
-
-        The model holds the last weights in BF16 layers afterwards.
-        """
-        from megatron_patches import unpatch_model
-
-        module, evaluate = self.loop.engine.module, self.loop.evaluate
-        patched = self.loop.engine.coat_patch_report is not None
-        last, movement = [w.clone() for w in self.weights], self.sampled() - self.began
-        self._write(self.mean)
-        found: dict[str, Any] = {"averaged_held_out_loss": evaluate("valid")}
-        if patched:
-            unpatch_model(module)
-        found["averaged_bf16_held_out_loss"] = (
-            evaluate("valid") if patched else found["averaged_held_out_loss"]
-        )
-        self._write(last)
-        found["bf16_held_out_loss"] = evaluate("valid")
-        return {
-            **found,
-            "averaged_steps": self.averaged,
-            "trunk": self.digest,
-            "movement": movement,
-        }
-
-    def _write(self, values: Sequence[torch.Tensor]) -> None:
-        for weight, value in zip(self.weights, values, strict=True):
-            weight.copy_(value)
-        invalidate_weights()
+        """The held-out loss in nats; the model's layers are BF16 afterwards."""
+        if self.loop.engine.coat_patch_report is not None:
+            unpatch_model(self.loop.engine.module)
+        return {"bf16_held_out_loss": self.loop.evaluate("valid"), "trunk": self.digest}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--average", type=positive_int, required=True, metavar="STEPS")
     parser.add_argument("--result", type=Path, required=True, metavar="FILE")
     parser.add_argument("pretrain", nargs=argparse.REMAINDER)
     own = parser.parse_args(argv)
     args = arguments.parse([word for i, word in enumerate(own.pretrain) if i or word != "--"])
     p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
-    watch = Watch(own.average)
+    watch = Watch()
     print(train(p, runtime.start(args.local_rank), interfere=watch), flush=True)
-    found = watch.after_training()
-    torch.save(found, own.result)
-    print({key: value for key, value in found.items() if key != "movement"}, flush=True)
+    found = json.dumps(watch.after_training())
+    own.result.write_text(found)
+    print(found, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,13 @@ its log, and the others go on.
 of the default run, where the learning rate is largest, weights move farthest and whole runs
 differed most. Whole runs have it.
 
-Each branch gives four held-out losses: of the last weights, and of the mean of the weights after
-each of the last ``--average`` steps; each as trained and in BF16 layers. The gap of a variant is
-the mean over trunks of the difference to BF16 of the same trunk, each a mean over repeats; it has
-two errors:
+Each branch gives two held-out losses of its last weights: as trained, and in BF16 layers. The gap
+of a variant is the mean over trunks of the difference to BF16 of the same trunk, each a mean over
+repeats; it has two errors:
 
 - ``gaps_by_trunk``: from the spread of the trunks' own gaps. Valid always; needs several seeds, but
   no repeats.
-- ``gaps``: from the spread of all repeats, pooled. It is too small where repeats hardly part:
-  ``distance`` is how far the last weights are from those of the trunk's first BF16 branch, divided
-  by how far that branch went, and that of BF16's repeats should be about that of the variants.
+- ``gaps``: from the spread of all repeats, pooled. It is too small where repeats hardly part.
   ``--nudge`` is by how much the learning rate of repeat r is larger, times r.
 
 With ``--budget`` no branch begins that would not end. Writes `convergence/branches.json` (with
@@ -59,20 +56,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any
 
-import torch
-
-from benchmarks.arguments import one_line, positive_float, positive_int
-from benchmarks.common import argument_parser
-from benchmarks.convergence import runs
-from benchmarks.convergence.branch_report import KEYS, PAIR, by_trunk, gaps, noise, report
+from benchmarks.arguments import argument_parser, one_line, positive_float, positive_int
+from benchmarks.common import options, result_path, write_result
+from benchmarks.convergence.branch_report import by_trunk, gaps, noise, report
 from benchmarks.convergence.flow import (
     BF16,
     FULL,
-    NEEDED,
     NUDGE,
-    SAME,
     TINY,
     VARIANTS,
     Job,
@@ -80,87 +73,101 @@ from benchmarks.convergence.flow import (
     prepare,
     pretrain,
     settings,
+    tokens,
 )
-from benchmarks.convergence.runs import RunFailed, launched, measured, torchrun
+from benchmarks.convergence.runs import RunFailed, devices, launched, measured, torchrun
 
 RUNS = [Job(v, s, 0) for v in (BF16, "row scales") for s in range(4)]
 TINY_RUNS = [Job(BF16, 0, 0), Job(BF16, 0, 1), Job("row scales", 0, 0)]
-DEFAULTS = {
-    "steps": (2000, 12),
-    "branch_at": (500, 5),
-    "average": (200, 4),
-    "runs": (RUNS, TINY_RUNS),
-}
-"""Of options, without and with ``--tiny``."""
+DEFAULTS = {"steps": (2000, 12), "branch_at": (500, 5), "runs": (RUNS, TINY_RUNS)}
+"""Defaults of options, without and with ``--tiny``."""
 
 
-class Study(runs.Study):
-    """Branches, and the trunks that they need."""
+class Study:
+    """Branches that wait, are done and have failed, and the trunks that they need. Threads take one
+    branch after the other, and write the result after each.
 
-    name = "convergence/branches"
-    variants = VARIANTS
-    sizes = (replace(FULL, evaluation=120), TINY)  # nearly all of the held-out text
+    Args:
+        todo: The branches of this call.
+        data: Prefix of the prepared text.
+        kept: Folder where trunks are and stay.
+        folder: Folder of this call's runs.
+        began: When this call began, by ``time.monotonic()``.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.kept = self.folder
-        """Where trunks are and stay."""
+    Raises:
+        ValueError: ``--extend`` names no result with the settings of this call.
+    """
+
+    def __init__(
+        self,
+        todo: Sequence[Job],
+        data: str,
+        kept: Path,
+        folder: Path,
+        arguments: argparse.Namespace,
+        began: float,
+    ) -> None:
+        self.data, self.kept, self.folder = data, kept, folder
+        self.arguments, self.began = arguments, began
+        self.size = TINY if arguments.tiny else replace(FULL, evaluation=120)  # nearly all held out
+        self.text = tokens(data, self.size, arguments.steps)
+        self.extended: dict[str, Any] = {"runs": []}
+        if arguments.extend:
+            self.extended = earlier(Path(arguments.extend), vars(arguments), self.text)
+        self.runs: list[dict[str, Any]] = list(self.extended["runs"])
+        self.failed: list[dict[str, Any]] = []
+        there = {(run["variant"], run["seed"], run["repeat"]) for run in self.runs}
+        self._queue: Queue[Job] = Queue()
+        # Repeat by repeat, so that every seed soon has something to compare.
+        for job in sorted(dict.fromkeys(todo), key=lambda job: job.repeat):
+            if job not in there:
+                self._queue.put(job)
+        self.asked, self.finished = self._queue.qsize(), 0
+        """Runs of this call, and how many came to their last step."""
+        self.name = "convergence/branches" + "-tiny" * arguments.tiny
+        self._earlier = result_path(self.name, arguments.output).exists()
+        self._lock = threading.Lock()
         self._trunks: dict[int, Path | RunFailed] = {}
         self._making: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        # of the branches of this call, see _fill_in_distances
-        self._movements: dict[tuple[Any, ...], torch.Tensor] = {}
         self._shortest: dict[str, float] = {}  # seconds of a branch of this call, by variant
 
+    def left(self) -> float | None:
+        """Seconds of ``--budget`` that are left; None without one."""
+        if self.arguments.budget is None:
+            return None
+        return max(0.0, self.arguments.budget - (time.monotonic() - self.began))
+
     def train(self, job: Job, gpu: str) -> dict[str, Any]:
-        trunk, left, needed = (
-            self.trunk(job.seed, gpu),
-            self.left(),
-            self._shortest.get(job.variant),
-        )
-        if left is not None and left < (needed or 1.0):
-            raise RunFailed(
-                f"not started: {left:.0f} s of --budget are left"
-                + f", of {needed:.0f}" * bool(needed)
-            )
-        config, out, log, found = (
-            self.folder / f"{job.file_name}{end}" for end in (".json", "", ".log", ".pt")
-        )
+        """Make a branch on one GPU.
+
+        Raises:
+            RunFailed: it left nothing to compare.
+        """
+        trunk, left = self.trunk(job.seed, gpu), self.left()
+        needed = self._shortest.get(job.variant, 1.0)
+        if left is not None and left < needed:
+            raise RunFailed(f"not started: {left:.0f} s of --budget are left, of {needed:.0f}")
+        out = self.folder / job.file_name
+        config, log, found = (out.with_suffix(end) for end in (".json", ".log", ".found"))
         config.write_text(json.dumps(settings(job.variant, self.size)))
-        line = [
-            "--average",
-            str(self.arguments.average),
-            "--result",
-            str(found),
-            "--",
-            "--load",
-            str(trunk),
-        ]
+        line = ["--result", str(found), "--", "--load", str(trunk)]
         line += pretrain(
             job, self.size, self.data, config, out, self.arguments, self.arguments.nudge
         )
-        result = measured(
-            torchrun("benchmarks/convergence/branch_run.py", *line), out, log, gpu, left
-        )
+        program = torchrun("benchmarks/convergence/branch_run.py", *line)
+        result = measured(program, out, log, gpu, left)
         if not found.exists():
             raise RunFailed(f"stopped by --budget after {result['steps']} steps")
-        self._shortest[job.variant] = min(result["seconds"], needed or result["seconds"])
-        after = torch.load(found)
-        result = {**job._asdict(), **result, "steps": self.arguments.branch_at + result["steps"]}
-        with self._lock:
-            self._movements[after["trunk"], *job] = after.pop("movement")
-        theirs = {r[PAIR] for r in (self.extended or {"runs": ()})["runs"] if r["seed"] == job.seed}
-        if theirs and after[PAIR] not in theirs:
-            print(
-                f"{job}: this trunk has other bits than that of --extend, so they are not compared",
-                flush=True,
-            )
-        return {**result, **after, "distance": None}
+        shortest = self._shortest.get(job.variant, result["seconds"])
+        self._shortest[job.variant] = min(result["seconds"], shortest)
+        steps = self.arguments.branch_at + result["steps"]
+        return {**job._asdict(), **result, "steps": steps, **json.loads(found.read_text())}
 
     def trunk(self, seed: int, gpu: str) -> Path:
         """The universal checkpoint that branches of a seed begin with; made where it is not there.
 
         Raises:
-            RunFailed: it cannot be made; said again to every branch.
+            RunFailed: it cannot be made; every branch of it fails.
         """
         with self._making[seed]:
             if seed not in self._trunks:
@@ -175,12 +182,9 @@ class Study(runs.Study):
 
     def _make_trunk(self, seed: int, gpu: str) -> Path:
         a = self.arguments
-        # What it was made with is in its name, so that a kept one of other settings is not taken
-        # for it.
-        name = (
-            f"trunk-{seed}-{a.branch_at}-of-{a.steps}-lr-{a.lr:g}-{self.text['tokens']}"
-            + "-tiny" * a.tiny
-        )
+        # The name has the settings, so that a kept trunk of other settings is not taken for it.
+        name = f"trunk-{seed}-{a.branch_at}-of-{a.steps}-lr-{a.lr:g}-{self.text['tokens']}"
+        name += "-tiny" * a.tiny
         final, out, saved, config, log = (
             self.kept / f"{name}{end}" for end in ("", "-run", "-saved", "-config.json", "-log.txt")
         )
@@ -194,58 +198,87 @@ class Study(runs.Study):
         made = measured(torchrun("launch/pretrain.py", *line), out, log, gpu, self.left())
         if made["steps"] < a.branch_at:
             raise RunFailed(f"stopped by --budget after {made['steps']} steps")
-        convert = [
-            sys.executable,
-            "launch/to_universal.py",
-            "--load",
-            str(saved),
-            "--output",
-            str(final),
-        ]
-        start, status = time.monotonic(), None
+        convert = [sys.executable, "launch/to_universal.py"]
+        convert += ["--load", str(saved), "--output", str(final)]
+        status = None
         with launched(convert, log, "") as process, suppress(subprocess.TimeoutExpired):
             status = process.wait(self.left())
         shutil.rmtree(saved, ignore_errors=True)
         if status != 0:
             raise RunFailed(f"to_universal.py: exit {status}\n{log.read_text()[-3000:]}")
-        print(
-            f"trunk of seed {seed}: {made['seconds']:.0f} s, converted in "
-            f"{time.monotonic() - start:.0f} s",
-            flush=True,
-        )
+        print(f"trunk of seed {seed}: {made['seconds']:.0f} s", flush=True)
         return final
 
-    def _fill_in_distances(self, runs: list[dict[str, Any]]) -> None:
-        """Of this call's branches to the first BF16 branch of their trunk, once that is there."""
-        for run in runs:
-            trunk = run[PAIR]
-            mine = self._movements.get((trunk, run["variant"], run["seed"], run["repeat"]))
-            bases = sorted(key for key in self._movements if key[:2] == (trunk, BF16))
-            if mine is not None and bases:
-                base = self._movements[bases[0]]
-                run["distance"] = ((mine - base).norm() / base.norm()).item()
+    def work(self, gpu: str) -> None:
+        """Do runs on one GPU until none is left."""
+        while True:
+            try:
+                job = self._queue.get_nowait()
+            except Empty:
+                return
+            try:
+                run = self.train(job, gpu)
+            except Exception as problem:  # whatever it is, the other runs go on
+                text = str(problem) if isinstance(problem, RunFailed) else repr(problem)
+                with self._lock:
+                    self.failed.append({**job._asdict(), "why": text.splitlines()[0]})
+                    print(f"{job}: {text}", flush=True)
+            else:
+                with self._lock:
+                    self.runs.append(run)
+                    self.finished += run["steps"] == self.arguments.steps
+                    print(
+                        f"{job}: {run['seconds']:.0f} s, held-out loss {run['held_out_loss']}",
+                        flush=True,
+                    )
+            with self._lock:
+                self.write()
 
-    def compared(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def work_on_all(self) -> None:
+        """Do all runs, ``--per-gpu`` of them at a time on every GPU, or without one on the CPU."""
+        gpus = devices()
+        print(f"{self.asked} runs on {len(gpus)} devices; text: {self.text}", flush=True)
+        # Slot by slot, so that the first runs spread over the GPUs.
+        workers = [
+            threading.Thread(target=self.work, args=(gpu,))
+            for _ in range(self.arguments.per_gpu)
+            for gpu in gpus
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+    def write(self) -> None:
+        """Write the result as it is now. One of an earlier call stays until there is a run to
+        compare.
+        """
+        if self._earlier and not self.finished:
+            return
+        order = list(VARIANTS)
+        runs = sorted(self.runs, key=lambda r: (order.index(r["variant"]), r["seed"], r["repeat"]))
         steps = self.arguments.steps
-        self._fill_in_distances(runs)
-        compared = gaps(runs, steps)
-        return {
-            "gaps": compared,
+        found = {
+            "settings": options(self.arguments, "runs"),
+            "data": self.text,
+            "gaps": gaps(runs, steps),
             "gaps_by_trunk": by_trunk(runs, steps),
             "noise": noise(runs, steps),
+            "runs": runs,
+            "failed": self.failed,
         }
+        if self.arguments.extend:
+            kept = ("environment", "settings", "note", "extended")
+            found["extended"] = {k: self.extended[k] for k in kept if k in self.extended}
+        write_result(self.name, found, self.arguments.output)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--runs", nargs="+", type=Job.parse, metavar="VARIANT:SEED:REPEAT")
-    parser.add_argument(
-        "--extend",
-        type=Path,
-        metavar="JSON",
-        help="a result whose branches count with the new ones",
+    parser = argument_parser(
+        __doc__, lr=6e-4, nudge=NUDGE, per_gpu=1, tiny=False, data=None, folder=None, extend=None
     )
+    parser.add_argument("--runs", nargs="+", type=Job.parse, metavar="VARIANT:SEED:REPEAT")
     parser.add_argument(
         "--steps", type=positive_int, help="of trunk and branch together (default: 2000)"
     )
@@ -256,77 +289,36 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="the trunk's last step (default: 500)",
     )
     parser.add_argument(
-        "--average",
-        type=positive_int,
-        metavar="STEPS",
-        help="the last, whose weights are averaged (200)",
-    )
-    parser.add_argument("--lr", type=positive_float, default=6e-4)
-    parser.add_argument(
-        "--nudge", type=float, default=NUDGE, help="of the learning rate, from repeat to repeat"
-    )
-    parser.add_argument(
-        "--per-gpu", type=positive_int, default=1, metavar="N", help="runs that share a GPU"
-    )
-    parser.add_argument(
         "--budget",
         type=positive_float,
         metavar="SECONDS",
         help="stop what still runs after so many",
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program"
-    )
-    parser.add_argument(
-        "--data", default=None, help="prefix of prepared data (default: prepared here)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where text and trunks stay for a later call (default: nowhere)"
-    )
     arguments = parser.parse_args(given)
     for name, values in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, values[arguments.tiny])
-    if not 0 < arguments.branch_at < arguments.steps:
+    if arguments.branch_at >= arguments.steps:
         parser.error(
             f"--branch-at: got {arguments.branch_at}, accepted: 1 to --steps - 1 "
             f"({arguments.steps - 1})"
-        )
-    if not 0 < arguments.average <= arguments.steps - arguments.branch_at:
-        most = arguments.steps - arguments.branch_at
-        parser.error(
-            f"--average: got {arguments.average}, accepted: 1 to the steps of a branch ({most})"
         )
     return arguments
 
 
 def main() -> None:
-    arguments = parse()
-    start, extended, there = time.monotonic(), None, set()
-    if arguments.extend:
-        same, needed = (*SAME, "branch_at", "average"), (*NEEDED, *KEYS, PAIR)
-        with one_line():
-            extended = earlier(arguments.extend, vars(arguments), VARIANTS, same, needed)
-        there = {(r["variant"], r["seed"], r["repeat"]) for r in extended["runs"]}
-    # Repeat by repeat, so that every seed soon has something to compare.
-    todo = sorted(
-        (job for job in dict.fromkeys(arguments.runs) if job not in there),
-        key=lambda job: job.repeat,
-    )
-    with nullcontext() if arguments.folder else tempfile.TemporaryDirectory() as temporary:
-        kept = Path(temporary or arguments.folder).resolve()
+    arguments, began = parse(), time.monotonic()
+    with nullcontext(arguments.folder) if arguments.folder else tempfile.TemporaryDirectory() as to:
+        kept = Path(to).resolve()
         kept.mkdir(parents=True, exist_ok=True)
         data = arguments.data or prepare(kept, TINY if arguments.tiny else FULL)
         with tempfile.TemporaryDirectory(dir=kept) as scratch:
             with one_line():
-                study = Study(todo, extended, data, Path(scratch), arguments)
-            study.kept = kept
-            study.began = start
-            print(f"data in {time.monotonic() - start:.0f} s", flush=True)
+                study = Study(arguments.runs, data, kept, Path(scratch), arguments, began)
             study.work_on_all()
     report(study.runs, study.failed, arguments.steps)
-    if (why := study.nothing()) is not None:
-        sys.exit(why)
+    if study.asked and not study.finished:
+        sys.exit(f"error: none of {study.asked} runs was finished")
 
 
 if __name__ == "__main__":

@@ -6,28 +6,25 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import ROOT, prepare_text
+from benchmarks.common import ROOT, prepare_text, read_json
 
 __all__ = [
     "BF16",
     "FP8_MOMENTS",
     "FULL",
     "HELD_OUT",
-    "NEEDED",
     "NUDGE",
     "SAME",
     "TINY",
     "VARIANTS",
     "Job",
     "Size",
-    "check_text",
     "earlier",
     "prepare",
     "pretrain",
@@ -61,13 +58,11 @@ HELD_OUT = 0.04
 """Share of the data that is not trained on."""
 
 NUDGE = 1e-5
-"""By what part the learning rate of a run that is made again is larger: what differs then is
-chaos.
+"""Relative increase of the learning rate when a run is repeated: the two then differ by chaos
+alone.
 """
-SAME = "steps", "lr", "tiny"
+SAME = "steps", "lr", "tiny", "branch_at"
 """Settings that runs have in common if they are compared."""
-NEEDED = "variant", "seed", "repeat", "steps", "losses", "held_out_loss", "last_training_losses"
-"""What a run has to say for it to be compared."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class Job(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Job:
-        """From "VARIANT:SEED:REPEAT"; repeat, or seed and repeat, are 0 where they are left out."""
+        """Parse "VARIANT:SEED:REPEAT"; seed and repeat are 0 where they are left out."""
         variant, *numbers = text.split(":")
         if variant not in VARIANTS or len(numbers) > 2 or not all(n.isdecimal() for n in numbers):
             known = ", ".join(map(repr, VARIANTS))
@@ -164,29 +159,13 @@ def pretrain(
     rate a repeat.
     """
     steps, lr = arguments.steps, arguments.lr * (1 + nudge * job.repeat)
-    line = ["--deepspeed_config", str(config), "--model", "configs/models/tiny.json"]
-    line += [
-        "--model-override",
-        *size.model,
-        f"seq_length={size.sequence}",
-        "--data",
-        data,
-        "--output",
-        str(out),
-    ]
-    line += [
-        "--seed",
-        str(job.seed),
-        "--train-steps",
-        str(steps),
-        "--lr",
-        repr(lr),
-        "--warmup-steps",
-        str(steps // 10),
-    ]
     held_out = round(1000 * HELD_OUT)
-    line += ["--split", f"{1000 - held_out},{held_out},0", "--data-cache", f"{out}.cache"]
-    return line + ["--eval-interval", str(steps), "--eval-steps", str(size.evaluation)]
+    line = f"--seed {job.seed} --train-steps {steps} --warmup-steps {steps // 10} --lr {lr!r}"
+    line += f" --split {1000 - held_out},{held_out},0 --eval-interval {steps}"
+    line += f" --eval-steps {size.evaluation} --model configs/models/tiny.json --model-override"
+    words = [*line.split(), *size.model, f"seq_length={size.sequence}"]
+    words += ["--deepspeed_config", str(config), "--data", data, "--output", str(out)]
+    return words + ["--data-cache", f"{out}.cache"]
 
 
 def prepare(folder: Path, size: Size) -> str:
@@ -213,59 +192,24 @@ def tokens(data: str, size: Size, steps: int) -> dict[str, Any]:
     }
 
 
-def earlier(
-    path: Path,
-    settings: dict[str, Any],
-    variants: Collection[str],
-    same: Sequence[str] = SAME,
-    needed: Sequence[str] = NEEDED,
-) -> dict[str, Any]:
-    """A result of the same program whose runs can count with those of a call with ``settings``.
+def earlier(path: Path, settings: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """A result of the same program whose runs can count with those of a call with ``settings``
+    that reads the text ``data``.
 
     Raises:
-        ValueError: it is no such result, or was made with other settings among ``same``, has a run
-            without one of the values ``needed``, or a variant that is not among ``variants``; the
-            message names all that is wrong.
+        ValueError: it is no such result, or was made with other settings or another text.
     """
-    try:
-        found = json.loads(path.read_text())
-        theirs, _, _ = found["settings"], found["environment"], found["data"]["tokens"]
-        wrong = [
-            f"settings.{key}: got {json.dumps(theirs[key])}, accepted: this call's "
-            f"{json.dumps(settings[key])}"
-            for key in same
-            if theirs[key] != settings[key]
-        ]
-        names = dict.fromkeys(run["variant"] for run in found["runs"])
-        missing = sorted({key for run in found["runs"] for key in needed if key not in run})
-    except OSError as problem:
-        raise ValueError(
-            f"--extend: got {path}, accepted: a readable file ({problem.strerror})"
-        ) from None
-    except (KeyError, TypeError, ValueError) as problem:
-        raise ValueError(
-            f"--extend: got {path}, accepted: a result of this program ({problem!r})"
-        ) from None
-    wrong += [
-        f"runs: got runs without {json.dumps(key)}, accepted: runs of this program"
-        for key in missing
-    ]
-    wrong += [
-        f"variant: got {n!r}, accepted: {', '.join(map(repr, variants))}"
-        for n in names
-        if n not in variants
-    ]
-    if wrong:
-        raise ValueError("\n".join(f"--extend: {path}: {line}" for line in wrong))
+    found = read_json(path, "settings", "environment", "data", "runs")
+    theirs = found["settings"] | found["data"]
+    for key, value in {**{key: settings[key] for key in SAME}, "tokens": data["tokens"]}.items():
+        if theirs.get(key) != value:
+            raise ValueError(
+                f"--extend: {path}: {key}: got {theirs.get(key)}, accepted: this call's {value}"
+            )
+    for run in found["runs"]:
+        if run["variant"] not in VARIANTS:
+            raise ValueError(
+                f"--extend: {path}: variant: got {run['variant']!r}, accepted: "
+                f"{', '.join(map(repr, VARIANTS))}"
+            )
     return found
-
-
-def check_text(path: Path, found: dict[str, Any], there: int) -> None:
-    """Raises ValueError where the runs of the result read another text than one of ``there``
-    tokens.
-    """
-    if (given := found["data"]["tokens"]) != there:
-        raise ValueError(
-            f"--extend: {path}: data.tokens: got {given}, accepted: this call's {there} (see "
-            "--data)"
-        )

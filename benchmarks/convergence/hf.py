@@ -32,16 +32,17 @@ from typing import Any
 import numpy
 import torch
 
-from benchmarks.arguments import int_from_0, positive_int
+from benchmarks.arguments import argument_parser, int_from_0
 from benchmarks.common import (
     ROOT,
-    argument_parser,
     options,
     prepare_text,
     python_path,
+    show,
     write_result,
 )
 from benchmarks.convergence.flow import NUDGE
+from benchmarks.speed.hf import shape
 from coat_dist.nodes import free_port
 
 SEQUENCE, BATCH, HELD_OUT = 512, 32, 50
@@ -52,7 +53,7 @@ KINDS = {
     "flow": (False, True),
     "coat": (True, True),
 }
-"""Of runs: whether the optimizer is CoatAdamW, and whether layers run the flow."""
+"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow."""
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -119,10 +120,8 @@ def train(case: dict[str, Any]) -> None:
         model, arguments, train_dataset=Windows(case["text"], False), eval_dataset=held_out
     )
     trainer.train()
-    history, report = (
-        trainer.state.log_history,
-        getattr(trainer.model_wrapped, "coat_patch_report", None),
-    )
+    history = trainer.state.log_history
+    report = getattr(trainer.model_wrapped, "coat_patch_report", None)
     result = {
         "held_out_losses": [
             round(entry["eval_loss"], 4) for entry in history if "eval_loss" in entry
@@ -140,16 +139,20 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
     """The configuration of a run. ``bf16`` is DeepSpeed's: weights in BF16 with fp32 masters."""
     optimizer, flow = KINDS[kind]
     params: dict[str, Any] = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
-    return {
+    kind = "CoatAdamW" if optimizer else "AdamW"
+    if not optimizer:
+        params["torch_adam"] = True
+    found = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": "CoatAdamW", "params": params}
-        if optimizer
-        else {"type": "AdamW", "params": params | {"torch_adam": True}},
-    } | ({"coat": {"activation": {"enabled": flow}}} if optimizer or flow else {})
+        "optimizer": {"type": kind, "params": params},
+    }
+    if optimizer or flow:
+        found["coat"] = {"activation": {"enabled": flow}}
+    return found
 
 
 def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -163,20 +166,14 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
         given = json.dumps(case | {"folder": str(own), "deepspeed": str(config)})
         variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         variables |= {"MASTER_PORT": str(free_port() + 7 * i), "PYTHONPATH": python_path(ROOT)}
-        variables |= (
-            {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if (gpus := torch.cuda.device_count()) else {}
-        )
+        if gpus := torch.cuda.device_count():
+            variables["CUDA_VISIBLE_DEVICES"] = str(i % gpus)
+        line = [sys.executable, "-m", "coat_dist", __file__, "--run", given]
         with (own / "log").open("w") as log:
-            line = [sys.executable, "-m", "coat_dist", __file__, "--run", given]
-            started.append(
-                (
-                    case,
-                    own,
-                    subprocess.Popen(
-                        line, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log
-                    ),
-                )
+            process = subprocess.Popen(
+                line, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log
             )
+        started.append((case, own, process))
     found = []
     for case, own, process in started:
         if process.wait():
@@ -191,7 +188,7 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
 
 
 def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of the last held-out losses, means over seeds, in percent of BF16's."""
+    """Gaps of the last held-out losses to BF16's, in percent of means over seeds."""
     means: dict[str, float] = {}
     for name in {run["name"]: None for run in runs}:
         means[name] = fmean(run["held_out_losses"][-1] for run in runs if run["name"] == name)
@@ -203,31 +200,25 @@ def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def prepare(folder: Path, tiny: bool) -> list[str]:
     """Python source and headers as tokens of one BPE; the prefixes."""
-    packages, most = Path(torch.__file__).parents[1], ["300K", "300K"] if tiny else ["60M", "12M"]
-    vocabulary, learnt = ("bpe:512", "200K") if tiny else ("bpe:16384", "20M")
+    torchs = Path(torch.__file__).parent
     python, headers = folder / "python", folder / "headers"
-    inputs = ["stdlib", *([] if tiny else [str(packages)])]
-    prepare_text(
-        python,
-        vocabulary,
-        inputs,
-        "--glob",
-        "*.py",
-        "--train-bytes",
-        learnt,
-        "--max-bytes",
-        most[0],
-    )
-    tokenizer = f"hf:{python}.tokenizer.json"
-    include = str(Path(torch.__file__).parent / "include")
-    prepare_text(headers, tokenizer, [include], "--glob", "*.h", "--max-bytes", most[1])
+    inputs, vocabulary = ["stdlib", str(torchs.parent)], "bpe:16384"
+    learnt, most, most_headers = "20M", "60M", "12M"
+    if tiny:
+        inputs, vocabulary = ["stdlib"], "bpe:512"
+        learnt, most, most_headers = "200K", "300K", "300K"
+    limits = ["--train-bytes", learnt, "--max-bytes", most]
+    prepare_text(python, vocabulary, inputs, "--glob", "*.py", *limits)
+    tokenizer, include = f"hf:{python}.tokenizer.json", [str(torchs / "include")]
+    prepare_text(headers, tokenizer, include, "--glob", "*.h", "--max-bytes", most_headers)
     return [str(python), str(headers)]
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--steps", type=positive_int, default=1000)
+    """The options of this program. ``--text`` and ``--lora-text`` are prefixes of prepared tokens
+    of one tokenizer.
+    """
+    parser = argument_parser(__doc__, steps=1000, text=None, lora_text=None, tiny=False)
     parser.add_argument("--lora-steps", type=int_from_0, default=300, help="0: pretraining alone")
     parser.add_argument(
         "--kinds",
@@ -237,11 +228,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="LoRA starts from the first",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--text", help="prefix of prepared tokens (default: made here)")
-    parser.add_argument("--lora-text", help="the same for LoRA, with the same tokenizer")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model of two layers, to try the program"
-    )
     return parser.parse_args(given)
 
 
@@ -251,52 +237,31 @@ def main() -> None:
         folder = Path(made)
         text, headers = (a.text, a.lora_text) if a.text else prepare(folder, a.tiny)
         layers, width = (2, 64) if a.tiny else (16, 512)
-        model: dict[str, int] = dict(
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=layers,
-            vocab_size=16384,
-        )
-        model |= dict(num_attention_heads=width // 64, num_key_value_heads=width // 64)
-        shared: dict[str, Any] = {
-            "model": model,
+        heads, base = width // 64, str(folder / "base")
+        shared = {
+            "model": shape(width, 3 * width, layers, heads, heads, 16384),
             "base": None,
             "lora": False,
             "save": None,
             "evaluation": 16 if a.tiny else 512,
+            "steps": a.steps,
+            "text": text,
         }
-        shared |= {"steps": a.steps, "text": text}
-        base = str(folder / "base")
-        cases = [
-            shared
-            | {
-                "name": f"pretraining-{kind}",
-                "kind": kind,
-                "seed": seed,
-                "lr": 1e-3 * (1 + NUDGE * (kind == "again")),
-            }
-            for seed in a.seeds
-            for kind in a.kinds
-        ]
+        cases = []
+        for seed in a.seeds:
+            for kind in a.kinds:
+                lr = 1e-3 * (1 + NUDGE * (kind == "again"))
+                own = {"name": f"pretraining-{kind}", "kind": kind, "seed": seed, "lr": lr}
+                cases.append(shared | own)
         cases[0]["save"] = base
         runs = phase(cases, folder)
         if a.lora_steps:
-            tuned = {
-                "base": base,
-                "lora": True,
-                "save": None,
-                "lr": 5e-4,
-                "steps": a.lora_steps,
-                "text": headers,
-            }
-            runs += phase(
-                [case | tuned | {"name": f"lora-{case['kind']}"} for case in cases], folder
-            )
+            tuned = {"base": base, "lora": True, "save": None, "lr": 5e-4, "text": headers}
+            tuned["steps"] = a.lora_steps
+            named = [case | tuned | {"name": f"lora-{case['kind']}"} for case in cases]
+            runs += phase(named, folder)
     found = gaps(runs)
-    print(
-        "gaps of held-out losses in %: "
-        + ", ".join(f"{name} {value:+.3f}" for name, value in found.items())
-    )
+    show("gaps of held-out losses in %", found, **dict.fromkeys(found, "+.3f"))
     result = {"settings": options(a, "text", "lora_text"), "gaps_percent": found, "runs": runs}
     write_result("convergence/hf" + "-tiny" * a.tiny, result, a.output)
 

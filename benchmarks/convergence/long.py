@@ -5,7 +5,7 @@
     python -m benchmarks.convergence.long_report --plot docs/figures/convergence-long.png
 
 The same command, given again on the same machine, goes on: text, checkpoints and metrics are in
-DIR, and after ``--budget`` seconds (of which 20 are kept for saving) both runs are told to save and
+DIR, and after ``--budget`` seconds (20 are kept for saving) both runs are told to save and
 leave. Both run at the same time, each on half of the GPUs, on a power of two of them; on a single
 GPU they share it. Writes `convergence/long.json`, with ``--seed 1`` `long-seed-1.json`, after each
 call: losses, held-out losses, speed and memory up to the step reached.
@@ -31,7 +31,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -45,10 +44,10 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.arguments import positive_float, positive_int
-from benchmarks.common import argument_parser, options, prepare_text, write_result
+from benchmarks.arguments import argument_parser, positive_float, positive_int
+from benchmarks.common import options, prepare_text, write_result
 from benchmarks.convergence.flow import BF16, FP8_MOMENTS, NUDGE, TINY, Size, settings
-from benchmarks.convergence.runs import launched, torchrun
+from benchmarks.convergence.runs import devices, launched, records_of, torchrun
 from benchmarks.timing import median
 
 PAIR = BF16, "coat"
@@ -79,7 +78,7 @@ BATCH = 256, 4
 SAVING = 20
 """Seconds of the budget that are kept for saving."""
 POINTS = 240
-"""Of the curve in the result; each is a mean of as many steps as it takes."""
+"""Points of the curve in the result; each is a mean over several steps."""
 
 
 def configuration(name: str, size: Size, batch: int) -> dict[str, Any]:
@@ -96,44 +95,15 @@ def command(
     a, size, out = arguments, TINY if arguments.tiny else LONG, folder / name
     config = folder / f"{name}.json"
     config.write_text(json.dumps(configuration(name, size, BATCH[a.tiny])))
-    line = [
-        "--deepspeed_config",
-        str(config),
-        "--model",
-        "configs/models/tiny.json",
-        "--model-override",
-        *size.model,
-    ]
-    line += [
-        f"seq_length={size.sequence}",
-        "--data",
-        data,
-        "--split",
-        "980,20,0",
-        "--data-cache",
-        f"{out}-index",
-    ]
-    line += [
-        "--seed",
-        str(a.seed),
-        "--train-steps",
-        str(a.steps),
-        "--warmup-steps",
-        str(a.steps // 10),
-    ]
     lr = a.lr * (1 + NUDGE * name.endswith("again"))
-    line += [
-        "--lr",
-        repr(lr),
-        "--eval-interval",
-        str(max(1, a.steps // 24)),
-        "--eval-steps",
-        str(size.evaluation),
-    ]
-    line += ["--output", str(out), "--save", f"{out}-saved", "--load", "auto", "--keep-last", "1"]
-    return torchrun(
-        "launch/pretrain.py", *line, "--save-interval", str(max(1, a.steps // 3)), ranks=ranks
-    )
+    line = f"--seed {a.seed} --train-steps {a.steps} --warmup-steps {a.steps // 10} --lr {lr!r}"
+    line += f" --eval-interval {max(1, a.steps // 24)} --eval-steps {size.evaluation}"
+    line += f" --save-interval {max(1, a.steps // 3)} --load auto --keep-last 1 --split 980,20,0"
+    line += " --model configs/models/tiny.json --model-override"
+    words = [*line.split(), *size.model, f"seq_length={size.sequence}"]
+    words += ["--deepspeed_config", str(config), "--data", data, "--data-cache", f"{out}-index"]
+    words += ["--output", str(out), "--save", f"{out}-saved"]
+    return torchrun("launch/pretrain.py", *words, ranks=ranks)
 
 
 def shares(gpus: Sequence[str], names: Sequence[str]) -> list[list[str]]:
@@ -167,9 +137,7 @@ def run(line: Sequence[str], log: Path, gpus: Sequence[str], seconds: float | No
 
 def curve(out: Path, batch: int, sequence: int) -> dict[str, Any]:
     """What the metrics of a run say of its steps so far."""
-    path = out / "metrics.jsonl"
-    lines = path.read_text().splitlines(True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = records_of(out)
     if not records:
         return {"steps": 0}
     for record in records:
@@ -196,20 +164,21 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> str:
     """The text as tokens; the prefix for --data. What is there from an earlier call is not made
     again.
     """
-    prefix, more = (
-        folder / "text",
-        ["--glob", "*.py", "--train-bytes", "1M" if arguments.tiny else "20M"],
-    )
+    prefix, tokenizer, learnt, most = folder / "text", arguments.tokenizer, "20M", LONG.max_bytes
+    if arguments.tiny:
+        tokenizer, learnt, most = "bpe:512", "1M", "1M"
     if not prefix.with_suffix(".json").exists():
         inputs = ["stdlib", str(Path(torch.__file__).parents[1]), *arguments.text]
-        more += ["--max-bytes", "1M" if arguments.tiny else LONG.max_bytes]
-        prepare_text(prefix, "bpe:512" if arguments.tiny else arguments.tokenizer, inputs, *more)
+        more = ["--glob", "*.py", "--train-bytes", learnt, "--max-bytes", most]
+        prepare_text(prefix, tokenizer, inputs, *more)
     return str(prefix)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(
+        __doc__, lr=6e-4, tokenizer="bpe:16384", data=None, name="long", tiny=False
+    )
     parser.add_argument(
         "--folder",
         type=Path,
@@ -226,25 +195,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="of a call; then runs save and leave",
     )
     parser.add_argument(
-        "--steps",
-        type=positive_int,
-        default=None,
-        help="of the whole run (default: 1200, --tiny: 6)",
+        "--steps", type=positive_int, help="of the whole run (default: 1200, --tiny: 6)"
     )
-    parser.add_argument("--lr", type=positive_float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--text", nargs="+", default=[], metavar="PATH", help="more files or folders to read"
-    )
-    parser.add_argument(
-        "--tokenizer", default="bpe:16384", metavar="KIND", help="bytes, or bpe:VOCABULARY"
-    )
-    parser.add_argument(
-        "--data", default=None, help="prefix of prepared data (default: prepared here)"
-    )
-    parser.add_argument("--name", default="long", help="of the result, before the seed")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model of 0.1 M parameters, to try the program"
     )
     arguments = parser.parse_args(given)
     arguments.steps = arguments.steps or (6 if arguments.tiny else 1200)
@@ -258,12 +213,7 @@ def main() -> None:
     data = a.data or prepare(a.folder, a)
     text = json.loads(Path(f"{data}.json").read_text())
     print(f"data in {time.monotonic() - began:.0f} s: {text['tokens']:,} tokens", flush=True)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (
-        visible.split(",")
-        if visible
-        else [str(i) for i in range(torch.cuda.device_count())] or [""]
-    )
+    gpus = devices()
     status: dict[str, int | None] = {}
     size = TINY if a.tiny else LONG
 
@@ -274,12 +224,11 @@ def main() -> None:
     before = curves()
 
     def go(name: str, mine: Sequence[str]) -> None:
-        left = (
-            None if a.budget is None else max(1.0, a.budget - SAVING - (time.monotonic() - began))
-        )
-        status[name] = run(
-            command(name, data, a.folder, len(mine), a), a.folder / f"{name}.log", mine, left
-        )
+        left = None
+        if a.budget is not None:
+            left = max(1.0, a.budget - SAVING - (time.monotonic() - began))
+        line = command(name, data, a.folder, len(mine), a)
+        status[name] = run(line, a.folder / f"{name}.log", mine, left)
 
     divided = shares(gpus, a.runs)
     workers = [threading.Thread(target=go, args=pair) for pair in zip(a.runs, divided, strict=True)]
@@ -289,32 +238,22 @@ def main() -> None:
         worker.join()
     found = curves()
     for name, one in found.items():
-        print(
-            f"{name}: {one['steps']} of {a.steps} steps, held-out "
-            f"{one.get('held_out_losses', [])[-1:]}",
-            flush=True,
-        )
+        held_out = one.get("held_out_losses", [])[-1:]
+        print(f"{name}: {one['steps']} of {a.steps} steps, held-out {held_out}", flush=True)
         if status.get(name, 0) != 0:
-            print(
-                f"{name}: exit {status[name]}\n{(a.folder / f'{name}.log').read_text()[-3000:]}",
-                flush=True,
-            )
+            log = (a.folder / f"{name}.log").read_text()[-3000:]
+            print(f"{name}: exit {status[name]}\n{log}", flush=True)
     further = any(found[name]["steps"] > before[name]["steps"] for name in a.runs)
-    if not further and (
-        any(status.values())
-        or None in status.values()
-        or not any(c["steps"] for c in found.values())
-    ):
+    if not further and any(one != 0 for one in status.values()):
         sys.exit("error: no run made a step; the result stays as it was")
     trained = a.steps * BATCH[a.tiny] * size.sequence
-    data_of_it = {
-        "tokens": text["tokens"],
-        "bytes": text["text_bytes"],
-        "epochs": trained / (0.98 * text["tokens"]),
-    }
     result = {
         "settings": options(a, "text"),
-        "data": data_of_it,
+        "data": {
+            "tokens": text["tokens"],
+            "bytes": text["text_bytes"],
+            "epochs": trained / (0.98 * text["tokens"]),
+        },
         "gpus_of_a_run": len(divided[0]),
         "runs": found,
     }

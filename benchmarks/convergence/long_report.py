@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.arguments import one_line, picture
-from benchmarks.common import read_result, result_path, write_figure
+from benchmarks.arguments import argument_parser, one_line
+from benchmarks.common import read_json, result_path, show, write_figure
 from benchmarks.convergence.flow import BF16
 from benchmarks.convergence.long import PAIR, VARIANTS
 
@@ -42,12 +42,17 @@ def report(runs: dict[str, dict[str, Any]], steps: int) -> None:
         if not run["steps"]:
             print(f"{name}: no step")
             continue
-        speed, memory = run["tokens_per_second_per_gpu"], run["peak_memory_bytes"] / 2**30
-        print(
-            f"{name}: {run['steps']} of {steps} steps, {run['tokens'] / 1e6:.0f} M tokens, "
-            f"{speed:,.0f} tokens/s/GPU, "
-            f"peak {memory:.1f} GiB, training loss {run['training_losses'][-1]:.4f}, "
-            f"{run['skipped_steps']} skipped"
+        values = run | {"of": steps, "training_loss": run["training_losses"][-1]}
+        show(
+            name,
+            values,
+            steps="d",
+            of="d",
+            tokens=",d",
+            tokens_per_second_per_gpu=",.0f",
+            peak_memory_bytes=",d",
+            training_loss=".4f",
+            skipped_steps="d",
         )
     whole = {name: last_quarter(run) for name, run in runs.items() if run["steps"] == steps}
     for name, loss in whole.items():
@@ -127,21 +132,17 @@ def plot(drawn: Mapping[str, dict[str, dict[str, Any]]], path: Path) -> None:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--results", nargs="+", type=Path, metavar="JSON", help="default: those kept"
-    )
-    parser.add_argument("--plot", type=picture, default=None, help="where to draw the curves")
+    parser = argument_parser(__doc__, plot=None)
+    parser.add_argument("--results", nargs="+", type=Path, metavar="JSON", help="default: all kept")
     return parser.parse_args(given)
 
 
 def main() -> None:
     arguments = parse()
-    paths = arguments.results or result_path("convergence/long").parent.glob("long*.json")
+    kept = result_path("convergence/long", arguments.output).parent
+    paths = arguments.results or kept.glob("long*.json")
     with one_line():
-        results = [
-            read_result(path, "settings", "data", "runs", option="--results") for path in paths
-        ]
+        results = [read_json(path, "settings", "data", "runs") for path in paths]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     steps = dict[str, int]()
     for result in sorted(
@@ -154,7 +155,7 @@ def main() -> None:
         print(f"== {where} tokens")
         report(runs, steps[where])
     if arguments.plot is not None:
-        plot(found, arguments.plot)
+        plot(found, Path(arguments.plot))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks say to each other in a layer: how many collectives, of how many bytes.
+"""Collectives of tensor-parallel ranks in a layer: how many, and of how many bytes.
 
     torchrun --nproc_per_node 2 -m benchmarks.speed.collectives [--presets llama2-13b \\
         llama3-8b] [--tokens 16384]
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.arguments import positive_int, preset_name
-from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.arguments import argument_parser, check_multiples
+from benchmarks.common import options, write_result
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
 from coat_dist import CoatConfig
 from coat_dist.flow import products
@@ -49,7 +49,7 @@ KINDS = {
 }
 """torch.distributed's operations by what they do; an all-reduce for a maximum is called "max"."""
 COPIES = " by copies"
-"""Said of what :mod:`coat_dist.flow.parallel.peer_memory` moves."""
+"""Marks what :mod:`coat_dist.flow.parallel.peer_memory` moves."""
 
 
 NCCL_ONLY = " over NCCL"
@@ -207,11 +207,9 @@ def measure(
     layers: int,
     overrides: Sequence[str],
 ):
-    """``{variant: what is to be said of it}`` of one model's layers on the ranks that there are."""
+    """Collectives of one model's layers on all ranks, by variant."""
     ranks = dist.get_world_size()
-    model = load_model_config(
-        ROOT / f"configs/models/{preset}.json", [f"num_layers={layers}", *overrides]
-    )
+    model = load_model_config(preset, [f"num_layers={layers}", *overrides])
     forward, gpt, _ = stack(model, tokens, ranks, sequence)
 
     def one() -> dict[str, Any]:
@@ -227,30 +225,18 @@ def measure(
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--presets",
-        type=preset_name,
-        nargs="+",
-        default=["llama2-13b", "llama3-8b"],
-        help="names in configs/models",
-    )
-    parser.add_argument(
-        "--tokens", type=positive_int, default=16384, help="a multiple of --sequence"
-    )
-    parser.add_argument(
-        "--sequence", type=positive_int, default=SEQUENCE, help="a multiple of the number of ranks"
+    parser = argument_parser(
+        __doc__,
+        presets=["llama2-13b", "llama3-8b"],
+        tokens=16384,
+        sequence=SEQUENCE,
+        layers=4,
+        model_override=[],
+        name="collectives",
     )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
-    parser.add_argument("--layers", type=positive_int, default=4)
-    parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--name", default="collectives", help="of the JSON result")
     arguments = parser.parse_args(given)
-    if arguments.tokens <= 0 or arguments.sequence <= 0 or arguments.tokens % arguments.sequence:
-        parser.error(
-            f"--tokens: got {arguments.tokens}, accepted: a multiple of --sequence, "
-            f"{arguments.sequence}"
-        )
+    check_multiples(parser, "--tokens", [arguments.tokens], arguments.sequence)
     return arguments
 
 
@@ -259,25 +245,24 @@ def main() -> None:
     ranks = start_ranks()
     results = []
     for preset in arguments.presets:
-        shape = (
+        found = measure(
+            preset,
             arguments.tokens,
             arguments.sequence,
             arguments.variants,
             arguments.layers,
             arguments.model_override,
         )
-        found = measure(preset, *shape)
         results.append({"preset": preset, "ranks": ranks, "runs": found})
         if dist.get_rank() == 0:
             print(f"== {preset}, {arguments.tokens} tokens, {ranks} ranks")
             for name, one in found.items():
                 show(name, one)
-                if one is not found["bf16"]:
-                    ratio = one["gathered_bytes"] / found["bf16"]["gathered_bytes"]
-                    print(f"  gathered bytes: {ratio:.4f} of BF16's", flush=True)
+                ratio = one["gathered_bytes"] / found["bf16"]["gathered_bytes"]
+                print(f"  gathered bytes: {ratio:.4f} of BF16's", flush=True)
     if dist.get_rank() == 0:
-        found = {"settings": options(arguments), "results": results}
-        print("wrote", write_result(f"speed/{arguments.name}", found, arguments.output))
+        settings = {"settings": options(arguments), "results": results}
+        print("wrote", write_result(f"speed/{arguments.name}", settings, arguments.output))
     dist.destroy_process_group()
 
 

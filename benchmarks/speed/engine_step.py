@@ -2,7 +2,7 @@
 CoatAdamW.
 
     torchrun --nproc_per_node 2 -m benchmarks.speed.engine_step [--stage 2] [--layers 8] \\
-        [--profile] [--output DIR]
+        [--output DIR]
 
 Layers of Llama-2-7B in BF16; sequences are short, since a step does not depend on them. Times are
 by the host's clock until the GPU is done: medians of 12 steps after 3 to warm up, and the ratio to
@@ -20,27 +20,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import positive_int
-from benchmarks.common import ROOT, argument_parser, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import show, write_result
 from benchmarks.timing import median, wall_ms
 from launch.model.gpt import build_model, load_model_config
 from launch.train.build import torch_adamw
 from launch.train.runtime import start
 
 
-def settings(stage: int, coat: bool) -> dict[str, Any]:
+def settings(block: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration with torch's AdamW, or with CoatAdamW and the "coat" ``block``."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
-        "data_types": {"grad_accum_dtype": "fp32" if stage > 1 else "bf16"},
-        "optimizer": {
-            "type": "CoatAdamW" if coat else "AdamW",
-            "params": {"lr": 1e-5, "weight_decay": 0.1},
-        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+        **more,
     }
-    return config | ({"coat": {"activation": {"enabled": False}}} if coat else {})
+    if block is not None:
+        config["optimizer"]["type"] = "CoatAdamW"
+        config["coat"] = block
+    return config
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -52,11 +52,14 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     allowed = coat_step.may_leave_out_passes
     if name == "CoatAdamW, every pass of ZeRO's":
         coat_step.may_leave_out_passes = lambda zero: False
-    model_config = load_model_config(
-        ROOT / arguments.model, [f"num_layers={arguments.layers}"]
-    ).with_vocab(32000)
-    model = build_model(model_config)
-    config = settings(arguments.stage, coat)
+    sizes = load_model_config(arguments.model, [f"num_layers={arguments.layers}"])
+    model = build_model(sizes.with_vocab(32000))
+    zero = {"stage": arguments.stage, "overlap_comm": True, "contiguous_gradients": True}
+    config = settings(
+        {"activation": {"enabled": False}} if coat else None,
+        zero_optimization=zero,
+        data_types={"grad_accum_dtype": "fp32" if arguments.stage > 1 else "bf16"},
+    )
     engine, *_ = coat_dist.initialize(
         model=model,
         optimizer=None if coat else torch_adamw(model, config),
@@ -66,23 +69,12 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     coat_step.may_leave_out_passes = allowed
     tokens = torch.randint(0, 32000, (1, 512), device="cuda")
     positions = torch.arange(512, device="cuda")[None]
-    times, table = [], None
-    for i in range(15):
+    times = []
+    for _ in range(15):
         engine.backward(engine(tokens, positions, None).float().square().mean())
         torch.cuda.synchronize()
         dist.barrier()
-        if arguments.profile and i == 14:
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as profile:
-                engine.step()
-                torch.cuda.synchronize()
-            table = profile.key_averages().table(
-                sort_by="self_cuda_time_total", row_limit=12, max_name_column_width=70
-            )
-            continue
         times.append(wall_ms(engine.step, synchronize=True))
-    if table and dist.get_rank() == 0:
-        print(table, flush=True)
     elements = sum(p.numel() for g in engine.basic_optimizer.param_groups for p in g["params"])
     engine.destroy()
     del engine, model
@@ -93,11 +85,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, layers=8, model="llama2-7b")
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
-    parser.add_argument("--layers", type=positive_int, default=8)
-    parser.add_argument("--model", default="configs/models/llama2-7b.json")
-    parser.add_argument("--profile", action="store_true", help="also print the kernels of one step")
     return parser.parse_args(given)
 
 
@@ -113,7 +102,7 @@ def main() -> None:
         row["ratio"] = row["step_ms"] / rows[0]["step_ms"] if rows else 1.0
         rows.append(row)
         if dist.get_rank() == 0:
-            print(f"{name:<34} {row['step_ms']:8.2f} ms  {row['ratio']:.3f} x", flush=True)
+            show(name, row, step_ms=".2f", ratio=".3f")
     if dist.get_rank() == 0:
         world = dist.get_world_size()
         name = f"speed/engine-step-zero{arguments.stage}-{world}-rank{'s' * (world > 1)}"

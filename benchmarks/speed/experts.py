@@ -1,5 +1,5 @@
-"""Layers with experts, forward and backward: grouped products in BF16 and with the flow, and
-experts one by one.
+"""Layers with experts, forward and backward: grouped products in BF16 and with the
+flow.
 
     python -m benchmarks.speed.experts [--shapes mixtral-8x7b ...] [--tokens 16384 4096] \\
         [--variants coat ...]
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import int_from_0, positive_int
-from benchmarks.common import ROOT, argument_parser, options, write_result
-from benchmarks.speed.layer import SEQUENCE, VARIANTS, kernels, measure, stack
+from benchmarks.arguments import argument_parser, check_multiples, int_from_0
+from benchmarks.common import options, show, write_result
+from benchmarks.speed.layer import SEQUENCE, VARIANTS, kernels, measure, show_kernels, stack
 from coat_dist import CoatConfig
 from launch.model.gpt import ModelConfig, load_model_config
 from megatron_patches import initialize_model_parallel, patched
@@ -45,23 +45,23 @@ elements, here too.
 """
 
 
-def model_of(shape: str, grouped: bool, dispatcher: str) -> ModelConfig:
+def model_of(shape: str, dispatcher: str) -> ModelConfig:
     """One layer of a shape."""
     keys = SHAPES[shape] | {
         "num_layers": 1,
-        "moe_grouped_gemm": grouped,
+        "moe_grouped_gemm": True,
         "moe_shared_expert_intermediate_size": None,
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": dispatcher,
         "seq_length": SEQUENCE,
     }
     given = [f"{key}={'null' if v is None else str(v).lower()}" for key, v in keys.items()]
-    return load_model_config(ROOT / "configs/models/tiny-moe.json", given)
+    return load_model_config("tiny-moe", given)
 
 
 def flops(model: ModelConfig, tokens: int) -> float:
-    """Of one layer, forward and backward; attention counts half of the keys, and its backward
-    2.5 times its forward.
+    """Floating-point operations of one layer, forward and backward; attention counts half of the
+    keys, and its backward 2.5 times its forward.
     """
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
     weights = h * d * 2 * (heads + model.kv_heads)
@@ -70,25 +70,21 @@ def flops(model: ModelConfig, tokens: int) -> float:
 
 
 def runs_of(shape: str, tokens: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By name, what was measured: BF16 and the variants in grouped products, then one by one."""
-    found: dict[str, dict[str, Any]] = {}
-    for grouped in (True, False)[: 1 + arguments.one_by_one]:
-        model = model_of(shape, grouped, arguments.dispatcher)
-        torch.manual_seed(0)
-        forward, gpt, x = stack(model, tokens)
-        dy = torch.randn_like(x)
-        for variant in (None, *(arguments.variants if grouped else ["coat"])):
-            name = ("grouped " if grouped else "one by one ") + (variant or "bf16")
-            if variant is None:
-                found[name] = measure(forward, gpt, x, 1) | {"kernels": kernels(forward, dy, 1)}
-                continue
-            with patched(
-                gpt, CoatConfig.parse({"activation": VARIANTS[variant]}).activation
-            ) as report:
-                assert any(block.endswith("mlp.experts") for block in report.patched), str(report)
-                found[name] = measure(forward, gpt, x, 1) | {"kernels": kernels(forward, dy, 1)}
-        del forward, gpt, x, dy
-        torch.cuda.empty_cache()
+    """What was measured, by name: BF16 and the variants."""
+    model = model_of(shape, arguments.dispatcher)
+    torch.manual_seed(0)
+    forward, gpt, x = stack(model, tokens)
+    dy = torch.randn_like(x)
+
+    def run() -> dict[str, Any]:
+        return measure(forward, gpt, x, 1) | {"kernels": kernels(forward, dy, 1)}
+
+    found = {"grouped bf16": run()}
+    for variant in arguments.variants:
+        settings = CoatConfig.parse({"activation": VARIANTS[variant]}).activation
+        with patched(gpt, settings) as report:
+            assert any(block.endswith("mlp.experts") for block in report.patched), str(report)
+            found[f"grouped {variant}"] = run()
     return found
 
 
@@ -96,52 +92,41 @@ def report(
     shape: str, tokens: int, runs: dict[str, dict[str, Any]], rows: int, dispatcher: str
 ) -> None:
     """Print the results, and add sums and ratios to them."""
-    work = flops(model_of(shape, True, dispatcher), tokens)
+    work = flops(model_of(shape, dispatcher), tokens)
     base = next(iter(runs.values()))
     print(f"== {shape}, {tokens} tokens")
     for name, one in runs.items():
         one["ms"] = one["forward_ms"] + one["backward_ms"]
         one["ratio_to_bf16"], one["tflops"] = one["ms"] / base["ms"], work / one["ms"] / 1e9
         one["kernels_ms"] = sum(k["us"] for k in one["kernels"]) / 1e3
-        print(
-            f"{name:<26} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  "
-            f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  kernels "
-            f"{one['kernels_ms']:7.3f} ms  "
-            f"{one['tflops']:5.0f} TFLOP/s  "
-            f"saved {one['saved_bytes_per_token']:,.0f} B/token  peak "
-            f"{one['peak_bytes'] / 2**30:.2f} GiB",
-            flush=True,
+        show(
+            name,
+            one,
+            forward_ms=".3f",
+            backward_ms=".3f",
+            ms=".3f",
+            ratio_to_bf16=".3f",
+            kernels_ms=".3f",
+            tflops=".0f",
+            saved_bytes_per_token=",.0f",
+            peak_bytes=",d",
         )
-    for name in list(runs)[:2]:
-        print(f"  -- {name}")
-        for row in runs[name]["kernels"][:rows]:
-            print(
-                f"  {row['us']:9.1f} us  {row['calls']:5.1f} x  {row['kernel'][:110]}", flush=True
-            )
+    for name, one in list(runs.items())[:2]:
+        print(f"-- {name}")
+        show_kernels(one["kernels"], rows)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, tokens=[16384, 4096], name="experts")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=positive_int,
-        default=[16384, 4096],
-        help=f"multiples of {SEQUENCE}",
-    )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
     parser.add_argument("--dispatcher", default="alltoall", choices=["alltoall", "allgather"])
-    parser.add_argument("--one-by-one", action="store_true", help="also without moe_grouped_gemm")
     parser.add_argument(
         "--kernels", type=int_from_0, default=24, help="rows of the kernel tables, printed and kept"
     )
-    parser.add_argument("--name", default="experts", help="of the JSON result")
     arguments = parser.parse_args(given)
-    for tokens in arguments.tokens:
-        if tokens <= 0 or tokens % SEQUENCE:
-            parser.error(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
+    check_multiples(parser, "--tokens", arguments.tokens, SEQUENCE)
     return arguments
 
 
@@ -153,6 +138,7 @@ def main() -> None:
     for shape in arguments.shapes:
         for tokens in arguments.tokens:
             runs = runs_of(shape, tokens, arguments)
+            torch.cuda.empty_cache()
             report(shape, tokens, runs, arguments.kernels, arguments.dispatcher)
             for one in runs.values():
                 one["kernels"] = one["kernels"][: arguments.kernels]

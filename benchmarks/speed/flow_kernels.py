@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.arguments import positive_int
-from benchmarks.common import argument_parser, options, write_result
+from benchmarks.arguments import argument_parser, check_multiples
+from benchmarks.common import options, show, write_result
 from benchmarks.timing import copy_bandwidth, graph_ms
 from coat_dist.formats import E3M4, E4M3, INT8
 from coat_dist.kernels import activation, norm, quantize, rope
@@ -24,17 +24,11 @@ from coat_dist.reference.rope import Heads, rope_table
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=positive_int, default=16384, help="a multiple of 4")
-    parser.add_argument(
-        "--hidden", type=positive_int, default=4096, help="a multiple of 128, the size of a head"
-    )
-    parser.add_argument("--ffn", type=positive_int, default=11008)
+    """The options of this program. A head has 128 elements."""
+    parser = argument_parser(__doc__, tokens=16384, hidden=4096, ffn=11008)
     arguments = parser.parse_args(given)
-    for name, of in (("tokens", 4), ("hidden", 128)):
-        if (value := getattr(arguments, name)) % of:
-            parser.error(f"--{name}: got {value}, accepted: a multiple of {of}")
+    check_multiples(parser, "--tokens", [arguments.tokens], 4)
+    check_multiples(parser, "--hidden", [arguments.hidden], 128)
     return arguments
 
 
@@ -152,17 +146,9 @@ def main() -> None:
     rows = []
     for name, (call, size) in calls.items():
         ms = graph_ms([call] * 4)
-        rows.append(
-            {
-                "kernel": name,
-                "us": 1e3 * ms,
-                "fraction_of_copy_bandwidth": size / (ms * 1e-3) / bandwidth,
-            }
-        )
-        print(
-            f"{name:<36} {1e3 * ms:8.1f} us  {rows[-1]['fraction_of_copy_bandwidth']:6.1%}",
-            flush=True,
-        )
+        share = size / (ms * 1e-3) / bandwidth
+        rows.append({"kernel": name, "us": 1e3 * ms, "fraction_of_copy_bandwidth": share})
+        show(name, rows[-1], us=".1f", fraction_of_copy_bandwidth=".1%")
     found = {**options(arguments), "copy_bytes_per_second": bandwidth, "kernels": rows}
     print("wrote", write_result("speed/flow-kernels", found, arguments.output))
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ import torch
 import transformers
 
 from benchmarks.common import options, write_result
+from benchmarks.ranks import as_rank, run_variant
 from benchmarks.speed import hf
 from benchmarks.timing import median
 
@@ -34,7 +34,7 @@ FRAMEWORKS = {
     "llamafactory": "llamafactory",
     "axolotl": "axolotl",
 }
-"""And their packages."""
+"""Frameworks and their packages."""
 
 
 class Steps(transformers.TrainerCallback):
@@ -159,35 +159,35 @@ def train(
 def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
     """The record of a framework with a variant."""
     name, *parts = case["variant"].split("+")
-    (kind, shape), (batch,) = hf.MODELS[case["model"]], case["micro_batches"]
+    kind, shape = hf.MODELS[case["model"]]
+    (batch,) = case["micro_batches"]
     config = transformers.AutoConfig.for_model(
         kind, **shape, max_position_embeddings=case["sequence"], use_cache=False
     )
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    rows = torch.randint(
-        0, shape["vocab_size"], ((case["warm_up"] + case["steps"]) * batch, case["sequence"])
-    )
-    ds, steps = (
-        hf.settings(set(parts), case["stage"]) | {"train_micro_batch_size_per_gpu": batch},
-        Steps(),
-    )
+    count = (case["warm_up"] + case["steps"]) * batch
+    rows = torch.randint(0, shape["vocab_size"], (count, case["sequence"]))
+    steps, ds = Steps(), hf.settings(set(parts), case["stage"])
+    ds["train_micro_batch_size_per_gpu"] = batch
     del ds["gradient_accumulation_steps"]  # Lightning refuses it
     # axolotl's log would, in each step.
     unchanged = mock.patch.object(torch.cuda, "reset_peak_memory_stats")
     with tempfile.TemporaryDirectory() as folder, unchanged:
         train(name, model, ds, rows, steps, folder)
-    (first, _), *_, (last, _) = steps.seen
-    times = [b - a for (_, a), (_, b) in zip(steps.seen, steps.seen[1:], strict=False)][
-        case["warm_up"] - 1 :
-    ]
-    speed = {
-        "step_ms": 1e3 * median(times),
-        "tokens_per_second_per_gpu": batch * case["sequence"] / median(times),
+    losses = [loss for loss, _ in steps.seen]
+    ends = [end for _, end in steps.seen]
+    times = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    seconds = median(times[case["warm_up"] - 1 :])
+    yield {
+        "micro_batch": batch,
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second_per_gpu": batch * case["sequence"] / seconds,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,  # 0 without a GPU
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
     }
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    yield {"micro_batch": batch, **speed, "peak_gib": peak, "first_loss": first, "last_loss": last}
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -201,19 +201,19 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments, found = parse(sys.argv[1:]), {}
-    run = partial(
-        hf.run, program="benchmarks.speed.frameworks", HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1"
-    )
+    arguments = parse(sys.argv[1:])
+    found: dict[str, list[dict[str, Any]]] = {}
+    case = options(arguments, "variants", "limit")
+    offline = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
     for name in arguments.frameworks:
         if not importlib.util.find_spec(FRAMEWORKS[name]):
             print(f"{name}: no package {FRAMEWORKS[name]}")
             continue
-        cases = [
-            options(arguments, "variants", "limit") | {"variant": f"{name}+{v}"}
-            for v in arguments.variants
-        ]
-        found[name] = [run(case, arguments.limit) for case in cases]
+        found[name] = []
+        for variant in arguments.variants:
+            own = case | {"variant": f"{name}+{variant}"}
+            program = "benchmarks.speed.frameworks"
+            found[name].append(run_variant(own, arguments.limit, program, offline))
         hf.compare(found[name])
         write_result(
             f"speed/{arguments.name}", {"settings": options(arguments), **found}, arguments.output
@@ -221,5 +221,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    hf.as_rank(measure)
+    as_rank(measure)
     main()

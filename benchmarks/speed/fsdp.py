@@ -20,8 +20,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as torch_states
 
-from benchmarks.arguments import int_from_0, positive_float, positive_int
-from benchmarks.common import argument_parser, loss_gaps, options, write_result
-from benchmarks.speed.hf import MODELS, as_rank, run, timed_steps, untrained
+from benchmarks.arguments import argument_parser, int_from_0
+from benchmarks.common import loss_gaps, options, show, write_result
+from benchmarks.ranks import as_rank, run_variant
+from benchmarks.speed.hf import MODELS, timed_steps, untrained
 from benchmarks.speed.optimizer import candidates
 
 VARIANTS = [
@@ -199,22 +201,24 @@ def compare(one: dict[str, Any], base: dict[str, Any]) -> None:
     """Add ratios and gaps of losses to those of another variant, and print them."""
     for step in one["steps"]:
         other = (base["steps"] or one["steps"])[0]
-        last, last_other = (sum(x["losses"][-20:]) / len(x["losses"][-20:]) for x in (step, other))
+        last, last_other = fmean(step["losses"][-20:]), fmean(other["losses"][-20:])
         step["tokens_per_second_ratio"] = (
             step["tokens_per_second_per_gpu"] / other["tokens_per_second_per_gpu"]
         )
         step |= {"last_twenty": last, "last_twenty_gap": last / last_other - 1}
         step["mean_gap"] = sum(step["losses"]) / sum(other["losses"]) - 1
         step["largest_loss_gap"] = loss_gaps(step["losses"], other["losses"])["largest_loss_gap"]
-        print(
-            f"{step['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU "
-            f"({step['tokens_per_second_ratio']:.3f}x)  peak "
-            f"{step['peak_gib']:5.1f} GiB  states {step['state_bytes_per_parameter']:.2f} "
-            "B/parameter  loss "
-            f"{step['losses'][0]:.4f}, of the last twenty {last:.4f} "
-            f"({step['last_twenty_gap']:+.3%}; of all "
-            f"{step['mean_gap']:+.3%}; largest gap {step['largest_loss_gap']:.3%})",
-            flush=True,
+        show(
+            one["variant"],
+            step,
+            tokens_per_second_per_gpu=",.0f",
+            tokens_per_second_ratio=".3f",
+            peak_gib=".1f",
+            state_bytes_per_parameter=".2f",
+            last_twenty=".4f",
+            last_twenty_gap="+.3%",
+            mean_gap="+.3%",
+            largest_loss_gap=".3%",
         )
     if ends := {k: v for k, v in one.items() if k not in ("variant", "steps")}:
         print(ends, flush=True)
@@ -222,13 +226,11 @@ def compare(one: dict[str, Any], base: dict[str, Any]) -> None:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(
+        __doc__, ranks=2, sequence=2048, micro_batch=4, steps=200, limit=300.0, name="fsdp"
+    )
     parser.add_argument("--model", choices=list(MODELS), default="llama-1b")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
-    parser.add_argument("--ranks", type=positive_int, default=2)
-    parser.add_argument("--sequence", type=positive_int, default=2048)
-    parser.add_argument("--micro-batch", type=positive_int, default=4)
-    parser.add_argument("--steps", type=positive_int, default=200)
     parser.add_argument(
         "--trunk",
         type=int_from_0,
@@ -236,52 +238,53 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="STEPS",
         help="of torch's AdamW, before variants",
     )
-    parser.add_argument(
-        "--limit", type=positive_float, default=300.0, metavar="SECONDS", help="of a variant"
-    )
-    parser.add_argument("--name", default="fsdp", help="of the JSON result")
     return parser.parse_args(given)
+
+
+def checkpoint_of(variant: str, folder: str, go: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Whether one rank loads the bytes that all ranks of a small model saved, and how long saving
+    took.
+    """
+    small = SMALL | {"folder": f"{folder}/{variant}"}
+    saved = go(variant, **small)
+    loaded = go(variant, **small, load=True, ranks=1)
+    found: dict[str, Any] = {}
+    digests = []
+    for end in (saved, loaded):
+        digests.append(end["steps"][-1] if end["steps"] else {})
+        if "error" in end:
+            found.setdefault("checkpoint_error", end["error"])
+    first, second = digests
+    for key in ("weights", "states"):
+        found[f"same_{key}"] = key in first and first[key] == second.get(key)
+    return found | {"save_s": first.get("save_s")}
 
 
 def main() -> None:
     arguments = parse()
-    case = options(arguments, "variants", "limit", "trunk") | {
-        "micro_batches": [arguments.micro_batch]
-    }
+    case = options(arguments, "variants", "limit", "trunk")
+    case["micro_batches"] = [arguments.micro_batch]
     found, installed = [], candidates()
 
     def go(variant: str, **more: Any) -> dict[str, Any]:
-        return run(case | {"variant": variant} | more, arguments.limit, "benchmarks.speed.fsdp")
+        own = case | {"variant": variant} | more
+        return run_variant(own, arguments.limit, "benchmarks.speed.fsdp")
 
     with tempfile.TemporaryDirectory() as folder:
-        begin = f"{folder}/trunk" if arguments.trunk else None
-        if begin:
+        begin = None
+        if arguments.trunk:
+            begin = f"{folder}/trunk"
             before = go(VARIANTS[0], steps=arguments.trunk, save_weights=begin)
-            losses = (
-                before["steps"][0]["losses"]
-                if before["steps"]
-                else sys.exit(f"error: no trunk: {before}")
-            )
-            print(
-                f"{arguments.trunk} steps before: loss {losses[0]:.4f} to {losses[-1]:.4f}",
-                flush=True,
-            )
+            if not before["steps"]:
+                sys.exit(f"error: no trunk: {before}")
+            losses = before["steps"][0]["losses"]
+            print(f"{arguments.trunk} steps before: loss {losses[0]:.4f} to {losses[-1]:.4f}")
         variants = [v for v in arguments.variants if v.removesuffix(LAYERS) in installed]
         for variant in variants:
             print(f"== {variant}", flush=True)
             one = go(variant, begin=begin, first=arguments.trunk)
             if "CoatAdamW" in variant and variant == variants[-1]:
-                small = SMALL | {"folder": f"{folder}/{variant}"}
-                saved, loaded = go(variant, **small), go(variant, **small, load=True, ranks=1)
-                errors = [end["error"] for end in (saved, loaded) if "error" in end]
-                two, its = (end["steps"][-1] if end["steps"] else {} for end in (saved, loaded))
-                one |= {
-                    f"same_{key}": key in two and two[key] == its.get(key)
-                    for key in ("weights", "states")
-                }
-                one |= {"save_s": two.get("save_s")} | (
-                    {"checkpoint_error": errors[0]} if errors else {}
-                )
+                one |= checkpoint_of(variant, folder, go)
             found.append(one)
             compare(one, found[0])
             result = {"settings": options(arguments), "variants": found}

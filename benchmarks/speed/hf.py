@@ -17,102 +17,42 @@ without ``flow`` at the same micro-batch. Writes ``speed/hf.json``.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.arguments import positive_float, positive_int
-from benchmarks.common import (
-    ROOT,
-    argument_parser,
-    options,
-    python_path,
-    wait_for_ranks,
-    write_result,
-)
+from benchmarks.arguments import argument_parser, positive_float
+from benchmarks.common import options, show, write_result
+from benchmarks.ranks import as_rank, run_variant
 from benchmarks.timing import median
-from coat_dist.nodes import free_port
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-1b": (
-        "llama",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "vocab_size": 50304,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "llama2-7b": (
-        "llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "vocab_size": 32000,
-        },
-    ),
-    "llama2-13b": (
-        "llama",
-        {
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 40,
-            "vocab_size": 32000,
-        },
-    ),
-    "llama3-8b": (
-        "llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-    ),
-    "qwen3-8b": (
-        "qwen3",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-        },
-    ),
-    "tiny": (
-        "llama",
-        {
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "vocab_size": 256,
-        },
-    ),
+
+def shape(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    """The sizes of a model, as transformers' configurations call them."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+MODELS = {
+    "llama-1b": ("llama", shape(2048, 8192, 16, 16, 16, 50304, tie_word_embeddings=True)),
+    "llama2-7b": ("llama", shape(4096, 11008, 32, 32, 32, 32000)),
+    "llama2-13b": ("llama", shape(5120, 13824, 40, 40, 40, 32000)),
+    "llama3-8b": ("llama", shape(4096, 14336, 32, 32, 8, 128256)),
+    "qwen3-8b": ("qwen3", shape(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
+    "tiny": ("llama", shape(128, 256, 2, 2, 2, 256)),
 }
 """Type and shape."""
 VARIANTS = [
@@ -135,8 +75,6 @@ PARTS = {
     "compile",
     "checkpoint",
 }
-OUT_OF_MEMORY = 7
-"""Exit status."""
 
 
 def settings(parts: set[str], stage: int, accumulation: int = 1) -> dict[str, Any]:
@@ -171,11 +109,10 @@ def untrained(case: dict[str, Any]) -> Callable[[], Any]:
     """
     import transformers
 
-    kind, shape = MODELS[case["model"]]
-    shape = shape | case.get("shape", {})
+    kind, sizes = MODELS[case["model"]]
     config = transformers.AutoConfig.for_model(
         kind,
-        **shape,
+        **sizes | case.get("shape", {}),
         max_position_embeddings=case["sequence"],
         attn_implementation="sdpa",
         use_cache=False,
@@ -194,14 +131,12 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
 
         getattr(liger, f"apply_liger_kernel_to_{MODELS[case['model']][0]}")()
     ds = settings(parts, case["stage"], case["accumulation"])
-    make, zero_init = untrained(case), case["stage"] == 3
-    with (
-        deepspeed.zero.Init(config_dict_or_path=ds, dtype=torch.bfloat16)
-        if zero_init
-        else nullcontext()
-    ):
+    make, context = untrained(case), nullcontext()
+    if case["stage"] == 3:
+        context = deepspeed.zero.Init(config_dict_or_path=ds, dtype=torch.bfloat16)
+    with context:
         model = make()
-    if not zero_init:
+    if case["stage"] < 3:
         model = model.to(torch.bfloat16).to(device)
     model.train()
     if "checkpoint" in parts:
@@ -229,7 +164,8 @@ def timed_steps(
     ``tokens`` a step and GPU, the largest peak, and the ranks' mean losses. What draws a batch is
     not timed.
     """
-    gpu, times, losses = device.type == "cuda", [], []
+    gpu = device.type == "cuda"
+    times, losses = [], []
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -241,10 +177,8 @@ def timed_steps(
         if gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    mean, peak = (
-        torch.stack(losses),
-        torch.tensor(torch.cuda.max_memory_allocated() if gpu else 0, device=device),
-    )
+    mean = torch.stack(losses)
+    peak = torch.tensor(torch.cuda.max_memory_allocated() if gpu else 0, device=device)
     torch.distributed.all_reduce(mean)
     torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
     seconds = median(times[warm_up:] or times)
@@ -299,99 +233,29 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
         }
 
 
-def as_rank(measure: Callable[[dict[str, Any], torch.device], Iterable[dict[str, Any]]]) -> None:
-    """Measure and end this process, if :func:`run` started it: the first rank writes a line of
-    JSON for a record.
-    """
-    if sys.argv[1:2] != ["--rank"]:
-        return
-    case, status = json.loads(sys.argv[2]), 0
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-        if memory := case.get("gpu_memory"):
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, memory * 2**30 / torch.cuda.mem_get_info(device)[1])
-            )
-    try:
-        for record in measure(case, device):
-            if os.environ["RANK"] == "0":
-                with open(sys.argv[3], "a") as file:
-                    file.write(json.dumps(record) + "\n")
-    except torch.OutOfMemoryError:
-        status = OUT_OF_MEMORY
-    sys.stdout.flush()
-    if gpu and not status:
-        torch.cuda.synchronize()  # another rank may wait for what this one still sends
-    for child in multiprocessing.active_children():  # of Megatron's checkpoints
-        child.kill()
-    os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory
-
-
-def run(
-    case: dict[str, Any],
-    limit: float,
-    program: str = "benchmarks.speed.hf",
-    path: Sequence[Path] = (),
-    **more: str,
-) -> dict[str, Any]:
-    """Records of a variant's ranks, and how they ended; ``path`` and ``more`` are of their
-    environment.
-    """
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": str(case["ranks"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "PYTHONPATH": python_path(ROOT, *path),
-        **more,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        out, processes = Path(folder) / "steps", []
-        for i in range(case["ranks"]):
-            line = [sys.executable, "-m", program, "--rank", json.dumps(case), str(out)]
-            with (Path(folder) / f"{i}.log").open("w") as log:
-                own = {"RANK": str(i), "LOCAL_RANK": str(i)}
-                processes.append(
-                    subprocess.Popen(line, cwd=ROOT, env=shared | own, stdout=log, stderr=log)
-                )
-        statuses = wait_for_ranks(processes, limit)
-        found: dict[str, Any] = {"variant": case["variant"]}
-        found["steps"] = (
-            [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
-        )
-        if OUT_OF_MEMORY in statuses:
-            found["out_of_memory_at"] = case["micro_batches"][len(found["steps"])]
-        elif any(statuses):
-            first = next(i for i, status in enumerate(statuses) if status)
-            found["error"] = (Path(folder) / f"{first}.log").read_text(errors="replace")[-900:]
-        elif None in statuses:
-            found["cut_after_s"] = limit
-        return found
-
-
 def compare(variants: Sequence[dict[str, Any]]) -> None:
     """Add each step's ratio to the best peer at the same micro-batch, and print all."""
     peers: dict[int, float] = {}
     for one in variants:
-        for step in one["steps"] if "flow" not in one["variant"] else ():
-            peers[step["micro_batch"]] = max(
-                peers.get(step["micro_batch"], 0.0), step["tokens_per_second_per_gpu"]
-            )
+        if "flow" in one["variant"]:
+            continue
+        for step in one["steps"]:
+            size, speed = step["micro_batch"], step["tokens_per_second_per_gpu"]
+            peers[size] = max(peers.get(size, 0.0), speed)
     for one in variants:
         for step in one["steps"]:
             best = peers.get(step["micro_batch"])
             step["to_best_peer"] = step["tokens_per_second_per_gpu"] / best if best else None
-            print(
-                f"{one['variant']:<28} micro-batch {step['micro_batch']:>2}  "
-                f"{step['step_ms']:8.1f} ms  "
-                f"{step['tokens_per_second_per_gpu']:8,.0f} tokens/s/GPU  "
-                f"{'' if best is None else format(step['to_best_peer'], '.3f')}  peak "
-                f"{step['peak_gib']:5.1f} GiB  "
-                f"loss {step['first_loss']:.4f} -> {step['last_loss']:.4f}",
-                flush=True,
+            show(
+                one["variant"],
+                step,
+                micro_batch="d",
+                step_ms=".1f",
+                tokens_per_second_per_gpu=",.0f",
+                to_best_peer=".3f",
+                peak_gib=".1f",
+                first_loss=".4f",
+                last_loss=".4f",
             )
         ends = {k: v for k, v in one.items() if k not in ("variant", "steps")}
         print(f"{one['variant']:<28} {ends or 'all micro-batches'}", flush=True)
@@ -399,23 +263,23 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(
+        __doc__,
+        ranks=1,
+        sequence=2048,
+        micro_batches=[8],
+        accumulation=1,
+        warm_up=5,
+        steps=11,
+        limit=300.0,
+        name="hf",
+    )
     parser.add_argument("--model", choices=list(MODELS), default="llama-1b")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, metavar="PARTS")
-    parser.add_argument("--ranks", type=positive_int, default=1)
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2)
-    parser.add_argument("--sequence", type=positive_int, default=2048)
-    parser.add_argument("--micro-batches", type=positive_int, nargs="+", default=[8])
-    parser.add_argument("--accumulation", type=positive_int, default=1)
-    parser.add_argument("--warm-up", type=positive_int, default=5)
-    parser.add_argument("--steps", type=positive_int, default=11)
     parser.add_argument(
         "--gpu-memory", type=positive_float, default=None, metavar="GIB", help="as on a smaller GPU"
     )
-    parser.add_argument(
-        "--limit", type=positive_float, default=300.0, metavar="SECONDS", help="of a variant"
-    )
-    parser.add_argument("--name", default="hf", help="of the JSON result")
     arguments = parser.parse_args(given)
     for variant in arguments.variants:
         if unknown := set(variant.split("+")) - PARTS:
@@ -432,7 +296,9 @@ def main() -> None:
     found = []
     for variant in arguments.variants:
         print(f"== {variant}", flush=True)
-        found.append(run(case | {"variant": variant}, arguments.limit))
+        found.append(
+            run_variant(case | {"variant": variant}, arguments.limit, "benchmarks.speed.hf")
+        )
         compare(found)
         write_result(
             f"speed/{arguments.name}",

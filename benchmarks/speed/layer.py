@@ -21,8 +21,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import check_peers, int_from_0, one_line, positive_int, preset_name
-from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.arguments import (
+    argument_parser,
+    check_multiples,
+    check_peers,
+    int_from_0,
+    one_line,
+)
+from benchmarks.common import options, show, write_result
 from benchmarks.speed import te_layer
 from benchmarks.speed.layer_memory import Peak, expected_peak
 from benchmarks.timing import stages_ms
@@ -60,7 +66,7 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
     """What is to be measured; what cannot be is refused here, before anything is.
 
     Raises:
-        ValueError: a number of tokens, a preset that ``layer_memory.py`` has no account of, or
+        ValueError: a preset that ``layer_memory.py`` has no account of, or
             ``te_layer.py`` no layer, or a folder without Transformer Engine.
     """
     settings = {
@@ -68,14 +74,10 @@ def plan(arguments: argparse.Namespace) -> list[Case]:
     }
     found = []
     for preset in arguments.presets:
-        model = load_model_config(
-            ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"]
-        )
+        model = load_model_config(preset, [f"num_layers={arguments.layers}"])
         if arguments.peers is not None:
             te_layer.check(preset, model)
         for tokens in arguments.tokens:
-            if tokens <= 0 or tokens % SEQUENCE:
-                raise ValueError(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
             try:
                 variants = {
                     name: (s, expected_peak(model, tokens, s)) for name, s in settings.items()
@@ -169,8 +171,8 @@ def kernels(
 
 
 def flops(model: ModelConfig, tokens: int) -> float:
-    """Of one layer, forward and backward; attention counts half of the keys, and its backward
-    2.5 times its forward.
+    """Floating-point operations of one layer, forward and backward; attention counts half of the
+    keys, and its backward 2.5 times its forward.
     """
     h, d, heads = model.hidden_size, model.head_channels, model.num_attention_heads
     parts = ACTIVATIONS[model.activation].parts
@@ -179,7 +181,7 @@ def flops(model: ModelConfig, tokens: int) -> float:
 
 
 def time_transformer_engine(te: Any, model: ModelConfig, tokens: int) -> dict[str, dict[str, Any]]:
-    """As :func:`measure`, of Transformer Engine's layers of the same shape, by recipe."""
+    """:func:`measure` of Transformer Engine's layers of the same shape, by recipe."""
     found = {}
     for name, recipe in te_layer.RECIPES.items():
         found[name] = measure(
@@ -191,25 +193,16 @@ def time_transformer_engine(te: Any, model: ModelConfig, tokens: int) -> dict[st
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--presets",
-        type=preset_name,
-        nargs="+",
-        default=["llama2-7b"],
-        help="names in configs/models",
-    )
-    parser.add_argument(
-        "--tokens", nargs="+", type=positive_int, default=[16384], help=f"multiples of {SEQUENCE}"
+    parser = argument_parser(
+        __doc__, presets=["llama2-7b"], tokens=[16384], layers=4, name="layer", peers=None
     )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=list(VARIANTS))
-    parser.add_argument("--layers", type=positive_int, default=4)
     parser.add_argument(
         "--kernels", type=int_from_0, default=24, help="rows of the kernel table, 0 = none"
     )
-    parser.add_argument("--name", default="layer", help="of the JSON result")
-    parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
-    return parser.parse_args(given)
+    arguments = parser.parse_args(given)
+    check_multiples(parser, "--tokens", arguments.tokens, SEQUENCE)
+    return arguments
 
 
 def main() -> None:
@@ -256,36 +249,37 @@ def report(preset, tokens, model, runs, theirs, table, arguments) -> dict[str, A
     base, te = runs["bf16"]["ms"], theirs.get("TE bf16", {}).get("ms")
     print(f"== {preset}, {tokens} tokens")
     for name, one in everything.items():
-        one["ratio_to_bf16"], one["tflops"] = (
-            one["ms"] / base,
-            flops(model, tokens) / one["ms"] / 1e9,
-        )
-        one.update({"ratio_to_te_bf16": one["ms"] / te} if te else {})
-        print(
-            f"{name:<24} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} ms  "
-            f"total {one['ms']:7.3f} ms  "
-            f"{one['ratio_to_bf16']:.3f} x bf16  {one['ms'] / te if te else float('nan'):.3f} x TE "
-            "bf16  "
-            f"{one['tflops']:5.0f} TFLOP/s  saved {one['saved_bytes_per_token']:,.0f} B/token",
-            flush=True,
-        )
-        if one.get("graphs_bytes"):
-            print(
-                f"{'':<24} {one['graphs_bytes']:,} B for graphs, in which they save and compute",
-                flush=True,
-            )
-        elif expected := one.get("expected_peak"):
+        one["ratio_to_bf16"] = one["ms"] / base
+        one["tflops"] = flops(model, tokens) / one["ms"] / 1e9
+        if te:
+            one["ratio_to_te_bf16"] = one["ms"] / te
+        expected = one.get("expected_peak")
+        if expected and not one["graphs_bytes"]:
             one["peak_to_expected"] = one["peak_bytes"] / expected["bytes"]
-            print(
-                f"{'':<24} peak {one['peak_bytes']:,} B, expected {expected['bytes']:,} B "
-                f"({expected['moment']}, layer {expected['layer']}): {one['peak_to_expected']:.4f}",
-                flush=True,
-            )
-    for row in table[: arguments.kernels]:
-        print(f"  {row['us']:9.1f} us  {row['calls']:5.1f} x  {row['kernel'][:110]}")
-    if table:
-        print(f"  {sum(r['us'] for r in table):9.1f} us  all kernels", flush=True)
+        show(
+            name,
+            one,
+            forward_ms=".3f",
+            backward_ms=".3f",
+            ms=".3f",
+            ratio_to_bf16=".3f",
+            ratio_to_te_bf16=".3f",
+            tflops=".0f",
+            saved_bytes_per_token=",.0f",
+            graphs_bytes=",d",
+            peak_bytes=",d",
+            peak_to_expected=".4f",
+        )
+    show_kernels(table, arguments.kernels)
     return {"preset": preset, "tokens": tokens, "runs": everything, "kernels": table}
+
+
+def show_kernels(table: Sequence[dict[str, Any]], rows: int) -> None:
+    """Print the first rows of what :func:`kernels` returned, and the sum of all."""
+    for row in table[:rows]:
+        show(row["kernel"][:110], row, us=".1f", calls=".1f")
+    if table:
+        print(f"{sum(row['us'] for row in table):9.1f} us, all kernels", flush=True)
 
 
 if __name__ == "__main__":

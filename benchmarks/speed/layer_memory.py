@@ -97,7 +97,7 @@ def moments(model: ModelConfig, tokens: int, settings: ActivationConfig) -> list
     fc2, fc1, proj, qkv = 2 * h * f, 2 * h * wide, 2 * h * q, 2 * h * w
     both, three, all_four = fc1 + fc2, fc1 + fc2 + proj, fc1 + fc2 + proj + qkv
     return [
-        # Of the output's gradient codes transposed, for fc2; the gradient of the activation (bf16)
+        # Transposed codes of the output's gradient, for fc2; the gradient of the activation (bf16)
         # becomes codes, of fc1's output in both orders, beside the activation's, transposed.
         Moment("activation backward", 0, 0, tokens * (h + 2 * f + 2 * wide + f)),
         # The same but for the activation's gradient; fc2's is made.

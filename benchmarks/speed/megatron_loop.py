@@ -26,14 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import check_peers, one_line, positive_float, positive_int
-from benchmarks.common import argument_parser, loss_gaps, options, write_result
-from benchmarks.speed.hf import as_rank, noisy_text, run, timed_steps
+from benchmarks.arguments import argument_parser, check_peers, one_line, positive_int
+from benchmarks.common import loss_gaps, options, show, write_result
+from benchmarks.ranks import as_rank, run_variant
+from benchmarks.speed.hf import noisy_text, timed_steps
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import peer_environment, te_layers
 from launch.model.config import load_model_config
 
 WARM_UP = 10
+PROGRAM = "benchmarks.speed.megatron_loop"
 PEERS = {  # recipe of the layers, and type of the moments
     "TE bf16": ("none", torch.float32),
     "TE fp8": ("delayed", torch.bfloat16),
@@ -68,11 +70,9 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, Any]:
             "exp_avg_dtype": moments,
             "exp_avg_sq_dtype": moments,
         }
+    shape = load_model_config(case["model"], case["model_override"])
+    tp = case["tensor_parallel"]
     with te_layers(recipe) if recipe else nullcontext():
-        shape, tp = (
-            load_model_config(case["model"], case["model_override"]),
-            case["tensor_parallel"],
-        )
         model: Any = build_model(shape, tp=tp, sequence_parallel=tp > 1)
     for module in model.modules():
         # Asked for before, Megatron's output layer would need Apex.
@@ -83,10 +83,8 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, Any]:
     both = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, **both)
     chunk = DistributedDataParallel(model.config, ddp, model)
-    model.config.no_sync_func, model.config.finalize_model_grads_func = (
-        chunk.no_sync,
-        finalize_model_grads,
-    )
+    model.config.no_sync_func = chunk.no_sync
+    model.config.finalize_model_grads_func = finalize_model_grads
     adam = {
         "optimizer": "adam",
         "lr": case["lr"],
@@ -125,21 +123,13 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     initialize_model_parallel(case["tensor_parallel"])
     model, optimizer, schedule = build(case)
-    first = (
-        example.resume(Path(case["folder"]), model, optimizer, schedule)
-        if case.get("resume")
-        else 0
-    )
+    first = 0
+    if case.get("resume"):
+        first = example.resume(Path(case["folder"]), model, optimizer, schedule)
     shape = load_model_config(case["model"], case["model_override"])
-    rank, ranks = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
-    micro_batch, length, own = (
-        case["micro_batch"],
-        shape.seq_length,
-        case["global_micro_batches"] // ranks,
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    own = case["global_micro_batches"] // parallel_state.get_data_parallel_world_size()
+    micro_batch, length = case["micro_batch"], shape.seq_length
     positions = torch.arange(length, device=device).expand(micro_batch, -1)
     sizes = {"num_microbatches": own, "seq_length": length, "micro_batch_size": micro_batch}
     forward_backward = get_forward_backward_func()
@@ -181,20 +171,20 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
     for one in variants:
         for step in one["steps"]:
             base, bf16 = (ran.get(name, next(iter(ran.values()))) for name in ("TE fp8", "bf16"))
-            step["tokens_per_second_ratio"] = (
-                step["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
-            )
+            speed = step["tokens_per_second_per_gpu"]
+            step["tokens_per_second_ratio"] = speed / base["tokens_per_second_per_gpu"]
             step["peak_ratio"] = step["peak_gib"] / base["peak_gib"] if base["peak_gib"] else 1.0
             step |= loss_gaps(step["losses"], bf16["losses"])
-            print(
-                f"{one['variant']:<20} {step['step_ms']:8.1f} ms  "
-                f"{step['tokens_per_second_per_gpu']:9,.0f} tokens/s/"
-                f"GPU ({step['tokens_per_second_ratio']:.3f}x)  peak {step['peak_gib']:5.1f} GiB "
-                f"({step['peak_ratio']:.3f}x)  loss {step['losses'][0]:.4f} -> "
-                f"{step['losses'][-1]:.4f} (gap largest "
-                f"{step['largest_loss_gap']:.2%}, mean of the last ten "
-                f"{step['last_ten_loss_gap']:+.2%})",
-                flush=True,
+            show(
+                one["variant"],
+                step,
+                step_ms=".1f",
+                tokens_per_second_per_gpu=",.0f",
+                tokens_per_second_ratio=".3f",
+                peak_gib=".1f",
+                peak_ratio=".3f",
+                largest_loss_gap=".2%",
+                last_ten_loss_gap="+.2%",
             )
         if ends := {k: v for k, v in one.items() if k not in ("variant", "steps")}:
             print(f"{one['variant']:<20} {ends}", flush=True)
@@ -202,29 +192,27 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(
+        __doc__,
+        peers=None,
+        ranks=1,
+        tensor_parallel=1,
+        model="llama2-7b",
+        model_override=[],
+        layers=8,
+        micro_batch=2,
+        steps=50,
+        lr=1e-5,
+        resume_layers=2,
+        limit=240.0,
+        name=None,
+    )
     parser.add_argument(
         "--variants", nargs="+", choices=[*PEERS, *BLOCKS], default=None, metavar="NAME"
     )
-    parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
-    parser.add_argument("--ranks", type=positive_int, default=1)
-    parser.add_argument(
-        "--tensor-parallel", type=positive_int, default=1, help="with sequence parallelism"
-    )
-    parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--layers", type=positive_int, default=8)
-    parser.add_argument("--micro-batch", type=positive_int, default=2)
-    parser.add_argument("--steps", type=positive_int, default=50)
-    parser.add_argument("--lr", type=positive_float, default=1e-5)
     parser.add_argument(
         "--resume-ranks", type=positive_int, nargs="*", metavar="N", help="default: 1 and --ranks"
     )
-    parser.add_argument("--resume-layers", type=positive_int, default=2)
-    parser.add_argument(
-        "--limit", type=positive_float, default=240.0, metavar="SECONDS", help="of a variant"
-    )
-    parser.add_argument("--name", help="of the JSON result (default: megatron-loop-N-ranks)")
     arguments = parser.parse_args(given)
     arguments.variants = arguments.variants or [*(PEERS if arguments.peers else ()), *BLOCKS]
     if not arguments.peers and (named := [v for v in arguments.variants if v in PEERS]):
@@ -234,6 +222,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         )
     if arguments.resume_ranks is None:
         arguments.resume_ranks = sorted({1, arguments.ranks})
+    if arguments.name is None:
+        plural = "s" if arguments.ranks > 1 else ""
+        arguments.name = f"megatron-loop-{arguments.ranks}-rank{plural}"
     return arguments
 
 
@@ -246,12 +237,10 @@ def resumed(case: dict[str, Any], ranks: Sequence[int], limit: float) -> list[di
         for number in (case["ranks"], *ranks):
             own = case | {"folder": folder, "save_at": half, "resume": bool(found), "ranks": number}
             own["tensor_parallel"] = min(case["tensor_parallel"], number)
-            one = run(own, limit, "benchmarks.speed.megatron_loop")
-            one |= {
-                "ranks": number,
-                "losses": [x for step in one.pop("steps") for x in step["losses"]],
-            }
-            if (losses := one["losses"]) and found and (rest := found[0]["losses"][half:]):
+            one = run_variant(own, limit, PROGRAM)
+            losses = [loss for step in one.pop("steps") for loss in step["losses"]]
+            one |= {"ranks": number, "losses": losses}
+            if losses and found and (rest := found[0]["losses"][half:]):
                 one |= {"same": losses == rest, **loss_gaps(losses, rest)}
             found.append(one)
             print("resumed:" if found[1:] else "whole:", one, flush=True)
@@ -270,31 +259,21 @@ def main() -> None:
         load_model_config(case["model"], case["model_override"])
         if arguments.peers is not None:
             check_peers(arguments.peers)
-    name = (
-        arguments.name
-        or f"megatron-loop-{arguments.ranks}-rank{'s' if arguments.ranks > 1 else ''}"
-    )
     found: dict[str, Any] = {"settings": options(arguments), "variants": [], "resumed": []}
     with tempfile.TemporaryDirectory() as folder:
         te = unpack(arguments.peers, folder) if arguments.peers else None
         for variant in arguments.variants:
             print(f"== {variant}", flush=True)
-            path, variables = [], dict[str, str]()
-            if te is not None and variant in PEERS:
-                path, variables = [te, te / "deps"], peer_environment(arguments.tensor_parallel)
-            one = run(
-                case | {"variant": variant},
-                arguments.limit,
-                "benchmarks.speed.megatron_loop",
-                path,
-                **variables,
-            )
+            variables: dict[str, str] = {}
+            if variant in PEERS:
+                variables = peer_environment(te, arguments.tensor_parallel)
+            one = run_variant(case | {"variant": variant}, arguments.limit, PROGRAM, variables)
             found["variants"].append(one)
             compare(found["variants"])
-            write_result(f"speed/{name}", found, arguments.output, nan=True)
+            write_result(f"speed/{arguments.name}", found, arguments.output, nan=True)
     if arguments.resume_ranks:
         found["resumed"] = resumed(small, arguments.resume_ranks, arguments.limit)
-        write_result(f"speed/{name}", found, arguments.output, nan=True)
+        write_result(f"speed/{arguments.name}", found, arguments.output, nan=True)
 
 
 if __name__ == "__main__":

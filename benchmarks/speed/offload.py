@@ -16,13 +16,14 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.arguments import positive_float
-from benchmarks.common import argument_parser, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import show, write_result
 from benchmarks.timing import median
 from coat_dist import CoatAdamW, initialize
 from coat_dist.optim import host
@@ -65,28 +66,35 @@ def bus() -> list[dict[str, Any]]:
     meta = torch.empty(TOTAL, dtype=torch.uint8, device="meta")
     far = host.to_host({"sent": meta, "received": meta}, pin=True)
     near = torch.empty(2, max(CHUNKS) * 4, dtype=torch.uint8, device="cuda")
-    streams, rows = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    to_gpu, from_gpu = torch.cuda.Stream(), torch.cuda.Stream()
+    rows: list[dict[str, Any]] = []
+
+    def send(start: int, end: int) -> None:
+        with torch.cuda.stream(to_gpu):
+            near[0, : end - start].copy_(far["sent"][start:end], non_blocking=True)
+
+    def receive(start: int, end: int) -> None:
+        with torch.cuda.stream(from_gpu):
+            far["received"][start:end].copy_(near[1, : end - start], non_blocking=True)
+
+    def move(chunk: int, *ways: Callable[[int, int], None]) -> None:
+        for start in range(0, TOTAL, chunk):
+            for way in ways:
+                way(start, start + chunk)
+
+    names = {"to_gpu": (send,), "from_gpu": (receive,), "each_of_both": (send, receive)}
     for elements in CHUNKS:
-        chunk = elements * 4
-
-        def move(*directions: int, chunk: int = chunk) -> None:
-            for start in range(0, TOTAL, chunk):
-                for direction in directions:
-                    ours, theirs = (
-                        near[direction, :chunk],
-                        far[("sent", "received")[direction]][start : start + chunk],
-                    )
-                    with torch.cuda.stream(streams[direction]):
-                        (theirs if direction else ours).copy_(
-                            ours if direction else theirs, non_blocking=True
-                        )
-
-        rates = [TOTAL / seconds(lambda d=d, m=move: m(*d))[1] for d in ((0,), (1,), (0, 1))]  # type: ignore[misc]
-        names = "to_gpu", "from_gpu", "each_of_both"
-        rows.append({"chunk_bytes": chunk, **dict(zip(names, rates, strict=True))})
-        print(
-            f"chunks of {chunk / 2**20:.0f} MiB: "
-            + ", ".join(f"{n} {r / 1e9:.1f} GB/s" for n, r in zip(names, rates, strict=True))
+        row: dict[str, Any] = {"chunk_bytes": 4 * elements}
+        for name, ways in names.items():
+            row[name] = TOTAL / seconds(partial(move, 4 * elements, *ways))[1]
+        rows.append(row)
+        show(
+            "bytes a second",
+            row,
+            chunk_bytes=",d",
+            to_gpu=".3g",
+            from_gpu=".3g",
+            each_of_both=".3g",
         )
     return rows
 
@@ -117,11 +125,7 @@ def steps(n: int, rate: float) -> list[dict[str, Any]]:
             row |= {"chunk": chunk, "bytes_each_way": nbytes, "limit_ms": 1e3 * nbytes / rate}
             row["over_limit"] = row["done_ms"] / row["limit_ms"]
         rows.append(row)
-        print(
-            ", ".join(
-                f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
-            )
-        )
+        show(place, row, chunk=",d", returned_ms=".1f", done_ms=".1f", over_limit=".3f")
         del p, optimizer
         host.release()
         gc.collect()
@@ -172,15 +176,11 @@ def engine_steps(n: int) -> list[dict[str, Any]]:
     return rows
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser(__doc__ or "")
-    parser.add_argument(
-        "--size", type=positive_float, default=1e9, help="elements of the flat parameter"
-    )
-    parser.add_argument(
-        "--engine-size", type=positive_float, default=1e9, help="parameters of the engines' model"
-    )
-    return parser.parse_args(argv)
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program: elements of the flat parameter, parameters of the engines'
+    model.
+    """
+    return argument_parser(__doc__, size=1e9, engine_size=1e9).parse_args(given)
 
 
 def main() -> None:

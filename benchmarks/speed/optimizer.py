@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import positive_float
-from benchmarks.common import argument_parser, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import show, write_result
 from benchmarks.timing import copy_bandwidth, graph_ms, median, timed, wall_ms
 from coat_dist import CoatAdamW
 
@@ -88,11 +88,12 @@ def measure(n: int, bandwidth: float) -> list[dict[str, Any]]:
             row["fraction_of_copy_bandwidth"] = BYTES[kind] * n / (milliseconds * 1e-3) / bandwidth
         row["ratio_to_torch_fused"] = milliseconds / rows[0]["ms"] if rows else 1.0
         rows.append(row)
-        print(
-            f"{n:>14,} {name:<37} {milliseconds:9.3f} ms  "
-            f"{row.get('fraction_of_copy_bandwidth', 0):6.1%} of copy  "
-            f"{row['ratio_to_torch_fused']:.3f} x torch fused",
-            flush=True,
+        show(
+            f"{n:,} {name}",
+            row,
+            ms=".3f",
+            fraction_of_copy_bandwidth=".1%",
+            ratio_to_torch_fused=".3f",
         )
         del optimizer, parameter
         torch.cuda.empty_cache()
@@ -126,11 +127,12 @@ def measure_kernels(n: int) -> list[dict[str, Any]]:
                 "ratio_to_torch_fused": milliseconds / rows[0]["ms"] if rows else 1.0,
             }
         )
-        print(
-            f"{n:>14,} {name:<24} {1e3 * milliseconds:9.2f} us  {copy / milliseconds:6.1%} of a "
-            "copy of as many bytes  "
-            f"{rows[-1]['ratio_to_torch_fused']:.3f} x torch fused, kernels only",
-            flush=True,
+        show(
+            f"{n:,} {name}, kernels alone",
+            rows[-1],
+            ms=".5f",
+            fraction_of_copy_of_as_many_bytes=".1%",
+            ratio_to_torch_fused=".3f",
         )
         torch.cuda.empty_cache()
     return rows
@@ -175,20 +177,21 @@ def measure_model() -> list[dict[str, Any]]:
             "optimizer": name,
             "tensors": len(params),
             "parameters": sum(p.numel() for p in params),
+            "ms": device,
+            "host_ms": median(host),
+            "moved_ms": moved,
         }
-        row |= {"ms": device, "host_ms": median(host), "moved_ms": moved}
         rows.append(row)
-        row |= {
-            "ratio_to_torch_fused": device / rows[0]["ms"],
-            "moved_ratio": moved / rows[0]["moved_ms"],
-        }
-        print(
-            f"{len(params)} tensors, {row['parameters']:,} {name:<24} {device:9.3f} ms, host "
-            f"{row['host_ms']:.3f} ms  "
-            f"{row['ratio_to_torch_fused']:.3f} x torch fused; with gradients elsewhere "
-            f"{moved:.3f} ms, "
-            f"{row['moved_ratio']:.3f} x",
-            flush=True,
+        row["ratio_to_torch_fused"] = device / rows[0]["ms"]
+        row["moved_ratio"] = moved / rows[0]["moved_ms"]
+        show(
+            f"{len(params)} tensors, {name}",
+            row,
+            ms=".3f",
+            host_ms=".3f",
+            ratio_to_torch_fused=".3f",
+            moved_ms=".3f",
+            moved_ratio=".3f",
         )
     return rows
 
@@ -220,16 +223,10 @@ def state_bytes(n: int) -> float:
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--sizes", type=positive_float, nargs="+", default=[1e6, 1e8, 1e9])
-    parser.add_argument(
-        "--bytes-size",
-        type=positive_float,
-        default=1.3e9,
-        help="shard over which state bytes are measured",
-    )
-    parser.add_argument("--name", default="optimizer", help="of the JSON result")
+    """The options of this program; ``--bytes-size`` is the shard over which state bytes are
+    measured.
+    """
+    parser = argument_parser(__doc__, sizes=[1e6, 1e8, 1e9], bytes_size=1.3e9, name="optimizer")
     return parser.parse_args(given)
 
 

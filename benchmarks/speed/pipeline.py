@@ -9,7 +9,7 @@ milliseconds a micro-batch and stage. Then Megatron's schedule runs the same sta
 (`megatron_patches.train_batch` without and with DeepSpeed's step). With m micro-batches on P stages
 of V parts, work t and the slowest stage's t_max, the schedule's ideal is m * t_max + (sum of the
 other stages' t) / V; for equal stages that is m * t / (1 - bubble). The ratio is ideal to measured,
-so 1 is perfect. `by the slowest` takes t_max for every stage, as if all had its work.
+so 1 is perfect.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import positive_int
-from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import options, show, write_result
+from benchmarks.speed.engine_step import settings
 from benchmarks.timing import median
 from launch.model.gpt import build_model, load_model_config
 from launch.scale.training import random_batch
@@ -33,24 +34,9 @@ from launch.train.build import forward_step, torch_adamw
 from launch.train.runtime import start
 
 
-def settings(coat: bool, micro: int, count: int) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": count,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "optimizer": {
-            "type": "CoatAdamW" if coat else "AdamW",
-            "params": {"lr": 1e-5, "weight_decay": 0.1},
-        },
-    }
-    return config | ({"coat": {"optimizer": {}, "activation": {}}} if coat else {})
-
-
-def milliseconds(work: Callable[[], Any], repeats: int) -> float:
-    """Median time of ``work``, started on all ranks together, of the slowest rank; two more to
-    warm up.
+def milliseconds(work: Callable[[], Any], repeats: int, slowest: bool = True) -> float:
+    """Median time of ``work``, started on all ranks together, on the slowest rank of each call or
+    on this one; two more calls to warm up.
     """
     found = []
     for _ in range(repeats + 2):
@@ -60,7 +46,8 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> float:
         work()
         synchronize()
         took = torch.tensor([1e3 * (time.perf_counter() - began)], device=device())
-        dist.all_reduce(took, dist.ReduceOp.MAX)
+        if slowest:
+            dist.all_reduce(took, dist.ReduceOp.MAX)
         found.append(float(took))
     return median(found[2:])
 
@@ -105,19 +92,11 @@ def alone(
         for chunk in chunks:
             chunk.zero_grad(set_to_none=True)
 
-    found = []
-    for _ in range(repeats + 2):
-        synchronize()
-        dist.barrier()  # both work at the same time, as in a pipeline
-        began = time.perf_counter()
-        work()
-        synchronize()
-        found.append(1e3 * (time.perf_counter() - began) / count)
-    return median(found[2:])
+    return milliseconds(work, repeats, slowest=False) / count
 
 
 def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dict[str, Any]]:
-    """Rows of one kind of layers and one number of parts, for every number of micro-batches."""
+    """A row for each number of micro-batches, with one kind of layers and one number of parts."""
     from megatron_patches import initialize, initialize_model_parallel, train_batch
     from megatron_patches.parallel.pipeline import Losses, chunks_of, run_schedule
 
@@ -135,11 +114,14 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
         f"seq_length={arguments.seq_length}",
         *arguments.model_override,
     ]
-    model_config = load_model_config(ROOT / arguments.model, overrides).with_vocab(
-        arguments.vocabulary
-    )
+    model_config = load_model_config(arguments.model, overrides).with_vocab(arguments.vocabulary)
     model, rows = build_model(model_config), []
-    config = settings(coat, arguments.micro_batch, min(arguments.micro_batches))
+    config = settings(
+        {"optimizer": {}, "activation": {}} if coat else None,
+        train_micro_batch_size_per_gpu=arguments.micro_batch,
+        gradient_accumulation_steps=min(arguments.micro_batches),
+        zero_optimization={"stage": 1},
+    )
     engine, *_ = initialize(
         model=model, optimizer=None if coat else torch_adamw(model, config), config=config
     )
@@ -160,9 +142,8 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
             run_schedule(engine, chunks, None, Losses(step, count), None, None, forward_only=False)
             engine.module.zero_grad(set_to_none=True)
 
-        work = of_every_rank(
-            alone(chunks, batch, model_config.hidden_size, count, arguments.repeats)
-        )
+        mine = alone(chunks, batch, model_config.hidden_size, count, arguments.repeats)
+        work = of_every_rank(mine)
         took = milliseconds(schedule, arguments.repeats)
         whole = milliseconds(lambda: train_batch(engine, None, step), arguments.repeats)
         slowest = max(work)
@@ -178,10 +159,18 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
                 "step_ms": whole,
                 "bubble": (stages - 1) / (count * virtual + stages - 1),
                 "ratio": ideal / took,
-                "ratio_by_the_slowest": (count + (stages - 1) / virtual) * slowest / took,
             }
         )
-        show(rows[-1])
+        if dist.get_rank() == 0:
+            show(
+                f"{rows[-1]['layers']}, {virtual} parts, {count} micro-batches",
+                rows[-1],
+                work_ms="",
+                ideal_ms=".1f",
+                schedule_ms=".1f",
+                step_ms=".1f",
+                ratio=".3f",
+            )
     engine.destroy()
     return rows
 
@@ -196,35 +185,22 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def show(row: dict[str, Any]) -> None:
-    if dist.get_rank() == 0:
-        work = " ".join(f"{one:6.1f}" for one in row["work_ms"])
-        print(
-            f"{row['layers']:<5} V {row['virtual_stages']}  m {row['micro_batches']:>2}  work "
-            f"{work} ms a micro-batch  "
-            f"ideal {row['ideal_ms']:7.1f}  schedule {row['schedule_ms']:7.1f} ms  with step "
-            f"{row['step_ms']:7.1f}  "
-            f"ratio {row['ratio']:.3f}  by the slowest {row['ratio_by_the_slowest']:.3f}",
-            flush=True,
-        )
-
-
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--model", default="configs/models/llama2-7b.json")
-    parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--layers", type=positive_int, default=8)
-    parser.add_argument("--seq-length", type=positive_int, default=4096)
-    parser.add_argument("--vocabulary", type=positive_int, default=32000)
-    parser.add_argument("--micro-batch", type=positive_int, default=1)
-    parser.add_argument("--micro-batches", type=positive_int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--virtual-stages", type=positive_int, nargs="+", default=[1, 2])
-    parser.add_argument("--kinds", nargs="+", default=["bf16", "coat"], choices=["bf16", "coat"])
-    parser.add_argument("--repeats", type=positive_int, default=5)
-    parser.add_argument(
-        "--name", default=None, help="of the JSON result (default: pipeline-N-stages)"
+    parser = argument_parser(
+        __doc__,
+        model="llama2-7b",
+        model_override=[],
+        layers=8,
+        seq_length=4096,
+        vocabulary=32000,
+        micro_batch=1,
+        micro_batches=[4, 8, 16],
+        virtual_stages=[1, 2],
+        repeats=5,
+        name=None,
     )
+    parser.add_argument("--kinds", nargs="+", default=["bf16", "coat"], choices=["bf16", "coat"])
     return parser.parse_args(given)
 
 

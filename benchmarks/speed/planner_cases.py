@@ -17,86 +17,60 @@ OLMO = {"model": "olmo-1b", "override": []}
 OLMO2 = {"model": "olmo2-7b", "override": ["num_layers=4"]}
 QWEN3 = {"model": "qwen3-8b", "override": ["num_layers=2"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SEVEN_8 = {"model": "llama2-7b", "override": ["num_layers=8"]}
+
+
+def case(model: dict[str, Any], config: str, micro: int | str, **more: Any) -> dict[str, Any]:
+    """A configuration: its model, file of ``configs/deepspeed``, micro-batch, and what else
+    differs.
+    """
+    return {**model, "config": config, "micro": micro, **more}
+
+
 CASES: dict[str, dict[str, Any]] = {
-    "7b-zero2-coat-mb2": {**SEVEN, "config": "zero2", "micro": 2},
-    "7b-zero2-bf16-mb2": {**SEVEN, "config": "zero2-bf16", "micro": 2},
-    "7b-zero2-coat-mb8": {**SEVEN, "config": "zero2", "micro": 8},
-    "7b-zero3-coat-mb4": {**SEVEN, "config": "zero3", "micro": 4},
-    "7b-zero1-coat-mb4": {**SEVEN, "config": "zero1", "micro": 4},
-    "8b-zero2-coat-mb2": {**EIGHT, "config": "zero2", "micro": 2},
-    "olmo-zero2-coat-mb8": {**OLMO, "config": "zero2", "micro": 8},
-    "7b-zero2-coat-fp8-attention-mb8": {
-        **SEVEN,
-        "config": "zero2",
-        "micro": 8,
-        "activation": {"attention": "fp8"},
-    },
-    "7b-zero2-coat-plain-loss-mb4": {
-        **SEVEN,
-        "config": "zero2",
-        "micro": 4,
-        "activation": {"loss": "plain"},
-    },
-    "7b-zero3-bf16-mb2": {**SEVEN, "config": "zero3-bf16", "micro": 2},
-    "8b-zero2-bf16-mb1": {**EIGHT, "config": "zero2-bf16", "micro": 1},
-    "7b-zero2-coat-full-recompute-mb8": {**SEVEN, "config": "zero2", "micro": 8, "recompute": FULL},
-    "olmo-zero1-bf16-mb4": {**OLMO, "config": "zero1-bf16", "micro": 4},
-    "7b-zero2-coat-mb2-accumulation": {**SEVEN, "config": "zero2", "micro": 2, "accumulation": 3},
-    "7b-zero2-bf16-full-recompute-mb4": {
-        **SEVEN,
-        "config": "zero2-bf16",
-        "micro": 4,
-        "recompute": FULL,
-    },
-    "7b-zero2-coat-remainder-mb2": {**SEVEN, "config": "zero2", "micro": 2, "remainder": True},
-    "7b-zero1-fp32-sums-mb2": {**SEVEN, "config": "zero1", "micro": 2, "fp32_sums": True},
-    "7b-zero1-fp32-sums-mb2-accumulation": {
-        **SEVEN,
-        "config": "zero1",
-        "micro": 2,
-        "fp32_sums": True,
-        "accumulation": 3,
-    },
-    "7b-zero2-bf16-core-attn-mb4": {
-        **SEVEN,
-        "config": "zero2-bf16",
-        "micro": 4,
-        "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    },
-    "7b-zero2-coat-mlp-recompute-mb4": {
-        **SEVEN,
-        "config": "zero2",
-        "micro": 4,
-        "recompute": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    },
+    "7b-zero2-coat-mb2": case(SEVEN, "zero2", 2),
+    "7b-zero2-bf16-mb2": case(SEVEN, "zero2-bf16", 2),
+    "7b-zero2-coat-mb8": case(SEVEN, "zero2", 8),
+    "7b-zero3-coat-mb4": case(SEVEN, "zero3", 4),
+    "7b-zero1-coat-mb4": case(SEVEN, "zero1", 4),
+    "8b-zero2-coat-mb2": case(EIGHT, "zero2", 2),
+    "olmo-zero2-coat-mb8": case(OLMO, "zero2", 8),
+    "7b-zero2-coat-fp8-attention-mb8": case(SEVEN, "zero2", 8, activation={"attention": "fp8"}),
+    "7b-zero2-coat-plain-loss-mb4": case(SEVEN, "zero2", 4, activation={"loss": "plain"}),
+    "7b-zero3-bf16-mb2": case(SEVEN, "zero3-bf16", 2),
+    "8b-zero2-bf16-mb1": case(EIGHT, "zero2-bf16", 1),
+    "7b-zero2-coat-full-recompute-mb8": case(SEVEN, "zero2", 8, recompute=FULL),
+    "olmo-zero1-bf16-mb4": case(OLMO, "zero1-bf16", 4),
+    "7b-zero2-coat-mb2-accumulation": case(SEVEN, "zero2", 2, accumulation=3),
+    "7b-zero2-bf16-full-recompute-mb4": case(SEVEN, "zero2-bf16", 4, recompute=FULL),
+    "7b-zero2-coat-remainder-mb2": case(SEVEN, "zero2", 2, remainder=True),
+    "7b-zero1-fp32-sums-mb2": case(SEVEN, "zero1", 2, fp32_sums=True),
+    "7b-zero1-fp32-sums-mb2-accumulation": case(SEVEN, "zero1", 2, fp32_sums=True, accumulation=3),
+    "7b-zero2-bf16-core-attn-mb4": case(
+        SEVEN,
+        "zero2-bf16",
+        4,
+        recompute={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ),
+    "7b-zero2-coat-mlp-recompute-mb4": case(
+        SEVEN,
+        "zero2",
+        4,
+        recompute={"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ),
 }
 VERIFY: dict[str, dict[str, Any]] = {
-    "7b-8-layers-zero2-coat-largest": {
-        **SEVEN,
-        "override": ["num_layers=8"],
-        "config": "zero2",
-        "micro": "largest",
-    },
-    "7b-8-layers-zero2-bf16-largest": {
-        **SEVEN,
-        "override": ["num_layers=8"],
-        "config": "zero2-bf16",
-        "micro": "largest",
-    },
-    "13b-zero2-coat-mb3": {
-        "model": "llama2-13b",
-        "override": ["num_layers=3"],
-        "config": "zero2",
-        "micro": 3,
-    },
-    "8b-zero3-coat-mb2": {**EIGHT, "config": "zero3", "micro": 2},
+    "7b-8-layers-zero2-coat-largest": case(SEVEN_8, "zero2", "largest"),
+    "7b-8-layers-zero2-bf16-largest": case(SEVEN_8, "zero2-bf16", "largest"),
+    "13b-zero2-coat-mb3": case({"model": "llama2-13b", "override": ["num_layers=3"]}, "zero2", 3),
+    "8b-zero3-coat-mb2": case(EIGHT, "zero3", 2),
     "7b-zero2-coat-remainder-mb2": CASES["7b-zero2-coat-remainder-mb2"],
     "7b-zero2-bf16-full-recompute-mb4": CASES["7b-zero2-bf16-full-recompute-mb4"],
     "7b-zero2-coat-mlp-recompute-mb4": CASES["7b-zero2-coat-mlp-recompute-mb4"],
-    "olmo-zero1-coat-mb16": {**OLMO, "config": "zero1", "micro": 16},
-    "olmo2-zero2-coat-mb4": {**OLMO2, "config": "zero2", "micro": 4},
-    "olmo2-zero2-bf16-mb2": {**OLMO2, "config": "zero2-bf16", "micro": 2},
-    "qwen3-zero2-coat-mb4": {**QWEN3, "config": "zero2", "micro": 4},
+    "olmo-zero1-coat-mb16": case(OLMO, "zero1", 16),
+    "olmo2-zero2-coat-mb4": case(OLMO2, "zero2", 4),
+    "olmo2-zero2-bf16-mb2": case(OLMO2, "zero2-bf16", 2),
+    "qwen3-zero2-coat-mb4": case(QWEN3, "zero2", 4),
 }
 """The first two are the planner's largest micro-batches on this GPU: they have to run."""
 

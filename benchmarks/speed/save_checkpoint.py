@@ -6,8 +6,7 @@ the disk add to it.
 
 One engine, whose `save_checkpoint` is DeepSpeed's own and the whole one in turns, on the device
 that there is. Plain DeepSpeed leaves data in the system's memory; "and fsync" is the time until a
-second program has brought its files to disk. Times are by the host's clock, and of this rank's
-processor (all threads; what other programs do beside it counts less there): medians, and ratios to
+second program has brought its files to disk. Times are by the host's clock: medians, and ratios to
 plain DeepSpeed in the same run.
 """
 
@@ -17,7 +16,6 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import positive_float, positive_int
-from benchmarks.common import argument_parser, options, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import options, show, write_result
 from benchmarks.timing import median, wall_ms
 from launch.train.runtime import start
 
@@ -44,7 +42,6 @@ def build(arguments: argparse.Namespace) -> Any:
         "zero_optimization": {"stage": arguments.stage},
         "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-5}},
         "coat": {"activation": {"enabled": False}},
-        "checkpoint": {"checkpoint_serialization": not arguments.legacy},
     }
     engine, *_ = coat_dist.initialize(model=model, config=config, dist_init_required=False)
     x = torch.ones(1, width, device=engine.device, dtype=torch.bfloat16)
@@ -61,16 +58,15 @@ def sync(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def measure(
-    engine: Any, folder: Path, repeat: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of each way, by its name: by the clock, and of the processor."""
+def measure(engine: Any, folder: Path, repeat: int) -> dict[str, list[float]]:
+    """Milliseconds of each way, by its name."""
     whole_save, whole_load = engine.save_checkpoint, engine.load_checkpoint
     plain_save = whole_save.__wrapped__
 
     def synced() -> None:
         plain_save(str(folder), tag="synced")
-        sync(folder / "synced") if dist.get_rank() == 0 else None
+        if dist.get_rank() == 0:
+            sync(folder / "synced")
         dist.barrier()
 
     ways: dict[str, Callable[[], Any]] = {
@@ -80,35 +76,26 @@ def measure(
         "load, sizes only": lambda: whole_load(str(folder), tag="whole", verify=False),
         "load, verified": lambda: whole_load(str(folder), tag="whole"),
     }
+    tags = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}
+    first = dist.get_rank() == 0
     times: dict[str, list[float]] = {name: [] for name in ways}
-    busy: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeat + 1):
+    for number in range(repeat + 1):
         for name, call in ways.items():
-            tag = {"DeepSpeed": "plain", "DeepSpeed and fsync": "synced", "whole": "whole"}.get(
-                name
-            )
-            if tag is not None and dist.get_rank() == 0:
-                shutil.rmtree(folder / tag, ignore_errors=True)  # each writes new files
-            sync(folder) if dist.get_rank() == 0 else None  # what the one before left in memory
+            if first:
+                if name in tags:
+                    shutil.rmtree(folder / tags[name], ignore_errors=True)  # each writes new files
+                sync(folder)  # what the one before left in memory
             dist.barrier()
-            before = time.process_time()
-            times[name].append(wall_ms(call, synchronize=torch.cuda.is_available()))
-            busy[name].append(1000 * (time.process_time() - before))
-    times, busy = ({name: values[1:] for name, values in of.items()} for of in (times, busy))
-    return times, busy
+            took = wall_ms(call, synchronize=torch.cuda.is_available())
+            if number:
+                times[name].append(took)
+    return times
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argument_parser(__doc__)
+    """The options of this program; the model has ``--millions`` of parameters."""
+    parser = argument_parser(__doc__, millions=40.0, repeat=7)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
-    parser.add_argument(
-        "--millions", type=positive_float, default=40, help="parameters of the model, in millions"
-    )
-    parser.add_argument("--repeat", type=positive_int, default=7)
-    parser.add_argument(
-        "--legacy", action="store_true", help="torch's older format: checkpoint_serialization false"
-    )
     parser.add_argument(
         "--folder", help="where checkpoints go for the time of this program (a temporary folder)"
     )
@@ -124,31 +111,24 @@ def main() -> None:
     engine = build(arguments)
     folder: list[Any] = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
-    times, busy = measure(engine, Path(folder[0]), arguments.repeat)
+    times = measure(engine, Path(folder[0]), arguments.repeat)
     if dist.get_rank() == 0:
         size = sum(p.stat().st_size for p in Path(folder[0], "whole").iterdir())
         shutil.rmtree(folder[0])
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "way": name,
                 "ms": median(values),
                 "all_ms": values,
-                "processor_ms": median(busy[name]),
                 "to DeepSpeed": median(values) / median(times["DeepSpeed"]),
                 "to DeepSpeed and fsync": median(values) / median(times["DeepSpeed and fsync"]),
-                "processor, to DeepSpeed": median(busy[name]) / median(busy["DeepSpeed"]),
             }
             for name, values in times.items()
         ]
         print(f"{size / 1e6:.0f} MB, ZeRO-{arguments.stage}, {dist.get_world_size()} rank(s)")
+        ratios = {"to DeepSpeed": ".2f", "to DeepSpeed and fsync": ".2f"}
         for row in rows:
-            ratios = (
-                f"{row['to DeepSpeed']:.2f} x, with fsync {row['to DeepSpeed and fsync']:.2f} x"
-            )
-            processor = (
-                f"processor {row['processor_ms']:.0f} ms, {row['processor, to DeepSpeed']:.2f} x"
-            )
-            print(f"{row['way']:<22} {row['ms']:8.0f} ms  {ratios}; {processor}", flush=True)
+            show(row["way"], row, ms=".0f", **ratios)
         result = {
             **options(arguments, "folder"),
             "ranks": dist.get_world_size(),

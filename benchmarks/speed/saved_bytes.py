@@ -19,16 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import picture, preset_name
-from benchmarks.common import ROOT, argument_parser, write_figure, write_result
+from benchmarks.arguments import argument_parser
+from benchmarks.common import show, write_figure, write_result
 from coat_dist import CoatConfig
 from launch.model.gpt import build_model, load_model_config
 from megatron_patches import initialize_model_parallel, patched
 
 SEQUENCE, BATCH = 32, 2
 TOKENS = SEQUENCE * BATCH
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "BF16": None,
+VARIANTS: dict[str, dict[str, Any]] = {
     "coat": {},
     'coat, attention: "fp8"': {"attention": "fp8"},
 }
@@ -90,7 +89,7 @@ def count(layer: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def _is_table(tensor: torch.Tensor) -> bool:
-    """Whether it is a table of cosines or sines: positions, but no batch and no heads."""
+    """Whether a tensor is a table of cosines or sines: positions, but no batch and no heads."""
     return (
         tensor.shape[0] == SEQUENCE and tensor.dim() > 2 and all(n == 1 for n in tensor.shape[1:-1])
     )
@@ -98,9 +97,7 @@ def _is_table(tensor: torch.Tensor) -> bool:
 
 def measure(preset: str, device: str) -> dict[str, list[dict[str, Any]]]:
     """Tensors saved by one layer of a preset, by variant."""
-    model = load_model_config(
-        ROOT / f"configs/models/{preset}.json", ["num_layers=1", "vocab_size=128"]
-    )
+    model = load_model_config(preset, ["num_layers=1", "vocab_size=128"])
     gpt: Any = build_model(model)
     gpt.train()
     rope, layer = gpt.rotary_pos_emb(SEQUENCE), gpt.decoder.layers[0]
@@ -111,22 +108,19 @@ def measure(preset: str, device: str) -> dict[str, list[dict[str, Any]]]:
     def run() -> torch.Tensor:
         return layer(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
 
-    results = {}
+    results = {"BF16": count(layer, run)}
     for name, changes in VARIANTS.items():
-        if changes is None:
+        with patched(gpt, CoatConfig.parse({"activation": changes}).activation):
             results[name] = count(layer, run)
-        else:
-            with patched(gpt, CoatConfig.parse({"activation": changes}).activation):
-                results[name] = count(layer, run)
     return results
 
 
 def sums(tensors: list[dict[str, Any]]) -> dict[str, float]:
     """Bytes a token by block."""
-    return {
-        b: sum(t["bytes_per_token"] for t in tensors if t["block"] == b)
-        for b in ("residual", *BLOCKS)
-    }
+    found = dict.fromkeys(("residual", *BLOCKS), 0.0)
+    for one in tensors:
+        found[one["block"]] += one["bytes_per_token"]
+    return found
 
 
 def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> None:
@@ -141,7 +135,7 @@ def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> Non
         for preset, found in results.items()
         for name, tensors in found.items()
     ]
-    places = [i + 0.6 * (i // len(VARIANTS)) for i in range(len(bars))]
+    places = [i + 0.6 * (i // (1 + len(VARIANTS))) for i in range(len(bars))]
     figure, axis = plt.subplots(figsize=(9, 0.33 * len(bars) + 1.4), layout="constrained")
     ends = [0.0] * len(bars)
     for block in BLOCKS:
@@ -162,15 +156,8 @@ def plot(results: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> Non
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--presets",
-        type=preset_name,
-        nargs="+",
-        default=["llama2-7b", "llama2-13b", "llama3-8b", "olmo-1b"],
-    )
-    parser.add_argument("--plot", type=picture, default=None, help="where to draw the bars")
-    return parser.parse_args(given)
+    presets = ["llama2-7b", "llama2-13b", "llama3-8b", "olmo-1b"]
+    return argument_parser(__doc__, presets=presets, plot=None).parse_args(given)
 
 
 def main() -> None:
@@ -182,20 +169,14 @@ def main() -> None:
     for preset in arguments.presets:
         results[preset] = measure(preset, device)
         for name, tensors in results[preset].items():
-            total = sum(t["bytes_per_token"] for t in tensors)
-            blocks = ", ".join(
-                f"{block} {size:,.0f}" for block, size in sums(tensors).items() if size
-            )
-            print(f"{preset:<12} {name:<24} {total:10,.1f} bytes a token   ({blocks})", flush=True)
+            blocks = sums(tensors)
+            blocks["bytes a token"] = sum(blocks.values())
+            show(f"{preset}, {name}", blocks, **dict.fromkeys(blocks, ",.0f"))
     if arguments.plot is not None:
-        plot(results, arguments.plot)
+        plot(results, Path(arguments.plot))
     settings = {"presets": arguments.presets, "tokens": TOKENS}
-    print(
-        "wrote",
-        write_result(
-            "speed/saved-bytes", {"settings": settings, "results": results}, arguments.output
-        ),
-    )
+    found = {"settings": settings, "results": results}
+    print("wrote", write_result("speed/saved-bytes", found, arguments.output))
 
 
 if __name__ == "__main__":

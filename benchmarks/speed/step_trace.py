@@ -1,5 +1,5 @@
-"""What a trace of a step's kernels says: what they are for, the longest of each kind, communication
-that nothing hides, and pauses. ``step.py`` takes the trace.
+"""What a trace of a step's kernels says: what they are for, the longest of each kind, and how busy
+the GPU is. ``step.py`` takes the trace.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.timing import union
 
-__all__ = ["Span", "communication_alone_ms", "gaps", "kinds"]
+__all__ = ["Span", "busy", "kinds"]
 
 KINDS = (
     ("communication", ("nccl", "barrier_kernel", "PtoP")),
@@ -42,11 +42,9 @@ OUR_KINDS = (
     ("loss", ("_stats_kernel", "_grad_kernel")),
     ("layers", ("_kernel",)),
 )
-"""As :data:`KINDS`, of ours."""
+""":data:`KINDS` of this project's kernels."""
 Span = tuple[int, int, str]
 """Nanoseconds of begin and end, and a kernel's name."""
-PAUSES = (0, 10, 30, 100, 1000)
-"""Microseconds from which pauses are counted together."""
 TOP, WIDTH = 4, 60
 """Kernels that are named of each kind, and characters of their names."""
 
@@ -65,8 +63,8 @@ def short(name: str) -> str:
 
 
 def kinds(spans: Sequence[Span], steps: int = 1) -> dict[str, dict[str, Any]]:
-    """By what kernels are for, of one of so many steps: milliseconds, how many, and as much of
-    the longest, by name.
+    """Milliseconds and number of kernels of a step by what they are for, and the longest kernels
+    of each kind by name; ``spans`` are those of ``steps`` steps.
     """
     found: dict[str, dict[str, Any]] = {}
     for begin, end, name in spans:
@@ -84,41 +82,14 @@ def busy_ms(spans: Sequence[Span]) -> float:
     return sum(end - begin for begin, end in union((begin, end) for begin, end, _ in spans)) / 1e6
 
 
-def communication_alone_ms(spans: Sequence[Span]) -> float:
-    """Milliseconds in which kernels of communication run and no other ones: what nothing hides."""
-    return busy_ms(spans) - busy_ms([span for span in spans if kind_of(span[2]) != "communication"])
-
-
-def gaps(spans: Sequence[Span]) -> dict[str, Any]:
-    """Milliseconds from the first kernel to the last, those of them in which the GPU is busy and in
-    which it does nothing but communicate, and its pauses: by length ``{"from 10 us": [count,
-    ms]}``, by tenths of the time (their share), and the longest, with the kernels around.
+def busy(spans: Sequence[Span]) -> dict[str, float]:
+    """Milliseconds from the first kernel to the last, and how many of them the GPU is busy, and
+    does nothing but communicate: communication that nothing hides.
     """
-    ordered = sorted(spans)
-    first, last = ordered[0][0], max(end for _, end, _ in ordered)
-    reached, before = ordered[0][1], ordered[0][2]
-    pauses = []
-    for begin, end, name in ordered[1:]:
-        if begin > reached:
-            pauses.append((begin - reached, reached - first, before, name))
-        if end > reached:
-            reached, before = end, name
-    lengths = {f"from {low} us": [0, 0.0] for low in PAUSES}
-    tenths = [0.0] * 10
-    for pause, at, _, _ in pauses:
-        row = lengths[f"from {max(low for low in PAUSES if pause / 1e3 >= low)} us"]
-        row[0] += 1
-        row[1] += pause / 1e6
-        tenths[min(9, 10 * at // max(1, last - first))] += 10 * pause / (last - first)
-    longest = sorted(pauses, reverse=True)[:12]
+    others = [span for span in spans if kind_of(span[2]) != "communication"]
+    first, last = min(span[0] for span in spans), max(span[1] for span in spans)
     return {
         "span_ms": (last - first) / 1e6,
         "busy_ms": busy_ms(spans),
-        "communication_alone_ms": communication_alone_ms(spans),
-        "pauses": lengths,
-        "share_by_tenths": [round(share, 3) for share in tenths],
-        "longest": [
-            {"us": p / 1e3, "at_ms": at / 1e6, "after": a[:80], "before": b[:80]}
-            for p, at, a, b in longest
-        ],
+        "communication_alone_ms": busy_ms(spans) - busy_ms(others),
     }

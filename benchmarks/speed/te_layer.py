@@ -76,8 +76,8 @@ def load(folder: Path) -> Any:
 def stack(
     te: Any, model: ModelConfig, tokens: int, recipe: str | None, sequence: int
 ) -> tuple[Callable[[], torch.Tensor], torch.nn.Module, torch.Tensor]:
-    """As :func:`benchmarks.speed.layer.stack`, of Transformer Engine's layers over all ranks, in
-    a recipe or BF16.
+    """:func:`benchmarks.speed.layer.stack` of Transformer Engine's layers over all ranks, in a
+    recipe or BF16.
     """
     ranks, bf16 = dist.get_world_size(), torch.bfloat16
     layers = torch.nn.ModuleList(

@@ -26,6 +26,7 @@ from unittest import mock
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:  # started by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from benchmarks.common import ROOT, python_path  # noqa: E402
 from launch.train.allocator import expandable_segments  # noqa: E402
 
 if __name__ == "__main__":
@@ -37,11 +38,17 @@ from launch.model.config import ModelConfig  # noqa: E402
 __all__ = ["RECIPES", "main", "peer_environment", "te_layers"]
 
 
-def peer_environment(tp: int) -> dict[str, str]:
-    """What Transformer Engine needs without NVLink multicast, and Megatron's tensor-parallel ranks
-    with it. Without tensor parallelism the peer has the same environment as this program.
+def peer_environment(te: Path | None, tp: int = 1) -> dict[str, str]:
+    """Variables with which a program finds Transformer Engine in a folder, unless it can be
+    imported anyway, and what it needs without NVLink multicast, and Megatron's tensor-parallel
+    ranks with it.
     """
-    return {"UB_SKIPMC": "1"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if tp > 1 else {})
+    found = {"UB_SKIPMC": "1"}
+    if te is not None:
+        found["PYTHONPATH"] = python_path(ROOT, te, te / "deps")
+    if tp > 1:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return found
 
 
 RECIPES = {"TE bf16": "none", "TE fp8 delayed": "delayed", "TE fp8 tensorwise": "tensorwise"}
@@ -49,7 +56,7 @@ RECIPES = {"TE bf16": "none", "TE fp8 delayed": "delayed", "TE fp8 tensorwise": 
 
 
 def spec(model: ModelConfig, config: Any, vp_stage: int | None = None) -> Any:
-    """In place of ``launch.model.gpt.layer_spec``.
+    """Replace ``launch.model.gpt.layer_spec``.
 
     Raises:
         ValueError: a model that Megatron's specification with Transformer Engine does not build.
@@ -75,8 +82,8 @@ def te_layers(recipe: str) -> Iterator[None]:
     """Models that are built inside have Transformer Engine's layers and Megatron's fusions for
     them, in FP8 by a recipe, or in BF16 by "none".
 
-    Layers that keep FP8 weights are told by Megatron's schedules when a step begins. Nobody does so
-    here: they would compute with the initial weights for ever. So they quantize in every
+    Megatron's schedules tell layers that keep FP8 weights when a step begins. No schedule runs
+    here: layers would compute with the initial weights forever. So they quantize in every
     micro-batch, which is once a step where a step has one. With more they would be slower than in
     Megatron, and ``train.py`` refuses that.
     """

@@ -16,15 +16,15 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.arguments import check_peers, one_line, positive_int, preset_name
-from benchmarks.common import ROOT, argument_parser, options, write_result
+from benchmarks.arguments import argument_parser, check_multiples, check_peers, one_line
+from benchmarks.common import options, show, write_result
 from benchmarks.speed import te_layer
 from benchmarks.speed.collectives import TP_VARIANTS, start_ranks, variant
 from benchmarks.speed.layer import SEQUENCE, flops, stack
@@ -71,7 +71,7 @@ def times(forward: Callable[[], torch.Tensor], repeats: int) -> list[float]:
 def runs(
     model: ModelConfig, tokens: int, variants: Sequence[str], te: Any
 ) -> Iterator[dict[str, Run]]:
-    """By name what is measured."""
+    """What is measured, by name."""
     forward, gpt, x = stack(model, tokens, dist.get_world_size())
     found: dict[str, Run] = {"bf16": (forward, gpt, x, nullcontext)}
     found |= {name: (forward, gpt, x, partial(variant, gpt, name)) for name in variants}
@@ -107,81 +107,64 @@ def measure(
                     )
     for one in result.values():
         rounds = one.pop("rounds")
-        one["forward_ms"], one["backward_ms"] = (
-            median(stage) for stage in zip(*rounds, strict=True)
-        )
+        one["forward_ms"] = median([forward for forward, _ in rounds])
+        one["backward_ms"] = median([backward for _, backward in rounds])
         sums = sorted(map(sum, rounds))
-        one["ms"], one["fastest_round_ms"], one["slowest_round_ms"] = (
-            median(sums),
-            sums[0],
-            sums[-1],
-        )
+        one["ms"] = median(sums)
+        one["fastest_round_ms"], one["slowest_round_ms"] = sums[0], sums[-1]
     return result
 
 
 def report(preset: str, model: ModelConfig, tokens: int, found: dict[str, dict[str, Any]]) -> None:
     """Print one shape's results, and add ratios to them."""
-    if dist.get_rank() == 0:
-        print(f"== {preset}, {tokens} tokens, {dist.get_world_size()} ranks")
+    ranks, te = dist.get_world_size(), found.get("TE fp8 delayed")
+    print(f"== {preset}, {tokens} tokens, {ranks} ranks")
     for name, one in found.items():
         one["ratio_to_bf16"] = one["ms"] / found["bf16"]["ms"]
-        one["ratio_to_te_fp8"] = (
-            one["ms"] / found["TE fp8 delayed"]["ms"] if "TE fp8 delayed" in found else None
+        one["ratio_to_te_fp8"] = one["ms"] / te["ms"] if te else None
+        one["tflops"] = flops(model, tokens) / ranks / one["ms"] / 1e9
+        show(
+            name,
+            one,
+            forward_ms=".3f",
+            backward_ms=".3f",
+            ms=".3f",
+            ratio_to_bf16=".3f",
+            ratio_to_te_fp8=".3f",
+            tflops=".0f",
+            saved_bytes_per_token=",.0f",
+            fastest_round_ms=".2f",
+            slowest_round_ms=".2f",
         )
-        one["tflops"] = flops(model, tokens) / dist.get_world_size() / one["ms"] / 1e9
-        if dist.get_rank() == 0:
-            to_te = one["ratio_to_te_fp8"] or float("nan")
-            print(
-                f"{name:<20} forward {one['forward_ms']:7.3f} backward {one['backward_ms']:7.3f} "
-                f"total {one['ms']:7.3f} ms  {one['ratio_to_bf16']:.3f} x bf16  {to_te:.3f} x TE "
-                "fp8  "
-                f"{one['tflops']:4.0f} TFLOP/s/GPU  saved {one['saved_bytes_per_token']:,.0f} "
-                "B/token  "
-                f"rounds {one['fastest_round_ms']:.2f} to {one['slowest_round_ms']:.2f}",
-                flush=True,
-            )
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--presets",
-        type=preset_name,
-        nargs="+",
-        default=["llama2-13b", "llama3-8b"],
-        help="names in configs/models",
-    )
-    parser.add_argument(
-        "--tokens", nargs="+", type=positive_int, default=[16384], help=f"multiples of {SEQUENCE}"
+    parser = argument_parser(
+        __doc__,
+        presets=["llama2-13b", "llama3-8b"],
+        tokens=[16384],
+        layers=4,
+        rounds=3,
+        repeats=8,
+        name="tp-layer",
+        peers=None,
     )
     parser.add_argument("--variants", nargs="+", default=["coat"], choices=TP_VARIANTS)
-    parser.add_argument("--layers", type=positive_int, default=4)
-    parser.add_argument(
-        "--rounds", type=positive_int, default=3, help="how often each is measured, in turn"
-    )
-    parser.add_argument("--repeats", type=positive_int, default=8, help="passes of one round")
-    parser.add_argument("--name", default="tp-layer", help="of the JSON result")
-    parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)
-    for tokens in arguments.tokens:
-        if tokens <= 0 or tokens % SEQUENCE:
-            parser.error(f"--tokens: got {tokens}, accepted: a multiple of {SEQUENCE}")
+    check_multiples(parser, "--tokens", arguments.tokens, SEQUENCE)
     return arguments
 
 
 def main() -> None:
     arguments = parse()
     with one_line():
-        models = {
-            preset: load_model_config(
-                ROOT / f"configs/models/{preset}.json", [f"num_layers={arguments.layers}"]
-            )
-            for preset in arguments.presets
-        }
+        models = {}
+        for preset in arguments.presets:
+            models[preset] = load_model_config(preset, [f"num_layers={arguments.layers}"])
+            if arguments.peers is not None:
+                te_layer.check(preset, models[preset])
         if arguments.peers is not None:
-            for preset, model in models.items():
-                te_layer.check(preset, model)
             check_peers(arguments.peers)
     ranks = start_ranks()
     results = []
@@ -190,7 +173,8 @@ def main() -> None:
         for preset, model in models.items():
             for tokens in arguments.tokens:
                 found = measure(model, tokens, arguments.variants, te, arguments)
-                report(preset, model, tokens, found)
+                with nullcontext() if dist.get_rank() == 0 else redirect_stdout(None):
+                    report(preset, model, tokens, found)
                 results.append({"preset": preset, "tokens": tokens, "runs": found})
     if dist.get_rank() == 0:
         connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")

@@ -28,10 +28,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import check_peers, int_from_0, one_line, positive_float, positive_int
+from benchmarks.arguments import argument_parser, check_peers, int_from_0, one_line
 from benchmarks.common import (
     ROOT,
-    argument_parser,
     commit,
     gpus,
     loss_gaps,
@@ -40,6 +39,7 @@ from benchmarks.common import (
     python_path,
     read_json,
     result_path,
+    show,
     write_json,
     write_result,
 )
@@ -72,40 +72,24 @@ def run(
     path = folder / f"{out.name}.json"
     path.write_text(json.dumps(settings))
     variables = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-    program = ["launch/pretrain.py"]
+    program = "launch/pretrain.py"
     if name in RECIPES:
-        assert te is not None  # see parse
-        program = ["benchmarks/speed/te_train.py", "--fp8-recipe", RECIPES[name]]
-        variables |= {
-            **peer_environment(arguments.tensor_parallel),
-            "PYTHONPATH": python_path(ROOT, te, te / "deps"),
-        }
+        program = f"benchmarks/speed/te_train.py --fp8-recipe {RECIPES[name]}"
+        variables |= peer_environment(te, arguments.tensor_parallel)
     elif name.endswith(NCCL_ONLY):
         variables["COAT_PEER_MEMORY"] = "0"
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        str(arguments.ranks),
-    ]
-    command += ["--log_level", "error", "--master_port", str(free_port()), *program]
-    command += ["--deepspeed_config", str(path)]
-    command += [
-        "--model",
-        arguments.model,
-        "--data",
-        data,
-        "--output",
-        str(out),
-        "--train-steps",
-        str(arguments.steps),
-    ]
-    command += ["--lr", str(arguments.lr), "--warmup-steps", str(max(1, arguments.steps // 2))]
-    command += ["--tensor-parallel", str(arguments.tensor_parallel)]
-    command += ["--sequence-parallel"] if arguments.tensor_parallel > 1 else []
-    overrides = [*layers_of(arguments), *arguments.model_override]
-    command += ["--model-override", *overrides] if overrides else []
+    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    command += f"--num_gpus {arguments.ranks} --log_level error".split()
+    command += f"--master_port {free_port()} {program} --lr {arguments.lr}".split()
+    command += f"--train-steps {arguments.steps}".split()
+    command += f"--warmup-steps {max(1, arguments.steps // 2)}".split()
+    command += f"--tensor-parallel {arguments.tensor_parallel}".split()
+    command += ["--deepspeed_config", str(path), "--output", str(out), "--data", data]
+    command += ["--model", arguments.model]
+    if arguments.tensor_parallel > 1:
+        command.append("--sequence-parallel")
+    if overrides := [*layers_of(arguments), *arguments.model_override]:
+        command += ["--model-override", *overrides]
     print(f"== {name}, micro-batch {micro_batch}", flush=True)
     subprocess.run(command, check=True, cwd=ROOT, env=variables)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -129,38 +113,35 @@ def layers_of(arguments: argparse.Namespace) -> list[str]:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--ranks", type=positive_int, default=1)
+    parser = argument_parser(
+        __doc__,
+        ranks=1,
+        peer_config="zero2-bf16",
+        peers=None,
+        model="configs/models/llama2-7b.json",
+        model_override=[],
+        micro_batch=[2],
+        accumulation=1,
+        tensor_parallel=1,
+        steps=50,
+        # Gentle on purpose: with 8 k tokens a step, rates from 5e-5 on make the BF16 loss itself
+        # jump by several units (gradient norms of 50 to 130), and then any two runs part for a
+        # while, however small their first difference.
+        lr=1e-5,
+        vocabulary=32000,
+        name=None,
+    )
     parser.add_argument(
         "--configs",
         nargs="+",
-        default=None,
         metavar="NAME",
         help="files of configs/deepspeed, also followed by ' over NCCL' (COAT_PEER_MEMORY=0), and "
-        "peers: "
-        f"{', '.join(map(repr, RECIPES))}; the first one is the baseline (default: "
-        f"{' '.join(OURS)}, with --peers "
-        f"{' '.join(map(repr, PEERS))} before them)",
+        f"peers: {', '.join(map(repr, RECIPES))}; the first one is the baseline (default: "
+        f"{' '.join(OURS)}, with --peers {' '.join(map(repr, PEERS))} before them)",
     )
-    parser.add_argument(
-        "--peer-config", default="zero2-bf16", help="of configs/deepspeed, for peers"
-    )
-    parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
-    parser.add_argument("--model", default="configs/models/llama2-7b.json")
-    parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument(
         "--layers", type=int_from_0, default=8, help="layers of that model; 0 = all"
     )
-    parser.add_argument("--micro-batch", type=positive_int, nargs="+", default=[2])
-    parser.add_argument("--accumulation", type=positive_int, default=1)
-    parser.add_argument("--tensor-parallel", type=positive_int, default=1)
-    parser.add_argument("--steps", type=positive_int, default=50)
-    # Gentle on purpose: with 8 k tokens a step, rates from 5e-5 on make the BF16 loss itself jump
-    # by several units (gradient norms of 50 to 130), and then any two runs part for a while,
-    # however small their first difference.
-    parser.add_argument("--lr", type=positive_float, default=1e-5)
-    parser.add_argument("--vocabulary", type=positive_int, default=32000)
-    parser.add_argument("--name", default=None, help="of the JSON result (default: train-N-ranks)")
     arguments = parser.parse_args(given)
     if arguments.configs is None:
         arguments.configs = [*(PEERS if arguments.peers is not None else ()), *OURS]
@@ -169,13 +150,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
             "--configs: got a peer without --peers, accepted: with a folder that has Transformer "
             "Engine"
         )
-    if arguments.accumulation > 1 and any(
-        RECIPES.get(name, "none") != "none" for name in arguments.configs
-    ):
+    in_fp8 = [name for name in arguments.configs if RECIPES.get(name, "none") != "none"]
+    if arguments.accumulation > 1 and in_fp8:
         parser.error(
             f"--accumulation: got {arguments.accumulation} with a peer in FP8, accepted: 1 (it "
-            "would quantize its "
-            "weights in every micro-batch)"
+            "would quantize its weights in every micro-batch)"
         )
     for name in [*arguments.configs, arguments.peer_config]:
         file = ROOT / f"configs/deepspeed/{name.removesuffix(NCCL_ONLY)}.json"
@@ -202,23 +181,28 @@ def compare(runs: Sequence[dict[str, Any]]) -> None:
     """
     base = runs[0]
     bf16 = next((one for one in runs if is_bf16(one["config"])), base)
+    ratios = {
+        "step_ms": "step_time_ratio",
+        "tokens_per_second_per_gpu": "tokens_per_second_ratio",
+        "peak_memory_gib": "peak_memory_ratio",
+    }
     for one in runs:
-        one["step_time_ratio"] = one["step_ms"] / base["step_ms"]
-        one["tokens_per_second_ratio"] = (
-            one["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
-        )
-        one["peak_memory_ratio"] = one["peak_memory_gib"] / base["peak_memory_gib"]
+        for key, ratio in ratios.items():
+            one[ratio] = one[key] / base[key]
         one |= {"losses_beside": bf16["config"], **loss_gaps(one["losses"], bf16["losses"])}
-        print(
-            f"{one['config']:<16} micro-batch {one['micro_batch']}  step {one['step_ms']:8.1f} ms "
-            f"({one['step_time_ratio']:.2f}x)  {one['tokens_per_second_per_gpu']:9,.0f} "
-            "tokens/s/GPU "
-            f"({one['tokens_per_second_ratio']:.2f}x)  peak {one['peak_memory_gib']:6.1f} GiB "
-            f"({one['peak_memory_ratio']:.2f}x)  loss {one['losses'][0]:.4f} -> "
-            f"{one['losses'][-1]:.4f} (gap to "
-            f"{bf16['config']}: largest {one['largest_loss_gap']:.2%}, mean of the last ten "
-            f"{one['last_ten_loss_gap']:+.2%})",
-            flush=True,
+        show(
+            one["config"],
+            one,
+            micro_batch="d",
+            step_ms=".1f",
+            step_time_ratio=".2f",
+            tokens_per_second_per_gpu=",.0f",
+            tokens_per_second_ratio=".2f",
+            peak_memory_gib=".1f",
+            peak_memory_ratio=".2f",
+            losses_beside="",
+            largest_loss_gap=".2%",
+            last_ten_loss_gap="+.2%",
         )
 
 
@@ -279,18 +263,14 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for micro_batch in arguments.micro_batch:
         done = (kept.get(config, micro_batch) for config in arguments.configs)
-        found = [one for one in done if one is not None]
-        if found:
-            compare(found)
-        runs += found
+        together = [one for one in done if one is not None]
+        if together:
+            compare(together)
+        runs += together
     if failed:
         sys.exit("not written; the same command goes on with what failed: " + "; ".join(failed))
-    print(
-        "wrote",
-        write_result(
-            f"speed/{name}", {"settings": options(arguments), "runs": runs}, arguments.output
-        ),
-    )
+    found = {"settings": options(arguments), "runs": runs}
+    print("wrote", write_result(f"speed/{name}", found, arguments.output))
     kept.forget()
 
 

@@ -12,18 +12,14 @@ commit is not measured again, no case is started after `--seconds`, and one that
 keeps its steps and goes on with the micro-batches that are left. Cases that were cut before a step,
 or failed, are tried again last. `--gpu-memory` is for all that this process holds there, NCCL's
 buffers excepted. Variants that begin with "TE" need `--peers`, a folder with Transformer Engine or
-an archive of it. Prints tokens/s/GPU and peaks; writes `speed/whole.json`, of which
-`whole_report.py` makes tables and a picture.
+an archive of it. Prints tokens/s/GPU and peaks; writes `speed/whole.json`;
+`whole_report.py` makes tables and a picture of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,24 +28,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import check_peers, one_line, positive_float, positive_int
-from benchmarks.common import (
-    ROOT,
-    argument_parser,
-    commit,
-    environment,
-    gpus,
-    python_path,
-    read_json,
-    result_path,
-    wait_for_ranks,
-    write_result,
-)
+from benchmarks import ranks
+from benchmarks.arguments import argument_parser, check_peers, one_line, positive_float
+from benchmarks.common import commit, environment, gpus, read_json, result_path, write_result
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
-from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
+from benchmarks.speed.whole_rank import VARIANTS
 from benchmarks.speed.whole_report import finished
-from coat_dist.nodes import free_port
 from launch.model.config import load_model_config
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
@@ -67,58 +52,35 @@ STOPPED = threading.Event()
 """This program was told to end: the case that runs keeps its steps, and none is started."""
 
 
-def run(case: dict[str, Any], te: Path | None, limit: float) -> dict[str, Any]:
-    """A case's steps, and how it ended: "out_of_memory_at", or "cut" by time, or "error"."""
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_"))
-    }
-    shared = {
-        "WORLD_SIZE": str(case["ranks"]),
-        "LOCAL_WORLD_SIZE": str(case["ranks"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "PYTHONPATH": python_path(ROOT),
-    }
-    if case["variant"] in RECIPES:
-        assert te is not None  # see parse
-        shared |= {**peer_environment(1), "PYTHONPATH": python_path(ROOT, te, te / "deps")}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "steps"
-        line = [sys.executable, "-m", "benchmarks.speed.whole_rank", json.dumps(case), str(out)]
-        processes = []
-        for rank in range(case["ranks"]):
-            with (Path(folder) / f"{rank}.log").open("w") as log:
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(
-                    subprocess.Popen(
-                        line, cwd=ROOT, env={**clean, **shared, **own}, stdout=log, stderr=log
-                    )
-                )
-        statuses = wait_for_ranks(processes, limit, STOPPED.is_set)
-        steps = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
-        found: dict[str, Any] = {"steps": steps, "out_of_memory_at": None}
-        left = [n for n in case["micro_batches"] if n > (steps[-1]["micro_batch"] if steps else 0)]
-        if STOPPED.is_set():  # its ranks may have been told, too: what they ended with says nothing
-            return found | ({"cut": "with steps" if steps else "without a step"} if left else {})
-        if OUT_OF_MEMORY in statuses:
-            return found | {"out_of_memory_at": left[0] if left else None}
-        if None in statuses and not left:  # all is measured, whatever kept them
-            return found
-        if None in statuses and (steps or limit < STUCK):
-            return found | {"cut": "with steps" if steps else "without a step"}
-        if statuses == [0] * case["ranks"]:
-            return found
-        if None in statuses:
-            return found | {"error": f"no step in {limit:.0f} s"}
-        logs = [
-            (Path(folder) / f"{rank}.log").read_text(errors="replace")[-1500:]
-            for rank in range(case["ranks"])
-        ]
-        # A signal writes no log.
-        return found | {"error": "\n".join([f"ranks ended with {statuses}", *logs])}
+def how_it_ended(
+    ended: ranks.Ended, micro_batches: Sequence[int], limit: float, stopped: bool
+) -> dict[str, Any]:
+    """A case's steps, and how it ended: "out_of_memory_at", or "cut" by time, or "error".
+
+    Args:
+        ended: What its ranks left.
+        micro_batches: What was to be measured.
+        limit: Seconds that it had.
+        stopped: Whether this program was told to end. Its ranks may have been told, too: their
+            exit statuses then say nothing.
+    """
+    steps, statuses, log = ended
+    found: dict[str, Any] = {"steps": steps, "out_of_memory_at": None}
+    left = micro_batches[len(steps) :]
+    cut = {"cut": "with steps" if steps else "without a step"}
+    if stopped:
+        return found | cut if left else found
+    if ranks.OUT_OF_MEMORY in statuses:
+        return found | {"out_of_memory_at": left[0] if left else None}
+    if not any(statuses) and None not in statuses:
+        return found
+    if None not in statuses:
+        return found | {"error": f"ranks ended with {statuses}\n{log}"}  # a signal writes no log
+    if not left:  # all is measured, whatever kept the ranks
+        return found
+    if steps or limit < STUCK:
+        return found | cut
+    return found | {"error": f"no step in {limit:.0f} s"}
 
 
 def left_of(have: dict[str, Any], micro_batches: Sequence[int]) -> list[int]:
@@ -131,7 +93,7 @@ def left_of(have: dict[str, Any], micro_batches: Sequence[int]) -> list[int]:
 
 
 def current(case: dict[str, Any]) -> bool:
-    """Whether a case was measured with the commit that is here."""
+    """Whether a case was measured with this commit."""
     return case["measured"]["commit"] == commit()
 
 
@@ -140,16 +102,6 @@ def turn(have: dict[str, Any]) -> int:
     call.
     """
     return 2 if "error" in have else int(have.get("cut") == "without a step")
-
-
-def apart_from(have: dict[str, Any], micro_batches: Sequence[int]) -> dict[str, Any]:
-    """What a case has measured, without what ``micro_batches`` measure again."""
-    end = have.get("out_of_memory_at")
-    steps = [step for step in have.get("steps", []) if step["micro_batch"] not in micro_batches]
-    return {
-        "steps": steps,
-        "out_of_memory_at": end if end is None or end > max(micro_batches) else None,
-    }
 
 
 def joined(have: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -163,15 +115,6 @@ def joined(have: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "steps": [step for step in steps if end is None or step["micro_batch"] < end],
         "out_of_memory_at": end,
     }
-
-
-def worth_keeping(was: dict[str, Any], new: dict[str, Any], again: bool) -> bool:
-    """Whether a case stays as it was: its new measurement found nothing, or less than what was
-    to be measured again.
-    """
-    if "measured" not in was or not finished(was) or finished(new):
-        return False
-    return new.get("cut") == "without a step" or (again and current(was))
 
 
 def show(one: dict[str, Any]) -> str:
@@ -192,38 +135,26 @@ def show(one: dict[str, Any]) -> str:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=["llama2-7b", "llama2-13b", "llama3-8b"],
-        help="of configs/models",
+    parser = argument_parser(
+        __doc__,
+        models=["llama2-7b", "llama2-13b", "llama3-8b"],
+        model_override=[],
+        ranks=2,
+        expert_parallel=1,
+        micro_batches=MICRO_BATCHES,
+        name="whole",
+        peers=None,
     )
-    parser.add_argument("--model-override", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--ranks", type=positive_int, default=2, help="GPUs")
-    parser.add_argument("--expert-parallel", type=positive_int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3], help="of ZeRO")
     parser.add_argument(
         "--variants", nargs="+", default=None, choices=[*VARIANTS], help="default: all that can run"
     )
-    parser.add_argument("--micro-batches", nargs="+", type=positive_int, default=MICRO_BATCHES)
     parser.add_argument(
-        "--gpu-memory",
-        type=positive_float,
-        default=None,
-        metavar="GIB",
-        help="(default: all there is)",
+        "--gpu-memory", type=positive_float, metavar="GIB", help="default: all there is"
     )
     parser.add_argument(
         "--seconds", type=positive_float, default=480, help="start no case later than this"
     )
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="measure also what the result has, from the beginning in each call",
-    )
-    parser.add_argument("--name", default="whole", help="of the JSON result")
-    parser.add_argument("--peers", help="folder with Transformer Engine, or with an archive of it")
     arguments = parser.parse_args(given)
     if arguments.variants is None:
         usual = [v for v in VARIANTS if "graphs" not in v]  # those are for small models
@@ -271,8 +202,6 @@ def wanted(
         have = cases.get(key_of(case), {})
         if not ("measured" in have and current(have)):
             have = {}
-        elif arguments.again:
-            have = apart_from(have, arguments.micro_batches)
         if have and "error" not in have and not left_of(have, arguments.micro_batches):
             say(f"has {show(have)}")
         else:
@@ -297,8 +226,8 @@ def check_gpus(known: Sequence[dict[str, Any]], here: Sequence[str]) -> None:
 
 
 def in_order(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the tables have them, whichever were measured first: by model, GPUs and memory, then
-    BF16 before others.
+    """Cases in the order of the tables, whichever were measured first: by model, GPUs and memory,
+    then BF16 before others.
     """
     variants = {name: index for index, name in enumerate(VARIANTS)}
 
@@ -326,7 +255,7 @@ def main(given: Sequence[str] | None = None) -> None:
     cases = {key_of(one): one for one in known}
     began = time.monotonic()
     with ExitStack() as stack:
-        te = None
+        te: Path | None = None
         for case, have in wanted(arguments, known):
             if STOPPED.is_set():
                 break
@@ -340,13 +269,23 @@ def main(given: Sequence[str] | None = None) -> None:
             if case["variant"] in RECIPES and te is None:  # an archive takes its time
                 te = unpack(arguments.peers, stack.enter_context(tempfile.TemporaryDirectory()))
                 left = arguments.seconds - (time.monotonic() - began)
-            missing = left_of(have, arguments.micro_batches)
-            found = joined(have, run(case | {"micro_batches": missing}, te, left + GRACE))
+            missing, limit = left_of(have, arguments.micro_batches), left + GRACE
+            variables: dict[str, str] = {}
+            if case["variant"] in RECIPES:
+                variables = peer_environment(te)
+            ended = ranks.run(
+                case | {"micro_batches": missing},
+                limit,
+                "benchmarks.speed.whole_rank",
+                variables,
+                STOPPED.is_set,
+            )
+            found = joined(have, how_it_ended(ended, missing, limit, STOPPED.is_set()))
             now = environment()
             measured = {k: now[k] for k in ("date", "commit", "gpus")}
             new, was = case | found | {"measured": measured}, cases.get(key_of(case), {})
             print(show(new), flush=True)
-            if worth_keeping(was, new, arguments.again):
+            if "measured" in was and finished(was) and new.get("cut") == "without a step":
                 print("it was not finished: what the result has of it stays")
                 continue
             cases[key_of(case)] = new

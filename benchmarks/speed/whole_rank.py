@@ -5,19 +5,16 @@ memory is out.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.common import ROOT
+from benchmarks.ranks import as_rank
 from benchmarks.speed.te_train import RECIPES, te_layers
 from benchmarks.timing import median
 from coat_dist import CoatConfig
@@ -29,23 +26,18 @@ from launch.train.memory import MemoryReport
 from launch.train.settings import batch_sizes
 from megatron_patches import initialize_model_parallel
 
-__all__ = ["OUT_OF_MEMORY", "VARIANTS", "engine_of", "plan_of", "settings_of"]
-
-OUT_OF_MEMORY = 7
-"""Exit status."""
-NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc"
-"""What others than torch's allocator say then: CUDA, NCCL, Triton, cuBLAS."""
+__all__ = ["VARIANTS", "engine_of", "plan_of", "settings_of", "steps"]
 
 
 class Variant(NamedTuple):
     """What is trained, as far as the DeepSpeed configuration says."""
 
     optimizer: str = "CoatAdamW"
-    """Its type."""
+    """Type of the optimizer."""
     activation: Mapping[str, Any] = {}
     """What the block's "activation" has besides that of the file."""
     file: str = "zero2"
-    """Of ``configs/deepspeed``."""
+    """Name of its file in ``configs/deepspeed``."""
 
 
 VARIANTS = {
@@ -108,9 +100,11 @@ def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1, ep: int
         return build.build_engine(plan, lambda text: None)
 
 
-def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any) -> dict[str, Any]:
-    """Times and peaks of steps with one micro-batch, and what they hold, which the first one
-    tells.
+def steps(
+    engine: Any, loss_of: Any, micro_batch: int, model: ModelConfig, accumulation: int = 1
+) -> dict[str, Any]:
+    """Times and peaks of steps with one micro-batch, and what the first one's report says they
+    hold.
     """
     report = MemoryReport(engine, micro_batch * model.seq_length)
     gpu, batch, times = torch.cuda.is_available(), random_batch(model, micro_batch), []
@@ -121,84 +115,56 @@ def steps(engine: Any, loss_of: Any, micro_batch: int, model: Any) -> dict[str, 
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
     for step in range(WARM_UP + TIMED):
         began = time.perf_counter()
-        with report.forward() if step == 0 else nullcontext():
-            loss = loss_of(engine, batch)
-        engine.backward(loss)
-        if step == 0:
-            report.backward_done()
-        engine.step()
+        for index in range(accumulation):
+            with report.forward() if step == index == 0 else nullcontext():
+                loss = loss_of(engine, batch)
+            engine.backward(loss)
+            if step == 0 and index == accumulation - 1:
+                report.backward_done()
+            engine.step()
         if step == 0:
             report.step_done()
         float(engine.get_global_grad_norm())
         if gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-        if (
-            gpu
-            and step == WARM_UP - 1
-            and (graphs := pool_bytes(torch.device("cuda", torch.cuda.current_device())))
-        ):
-            # What is captured counts as allocated then, and not later.
-            warm_up = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+        if gpu and step == WARM_UP - 1:
+            graphs = pool_bytes(torch.device("cuda", torch.cuda.current_device()))
+            if graphs:
+                # What is captured counts as allocated then, and not later.
+                warm_up = torch.cuda.max_memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
     seconds = median(times[WARM_UP:])
     record = {
         "micro_batch": micro_batch,
         "step_ms": 1e3 * seconds,
-        "tokens_per_second_per_gpu": micro_batch * model.seq_length / seconds,
+        "tokens_per_second_per_gpu": accumulation * micro_batch * model.seq_length / seconds,
         "loss": float(loss),
         "held_bytes": {name: row["bytes"] for name, row in report.to_dict().items()},
     }
     if gpu:
-        most = [
-            max(torch.cuda.max_memory_allocated() + graphs, warm_up),
-            torch.cuda.max_memory_reserved(),
-        ]
-        peaks = torch.tensor(most, device="cuda")
+        allocated = max(torch.cuda.max_memory_allocated() + graphs, warm_up)
+        peaks = torch.tensor([allocated, torch.cuda.max_memory_reserved()], device="cuda")
         torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
         record["peak_bytes"], record["peak_reserved_bytes"] = peaks.tolist()
         record["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
     return record
 
 
-def main(case: dict[str, Any], out: Path) -> int:
-    """Measure; a line of JSON for each micro-batch, rank 0's. The exit status."""
-    device = runtime.start(int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda" and case["gpu_memory"] is not None:
-        # What is gone is the context, which a smaller GPU would hold too.
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = case["gpu_memory"] * 2**30 - (total - free)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
+def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
+    """A record of each micro-batch."""
+    runtime.start(device.index or 0)
     ep = case.get("expert_parallel", 1)
     initialize_model_parallel(
         1, seed=1234, create_gloo_process_groups=False, expert_model_parallel_size=ep
     )
-    rank = torch.distributed.get_rank()
-    try:
-        model = load_model_config(case["model"], case["override"])
-        engine = engine_of(model, case["variant"], case["stage"], ep=ep)
-        loss_of = build.language_model_loss(1, device)
-        for micro_batch in case["micro_batches"]:
-            record = steps(engine, loss_of, micro_batch, model)
-            if rank == 0:
-                with out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-    except (torch.OutOfMemoryError, RuntimeError) as problem:
-        if not isinstance(problem, torch.OutOfMemoryError) and not any(
-            sign in str(problem) for sign in NO_MEMORY
-        ):
-            raise
-        return OUT_OF_MEMORY
+    model = load_model_config(case["model"], case["override"])
+    engine = engine_of(model, case["variant"], case["stage"], ep=ep)
+    loss_of = build.language_model_loss(1, device)
+    for micro_batch in case["micro_batches"]:
+        yield steps(engine, loss_of, micro_batch, model)
     torch.distributed.barrier()
-    return 0
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        status = main(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    except Exception:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # Python's own way out may wait for collectives of a rank that has no memory
+    as_rank(measure)

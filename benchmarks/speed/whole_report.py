@@ -1,5 +1,5 @@
-"""Tables and the picture of ``whole.py``'s result: equal and largest micro-batches, cost, tokens/s
-over micro-batch.
+"""Tables and the picture of ``whole.py``'s result: equal and largest micro-batches, tokens/s over
+micro-batch.
 
     python -m benchmarks.speed.whole_report [--plot docs/figures/speed-whole.png] [--name whole]
 
@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import one_line, picture
-from benchmarks.common import argument_parser, number, read_result, result_path, write_figure
+from benchmarks.arguments import argument_parser, one_line
+from benchmarks.common import number, read_json, result_path, write_figure
 
 __all__ = ["finished", "main", "report"]
 
-TOKENS = 300e9
-"""Of a pretraining run, for the cost."""
 GIB = 2**30
 PLUS = "+ memory was not out at the largest micro-batch that was tried."
 """What a plus in :func:`largest` means."""
@@ -167,20 +165,8 @@ def largest(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def fits(cases: Sequence[dict[str, Any]]) -> bool:
-    """Whether any of them trains."""
+    """Whether any case trains."""
     return any(case["steps"] for case in cases)
-
-
-def cost(cases: list[dict[str, Any]]) -> list[str]:
-    """GPU hours of :data:`TOKENS`, at each variant's fastest micro-batch."""
-    lines = [f"| | tokens/s/GPU | GPU hours of {TOKENS / 1e9:.0f} B tokens |", "|---|---|---|"]
-    for case in cases:
-        if case["steps"]:
-            speed = fastest(case)["tokens_per_second_per_gpu"]
-            lines.append(
-                f"| {case['variant']} | {number(speed)} | {number(TOKENS / speed / 3600)} |"
-            )
-    return lines
 
 
 def plot(cases: Sequence[dict[str, Any]], path: Path) -> None:
@@ -234,8 +220,6 @@ def report(cases: Sequence[dict[str, Any]]) -> list[str]:
         if table := equal(of_group):
             lines += ["Equal micro-batches:", "", *table, ""]
         lines += [*(["Each one's largest:", ""] if fits(of_group) else []), *largest(of_group), ""]
-        if of_group[0]["model"] == "llama2-7b" and fits(of_group):
-            lines += ["Cost, at each one's fastest:", "", *cost(of_group), ""]
         lines += [measured(of_group), ""]
     return with_notes(lines[:-1], cases)
 
@@ -249,20 +233,17 @@ def with_notes(lines: list[str], cases: Sequence[dict[str, Any]]) -> list[str]:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--plot", type=picture, help="the picture")
-    parser.add_argument("--name", default="whole", help="of the JSON result")
-    return parser.parse_args(given)
+    return argument_parser(__doc__, plot=None, name="whole").parse_args(given)
 
 
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     path = result_path(f"speed/{arguments.name}", arguments.output)
     with one_line():
-        cases = read_result(path, "cases", option="--name")["cases"]
+        cases = read_json(path, "cases")["cases"]
     print("\n".join(report(cases)))
     if arguments.plot is not None:
-        plot(cases, arguments.plot)
+        plot(cases, Path(arguments.plot))
 
 
 if __name__ == "__main__":

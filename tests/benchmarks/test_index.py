@@ -1,4 +1,4 @@
-"""That commands in the documentation can be typed, and that benchmarks/README.md leads to every
+"""Commands in the documentation can be typed, and benchmarks/README.md leads to every
 figure.
 """
 

@@ -15,13 +15,15 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests.support import Program, free_port
+from tests.support import Program, free_port, saves_by_dist_checkpointing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -35,10 +37,9 @@ def commands(name: str) -> list[str]:
     """The indented lines of an example's docstring: how it is started, from the root of the
     repository.
     """
-    text = ast.get_docstring(
-        ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")), clean=False
-    )
-    found = [line.strip() for line in (text or "").splitlines() if line.startswith("    ")]
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
+    text = ast.get_docstring(tree, clean=False) or ""
+    found = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     assert found, f"examples/{name}.py does not say how it is started"
     return found
 
@@ -50,26 +51,26 @@ def start(
     limit: float = 300,
     **environment: str,
 ) -> str:
-    """Run a command with the launcher that stands beside this Python, and a port of its own; what
-    it printed.
+    """Run a command, a launcher's with a port of its own; what it printed.
 
     Args:
-        folder: Exists; the launcher, which is no part of the project, is then forked.
+        folder: Exists; a launcher, which is no part of the project, is then forked.
         ranks: What the launcher starts is forked, too, and not started from nothing.
         limit: Seconds that it may take.
 
     Raises:
         AssertionError: it failed.
     """
-    name, *rest = shlex.split(command)
-    launcher = ["-m", MODULES[name], "--master_port", str(free_port())] if name in MODULES else []
+    name, *line = shlex.split(command)
+    if name in MODULES:
+        line = ["-m", MODULES[name], "--master_port", str(free_port()), *line]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    if launcher and folder is not None:
-        program = Program([*launcher, *rest], folder, ROOT, ranks=ranks, **environment)
+    if name in MODULES and folder is not None:
+        program = Program(line, folder, ROOT, ranks=ranks, **environment)
         printed, status = program.communicate(limit)[0], program.returncode
     else:
         done = subprocess.run(
-            [*_launcher(name), *launcher[2:], *rest],
+            [sys.executable, *line],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
@@ -82,41 +83,58 @@ def start(
     return printed
 
 
-def _launcher(name: str) -> list[str]:
-    """``python`` is this Python; a launcher is the script beside it, or the module that the
-    script would run.
+def names_of(name: str, *arguments: str) -> dict[str, Any]:
+    """Run an example in this process; its global names at the end."""
+    program = str(EXAMPLES / f"{name}.py")
+    path = [str(EXAMPLES), *sys.path]
+    with mock.patch.multiple(sys, argv=[program, *arguments], path=path):
+        return runpy.run_path(program, run_name="__main__")
+
+
+def in_a_rank(rank: int, world: int, name: str, *calls: Sequence[str]) -> list[Any]:
+    """Run an example with each list of arguments, one after the other, in a rank that exists;
+    results, losses, or the status that it exits with. Without a list, what :func:`check` returns.
     """
-    script = Path(sys.executable).with_name(name)
-    if name == "python":
-        return [sys.executable]
-    return [str(script)] if script.exists() else [sys.executable, "-m", MODULES[name]]
+    from megatron.core import parallel_state
+
+    os.chdir(ROOT)
+    found: list[Any] = []
+    # The rank needs its process group once more when the example has ended.
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        saves_by_dist_checkpointing(),
+    ):
+        if not calls:
+            return check(name)
+        for arguments in calls:
+            try:
+                names = names_of(name, *arguments)
+            except SystemExit as ended:
+                found.append(ended.code)
+            else:
+                found.append(names.get("results", names.get("losses")))
+            parallel_state.destroy_model_parallel()
+    return found
 
 
 def check(name: str) -> list[float]:
     """Run an example in this process, a rank: it learns with what it claims, and uses no other
     rank's GPU.
     """
-    sys.argv = [f"examples/{name}.py"]
-    names = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    losses = names["losses"]
+    names = names_of(name)
+    losses, optimizer = names["losses"], names["optimizer"]
     assert len(losses) == STEPS and losses[-1] < losses[0], losses
-    optimizer = names.get("optimizer")
-    _has_fp8_moments(optimizer if name == "torch_loop" else optimizer.optimizer)
-    if "deepspeed" in name:
-        assert names["scheduler"] is None
+    if name != "torch_loop":
+        optimizer = optimizer.optimizer
+    assert any(kind.__name__ == "CoatAdamW" for kind in type(optimizer).__mro__)
+    assert any("coat_m_q" in state for state in optimizer.state.values())
     if "megatron" in name:
         assert names["report"].patched and not names["report"].left
     for i in range(torch.cuda.device_count()):
         mine = i == int(os.environ["LOCAL_RANK"])
-        assert (torch.cuda.max_memory_reserved(i) > 0) == mine, (
-            f"rank {os.environ['RANK']} and GPU {i}"
-        )
+        assert (torch.cuda.max_memory_reserved(i) > 0) == mine, f"GPU {i}"
     return losses
-
-
-def _has_fp8_moments(optimizer: Any) -> None:
-    assert any(kind.__name__ == "CoatAdamW" for kind in type(optimizer).__mro__)
-    assert any("coat_m_q" in state for state in optimizer.state.values())
 
 
 if __name__ == "__main__":
