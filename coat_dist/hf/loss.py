@@ -22,8 +22,9 @@ from .. import flow
 from ..config import CoatConfigError, Problem
 from ..flow.per_tensor import version_of
 from ..flow.weights import weight_changes
-from .modules import ONE, Patched, fits, has_plain_weight, own_code
-from .recognize import original_class
+from ..patching.classes import original_class
+from ..patching.reasons import has_plain_weight, own_code
+from .modules import ONE, ModePatched, fits
 
 __all__ = ["ChunkedLM", "LossHead", "LogitsOnRead", "why_plain"]
 
@@ -56,7 +57,7 @@ def why_plain(model: Any) -> str | None:
     return None
 
 
-class ChunkedLM(Patched):
+class ChunkedLM(ModePatched):
     """A causal language model that computes its loss in chunks."""
 
     @property
@@ -111,7 +112,7 @@ class ChunkedLM(Patched):
         return _with_logits(out, logits)
 
 
-class LossHead(Patched):
+class LossHead(ModePatched):
     """An output layer that returns losses per token where a model asks for them."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: Any) -> torch.Tensor:

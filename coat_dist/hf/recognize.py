@@ -18,16 +18,19 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..patching.classes import original_class
+from ..patching.reasons import own_forward
+
 __all__ = [
     "ACTIVATIONS",
     "Attention",
+    "activation_of",
     "attention_kind",
     "fingerprint",
     "gate",
     "is_causal_lm",
     "is_decoder_layer",
     "norm_kind",
-    "original_class",
     "shares_input",
 ]
 
@@ -150,17 +153,13 @@ class _Plain(ast.NodeTransformer):
         )
 
 
-def original_class(module: nn.Module) -> Any:
-    """A module's class before it was patched."""
-    cls = module.__class__
-    return getattr(cls, "coat_original", cls)
-
-
 def _forward(module: nn.Module) -> str:
     """Of the class that ``module`` had before it was patched; "" where its forward was replaced
     on the instance.
     """
-    return "" if "forward" in vars(module) else fingerprint(original_class(module).forward)
+    if own_forward(module) is not None:
+        return ""
+    return fingerprint(original_class(module).forward)
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
@@ -188,13 +187,20 @@ def gate(module: nn.Module) -> tuple[str, ...] | None:
     ("gate_up_proj",); else None.
     """
     found = _forward(module)
-    return (
-        ("gate_proj", "up_proj")
-        if found in GATED_MLPS
-        else ("gate_up_proj",)
-        if found in JOINED_MLPS
-        else None
-    )
+    if found in GATED_MLPS:
+        return ("gate_proj", "up_proj")
+    return ("gate_up_proj",) if found in JOINED_MLPS else None
+
+
+def activation_of(mlp: Any) -> str | None:
+    """The flow's name of a gated MLP's activation; None of others."""
+    from transformers.activations import ACT2FN
+
+    config = getattr(mlp, "config", None)
+    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    act = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return found if found is not None and type(act) is type(ACT2FN[name]) else None
 
 
 def norm_kind(module: nn.Module) -> str | None:
