@@ -86,7 +86,7 @@ def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, parts: tuple[Any,
     """Plan a block that computes its parts; it calls them while a program has put something on
     them.
     """
-    part = Part(entry.settings, entry.name, entry.plan.report, kind, parts)
+    part = Part(entry.settings, entry.name, entry.report, kind, parts)
     entry.swap(entry.module, mixin, part)
     entry.why = why_parts_act(entry.module, part)
 
@@ -117,7 +117,7 @@ def _attention(entry: Entry) -> bool:
         if all(module is not one for one in first):
             entry.swap(module, OutProjection if name == "o_proj" else Projection, Part(settings))
     why = _why_unfused(entry.layer, attention)
-    entry.plan.report.unfused[entry.name] = f"own code around its projections: {why}"
+    entry.unfused[entry.name] = f"own code around its projections: {why}"
     return True
 
 

@@ -42,10 +42,12 @@ class Planned:
 class Entry(Planned):
     """One block of a model."""
 
-    def __init__(self, plan: Plan, name: str, layer: Any, module: Any) -> None:
+    def __init__(
+        self, report: PatchReport, settings: ActivationConfig, name: str, layer: Any, module: Any
+    ) -> None:
         super().__init__()
-        self.plan = plan
-        self.settings = plan.settings
+        self.report = report
+        self.settings = settings
         self.name = name
         """The block's name in ``model.named_modules()``."""
         self.layer = layer
@@ -53,6 +55,10 @@ class Entry(Planned):
         self.module = module
         self.why: str | None = None
         """Why the block stays in BF16; None where it runs the flow."""
+        self.unfused: dict[str, str] = {}
+        """For the report of a block that runs the flow: passes that stay as they were, and why."""
+        self.notes: list[str] = []
+        """For the report of a block that runs the flow."""
 
     def refuse(self, why: str) -> None:
         """Leave the block as it is, for a reason."""
@@ -84,11 +90,12 @@ class Plan(Planned):
         module: Any,
         recognizers: Iterable[Recognizer],
         why: str | None = None,
+        settings: ActivationConfig | None = None,
     ) -> Entry:
         """Plan a block by the first of ``recognizers`` that knows it, or with a reason in ``why``
-        leave it in BF16.
+        leave it in BF16. ``settings`` are those of its layer, where it has its own.
         """
-        entry = Entry(self, name, layer, module)
+        entry = Entry(self.report, settings or self.settings, name, layer, module)
         entry.why = why
         if why is None:
             any(recognize(entry) for recognize in recognizers)
@@ -104,6 +111,10 @@ class Plan(Planned):
         """Let the report say what becomes of each block."""
         for entry in self.entries:
             self.report.blocks[entry.name] = entry.why
+            if entry.why is None:
+                self.report.unfused |= entry.unfused
+                for text in entry.notes:
+                    self.report.note(text)
 
     def apply(self, *models: nn.Module) -> None:
         """Make all changes or none; ``models`` keep the report and the record that undoes them."""

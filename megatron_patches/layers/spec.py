@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ..compat import check_version, fc1_params
-from ..patch.config_check import why_not_built
+from ..config.config_check import why_not_built
 from .attention import CompactSelfAttention
 from .core_attention import SDPA
 from .grouped import GroupedExperts

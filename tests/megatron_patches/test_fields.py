@@ -20,8 +20,8 @@ from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched
 from megatron_patches.compat import older_than
 from megatron_patches.layers.core_attention import SDPA
-from megatron_patches.patch import config_check
-from megatron_patches.patch.fields import ACCEPTED, KNOWN, WITHOUT_MEANING
+from megatron_patches.config import config_check
+from megatron_patches.config.fields import ACCEPTED, KNOWN, WITHOUT_MEANING
 
 from .samples import (
     CORE,

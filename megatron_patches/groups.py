@@ -16,7 +16,7 @@ from torch import nn
 from coat_dist.deepspeed import zero_init as sharded
 from coat_dist.flow import TensorParallel
 
-from ..compat import check_version, prepare_cpu
+from .compat import check_version, prepare_cpu
 
 __all__ = [
     "MPUAdapter",
