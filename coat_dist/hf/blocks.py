@@ -123,8 +123,8 @@ def _attention(entry: Entry) -> bool:
 
 def _why_unfused(layer: nn.Module, attention: nn.Module) -> str:
     for name in NORMS:
-        if name in layer._modules and (why := own_code(layer._modules[name])) is not None:
-            return f"{why} on {name}"
+        if name in layer._modules and (why := own_code(name, layer._modules[name])) is not None:
+            return why
     for name, module in attention.named_children():
         if any(type(inner) is nn.Linear for inner in module.children()):
             return f"{named_class(module)} in place of {name}"
@@ -170,8 +170,7 @@ def _why_not_linears(block: nn.Module) -> str | None:
     for name, module in linears.items():
         if not has_plain_weight(module):
             return f"a {type(module.weight).__name__} as weight of {name}"
-        if own_forward(module) is not None and (why := own_code(module)) is not None:
-            return f"{why} on {name}"
-        if (why := why_not_fp8(module.weight)) is not None:
+        why = own_code(name, module, ()) or why_not_fp8(module.weight)
+        if why is not None:
             return why
     return None

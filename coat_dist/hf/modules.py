@@ -125,8 +125,8 @@ def why_parts_act(module: nn.Module, part: Part) -> str | None:
             return f"{named_class(found)} in place of {name}"
         if cls is nn.Linear and not has_plain_weight(found):
             return f"a {type(found.weight).__name__} as weight of {name}"
-        if (why := own_code(found)) is not None:
-            return f"{why} on {name}"
+        if (why := own_code(name, found)) is not None:
+            return why
     return None
 
 

@@ -12,6 +12,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,8 +35,10 @@ __all__ = [
     "shares_input",
 ]
 
-_RENAMED = {"past_key_values": "cache", "past_key_value": "cache"}
-"""Arguments that transformers 5.24 calls otherwise than earlier versions."""
+_RENAMED = re.compile(r"(?<![.\w'\"])past_key_values?\b")
+"""An argument that transformers 5.24 calls ``cache``, where it is a name: no attribute and no
+string.
+"""
 
 
 class Attention(NamedTuple):
@@ -121,6 +124,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
         return ""
     tree = _Plain().visit(tree)
     text = "\n".join([ast.unparse(tree.args), *map(ast.unparse, tree.body)])
+    text = _RENAMED.sub("cache", text)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -134,23 +138,13 @@ class _Plain(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:  # noqa: N802
         self.generic_visit(node)
-        return (
-            node
-            if node.value is None
-            else ast.copy_location(ast.Assign([node.target], node.value), node)
-        )
+        if node.value is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        return ast.copy_location(ast.arg(_RENAMED.get(node.arg, node.arg), None), node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
-        return ast.copy_location(ast.Name(_RENAMED.get(node.id, node.id), node.ctx), node)
-
-    def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        self.generic_visit(node)
-        return ast.copy_location(
-            ast.keyword(_RENAMED.get(node.arg or "", node.arg), node.value), node
-        )
+        node.annotation = None
+        return node
 
 
 def _forward(module: nn.Module) -> str:

@@ -88,10 +88,11 @@ def unpatch_model(model: nn.Module) -> None:
 
 def _restore_class(module: Any) -> None:
     """Give ``module`` the class that it had before it was patched."""
+    cls: Any
     for cls in type(module).__mro__:
         if "coat_original" in vars(cls):
             drop_own_forward(module)
-            module.__class__ = _restored(type(module), cls, cls.coat_original)
+            module.__class__ = _restored(type(module), cls, cls.coat_original)  # type: ignore[arg-type]
             return
 
 

@@ -8,7 +8,7 @@ be pickled and copied.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["Patched", "original_class", "swapped"]
 
@@ -22,6 +22,10 @@ class Patched:
     coat: Any
     """All that the patched forward needs to know, found when the model was patched."""
 
+    if TYPE_CHECKING:  # what the original class has
+
+        def __getattr__(self, name: str) -> Any: ...
+
     @classmethod
     def coat_content(cls, plain: Any) -> dict[str, Any]:
         """Further attributes of a class that is patched with this mixin; ``plain`` is the
@@ -30,7 +34,7 @@ class Patched:
         return {}
 
 
-def swapped(original: Any, mixin: type[Patched]) -> Any:
+def swapped(original: Any, mixin: Any) -> Any:
     """``original`` but for what ``mixin`` computes in the flow."""
     return _swapped(original, mixin, getattr(original, "forward", None))
 

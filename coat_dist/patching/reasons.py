@@ -12,6 +12,7 @@ parameters, and with which transformers records outputs, act on patched modules 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "named_class",
     "own_code",
     "own_forward",
+    "refusal",
     "why_not_fp8",
 ]
 
@@ -85,16 +87,25 @@ def drop_own_forward(module: Any) -> None:
         del module.forward
 
 
-def own_code(module: Any, tables: tuple[str, ...] = CALL) -> str | None:
+def own_code(name: str, module: Any, tables: tuple[str, ...] = CALL) -> str | None:
     """What a program put on a module that acts only where the module is called: a ``forward``, or
-    hooks in these ``tables``.
+    hooks in these ``tables``. ``name`` is the module's in the reason.
     """
     forward = own_forward(module)
     if forward is not None and _is_of_a_program(forward):
-        return "a forward of its own"
+        return f"a forward of its own on {name}"
     for table in tables:
-        if any(_is_of_a_program(hook) for hook in (vars(module)[table] or {}).values()):
-            return f"a {table.strip('_').removesuffix('s').replace('_', ' ')}"
+        if any(map(_is_of_a_program, (vars(module)[table] or {}).values())):
+            return f"a {table.strip('_').removesuffix('s').replace('_', ' ')} on {name}"
+    return None
+
+
+def refusal(function: Callable[..., Any], *given: Any) -> str | None:
+    """The text of the ValueError by which ``function`` refuses what it is given."""
+    try:
+        function(*given)
+    except ValueError as problem:
+        return str(problem)
     return None
 
 

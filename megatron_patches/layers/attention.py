@@ -64,7 +64,7 @@ class Compact:
         return super().forward(*leading, *args, **kwargs)  # type: ignore[misc]
 
     def _packed(
-        self, hidden_states: torch.Tensor, rotary_pos_emb: Any, kwargs: dict[str, Any]
+        self: Any, hidden_states: torch.Tensor, rotary_pos_emb: Any, kwargs: dict[str, Any]
     ) -> tuple[Packed | None, Any]:
         """The documents of ``packed_seq_params``, which they replace in ``kwargs``, and the angles
         of all tokens.
@@ -84,7 +84,7 @@ class Compact:
             return documents, rotary_pos_emb
         return documents, documents.angles(rotary_pos_emb)
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+    def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = super().get_query_key_value_tensors(*args, **kwargs)  # type: ignore[misc]
         keys_own_copy = isinstance(self.k_layernorm, AllHeadsNorm) or not _normed(self)
         # Fewer: not split, Transformer Engine's fused rotary embedding will.
@@ -146,8 +146,6 @@ class PatchedSelfAttention(Patched, Compact):
     """
 
     coat: Patch
-    linear_proj: Any
-    q_layernorm: Any
 
     def forward(
         self: Any,

@@ -4,8 +4,6 @@ share.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -28,9 +26,6 @@ class ExpertMLP(Patched):
     """
 
     coat: Patch
-    linear_fc1: Any
-    linear_fc2: Any
-    activation_func: Any
     coat_flow_weights = NormMLP.coat_flow_weights
 
     @eager_under_zero3

@@ -98,9 +98,6 @@ class FP8GroupedMLP(Patched):
     """
 
     coat: Patch
-    config: Any
-    weight1: Any
-    weight2: Any
 
     @eager_under_zero3
     def forward(

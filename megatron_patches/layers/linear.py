@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
@@ -28,8 +26,6 @@ class NormColumnParallelLinear(Patched):
     """
 
     coat: Patch
-    weight: Any
-    bias: Any
 
     def coat_flow_weights(self) -> list[torch.nn.Parameter]:
         """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.step.fp8_gather`."""

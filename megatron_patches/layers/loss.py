@@ -93,9 +93,6 @@ class InvariantChunkedLossLinear(ChunkedLossLinear, InvariantColumnParallelLinea
 class ChunkedLossGPTModel(Patched):
     """A ``GPTModel`` whose loss never holds all logits."""
 
-    output_layer: Any
-    training: bool
-
     def _postprocess(
         self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args, **kwargs
     ) -> Any:
@@ -106,12 +103,12 @@ class ChunkedLossGPTModel(Patched):
                     "accepted: labels "
                     "(a loss of the caller's own would lack it), or 0, or model.eval()"
                 )
-            return super()._postprocess(
+            return super()._postprocess(  # type: ignore[misc]
                 hidden_states, input_ids, position_ids, labels, *args, **kwargs
             )
         before = give(self.output_layer, labels.transpose(0, 1).contiguous())
         try:
-            return super()._postprocess(
+            return super()._postprocess(  # type: ignore[misc]
                 hidden_states, input_ids, position_ids, labels, *args, **kwargs
             )
         finally:
@@ -125,4 +122,4 @@ class ChunkedLossGPTModel(Patched):
         """
         if logits.dim() == labels.dim():
             return logits.transpose(0, 1).contiguous()
-        return super().compute_language_model_loss(labels, logits)
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]

@@ -43,9 +43,6 @@ class NormMLP(Patched):
     """
 
     coat: Patch
-    linear_fc1: Any
-    linear_fc2: Any
-    activation_func: Any
 
     def coat_flow_weights(self) -> list[torch.nn.Parameter]:
         """Parameters that only the flow reads, for :mod:`coat_dist.deepspeed.step.fp8_gather`."""

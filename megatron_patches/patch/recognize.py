@@ -34,6 +34,7 @@ from coat_dist.patching.reasons import (
     INPUT_OR_ITS_GRADIENT,
     OUTPUT,
     own_code,
+    refusal,
     why_not_fp8,
 )
 
@@ -293,8 +294,8 @@ def _why_not_experts(experts: Any, settings: ActivationConfig) -> str | None:
 
 
 def _why_not_grouped(experts: Any, settings: ActivationConfig) -> str | None:
-    if own_code(experts, ()) is not None:
-        return "a forward of its own on experts"
+    if (reason := own_code("experts", experts, ())) is not None:
+        return reason
     if settings.tp_invariant:
         return "tp_invariant with a mixture of experts"
     count, hidden = experts.num_local_experts, experts.config.hidden_size
@@ -302,11 +303,7 @@ def _why_not_grouped(experts: Any, settings: ActivationConfig) -> str | None:
     one = experts.weight2.new_empty((hidden, width), device="meta")
     if (reason := why_not_fp8(one)) is not None:
         return f"experts with {reason}"
-    try:
-        grouped_activation(experts.config)
-    except ValueError as problem:
-        return str(problem)
-    return None
+    return refusal(grouped_activation, experts.config)
 
 
 def _why_not_shared_experts(shared: Any, settings: ActivationConfig) -> str | None:
@@ -316,7 +313,7 @@ def _why_not_shared_experts(shared: Any, settings: ActivationConfig) -> str | No
         return "tp_invariant with a mixture of experts"
     if shared.config.moe_shared_expert_overlap:
         return "config.moe_shared_expert_overlap=True"
-    fcs = dict.fromkeys(("linear_fc1", "linear_fc2"), CALL)
+    fcs: dict[str, tuple[str, ...]] = dict.fromkeys(("linear_fc1", "linear_fc2"), CALL)
     return _why_not_products(shared) or _why_hooked(shared, fcs)
 
 
@@ -324,16 +321,11 @@ def _why_not_products(mlp: Any, expert: bool = False) -> str | None:
     """Why fc1, the activation and fc2 of an MLP or expert cannot run the flow."""
     reason = _why_not_linear("linear_fc1", mlp.linear_fc1, ColumnParallelLinear, expert)
     reason = reason or _why_not_linear("linear_fc2", mlp.linear_fc2, RowParallelLinear, expert)
-    if reason is not None:
-        return reason
-    try:
-        activation_name(mlp.config)
-    except ValueError as problem:
-        return str(problem)
+    reason = reason or refusal(activation_name, mlp.config)
     # Megatron reads the one or the other, by the gate.
-    if mlp.activation_func is not mlp.config.activation_func:
+    if reason is None and mlp.activation_func is not mlp.config.activation_func:
         return "an activation_func that is not config.activation_func"
-    return None
+    return reason
 
 
 def _why_not_norm(norm: nn.Module) -> str | None:
@@ -344,22 +336,18 @@ def _why_not_norm(norm: nn.Module) -> str | None:
         return None
     if type(norm) not in FOLDABLE:
         return f"norm class {type(norm).__name__}"
-    try:
-        describe(norm)
-    except ValueError as problem:
-        return str(problem)
-    return None
+    return refusal(describe, norm)
 
 
-def _why_not_linear(name: str, linear: Any, kind: type, expert: bool = False) -> str | None:
+def _why_not_linear(name: str, linear: Any, kind: Any, expert: bool = False) -> str | None:
     """Why a linear of Megatron cannot be replaced, or its weight not be used by a patched MLP.
 
     An ``expert`` leaves communication to the token dispatcher.
     """
     if type(linear) is not kind:
         return f"{name} class {type(linear).__name__}"
-    if own_code(linear, ()) is not None:
-        return f"a forward of its own on {name}"
+    if (reason := own_code(name, linear, ())) is not None:
+        return reason
     for attribute in ("gather_output", "explicit_expert_comm", "disable_grad_reduce"):
         allowed = expert and attribute == "explicit_expert_comm"
         if not allowed and getattr(linear, attribute, False):
@@ -385,8 +373,8 @@ def _why_hooked(root: nn.Module, changed: dict[str, tuple[str, ...]]) -> str | N
     changes.
     """
     for path, tables in changed.items():
-        if (reason := own_code(root.get_submodule(path), tables)) is not None:
-            return f"{reason} on {path}"
+        if (reason := own_code(path, root.get_submodule(path), tables)) is not None:
+            return reason
     return None
 
 
@@ -422,8 +410,8 @@ def why_bf16_output_layer(output_layer: Any) -> str | None:
     """Why neither ``tp_invariant`` nor the chunked loss can replace an output layer."""
     if type(output_layer) is not ColumnParallelLinear:
         return f"output_layer class {type(output_layer).__name__}"
-    if own_code(output_layer, ()) is not None:
-        return "a forward of its own on output_layer"
+    if (reason := own_code("output_layer", output_layer, ())) is not None:
+        return reason
     if output_layer.bias is not None:
         return "output_layer has a bias"
     if output_layer.config.defer_embedding_wgrad_compute:
@@ -439,9 +427,8 @@ def why_plain_loss(model: Any) -> str | None:
     """
     if type(model) is not GPTModel:
         return f"model class {type(model).__name__}"
-    if own_code(model, ()) is not None:
-        return "a forward of its own on the model"
-    if (reason := why_bf16_config(model.config)) is not None:
+    reason = own_code("the model", model, ()) or why_bf16_config(model.config)
+    if reason is not None:
         return reason
     output_layer = getattr(model, "output_layer", None)
     if output_layer is not None and (reason := why_bf16_output_layer(output_layer)) is not None:

@@ -19,9 +19,9 @@ from megatron.core.transformer.moe.moe_utils import RandomSTE
 from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched
 from megatron_patches.compat import older_than
-from megatron_patches.layers.core_attention import SDPA
 from megatron_patches.config import config_check
 from megatron_patches.config.fields import ACCEPTED, KNOWN, WITHOUT_MEANING
+from megatron_patches.layers.core_attention import SDPA
 
 from .samples import (
     CORE,

@@ -171,10 +171,8 @@ def test_left_plain_with_the_reason_and_z_loss_is_refused(change, reason):
         patch_model(model, ActivationConfig(z_loss=0.01))
     assert state(model) == before
     report = patch_model(model, ActivationConfig())
-    assert (
-        report.loss == {"output_layer": f"plain ({reason})"}
-        and type(model) is not ChunkedLossGPTModel
-    )
+    assert report.loss == {"output_layer": f"plain ({reason})"}
+    assert not isinstance(model, ChunkedLossGPTModel)
     assert f"  loss     output_layer: plain ({reason})" in str(report)
 
 

@@ -59,7 +59,7 @@ def test_one_expert_against_its_definition(tokens, biased, device):
             if name.endswith("bias"):
                 parameter.normal_()
     patch_model(model, SETTINGS)
-    assert type(expert) is ExpertMLP
+    assert isinstance(expert, ExpertMLP)
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
     p = torch.rand(tokens, device=device, requires_grad=True)
     out, bias = expert(x, p)

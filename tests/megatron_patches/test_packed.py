@@ -16,6 +16,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
 from megatron_patches.layers.core_attention import SDPA
+from megatron_patches.layers.loss import ChunkedLossGPTModel
 from tests.support import run_ranks
 
 from .tiny import FP32, FULL, VOCAB, selective, tiny_gpt
@@ -61,7 +62,7 @@ def text(seed=1, lengths=LENGTHS, device="cpu"):
 
 def per_token(model, tokens, labels, positions, packed=None):
     """Losses ``[1, T]``."""
-    if type(model).__name__ == "ChunkedLossGPTModel":
+    if isinstance(model, ChunkedLossGPTModel):
         return model(tokens, positions, None, labels=labels, packed_seq_params=packed)
     logits = model(tokens, positions, None, packed_seq_params=packed)
     return flow.vocab_parallel_cross_entropy(logits, labels, flow.TensorParallel())

@@ -118,7 +118,10 @@ def test_an_activation_that_is_changed_after_patching(options, path, device):
     [
         ({"activation_func": F.relu}, "activation_func relu with gated_linear_unit"),
         ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value set"),
-        ({"ffn_hidden_size": 248}, "linear_fc2 with a weight [256, 248], whose sizes are not multiples of 16"),
+        (
+            {"ffn_hidden_size": 248},
+            "linear_fc2 with a weight [256, 248], whose sizes are not multiples of 16",
+        ),
     ],
 )
 def test_blocks_that_cannot_run_the_flow_are_left_with_their_reason(options, reason, device):

@@ -57,7 +57,7 @@ def test_every_stage_is_patched_and_unpatched(device):
     assert [r.patched for r in reports] == [names(0, 1), names(0, 1), []]
     assert reports[2].loss == {"output_layer": "chunked"} and not reports[0].loss
     assert "note     no block is patched in this pipeline stage" in str(reports[2])
-    assert type(models[2]) is ChunkedLossGPTModel
+    assert isinstance(models[2], ChunkedLossGPTModel)
     hidden = torch.randn(
         SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True
     )
@@ -118,7 +118,7 @@ def test_a_list_of_model_chunks():
         assert report.patched == [f"0.{n}" for n in names(0, 1)] + [f"1.{n}" for n in names(0)]
         assert report.loss == {"1.output_layer": "chunked"}
         assert all(chunk.coat_patch_report is report for chunk in chunks)
-        with pytest.raises(ValueError, match=r"patched already \(0\.decoder"):
+        with pytest.raises(ValueError, match=r"patched already"):
             patch_model(chunks, ActivationConfig())
     assert not any(getattr(type(m), "coat_patched", False) for c in chunks for m in c.modules())
 
