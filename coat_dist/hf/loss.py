@@ -2,21 +2,21 @@
 of the vocabulary.
 
 **How the loss is computed.** A model of transformers calls ``lm_head(hidden)``, then
-``loss_function(logits, labels, ...)``, and returns both loss and logits. Logits of a long vocabulary
-are the largest tensor of training: 128 k words take as much memory as eight layers. A patched model
-(:class:`ChunkedLM`) notes its labels, shifted by one position, before its own forward runs. The
-output layer (:class:`LossHead`) then returns losses per token in place of logits, and
-``loss_function`` reduces them with ``num_items_in_batch`` as transformers does. The product is
-computed inside the output layer's call and not around the model, because ZeRO-3 has gathered the
-weight only there, and hooks on the output layer run as before.
+``loss_function(logits, labels, ...)``, and returns both loss and logits. Logits of a long
+vocabulary are the largest tensor of training: with 128 k words they take as much memory as eight
+layers. A patched model (:class:`ChunkedLM`) notes its labels, shifted by one position, before its
+own forward runs. The output layer (:class:`LossHead`) then returns losses per token in place of
+logits, and ``loss_function`` reduces them with ``num_items_in_batch`` as transformers does. The
+product is computed inside the output layer's call, because ZeRO-3 has gathered the weight only
+there. An output layer on which a program has put hooks keeps its logits (:func:`why_plain`).
 
-**Late logits.** The result still has ``logits``, since programs read them: metrics, a second
-loss. They are a :class:`LogitsOnRead`, whose values are made by the first operation
-that needs them, and never in a program that looks at the loss alone. It is a subclass of
-``torch.Tensor`` and not an object that becomes a tensor, because everything that handles a model's
-result asks for tensors: DDP with a static graph looks for them in the output to find where backward
-begins, Accelerate converts them to fp32, reentrant checkpoints and autograd functions take
-gradients of tensors alone, ``torch.save`` writes them.
+**Late logits.** The result still has ``logits``, since programs read them: metrics, a second loss.
+They are a :class:`LogitsOnRead`, whose values are made by the first operation that needs them, and
+never in a program that looks at the loss alone. It is a subclass of ``torch.Tensor`` and not an
+object that becomes a tensor, because everything that handles a model's result asks for tensors:
+DDP with a static graph looks for them in the output to find where backward begins, Accelerate
+converts them to fp32, reentrant checkpoints and autograd functions take gradients of tensors alone,
+``torch.save`` writes them.
 
 **What is made when.** Nothing is made by the output layer, by ``detach`` and by the copies that
 accelerate and checkpoints take (``clone``, conversions of dtype): they are late logits too. Any

@@ -166,22 +166,3 @@ def test_fp8_refuses_arguments_that_only_megatrons_forward_takes():
     ):
         with pytest.raises(ValueError, match=f"{name}: got .*, accepted: None"):
             attention(x, **arguments | {name: given})
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"megatron_spec": True}, "core attention class DotProductAttention"),
-        (ROTARY["recompute"], "recompute_modules 'core_attn'"),
-        ({"test_mode": True}, "config.test_mode=True"),
-    ],
-)
-def test_fp8_refuses_attention_that_cannot(options, reason):
-    model = tiny_gpt(**options)
-    with pytest.raises(
-        ValueError, match='activation.attention: got "fp8", accepted: "bf16" with'
-    ) as error:
-        patch_model(model, FP8)
-    assert reason in str(error.value) and "decoder.layers.0" in str(error.value)
-    assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())

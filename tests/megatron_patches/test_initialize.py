@@ -13,6 +13,7 @@ import torch
 
 import megatron_patches as mp
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
+from coat_dist.patching.report import is_patched
 from megatron_patches import patch_model, patched
 from tests.support import run_ranks
 
@@ -80,7 +81,7 @@ def _one_call(rank, world):
         "heads": _refusal(coat_dist.initialize, model=heads, config=OFF, mpu=mp.MPUAdapter()),
         "settings": _refusal(mp.initialize, model=wrong, config=settings),
     }
-    unpatched = not any(getattr(type(m), "coat_patched", False) for m in wrong.modules())
+    unpatched = not is_patched(wrong)
     # Its hooks are there: found, not installed twice.
     again, *_ = mp.initialize(model=wrong, config=CONFIG)
     return runs, refused, unpatched, _train(again, 3)
@@ -149,7 +150,7 @@ def _accepted(rank, world, folder):
     for config in (OFF, absent):
         engine, *_ = mp.initialize(model=tiny_gpt(), config=config)
         assert engine.coat_patch_report is None
-        assert not any(getattr(type(m), "coat_patched", False) for m in engine.module.modules())
+        assert not is_patched(engine.module)
 
     gpt, other = tiny_gpt(), tiny_gpt()
     patch_model(other, ActivationConfig(bf16_layers=(0,), forward="quantized"))

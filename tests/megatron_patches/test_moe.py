@@ -106,8 +106,6 @@ def test_reasons_of_experts_that_are_left():
         f"{LAYERS}.0.mlp.shared_experts": "config.moe_shared_expert_overlap=True",
         f"{LAYERS}.1.mlp.experts": "activation_func relu with gated_linear_unit",
     }
-    with pytest.raises(ValueError, match="tp_invariant with a mixture of experts"):
-        patch_model(tiny_gpt(**ALL), ActivationConfig(tp_invariant=True))
     model = tiny_gpt(**ALL)  # Megatron's default, the allgather dispatcher
     patch_model(model, ActivationConfig(expert_dispatch="fp8"))  # no token travels
     unpatch_model(model)

@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from coat_dist.config import ActivationConfig
+from coat_dist.patching.report import is_patched
 from megatron_patches import gpt_layer_spec, patch_model, patched, unpatch_model
 from megatron_patches.layers.loss import ChunkedLossGPTModel
 
@@ -120,7 +121,7 @@ def test_a_list_of_model_chunks():
         assert all(chunk.coat_patch_report is report for chunk in chunks)
         with pytest.raises(ValueError, match=r"patched already"):
             patch_model(chunks, ActivationConfig())
-    assert not any(getattr(type(m), "coat_patched", False) for c in chunks for m in c.modules())
+    assert not any(map(is_patched, chunks))
 
 
 def test_without_a_pipeline_a_model_without_layers_is_refused():
