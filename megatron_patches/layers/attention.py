@@ -168,43 +168,30 @@ class PatchedSelfAttention(Patched, Compact):
         freqs = k_freqs = rotary_pos_emb
         if isinstance(rotary_pos_emb, tuple):
             freqs, k_freqs = rotary_pos_emb
-        foreign = {
-            "key_value_states": key_value_states,
-            "inference_context": inference_context,
-            **kwargs,
-        }
-        foreign |= {f"argument {i}": given for i, given in enumerate(args, 6)}
-        foreign |= {"rotary_pos_emb": None if freqs is k_freqs else rotary_pos_emb}
+        foreign = {"key_value_states": key_value_states, "inference_context": inference_context}
+        foreign |= kwargs | {f"argument {i}": given for i, given in enumerate(args, 6)}
+        if freqs is not k_freqs:
+            foreign["rotary_pos_emb"] = rotary_pos_emb
         bias = foreign.pop("attention_bias", None)
         if documents is not None:
             del foreign["packed_seq_params"]
-        fp8 = self.coat.settings.attention == "fp8"
-        for name, given in foreign.items():
-            if given is not None and fp8:
-                raise ValueError(
-                    f"{name}: got {type(given).__name__}, accepted: None (rotary_pos_emb: one for "
-                    "queries and keys) "
-                    'with activation.attention "fp8"'
-                )
-        if any(given is not None for given in foreign.values()) or (
-            self.coat.kind.why_split is not None and not fp8
-        ):
-            leading = (
-                hidden_states,
-                attention_mask,
-                key_value_states,
-                inference_context,
-                rotary_pos_emb,
+        foreign = {name: given for name, given in foreign.items() if given is not None}
+        settings, kind = self.coat.settings, self.coat.kind
+        fp8 = settings.attention == "fp8"
+        for name, given in foreign.items() if fp8 else ():
+            raise ValueError(
+                f"{name}: got {type(given).__name__}, accepted: None (rotary_pos_emb: one for "
+                'queries and keys) with activation.attention "fp8"'
             )
-            return super().forward(*leading, *args, **kwargs)
+        if foreign or (kind.why_split is not None and not fp8):
+            leading = hidden_states, attention_mask, key_value_states, inference_context
+            return super().forward(*leading, rotary_pos_emb, *args, **kwargs)
 
         residual = Residual(hidden_states) if self.coat.residual else None
         query, key, value = self._query_key_value(hidden_states, freqs, residual)
         if fp8:
-            settings = self.coat.settings
-            kind = self.attn_mask_type
-            given = query, key, value, attention_mask, bias, settings, kind, documents
-            out, out8 = self.core_attention.compressed(*given)
+            given = query, key, value, attention_mask, bias, settings
+            out, out8 = self.core_attention.compressed(*given, self.attn_mask_type, documents)
             y, y_bias = self.linear_proj(out, compressed=out8)
         else:
             recompute = self.checkpoint_core_attention and self.training

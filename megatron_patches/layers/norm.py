@@ -77,13 +77,10 @@ class Norm(nn.Module):
         self.weight = self.bias = None
         if affine:
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            self.weight = nn.Parameter(
-                torch.ones(hidden_size, dtype=config.params_dtype, device=device)
-            )
+            start = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+            self.weight = nn.Parameter(start)
             if self.kind == "layernorm":
-                self.bias = nn.Parameter(
-                    torch.zeros(hidden_size, dtype=config.params_dtype, device=device)
-                )
+                self.bias = nn.Parameter(torch.zeros_like(start))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

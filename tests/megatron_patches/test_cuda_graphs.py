@@ -19,7 +19,7 @@ GRAPHS = ActivationConfig(cuda_graphs=True)
 
 
 @pytest.mark.parametrize("options", [{}, OLMO2], ids=["norms before", "norms after"])
-def test_layers_are_swapped_and_restored(options):
+def test_cuda_graphs_swap_layers_and_unpatch_model_restores(options):
     model = tiny_gpt(**NARROW, **options)
     before = state(model)
     report = patch_model(model, GRAPHS)
@@ -30,7 +30,7 @@ def test_layers_are_swapped_and_restored(options):
     assert state(model) == before
 
 
-def test_layers_a_part_of_which_stays_bf16_are_no_graphs():
+def test_cuda_graphs_leave_layers_with_a_bf16_block():
     model = tiny_gpt(num_layers=3, **NARROW)
     model.decoder.layers[0].mlp.linear_fc2.register_forward_hook(lambda *_: None)
     report = patch_model(model, GRAPHS.model_copy(update={"bf16_layers": (1,)}))
@@ -44,7 +44,7 @@ def test_layers_a_part_of_which_stays_bf16_are_no_graphs():
 
 
 @pytest.mark.slow
-def test_a_compiled_model_says_that_it_has_no_graphs():
+def test_cuda_graphs_warn_in_a_compiled_model():
     model = tiny_gpt(**NARROW)
     patch_model(model, GRAPHS)
     torch._dynamo.reset()
@@ -59,7 +59,7 @@ def test_a_compiled_model_says_that_it_has_no_graphs():
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu/cuda_graphs has what runs on a GPU"
 )
-def test_on_a_cpu_layers_run_as_they_are_and_say_so():
+def test_cuda_graphs_warn_on_a_cpu():
     model = tiny_gpt(**NARROW)
     with patched(model, ActivationConfig()):
         expected = gradients(model, tiny_batch(0))

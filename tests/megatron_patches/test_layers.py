@@ -149,7 +149,7 @@ def check(model, settings, device, megatron_spec=False):
 @pytest.mark.parametrize(
     "name", [n if n in COMMON else pytest.param(n, marks=pytest.mark.long) for n in CASES]
 )
-def test_patched_close_and_unpatched_identical(name, device):
+def test_patched_is_near_and_unpatch_model_restores(name, device):
     options, settings = CASES[name]
     model = tiny_gpt(**options)
     with torch.no_grad():  # biases of column-parallel linears are zeros as they are built

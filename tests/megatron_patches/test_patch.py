@@ -47,7 +47,7 @@ def test_sharded_state_dict_is_unchanged():
     assert not is_patched(model)
 
 
-def test_tp_invariant_replaces_the_output_layer_and_every_norm():
+def test_tp_invariant_patches_output_layer_and_norms():
     model = tiny_gpt(qk_layernorm=True)
     report = patch_model(model, ActivationConfig(tp_invariant=True))
     assert report.patched == [*BLOCKS, "output_layer"]
@@ -70,7 +70,7 @@ def test_tp_invariant_replaces_the_output_layer_and_every_norm():
         (squared_relu, False, False, squared_relu),
     ],
 )
-def test_the_flow_computes_the_configured_activation(function, gated, fused, expected):
+def test_activation_name_is_the_configured_function(function, gated, fused, expected):
     config = tiny_config(activation_func=function, gated_linear_unit=gated)
     config.bias_activation_fusion = fused
     x = torch.randn(1000)
@@ -82,7 +82,7 @@ def test_the_flow_computes_the_configured_activation(function, gated, fused, exp
 @pytest.mark.parametrize(
     ("function", "gated"), [(F.relu, True), (squared_relu, True), (F.silu, False)]
 )
-def test_other_activations_have_no_name(function, gated):
+def test_activation_name_refuses_other_functions(function, gated):
     config = tiny_config()
     config.activation_func, config.gated_linear_unit = function, gated
     with pytest.raises(ValueError, match="activation_func .* gated_linear_unit"):
@@ -97,7 +97,7 @@ def test_other_activations_have_no_name(function, gated):
         ({"num_moe_experts": 2, "moe_grouped_gemm": True}, "mlp.experts"),
     ],
 )
-def test_an_activation_that_is_changed_after_patching(options, path, device):
+def test_forward_refuses_an_activation_changed_after_patching(options, path, device):
     """A profiler replaces functions of torch.nn.functional; this replaces those that the model
     holds.
     """
@@ -126,7 +126,7 @@ def test_an_activation_that_is_changed_after_patching(options, path, device):
         ),
     ],
 )
-def test_blocks_that_cannot_run_the_flow_are_left_with_their_reason(options, reason, device):
+def test_patch_model_leaves_blocks_with_a_reason(options, reason, device):
     if not set(options) <= {f.name for f in dataclasses.fields(TransformerConfig)}:
         pytest.skip("this megatron-core has no such setting")
     model = tiny_gpt(**options)
@@ -144,7 +144,7 @@ class Layer(TransformerLayer):
     pass
 
 
-def test_only_exact_classes_are_replaced():
+def test_patch_model_replaces_exact_classes_only():
     """A subclass of a Megatron module may compute anything, and an MLP hold another function
     than its configuration.
     """
@@ -164,7 +164,7 @@ def test_only_exact_classes_are_replaced():
 
 
 @pytest.mark.parametrize(("layers", "kept"), [((-1,), {2}), ((0, -1), {0, 2}), ((1, 2), {1, 2})])
-def test_bf16_layers(layers, kept):
+def test_patch_model_leaves_bf16_layers(layers, kept):
     report = patch_model(tiny_gpt(num_layers=3), ActivationConfig(bf16_layers=layers))
     expected = {
         f"decoder.layers.{i}.{b}": "bf16_layers" for i in kept for b in ("self_attention", "mlp")

@@ -51,7 +51,7 @@ def names(*indices):
     return [f"decoder.layers.{i}.{b}" for i in indices for b in ("self_attention", "mlp")]
 
 
-def test_every_stage_is_patched_and_unpatched(device):
+def test_patch_model_of_every_stage(device):
     models = stages()
     before = [[type(m) for m in model.modules()] for model in models]
     reports = [patch_model(model, ActivationConfig()) for model in models]
@@ -104,7 +104,7 @@ def test_bf16_layers_count_over_all_stages(layers, expected):
         ),
     ],
 )
-def test_what_settings_rule_out_is_refused_in_every_stage(settings, change, message):
+def test_patch_model_refuses_in_every_stage(settings, change, message):
     for model in stages():
         for key, value in change.items():
             setattr(model.config, key, value)
@@ -112,7 +112,7 @@ def test_what_settings_rule_out_is_refused_in_every_stage(settings, change, mess
             patch_model(model, ActivationConfig(**settings))
 
 
-def test_a_list_of_model_chunks():
+def test_patch_model_of_a_list_of_chunks():
     """As Megatron builds for interleaved stages."""
     chunks = [stage((1, 2), first=True), stage((3, 4), last=True)]
     with patched(chunks, ActivationConfig(bf16_layers=(3,))) as report:
@@ -124,7 +124,7 @@ def test_a_list_of_model_chunks():
     assert not any(map(is_patched, chunks))
 
 
-def test_without_a_pipeline_a_model_without_layers_is_refused():
+def test_patch_model_refuses_a_model_without_layers():
     model = stage((), last=True)
     model.config.pipeline_model_parallel_size = 1
     with pytest.raises(ValueError, match="got GPTModel, which holds no Megatron transformer layer"):
