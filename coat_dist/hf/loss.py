@@ -55,8 +55,7 @@ from .. import flow
 from ..config import CoatConfigError, Problem
 from ..flow.per_tensor import version_of
 from ..flow.weights import weight_changes
-from ..patching.classes import original_class
-from ..patching.reasons import has_plain_weight, own_code
+from ..patching.reasons import has_plain_weight, original_class, own_code
 from .modules import ONE, ModePatched, fits
 
 __all__ = ["ChunkedLM", "LossHead", "LogitsOnRead", "why_plain"]

@@ -24,8 +24,8 @@ from torch import nn
 
 from .. import flow
 from ..config import ActivationConfig
-from ..patching.classes import Patched, original_class
-from ..patching.reasons import has_plain_weight, named_class, own_code
+from ..patching.classes import Patched
+from ..patching.reasons import has_plain_weight, named_class, original_class, own_code
 from ..patching.report import PatchReport
 
 __all__ = [

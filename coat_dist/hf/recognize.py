@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..patching.classes import original_class
-from ..patching.reasons import own_forward
+from ..patching.reasons import original_class, own_forward
 
 __all__ = [
     "ACTIVATIONS",

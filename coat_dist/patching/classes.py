@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Patched", "original_class", "swapped"]
+__all__ = ["Patched", "swapped"]
 
 
 class Patched:
@@ -54,9 +54,3 @@ def _swapped(original: Any, mixin: type[Patched], plain: Any) -> type:
 def _new(original: type, mixin: type[Patched]) -> Any:
     cls = swapped(original, mixin)
     return cls.__new__(cls)
-
-
-def original_class(module: Any) -> Any:
-    """A module's class before it was patched."""
-    cls = type(module)
-    return getattr(cls, "coat_original", cls)

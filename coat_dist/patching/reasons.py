@@ -28,6 +28,7 @@ __all__ = [
     "has_plain_weight",
     "module_of",
     "named_class",
+    "original_class",
     "own_code",
     "own_forward",
     "refusal",
@@ -53,6 +54,12 @@ _ALIGNMENT = 16
 """FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding
 every time.
 """
+
+
+def original_class(module: Any) -> Any:
+    """A module's class before it was patched."""
+    cls = type(module)
+    return getattr(cls, "coat_original", cls)
 
 
 def module_of(function: Any) -> str:
