@@ -97,8 +97,8 @@ class Plan(Planned):
         """
         entry = Entry(self.report, settings or self.settings, name, layer, module)
         entry.why = why
-        if why is None:
-            any(recognize(entry) for recognize in recognizers)
+        if why is None and not any(recognize(entry) for recognize in recognizers):
+            entry.why = "no block that is known"
         self.entries.append(entry)
         return entry
 

@@ -33,9 +33,8 @@ __all__ = [
 
 
 class Compact:
-    """What :class:`CompactSelfAttention` and patched self-attentions add to Megatron's.
-
-    It copies the values, so that linear_qkv's output is freed after forward.
+    """What :class:`CompactSelfAttention` and patched self-attentions add to Megatron's: a copy of
+    the values, so that linear_qkv's output is freed after forward.
 
     Megatron's values are a view of that output. Saved for backward, the view keeps queries and keys
     a second time: 4 bytes a token and hidden element. Norms on queries and keys save their inputs,
