@@ -39,7 +39,7 @@ SETTINGS, FP8 = ActivationConfig(), ActivationConfig(attention="fp8")
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("mscale", [1.0, 1.3])
-def test_definition_is_megatrons_function_to_the_bit_in_fp32(percent, interleaved, mscale):
+def test_split_rope_is_megatrons_rotation_in_fp32(percent, interleaved, mscale):
     heads = Heads(groups=2, per_group=3, size=32)
     config = tiny_config(rotary_interleaved=interleaved)
     freqs = RotaryEmbedding(
@@ -86,7 +86,7 @@ ROTARY = {
 
 
 @pytest.mark.parametrize("name", ROTARY)
-def test_one_pass_computes_what_megatrons_passes_do(name, monkeypatch, device):
+def test_rotary_embedding_in_one_pass_is_megatrons(name, monkeypatch, device):
     """fp32: the same losses and gradients to the bit, with the one pass and without."""
     options = FP32 | ROTARY[name]
     spec = options.get("megatron_spec", False)
@@ -124,7 +124,7 @@ def attend(settings):
     )
 
 
-def test_other_calls_are_megatrons(monkeypatch):
+def test_attention_with_two_tables_is_megatrons(monkeypatch):
     """Different angles for queries and keys. Inference is handled by the same code."""
     attention, x, arguments = attend(SETTINGS)
     freqs = arguments["rotary_pos_emb"]
@@ -137,7 +137,7 @@ def test_other_calls_are_megatrons(monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_angles_changed_in_place_are_seen(documents):
+def test_attention_sees_angles_changed_in_place(documents):
     attention, x, arguments = attend(SETTINGS)
     freqs = arguments["rotary_pos_emb"]
     if documents:
@@ -155,7 +155,7 @@ def test_angles_changed_in_place_are_seen(documents):
     assert torch.equal(after, attention(x, **arguments | {"rotary_pos_emb": freqs.clone()})[0])
 
 
-def test_fp8_refuses_arguments_that_only_megatrons_forward_takes():
+def test_fp8_attention_refuses_arguments_of_megatrons_forward():
     attention, x, arguments = attend(FP8)
     freqs = arguments["rotary_pos_emb"]
     for name, given in (

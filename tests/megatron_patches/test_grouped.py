@@ -53,7 +53,7 @@ def both(**options):
     return one_by_one, grouped
 
 
-def test_built_without_the_package(device):
+def test_grouped_experts_without_the_package(device):
     """Its own class, Megatron's parameters; loss and gradients are those of a SequentialMLP but
     for rounding.
     """
@@ -77,7 +77,7 @@ def test_built_without_the_package(device):
     [(EXPERTS | PLAIN, {"forward_scales": "tensor", "weights": "cached"})]
     + [(EXPERTS, {}), (MANY | {"moe_apply_probs_on_input": True}, {})],
 )
-def test_patched_to_the_bits_of_one_by_one(options, settings, device):
+def test_grouped_experts_patched_are_the_bits_of_one_by_one(options, settings, device):
     """Loss and every gradient, some experts without tokens; class, keys and the BF16 loss come
     back.
     """

@@ -92,7 +92,7 @@ def two_ranks():
     return run_ranks(2, _one_call)
 
 
-def test_one_call_is_what_was_done_by_hand(two_ranks):
+def test_initialize_is_what_was_done_by_hand(two_ranks):
     for (by_hand, at_once), refused, unpatched, again in two_ranks:
         assert at_once == by_hand
         assert at_once[1].startswith("FP8 flow: 2 of 4 blocks patched") and at_once[2] == {0.0}
@@ -104,7 +104,7 @@ def test_one_call_is_what_was_done_by_hand(two_ranks):
 @pytest.mark.parametrize(
     "case", ["bare", "plain", "plain, by DeepSpeed's own call", "patched", "heads", "no mpu"]
 )
-def test_replicas_that_would_drift_are_refused_on_every_rank(two_ranks, case):
+def test_initialize_refuses_replicas_that_would_drift(two_ranks, case):
     for _, refused, *_ in two_ranks:
         assert (
             refused[case].startswith("CoatConfigError")
@@ -164,7 +164,7 @@ def _accepted(rank, world, folder):
     return found, refused
 
 
-def test_models_and_configurations_that_are_accepted_or_refused(tmp_path):
+def test_initialize_accepts_and_refuses(tmp_path):
     found, refused = run_ranks(1, _accepted, str(tmp_path))[0]
     assert len({tuple(losses) for losses, _ in found.values()}) == 1, found
     assert {patched for _, patched in found.values()} == {2}

@@ -50,7 +50,7 @@ def test_experts_without_tokens(scales, device):
 @pytest.mark.parametrize(
     ("tokens", "biased"), [(0, False), (1, BIASED_EXPERTS), (17, False), (40, BIASED_EXPERTS)]
 )
-def test_one_expert_against_its_definition(tokens, biased, device):
+def test_expert_against_its_definition(tokens, biased, device):
     """act(x W1 + b1) * p, then W2, then p * b2: in fp32, for any number of tokens."""
     model = tiny_gpt(add_bias_linear=biased, **ALL)
     expert = model.decoder.layers[0].mlp.experts.local_experts[0]
@@ -88,7 +88,7 @@ def test_one_expert_against_its_definition(tokens, biased, device):
     assert (scores - terms.sum(-1)).norm() <= 0.12 * terms.norm()
 
 
-def test_reasons_of_experts_that_are_left():
+def test_patch_model_leaves_experts_with_a_reason():
     class Other(SequentialMLP):
         pass
 

@@ -27,7 +27,7 @@ SETTINGS = ActivationConfig()
 TANH = functools.partial(F.gelu, approximate="tanh")
 
 
-def test_sharded_state_dict_is_unchanged():
+def test_patched_keeps_sharded_state_dict():
     from megatron.core import parallel_state
 
     model = tiny_gpt()

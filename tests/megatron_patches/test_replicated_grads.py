@@ -16,7 +16,7 @@ from .tiny import OLMO2, SMALL, tiny_batch, tiny_gpt, tiny_loss
 from .training import train
 
 
-def test_missing_sums_are_refused_with_both_ways_out():
+def test_check_replicated_grads_refuses_missing_sums():
     model = torch.nn.Linear(4, 4)
     model.bias.sequence_parallel = True
     with pytest.raises(CoatConfigError) as error:
@@ -33,7 +33,7 @@ def test_missing_sums_are_refused_with_both_ways_out():
     check_replicated_grads(model, mpu=object(), tp=2)
 
 
-def test_one_rank_needs_no_hooks():
+def test_install_replicated_grad_hooks_of_one_rank():
     model = tiny_gpt(qk_layernorm=True)
     assert install_replicated_grad_hooks(model) == []
     assert not any(check_replicas(model).values())
@@ -141,7 +141,7 @@ def _driven_by_megatron(rank, world):
     return both, messages, check_replicas(held)["decoder.final_layernorm.weight"]
 
 
-def test_hooks_sum_what_megatrons_own_loop_sums():
+def test_replicated_grad_hooks_sum_what_megatrons_loop_sums():
     for gradients, messages, difference in run_ranks(2, _driven_by_megatron):
         assert any(replicated for *_, replicated in gradients.values()) and difference == 1.0
         for name, (ours, theirs, replicated) in gradients.items():

@@ -119,7 +119,7 @@ def test_sdpa_refuses_what_it_would_ignore():
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_same_function_and_state_dict_as_megatrons_local_spec(normalization, device):
+def test_gpt_layer_spec_is_megatrons_local_spec(normalization, device):
     """Same keys, same weights for a seed, and a loss that differs by attention's rounding only."""
     batch, options = tiny_batch(0, device), {"normalization": normalization}
     ours, theirs = tiny_gpt(**options), tiny_gpt(**options, megatron_spec=True)
