@@ -96,17 +96,14 @@ class ChunkedLossGPTModel(Patched):
     def _postprocess(
         self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args, **kwargs
     ) -> Any:
-        if labels is None:
-            if self.training and (z_loss := self.output_layer.coat.settings.z_loss):
-                raise ValueError(
-                    f"activation.z_loss: got {z_loss} and a training model called without labels, "
-                    "accepted: labels "
-                    "(a loss of the caller's own would lack it), or 0, or model.eval()"
-                )
-            return super()._postprocess(  # type: ignore[misc]
-                hidden_states, input_ids, position_ids, labels, *args, **kwargs
+        z_loss = self.output_layer.coat.settings.z_loss if self.training else 0.0
+        if labels is None and z_loss:
+            raise ValueError(
+                f"activation.z_loss: got {z_loss} and a training model called without labels, "
+                "accepted: labels (a loss of the caller's own would lack it), or 0, or model.eval()"
             )
-        before = give(self.output_layer, labels.transpose(0, 1).contiguous())
+        handed = None if labels is None else labels.transpose(0, 1).contiguous()
+        before = give(self.output_layer, handed)
         try:
             return super()._postprocess(  # type: ignore[misc]
                 hidden_states, input_ids, position_ids, labels, *args, **kwargs
