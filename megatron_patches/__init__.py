@@ -10,9 +10,7 @@ from .compat import check_version, define_missing_names, prepare_cpu, quiet_impo
 with quiet_imports():
     need("megatron.core", "megatron", "megatron_patches")
     define_missing_names()
-    from .layers.spec import gpt_layer_spec
-    from .parallel.engine import initialize
-    from .parallel.groups import (
+    from .groups import (
         MPUAdapter,
         initialize_model_parallel,
         rng_state,
@@ -20,6 +18,8 @@ with quiet_imports():
         tensor_parallel,
         zero_init,
     )
+    from .layers.spec import gpt_layer_spec
+    from .parallel.engine import initialize
     from .parallel.optimizer import get_megatron_optimizer
     from .parallel.pipeline import eval_batch, train_batch
     from .parallel.replicated_grads import check_replicas, install_replicated_grad_hooks

@@ -3,7 +3,7 @@ every workaround.
 
 Each workaround says which versions need it. When the oldest supported version (:data:`SUPPORTED`)
 passes the last of them, the workaround goes. How the fields of ``TransformerConfig`` are treated is
-in ``fields.py``, for all versions.
+in ``config/fields.py``, for all versions.
 """
 
 from __future__ import annotations

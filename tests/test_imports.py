@@ -29,6 +29,12 @@ FOLDERS = ("coat_dist", "megatron_patches", "launch", "benchmarks")
 LAYERS = (
     ("launch", "benchmarks"),
     ("megatron_patches", "coat_dist.children"),
+    ("megatron_patches.parallel",),
+    ("megatron_patches.patch",),
+    ("megatron_patches.layers",),
+    ("megatron_patches.config", "megatron_patches.groups"),
+    ("megatron_patches.compat",),
+    ("megatron_patches.cpu",),
     ("coat_dist", "coat_dist.report", "coat_dist.__main__"),
     ("coat_dist.deepspeed",),
     ("coat_dist.checkpoint", "coat_dist.hf"),

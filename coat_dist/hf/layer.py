@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from .. import flow
 from ..flow.per_tensor import once_per_tensor
 from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
 
-__all__ = ["DecoderLayer", "FusedAttention"]
+__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention"]
 
 
 @once_per_tensor
@@ -103,6 +103,33 @@ def _warn(report: Any, text: str, _: torch.Tensor) -> None:
     report.warn(text)
 
 
+class AttentionKind(NamedTuple):
+    """What a fused attention computes, found when it is patched."""
+
+    heads: flow.Heads
+    window: str | None
+    """Where its sliding window stands: "self", or "config"."""
+    normed: bool
+    """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
+    rotate: Callable[..., Any]
+    """transformers' ``apply_rotary_pos_emb`` of the family."""
+    eager: Callable[..., Any]
+    """The family's attention by plain operations."""
+
+    @classmethod
+    def of(cls, attention: Any, window: str | None, normed: bool) -> AttentionKind:
+        scope = inspect.unwrap(type(attention).forward).__globals__
+        heads = flow.Heads(
+            attention.k_proj.out_features // attention.head_dim,
+            attention.num_key_value_groups,
+            attention.head_dim,
+            blocks=True,
+            batch_first=True,
+        )
+        rotate, eager = scope["apply_rotary_pos_emb"], scope["eager_attention_forward"]
+        return cls(heads, window, normed, rotate, eager)
+
+
 class FusedAttention(Block):
     """Attention; with ``coat_norm`` the norm before it as well, and the alias of its input for
     the residual.
@@ -110,7 +137,7 @@ class FusedAttention(Block):
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """As :meth:`Projection.coat_flow_weights`."""
-        *first, last = (m.weight for _, m in self.coat.linears)
+        *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
     def coat_forward(
@@ -129,58 +156,49 @@ class FusedAttention(Block):
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
         linears = self.q_proj, self.k_proj, self.v_proj
-        kind, scope = self.coat.kind, inspect.unwrap(self.coat_original.forward).__globals__
+        kind, settings = self.coat.kind, self.coat.settings
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in CACHES if name in kwargs), None)
         kwargs.pop("cache_position", None)  # of transformers before 5.4
-        heads = flow.Heads(
-            self.k_proj.out_features // self.head_dim,
-            self.num_key_value_groups,
-            self.head_dim,
-            blocks=True,
-            batch_first=True,
-        )
         biases = None if self.q_proj.bias is None else [m.bias for m in linears]
         q, k, v, *alias = flow.norm_qkv(
             x,
             None if coat_norm is None else norm_of(coat_norm),
             [m.weight for m in linears],
             biases,
-            heads,
+            kind.heads,
             None if kind.normed else _table(cos, sin),
             ONE,
-            self.coat.settings,
+            settings,
             residual=coat_norm is not None,
         )
         if kind.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if kind.normed:
-            q, k = scope["apply_rotary_pos_emb"](q, k, cos, sin)
+            q, k = kind.rotate(q, k, cos, sin)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         if kind.window == "self":
             kwargs["sliding_window"] = self.sliding_window
         elif kind.window == "config":
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
-        attend = _interface(self.config._attn_implementation, scope["eager_attention_forward"])
+        attend = _interface(self.config._attn_implementation, kind.eager)
         documents = None
-        if self.coat.settings.attention == "fp8" and not _replaced(attend):
+        if settings.attention == "fp8" and not _replaced(attend):
             documents = _compressed(self, q, k, mask, kwargs)
         weights, o8 = None, None
         if documents is not None:
             q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))
-            out, o8 = flow.attention(
-                q, k, v, self.coat.settings, scale=self.scaling, documents=documents[0]
-            )
+            out, o8 = flow.attention(q, k, v, settings, scale=self.scaling, documents=documents[0])
         else:
             dropout = self.attention_dropout if self.training else 0.0
             out, weights = attend(
                 self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
             out = out.reshape(*x.shape[:-1], -1)
-        y = flow.linear(out, self.o_proj.weight, ONE, self.coat.settings, o8)
+        y = flow.linear(out, self.o_proj.weight, ONE, settings, o8)
         return bias_of(y if o8 is None else y.transpose(0, 1), self.o_proj), weights, *alias
 
 

@@ -1,9 +1,42 @@
 """The loss of a causal language model without its logits: output layer and cross entropy in chunks
 of the vocabulary.
 
-With labels, in training, the output layer returns losses per token from inside its own call, where
-ZeRO-3 has gathered its weight, and the model's loss function reduces them as transformers does.
-``logits`` of the result are made when something reads them.
+**How the loss is computed.** A model of transformers calls ``lm_head(hidden)``, then
+``loss_function(logits, labels, ...)``, and returns both loss and logits. Logits of a long
+vocabulary are the largest tensor of training: with 128 k words they take as much memory as eight
+layers. A patched model (:class:`ChunkedLM`) notes its labels, shifted by one position, before its
+own forward runs. The output layer (:class:`LossHead`) then returns losses per token in place of
+logits, and ``loss_function`` reduces them with ``num_items_in_batch`` as transformers does. The
+product is computed inside the output layer's call, because ZeRO-3 has gathered the weight only
+there. An output layer on which a program has put hooks keeps its logits (:func:`why_plain`).
+
+**Late logits.** The result still has ``logits``, since programs read them: metrics, a second loss.
+They are a :class:`LogitsOnRead`, whose values are made by the first operation that needs them, and
+never in a program that looks at the loss alone. It is a subclass of ``torch.Tensor`` and not an
+object that becomes a tensor, because everything that handles a model's result asks for tensors:
+DDP with a static graph looks for them in the output to find where backward begins, Accelerate
+converts them to fp32, reentrant checkpoints and autograd functions take gradients of tensors alone,
+``torch.save`` writes them.
+
+**What is made when.** Nothing is made by the output layer, by ``detach`` and by the copies that
+accelerate and checkpoints take (``clone``, conversions of dtype): they are late logits too. Any
+other operation, and what reads memory without an operation (``numpy``, ``data_ptr``, pickling), is
+given the values (:class:`_Late` makes them once, without gradients). Changes in place are made to
+these values. To autograd, late logits are the output of :class:`_MakeLate`, whose backward is that
+of a linear layer. So a loss of logits reaches hidden states and weights, whether values were read
+under ``no_grad`` before or not.
+
+**What is refused.** Values are those of the forward pass. So reading them for the first time after
+an optimizer's step, or after another change of weight or hidden states, raises an error; so does
+``logits.grad`` where the loss did not use the logits, which would silently be None.
+
+**ZeRO-3** lets the output layer's weight go when its call ends. Reading logits later is an error
+that names ``GatheredParameters``, and not a product with an empty weight. Backward through logits
+needs the weight too, and raises the same error where ZeRO-3 has not fetched it.
+
+**Two references to the hidden states.** ``ctx.hidden`` in :class:`_MakeLate` has its graph, so that
+second derivatives pass through the product of backward. ``late.hidden`` is detached: logits that a
+program keeps, for metrics over an epoch, hold the hidden states but no graph of the model.
 """
 
 from __future__ import annotations
@@ -22,8 +55,8 @@ from .. import flow
 from ..config import CoatConfigError, Problem
 from ..flow.per_tensor import version_of
 from ..flow.weights import weight_changes
-from .modules import ONE, Patched, fits, has_plain_weight, own_code
-from .recognize import original_class
+from ..patching.reasons import has_plain_weight, original_class, own_code
+from .modules import ONE, ModePatched, fits
 
 __all__ = ["ChunkedLM", "LossHead", "LogitsOnRead", "why_plain"]
 
@@ -31,6 +64,8 @@ IGNORED = -100
 
 
 class _Given(threading.local):
+    """What is on its way from a model to its output layer and loss function, for each thread."""
+
     # torch.compile cannot guard defaults of the class that each thread then covers.
     def __init__(self) -> None:
         self.head: Any = None
@@ -46,17 +81,18 @@ _given = _Given()
 
 def why_plain(model: Any) -> str | None:
     """Why a model's loss stays its own, patched or not; None where it does not."""
-    head, own_loss = model.lm_head, "_loss_function" in vars(model)
+    head = model.lm_head
     if original_class(head) is not nn.Linear:
         return f"lm_head is {type(head).__name__}"
-    if (why := own_code(head)) is not None:
-        return f"{why} on lm_head"
-    if own_loss or getattr(model, "loss_type", "ForCausalLM") not in (None, "ForCausalLM"):
+    if (why := own_code("lm_head", head)) is not None:
+        return why
+    known = getattr(model, "loss_type", None) in (None, "ForCausalLM")
+    if not known or "_loss_function" in vars(model):
         return "a loss function of its own"
     return None
 
 
-class ChunkedLM(Patched):
+class ChunkedLM(ModePatched):
     """A causal language model that computes its loss in chunks."""
 
     @property
@@ -72,14 +108,14 @@ class ChunkedLM(Patched):
         """Raises CoatConfigError where a loss that was computed by the model's own code lacks
         the z-loss.
         """
-        if self.training and (z_loss := self.coat.settings.z_loss):
-            why = (
+        z_loss = self.coat.settings.z_loss
+        if self.training and z_loss:
+            given = f"got {z_loss} and a loss that stays plain"
+            accepted = (
                 "0 where logits_to_keep is given, or lm_head or the loss function was replaced "
                 "after the patch"
             )
-            raise CoatConfigError(
-                Problem("coat.activation.z_loss", f"got {z_loss} and a loss that stays plain", why)
-            )
+            raise CoatConfigError(Problem("coat.activation.z_loss", given, accepted))
 
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(plain).bind_partial(self, *args, **kwargs).arguments
@@ -111,7 +147,7 @@ class ChunkedLM(Patched):
         return _with_logits(out, logits)
 
 
-class LossHead(Patched):
+class LossHead(ModePatched):
     """An output layer that returns losses per token where a model asks for them."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: Any) -> torch.Tensor:
@@ -122,12 +158,15 @@ class LossHead(Patched):
             return plain(self, x)
         _given.logits = _MakeLate.apply(x, self.weight, self.bias, self)
         weight, bias = _parameters(self, x.dtype)
-        keep, z_loss = (
-            self.coat.settings.loss == "kept",
-            self.coat.settings.z_loss if self.training else 0.0,
-        )
+        settings = self.coat.settings
         return flow.linear_cross_entropy(
-            x, weight, labels.to(x.device), ONE, bias=bias, keep=keep, z_loss=z_loss
+            x,
+            weight,
+            labels.to(x.device),
+            ONE,
+            bias=bias,
+            keep=settings.loss == "kept",
+            z_loss=settings.z_loss if self.training else 0.0,
         )
 
 
@@ -164,10 +203,7 @@ def _with_logits(out: Any, logits: LogitsOnRead) -> Any:
 
 class LogitsOnRead(torch.Tensor):
     """Logits whose values are made when something reads or changes them: any operation on them but
-    copies.
-
-    To autograd they are the output layer's output as any other. A tensor is not made before, and
-    never kept by a program that looks at the loss alone.
+    copies. The module's docstring says why this is a tensor.
     """
 
     late: _Late
@@ -264,19 +300,23 @@ class _MakeLate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any) -> Any:
-        # With its graph: for second derivatives.
+        # With its graph, for second derivatives; the late logits' own reference has none.
         ctx.hidden, ctx.late = hidden, _Late(hidden, head, hidden.dtype)
         return LogitsOnRead(ctx.late)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         ctx.late.check()
-        head, rows, needed = ctx.late.head, grads[0].flatten(0, -2), ctx.needs_input_grad
-        for_hidden = rows.mm(head.weight.to(rows.dtype)).view_as(ctx.hidden) if needed[0] else None
-        for_weight = (
-            rows.t().mm(ctx.hidden.flatten(0, -2)).to(head.weight.dtype) if needed[1] else None
-        )
-        return for_hidden, for_weight, rows.sum(0).to(head.bias.dtype) if needed[2] else None, None
+        head, rows = ctx.late.head, grads[0].flatten(0, -2)
+        for_hidden = for_weight = for_bias = None
+        hidden_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
+        if hidden_needed:
+            for_hidden = rows.mm(head.weight.to(rows.dtype)).view_as(ctx.hidden)
+        if weight_needed:
+            for_weight = rows.t().mm(ctx.hidden.flatten(0, -2)).to(head.weight.dtype)
+        if bias_needed:
+            for_bias = rows.sum(0).to(head.bias.dtype)
+        return for_hidden, for_weight, for_bias, None
 
 
 def _values(given: Any) -> Any:

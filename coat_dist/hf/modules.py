@@ -1,14 +1,12 @@
 """Modules of transformers models that run the FP8 flow in training mode, and their own code
 otherwise.
 
-:func:`swapped` makes a class that looks like the original: name, signature of ``forward``, pickles.
-
 **One rule of mode** (:func:`runs_flow`). A module in training mode runs the flow, with gradients or
 without, so old and new log-probabilities of a policy, and both forwards of reentrant checkpointing,
 are of one function. A module in eval mode runs the model's own code, and so does every module while
 a model is called with a cache of keys and values.
 
-**What a program put there is honoured** (:func:`own_code`). A fused block computes what its
+**What a program put there is honoured** (``patching/reasons.py``). A fused block computes what its
 linears, norms and activation would, without calling them. Each call first looks whether one of them
 has got hooks, a ``forward`` of its own or another type of weight, before the patch or since; then
 the block runs its own code, and the report says why.
@@ -23,12 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import flow
 from ..config import ActivationConfig
+from ..patching.classes import Patched
+from ..patching.reasons import has_plain_weight, named_class, original_class, own_code
 from ..patching.report import PatchReport
-from .recognize import ACTIVATIONS, original_class
 
 __all__ = [
     "CACHES",
@@ -39,22 +37,17 @@ __all__ = [
     "Gate",
     "JoinedAttention",
     "LaterProjection",
+    "ModePatched",
     "OutProjection",
     "Part",
-    "Patched",
     "Projection",
     "Stack",
     "UnfusedNorm",
-    "activation_of",
     "bias_of",
     "fits",
-    "has_plain_weight",
-    "module_of",
     "norm_of",
-    "own_code",
     "runs_flow",
-    "swapped",
-    "why_own_code",
+    "why_parts_act",
 ]
 
 ONE = flow.TensorParallel()
@@ -79,15 +72,19 @@ class Part(NamedTuple):
     """Of a block or layer, in the report."""
     report: PatchReport | None = None
     kind: Any = None
-    """Of a fused attention ``Attention``, of an MLP ``Gate``, of a norm its ``norm_kind``, of a
-    fused layer True.
+    """Of a fused attention ``AttentionKind``, of an MLP ``Gate``, of a norm its ``norm_kind``, of
+    linears with one input all of them, of a fused layer True.
     """
-    linears: tuple[tuple[str, nn.Module], ...] = ()
-    """Linears whose weights the flow reads without calling them, by their names in the module."""
-    others: tuple[tuple[str, nn.Module, type], ...] = ()
-    """Other modules that a flow computes without calling them, or calls with arguments of its
-    own, and their classes before they were patched.
+    parts: tuple[tuple[str, nn.Module, type], ...] = ()
+    """Modules that a block computes without calling them, or calls with arguments of its own: their
+    names in the module, and their classes before the patch. Of those that are ``nn.Linear``, the
+    flow reads the weights.
     """
+
+    @property
+    def linears(self) -> list[Any]:
+        """Linears whose weights the flow reads without calling them."""
+        return [module for _, module, cls in self.parts if cls is nn.Linear]
 
 
 class _Calls(threading.local):
@@ -120,87 +117,35 @@ def _is_cached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return by_name or any(hasattr(a, "get_seq_length") for a in args)
 
 
-_WRAPPERS = (
-    "deepspeed",
-    "torch.distributed.fsdp",
-    "torch.distributed._composable",
-    "transformers.utils",
-    "coat_dist",
-)
-"""Modules whose hooks gather parameters or record outputs: they act on patched modules as on
-others.
-"""
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-
-
-def module_of(function: Any) -> str:
-    """Where a function or callable object was written, also one that bears another's name by
-    ``functools.wraps``.
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(function, "__func__", function)
-    return getattr(code, "__globals__", {}).get("__name__") or type(function).__module__
-
-
-def _is_of_a_program(function: Any) -> bool:
-    # Both: decorators such as torch.compiler.disable are written elsewhere, and keep the name.
-    modules = module_of(function), getattr(function, "__module__", None) or ""
-    return not any(m == name or m.startswith(f"{name}.") for m in modules for name in _WRAPPERS)
-
-
-def own_code(module: Any) -> str | None:
-    """What a program put on a module that acts only where the module is called; None where
-    nothing.
-    """
-    given = vars(module)
-    forward = given.get("forward")
-    # transformers before 5.2 leaves the class's own one there.
-    replaced = (
-        forward is not None and getattr(forward, "__func__", None) is not type(module).forward
-    )
-    if replaced and _is_of_a_program(forward):
-        return "a forward of its own"
-    if any(_is_of_a_program(hook) for kind in _HOOKS for hook in (given[kind] or {}).values()):
-        return "hooks"
-    return None
-
-
-def has_plain_weight(module: nn.Module) -> bool:
-    """Whether ``weight`` is a parameter as torch makes it: no DTensor, no quantized tensor,
-    nothing computed.
-    """
-    weight = module._parameters.get("weight")
-    return weight.__class__ is nn.Parameter or isinstance(weight, FakeTensor)  # on paper
-
-
-def why_own_code(module: Any) -> str | None:
+def why_parts_act(module: nn.Module, part: Part) -> str | None:
     """Why a patched module must call its parts; None where the flow may compute them."""
-    if "_is_replica" in vars(module):
-        return "a replica of nn.DataParallel"
-    if type(module).coat_original.forward is not type(module).coat_plain:
-        return "another forward of its class"
-    linears = [(name, known, nn.Linear) for name, known in module.coat.linears]
-    for name, known, cls in (*linears, *module.coat.others):
+    for name, known, cls in part.parts:
         found = module._modules.get(name)
         if found is not known or original_class(found) is not cls:
-            other = type(found)
-            package = other.__module__.partition(".")[0]
-            return f"{package}'s {other.__name__} in place of {name}"
+            return f"{named_class(found)} in place of {name}"
         if cls is nn.Linear and not has_plain_weight(found):
             return f"a {type(found.weight).__name__} as weight of {name}"
-        if (why := own_code(found)) is not None:
-            return f"{why} on {name}"
+        if (why := own_code(name, found)) is not None:
+            return why
     return None
 
 
-class Patched:
-    """Base of what :func:`swapped` mixes into a class."""
+class ModePatched(Patched):
+    """Base of mixins that compute in the flow in training mode alone."""
 
-    coat_patched = True
-    coat_original: Any
-    coat_plain: Callable[..., Any]
     coat: Part
+    coat_plain: Callable[..., Any]
+    """The original class's ``forward`` when the class was patched."""
+
+    @classmethod
+    def coat_content(cls, plain: Callable[..., Any]) -> dict[str, Any]:
+        @functools.wraps(plain)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if runs_flow(self):
+                return self.coat_forward(plain, *args, **kwargs)
+            return self.coat_own_forward(self.coat_original.forward, *args, **kwargs)
+
+        return {"coat_plain": plain, "forward": forward}
 
     def coat_runs(self: Any) -> bool:
         """Whether a call of the module would run the flow."""
@@ -215,7 +160,7 @@ class Patched:
         return plain(self, *args, **kwargs)
 
 
-class Stack(Patched):
+class Stack(ModePatched):
     """A module that calls layers. It lets :func:`runs_flow` know when it was given a cache.
 
     A cache that the model makes for itself, because its configuration has ``use_cache``, is none
@@ -233,7 +178,7 @@ class Stack(Patched):
     coat_own_forward = coat_forward
 
 
-class Block(Patched):
+class Block(ModePatched):
     """A module that computes its parts without calling them, as long as nothing was put on them."""
 
     def coat_ready(self: Any) -> bool:
@@ -241,30 +186,35 @@ class Block(Patched):
         nothing was put there.
         """
         part, modules = self.coat, self._modules
-        for name, module in part.linears:
+        for name, module, cls in part.parts:
             given = module.__dict__
             if (
                 modules.get(name) is not module
-                or original_class(module) is not nn.Linear
-                or not has_plain_weight(module)
-                or _may_be_touched(given)
+                or getattr(type(module), "coat_original", type(module)) is not cls
+                or (
+                    cls is nn.Linear
+                    and type(given["_parameters"].get("weight")) is not nn.Parameter
+                )
+                or "forward" in given
+                or given["_forward_hooks"]
+                or given["_forward_pre_hooks"]
+                or given["_backward_hooks"]
+                or given["_backward_pre_hooks"]
             ):
                 return self.coat_settled()
-        for name, module, cls in part.others:
-            if (
-                modules.get(name) is not module
-                or original_class(module) is not cls
-                or _may_be_touched(module.__dict__)
-            ):
-                return self.coat_settled()
-        was_touched = part.report is not None and (
-            part.name in part.report.left or part.name in part.report.unfused
-        )
-        return not was_touched or self.coat_settled()
+        report = part.report
+        if report is not None and (report.blocks.get(part.name) or part.name in report.unfused):
+            return self.coat_settled()
+        return True
 
     def coat_settled(self: Any) -> bool:
         """:meth:`coat_ready` after a close look, which keeps the report true."""
-        why = why_own_code(self)
+        if "_is_replica" in vars(self):
+            why: str | None = "a replica of nn.DataParallel"
+        elif type(self).coat_original.forward is not type(self).coat_plain:
+            why = "another forward of its class"
+        else:
+            why = why_parts_act(self, self.coat)
         if self.coat.report is not None:
             self.coat_settle(why)
         return why is None
@@ -279,49 +229,6 @@ class Block(Patched):
         if self.training:
             self.coat_settled()
         return plain(self, *args, **kwargs)
-
-
-def _may_be_touched(given: dict[str, Any]) -> bool:
-    return (
-        "forward" in given
-        or bool(given["_forward_hooks"])
-        or bool(given["_forward_pre_hooks"])
-        or bool(given["_backward_hooks"])
-        or bool(given["_backward_pre_hooks"])
-    )
-
-
-def swapped(original: Any, mixin: type) -> Any:
-    """A class that is ``original`` but for what ``mixin`` computes in the flow."""
-    return _swapped(original, mixin, original.forward)
-
-
-@functools.cache
-def _swapped(original: Any, mixin: Any, plain: Callable[..., Any]) -> type:
-    @functools.wraps(plain)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if runs_flow(self):
-            return self.coat_forward(plain, *args, **kwargs)
-        return self.coat_own_forward(original.forward, *args, **kwargs)
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        _, _, *rest = original.__reduce_ex__(self, protocol)
-        return _new, (original, mixin), *rest
-
-    content = {
-        "coat_original": original,
-        "coat_plain": plain,
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "__doc__": original.__doc__,
-    }
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__")}
-    return type(original.__name__, (mixin, original), content | names)
-
-
-def _new(original: type, mixin: type) -> Any:
-    cls = swapped(original, mixin)
-    return cls.__new__(cls)
 
 
 def fits(x: Any) -> bool:
@@ -346,39 +253,33 @@ def bias_of(y: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 
-def activation_of(mlp: Any) -> str | None:
-    """The flow's name of a gated MLP's activation; None of others."""
-    from transformers.activations import ACT2FN
-
-    config = getattr(mlp, "config", None)
-    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
-    act = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    return found if found is not None and type(act) is type(ACT2FN[name]) else None
-
-
-class UnfusedNorm(Patched):
+class UnfusedNorm(ModePatched):
     """A norm on its own: saves an alias of its input and a number a row."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         if not fits(x):
             return plain(self, x)
         y = flow.norm(x, norm_of(self), ONE)
-        # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider
-        return (
-            y if self.coat.kind != "rms" else y.to(torch.promote_types(x.dtype, self.weight.dtype))
-        )
+        if self.coat.kind != "rms":
+            return y
+        # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider.
+        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
 
 
-class Projection(Block):
+class Projection(ModePatched):
     """A linear in FP8 by itself."""
 
-    def coat_flow_weights(self: Any) -> list[Any]:
-        """Parameters that only the flow reads while training; of one product, in a tuple."""
-        return [tuple(m.weight for _, m in self.coat.linears) or self.weight]
+    @property
+    def coat_linears(self: Any) -> tuple[Any, ...]:
+        """The linears of its product, this one and those that share its input."""
+        return self.coat.kind or (self,)
 
-    def coat_ready(self: Any) -> bool:
-        return has_plain_weight(self) and Block.coat_ready(self)
+    def coat_flow_weights(self: Any) -> list[Any]:
+        """Parameters that only the flow reads while training; those of one product, in a tuple."""
+        return [tuple(m.weight for m in self.coat_linears)]
+
+    def coat_runs(self: Any) -> bool:
+        return runs_flow(self) and all(map(has_plain_weight, self.coat_linears))
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         return self.coat_product(x) if fits(x) and has_plain_weight(self) else plain(self, x)
@@ -400,15 +301,13 @@ class FirstProjection(Projection):
     """
 
     def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        linears = [m for _, m in self.coat.linears]
-        if not self.coat_ready():
+        linears = self.coat_linears
+        if not all(map(has_plain_weight, linears)):
             return Projection.coat_product(self, x)
+        weights = [m.weight for m in linears]
         biases = None if self.bias is None else [m.bias for m in linears]
-        sizes = [m.weight.shape[0] for m in linears]
-        out = flow.norm_linear(
-            x, None, [m.weight for m in linears], biases, ONE, self.coat.settings
-        )
-        first, *rest = out.split(sizes, -1)
+        out = flow.norm_linear(x, None, weights, biases, ONE, self.coat.settings)
+        first, *rest = out.split([w.shape[0] for w in weights], -1)
         for module, result in zip(linears[1:], rest, strict=True):
             vars(module)["coat_given"] = x, result
         return first
@@ -429,7 +328,7 @@ class LaterProjection(Projection):
         return self(x) if given is None else given[1]
 
 
-class JoinedAttention(Patched):
+class JoinedAttention(ModePatched):
     """An attention that runs its own code around joined projections.
 
     ZeRO-3 gives each module another tensor object, gathers weights for each call, and releases them
@@ -457,7 +356,7 @@ class MLP(Block):
     """
 
     def coat_flow_weights(self: Any) -> list[Any]:
-        *first, last = (m.weight for _, m in self.coat.linears)
+        *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
     def coat_forward(

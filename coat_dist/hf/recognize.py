@@ -12,27 +12,32 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..patching.reasons import original_class, own_forward
+
 __all__ = [
     "ACTIVATIONS",
     "Attention",
+    "activation_of",
     "attention_kind",
     "fingerprint",
     "gate",
     "is_causal_lm",
     "is_decoder_layer",
     "norm_kind",
-    "original_class",
     "shares_input",
 ]
 
-_RENAMED = {"past_key_values": "cache", "past_key_value": "cache"}
-"""Arguments that transformers 5.24 calls otherwise than earlier versions."""
+_RENAMED = re.compile(r"(?<![.\w'\"])past_key_values?\b")
+"""An argument that transformers 5.24 calls ``cache``, where it is a name: no attribute and no
+string.
+"""
 
 
 class Attention(NamedTuple):
@@ -118,6 +123,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
         return ""
     tree = _Plain().visit(tree)
     text = "\n".join([ast.unparse(tree.args), *map(ast.unparse, tree.body)])
+    text = _RENAMED.sub("cache", text)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -131,36 +137,22 @@ class _Plain(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:  # noqa: N802
         self.generic_visit(node)
-        return (
-            node
-            if node.value is None
-            else ast.copy_location(ast.Assign([node.target], node.value), node)
-        )
+        if node.value is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        return ast.copy_location(ast.arg(_RENAMED.get(node.arg, node.arg), None), node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
-        return ast.copy_location(ast.Name(_RENAMED.get(node.id, node.id), node.ctx), node)
-
-    def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        self.generic_visit(node)
-        return ast.copy_location(
-            ast.keyword(_RENAMED.get(node.arg or "", node.arg), node.value), node
-        )
-
-
-def original_class(module: nn.Module) -> Any:
-    """A module's class before it was patched."""
-    cls = module.__class__
-    return getattr(cls, "coat_original", cls)
+        node.annotation = None
+        return node
 
 
 def _forward(module: nn.Module) -> str:
     """Of the class that ``module`` had before it was patched; "" where its forward was replaced
     on the instance.
     """
-    return "" if "forward" in vars(module) else fingerprint(original_class(module).forward)
+    if own_forward(module) is not None:
+        return ""
+    return fingerprint(original_class(module).forward)
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
@@ -188,13 +180,20 @@ def gate(module: nn.Module) -> tuple[str, ...] | None:
     ("gate_up_proj",); else None.
     """
     found = _forward(module)
-    return (
-        ("gate_proj", "up_proj")
-        if found in GATED_MLPS
-        else ("gate_up_proj",)
-        if found in JOINED_MLPS
-        else None
-    )
+    if found in GATED_MLPS:
+        return ("gate_proj", "up_proj")
+    return ("gate_up_proj",) if found in JOINED_MLPS else None
+
+
+def activation_of(mlp: Any) -> str | None:
+    """The flow's name of a gated MLP's activation; None of others."""
+    from transformers.activations import ACT2FN
+
+    config = getattr(mlp, "config", None)
+    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    act = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return found if found is not None and type(act) is type(ACT2FN[name]) else None
 
 
 def norm_kind(module: nn.Module) -> str | None:

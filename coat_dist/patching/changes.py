@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Changes", "all_or_none", "restored"]
+from torch import nn
+
+from ..config import CoatConfigError
+from .reasons import drop_own_forward
+
+__all__ = ["Changes", "all_or_none", "unpatch_model"]
+
+_RECORD = "coat_changes"
 
 
 class _Absent:
@@ -19,32 +26,35 @@ class _Absent:
 
 
 class Changes:
-    """Attributes and classes that were set on modules, and what they were before."""
+    """Attributes and classes that were set on modules, and what they were before.
+
+    The record is kept on the model, so copies and pickles of the model have their own. It holds no
+    patched class, which could not be pickled: a patched class knows the original.
+    """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, str, Any, Any]] = []
+        self._made: list[tuple[Any, str, Any]] = []
 
     def set(self, module: Any, name: str, value: Any) -> None:
         """``module.name = value``, where ``name`` is an attribute of its own or ``__class__``."""
-        before = type(module) if name == "__class__" else vars(module).get(name, _Absent)
-        self._made.append((module, name, before, value))
+        if name == "__class__":
+            drop_own_forward(module)
+        self._made.append((module, name, vars(module).get(name, _Absent)))
         setattr(module, name, value)
-
-    def swap(self, module: Any, swapped: type, patch: Any = None) -> None:
-        """Give ``module`` a patched class, and the attribute ``coat`` that the class reads."""
-        self.set(module, "__class__", swapped)
-        if patch is not None:
-            self.set(module, "coat", patch)
 
     def undo(self) -> None:
         while self._made:
-            module, name, before, value = self._made.pop()
+            module, name, before = self._made.pop()
             if name == "__class__":
-                module.__class__ = restored(type(module), value, before)  # type: ignore[arg-type]
+                _restore_class(module)
             elif before is _Absent:
                 vars(module).pop(name, None)
             else:
                 setattr(module, name, before)
+
+    def keep_on(self, model: nn.Module) -> None:
+        """Let :func:`unpatch_model` find this record on ``model``."""
+        self.set(model, _RECORD, self)
 
 
 @contextmanager
@@ -58,15 +68,43 @@ def all_or_none() -> Iterator[Changes]:
         raise
 
 
+def unpatch_model(model: nn.Module) -> None:
+    """Undo ``patch_model`` on the model that it was given: every class is what it was, and outputs
+    to the bit.
+
+    Modules may have been wrapped by ``fully_shard``, or parametrized, since.
+
+    Raises:
+        CoatConfigError: the model is not patched.
+    """
+    made = [vars(m)[_RECORD] for m in model.modules() if _RECORD in vars(m)]
+    if not made:
+        raise CoatConfigError(
+            "model: got one that is not patched, accepted: what patch_model has patched"
+        )
+    for changes in made:  # chunks share one record, and the second time there is nothing to undo
+        changes.undo()
+
+
+def _restore_class(module: Any) -> None:
+    """Give ``module`` the class that it had before it was patched."""
+    cls: Any
+    for cls in type(module).__mro__:
+        if "coat_original" in vars(cls):
+            drop_own_forward(module)
+            module.__class__ = _restored(type(module), cls, cls.coat_original)  # type: ignore[arg-type]
+            return
+
+
 @functools.cache
-def restored(cls: type, patched: type, original: type) -> type:
+def _restored(cls: type, patched: type, original: type) -> type:
     """``original``, inside what torch has put around ``patched`` since then: ``fully_shard``,
     parametrizations.
     """
     if cls is patched or not issubclass(cls, patched):
         return original
     bases = tuple(
-        restored(base, patched, original) if issubclass(base, patched) else base  # type: ignore[arg-type]
+        _restored(base, patched, original) if issubclass(base, patched) else base  # type: ignore[arg-type]
         for base in cls.__bases__
     )
     # What torch adds is a few methods, none of which calls super().

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import ActivationConfig, CoatConfigError
 
-__all__ = ["PatchReport", "check_settings", "is_patched", "reports_of"]
+__all__ = ["PatchReport", "check_settings", "check_unpatched", "is_patched", "reports_of"]
 
 
 @dataclass
@@ -23,10 +23,8 @@ class PatchReport:
 
     settings: ActivationConfig
     """What the model was patched with."""
-    patched: list[str] = field(default_factory=list)
-    """Blocks that run the flow."""
-    left: dict[str, str] = field(default_factory=dict)
-    """Blocks that stay BF16, and why."""
+    blocks: dict[str, str | None] = field(default_factory=dict)
+    """All blocks: None for one that runs the flow, or why it stays in BF16."""
     unfused: dict[str, str] = field(default_factory=dict)
     """Passes that stay Megatron's or autograd's in patched blocks, and why: rotary embedding
     (``self_attention``), the sum of a norm's and the residual's gradient (``self_attn_bda``,
@@ -38,6 +36,16 @@ class PatchReport:
     """Settings of the model that patching overrides, and what else is not as one may expect."""
     _changed: bool = field(default=False, repr=False, compare=False)
     """Whether a block was left to its own code since it was patched."""
+
+    @property
+    def patched(self) -> list[str]:
+        """Blocks that run the flow."""
+        return [name for name, why in self.blocks.items() if why is None]
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Blocks that stay BF16, and why."""
+        return {name: why for name, why in self.blocks.items() if why is not None}
 
     def note(self, text: str) -> None:
         """Add to the notes, once."""
@@ -54,21 +62,13 @@ class PatchReport:
         """A patched block runs its own code from now on, for a reason, or with None the flow
         again.
         """
-        if self.left.get(block) == why:
-            return
-        if why is None:
-            del self.left[block]
-            self.patched.append(block)
-            return
-        if block in self.patched:
-            self.patched.remove(block)
-        if not self._changed:
+        if why is not None and self.blocks[block] is None and not self._changed:
             self._changed = True
             self.warn(
                 f"{block} was patched, and runs its own code in BF16 now: {why}; all ranks have to "
                 "do the same (the report lists all blocks)"
             )
-        self.left[block] = why
+        self.blocks[block] = why
 
     @staticmethod
     def summary(reports: Iterable[PatchReport]) -> str:
@@ -113,6 +113,15 @@ def is_patched(model: nn.Module) -> bool:
     return bool(reports_of(model)) or any(
         getattr(type(m), "coat_patched", False) for m in model.modules()
     )
+
+
+def check_unpatched(model: nn.Module) -> None:
+    """Raises CoatConfigError where ``model``, or a part of it, is patched."""
+    if is_patched(model):
+        raise CoatConfigError(
+            "model: got one that is patched already, accepted: one that is not (unpatch_model "
+            "first)"
+        )
 
 
 def check_settings(model: nn.Module, block: ActivationConfig) -> None:

@@ -1,1 +1,1 @@
-"""Classes that replace those of Megatron's layers, and the layer specification."""
+"""Mixins by which Megatron's modules run the flow, and the layer specification."""

@@ -34,26 +34,17 @@ class Patch:
     """
 
     settings: ActivationConfig
-    tp: flow.TensorParallel
+    tp: flow.TensorParallel = flow.TensorParallel()
     """As it was when the model was patched; a forward pass asks :meth:`tp_now`."""
     norm: nn.Module | None = None
-    activation: str = ""
-    """Of an MLP, the flow's name of its activation, found when the model is patched. Functions are
-    told apart by identity, and profilers put others in their places while they run.
-    """
-    function: Any = None
-    """The function that has this name: what ``config.activation_func`` must still be."""
+    """Of a linear or MLP, the norm that it applies."""
     residual: bool = False
     """Whether the block's output carries its
     :class:`~megatron_patches.layers.residual.Residual`.
     """
-    graphs: Any = None
-    """Of a layer that runs as CUDA graphs, the
-    :class:`~coat_dist.flow.graphs.cuda_graphs.GraphedFunction`.
-    """
-    recompute: bool = False
-    """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves
-    the checkpoint too.
+    kind: Any = None
+    """What the module computes, found when it is patched: of an attention ``AttentionKind``, of an
+    MLP or experts ``Activation``, of a layer that runs as CUDA graphs its ``GraphedFunction``.
     """
 
     def tp_now(self, linear: Any) -> flow.TensorParallel:

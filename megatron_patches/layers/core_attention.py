@@ -17,7 +17,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from coat_dist.formats import QuantizedTensor
 
-from ..patch.config_check import check_field
+from ..config.config_check import check_field
 from .packed import Packed, packed
 
 __all__ = ["SDPA"]

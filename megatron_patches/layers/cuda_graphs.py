@@ -12,19 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from coat_dist.flow.graphs.graph_pool import run_without_graphs
+from coat_dist.patching.classes import Patched
+from coat_dist.patching.reasons import CALL
 
-from ..patch.blocks import Block
-from ..patch.hooks import CALL
 from .attached import Patch
-from .post_norm import PostNormTransformerLayer
 
-__all__ = ["GRAPHED", "layers_to_graph", "why_no_graphs"]
+__all__ = ["Graphed", "why_no_graphs"]
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "context", "context_mask", "rotary_pos_emb")
 """Of a layer's forward, the first by position."""
@@ -44,10 +42,9 @@ states; collectives in graphs are not tested.
 """
 
 
-class _Graphed:
+class Graphed(Patched):
     """A patched layer whose training runs as CUDA graphs."""
 
-    coat_patched = True
     coat: Patch
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
@@ -85,7 +82,7 @@ class _Graphed:
             # one place alone.
             return torch.func.functional_call(_Plain(self, rope), values, (x,), tie_weights=False)  # type: ignore[arg-type]
 
-        return self.coat.graphs(layer, x, own, rope), None
+        return self.coat.kind(layer, x, own, rope), None
 
 
 @torch.compiler.assume_constant_result
@@ -103,22 +100,8 @@ class _Plain(nn.Module):
         self.rope = rope
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        plain = super(_Graphed, self.layer).forward  # type: ignore[misc, arg-type]
+        plain = super(Graphed, self.layer).forward  # type: ignore[misc, arg-type]
         return plain(hidden_states=x, attention_mask=None, rotary_pos_emb=self.rope)[0]
-
-
-class GraphedTransformerLayer(_Graphed, TransformerLayer):
-    """:class:`_Graphed` in the place of Megatron's layer."""
-
-
-class GraphedPostNormTransformerLayer(_Graphed, PostNormTransformerLayer):
-    """:class:`_Graphed` in the place of a layer with norms after its blocks."""
-
-
-GRAPHED: dict[type, type] = {
-    TransformerLayer: GraphedTransformerLayer,
-    PostNormTransformerLayer: GraphedPostNormTransformerLayer,
-}
 
 
 def _why_eager(
@@ -163,19 +146,6 @@ def _hooks_of_saved_tensors() -> bool:
             return False
     except RuntimeError:
         return True
-
-
-def layers_to_graph(blocks: Sequence[Block]) -> tuple[dict[str, Any], list[str]]:
-    """Of ``blocks``, which are patched: the layers that are whole, by name, and names of those
-    with a part in BF16.
-    """
-    found: dict[int, tuple[str, Any, set[str]]] = {}
-    for block in blocks:
-        found.setdefault(id(block.layer), (block.layer_name, block.layer, set()))[2].add(block.kind)
-    whole = {
-        name: layer for name, layer, kinds in found.values() if kinds == {"self_attention", "mlp"}
-    }
-    return whole, [name for name, _, _ in found.values() if name not in whole]
 
 
 def why_no_graphs(config: Any) -> str | None:

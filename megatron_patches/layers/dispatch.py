@@ -20,20 +20,23 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from coat_dist.ops import one_by_one
+from coat_dist.patching.classes import Patched
 
-__all__ = ["LOCAL", "FP8AlltoAllDispatcher", "may_send_fp8", "may_stay_local"]
+from .attached import Patch
+
+__all__ = ["FP8AlltoAllDispatcher", "LocalDispatcher", "may_send_fp8", "may_stay_local"]
 
 
-class FP8AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
+class FP8AlltoAllDispatcher(Patched):
     """Sends tokens to experts as codes and row scales; probabilities, and what experts send
     back, as they are.
     """
 
-    coat_settings: ActivationConfig
+    coat: Patch
     tokens_per_expert: Any
 
     def token_dispatch(
-        self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
+        self: Any, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``[rows, h]`` and probabilities ``[rows]`` that other ranks' experts get, to
         those that ours get.
@@ -43,7 +46,7 @@ class FP8AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         )
         received, sent = self.output_splits, self.input_splits
         tokens = flow.dispatch_rows(
-            permutated_local_input_tokens, self.ep_group, received, sent, self.coat_settings
+            permutated_local_input_tokens, self.ep_group, received, sent, self.coat.settings
         )
         return tokens, all_to_all(self.ep_group, permuted_probs, received, sent)
 
@@ -70,7 +73,7 @@ dispatcher's steps.
 """
 
 
-class LocalDispatcher:
+class LocalDispatcher(Patched):
     """The steps that ``MoELayer`` calls, one after the other, for experts that are all on this
     rank.
     """
@@ -125,25 +128,11 @@ class LocalDispatcher:
         return flow.unpermute(hidden_states, order).view(self.hidden_shape)
 
 
-class LocalAllGatherDispatcher(LocalDispatcher, MoEAllGatherTokenDispatcher):
-    pass
-
-
-class LocalAlltoAllDispatcher(LocalDispatcher, MoEAlltoAllTokenDispatcher):
-    pass
-
-
-LOCAL: dict[type, type] = {
-    MoEAllGatherTokenDispatcher: LocalAllGatherDispatcher,
-    MoEAlltoAllTokenDispatcher: LocalAlltoAllDispatcher,
-}
-"""Megatron's dispatchers, and what each becomes."""
-
-
 def may_stay_local(dispatcher: Any) -> bool:
     """Whether a dispatcher of Megatron's has nothing to send and every token goes to as many
     experts.
     """
-    if type(dispatcher) not in LOCAL or dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
+    known = MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+    if type(dispatcher) not in known or dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
         return False
     return not any(getattr(dispatcher.config, key, None) for key in _OTHERWISE)

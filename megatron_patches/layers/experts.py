@@ -4,33 +4,20 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from coat_dist import flow
-from coat_dist.config import ActivationConfig
+from coat_dist.patching.classes import Patched
 
-from ..patch.hooks import CALL, why_bf16_hooks
 from .attached import Patch, eager_under_zero3, wait_for_fc1
-from .grouped import GROUPED, why_bf16_grouped
-from .mlp import NormMLP, checked_activation, why_bf16_products
+from .mlp import NormMLP, checked_activation
 
-__all__ = [
-    "ExpertMLP",
-    "SharedExperts",
-    "has_experts",
-    "why_bf16_experts",
-    "why_bf16_shared_experts",
-]
+__all__ = ["ExpertMLP", "SharedExperts"]
 
 
-class ExpertMLP(MLP):
+class ExpertMLP(Patched):
     """One expert: fc1, the activation and fc2 in FP8. The norm comes before the router and stays as
     it is.
 
@@ -38,7 +25,6 @@ class ExpertMLP(MLP):
     works by itself.
     """
 
-    coat_patched = True
     coat: Patch
     coat_flow_weights = NormMLP.coat_flow_weights
 
@@ -73,56 +59,9 @@ class ExpertMLP(MLP):
         return y, None
 
 
-class SharedExperts(SharedExpertMLP, ExpertMLP):
+class SharedExperts(SharedExpertMLP, ExpertMLP, MLP):
     """Megatron's shared experts, whose ``forward`` calls that of an MLP (:class:`ExpertMLP`) and
-    applies their gate.
+    applies their gate. So the mixin comes after the original class here.
     """
 
-    coat_patched = True
-
-
-def has_experts(layer: Any) -> bool:
-    """Whether the MLP of a ``TransformerLayer`` is a mixture of experts, of the class that is
-    known here.
-    """
-    return type(getattr(layer, "mlp", None)) is MoELayer
-
-
-def why_bf16_experts(layer: Any, settings: ActivationConfig) -> str | None:
-    """Why the experts of a ``TransformerLayer``, all of them together, cannot become
-    :class:`ExpertMLP`, or what ``grouped.py`` has for grouped products.
-    """
-    experts = layer.mlp.experts
-    if type(experts) in GROUPED:
-        return why_bf16_grouped(experts, settings)
-    if type(experts) is not SequentialMLP:
-        return f"experts class {type(experts).__name__}"
-    if settings.tp_invariant:
-        return "tp_invariant with a mixture of experts"
-    for expert in experts.local_experts:
-        if type(expert) is not MLP:
-            return f"expert class {type(expert).__name__}"
-        if (reason := why_bf16_products(expert, expert=True)) is not None:
-            return reason
-    return why_bf16_hooks(
-        layer, _hooked(f"mlp.experts.local_experts.{i}" for i in range(len(experts.local_experts)))
-    )
-
-
-def why_bf16_shared_experts(layer: Any, settings: ActivationConfig) -> str | None:
-    """Why the shared experts of a ``TransformerLayer`` that has some cannot become
-    :class:`SharedExperts`.
-    """
-    shared = layer.mlp.shared_experts
-    if type(shared) is not SharedExpertMLP:
-        return f"shared experts class {type(shared).__name__}"
-    if settings.tp_invariant:
-        return "tp_invariant with a mixture of experts"
-    if shared.config.moe_shared_expert_overlap:
-        return "config.moe_shared_expert_overlap=True"
-    return why_bf16_products(shared) or why_bf16_hooks(layer, _hooked(["mlp.shared_experts"]))
-
-
-def _hooked(mlps: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """What a patch changes for hooks: fc1 and fc2 are not called."""
-    return {f"{mlp}.{fc}": CALL for mlp in mlps for fc in ("linear_fc1", "linear_fc2")}
+    coat_original = SharedExpertMLP

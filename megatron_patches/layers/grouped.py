@@ -14,24 +14,18 @@ from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.experts import GroupedMLP
 
 from coat_dist import flow
-from coat_dist.config import ActivationConfig
+from coat_dist.patching.classes import Patched
 
-from ..patch.hooks import why_own_forward
 from .activations import activation_name
 from .attached import Patch, eager_under_zero3
 from .mlp import checked_activation
 
 __all__ = [
-    "GROUPED",
-    "FP8GroupedExperts",
     "FP8GroupedMLP",
     "GroupedExperts",
     "grouped_activation",
     "grouped_matmul",
-    "why_bf16_grouped",
 ]
-
-_ALIGNMENT = 16
 
 
 def grouped_matmul(
@@ -97,13 +91,12 @@ class GroupedExperts(GroupedMLP):
         return y, None
 
 
-class FP8GroupedMLP(GroupedMLP):
+class FP8GroupedMLP(Patched):
     """fc1, the activation and fc2 of all local experts in FP8, each in one grouped product.
 
     Experts that are split over ranks leave communication to Megatron's token dispatcher.
     """
 
-    coat_patched = True
     coat: Patch
 
     @eager_under_zero3
@@ -129,33 +122,6 @@ class FP8GroupedMLP(GroupedMLP):
             self.coat.settings,
         )
         return flow.grouped_mlp(*args, probs), None
-
-
-class FP8GroupedExperts(FP8GroupedMLP, GroupedExperts):
-    """The patched form of :class:`GroupedExperts`."""
-
-
-GROUPED: dict[type, type] = {GroupedMLP: FP8GroupedMLP, GroupedExperts: FP8GroupedExperts}
-"""Classes of experts in grouped products, and what each becomes."""
-
-
-def why_bf16_grouped(experts: Any, settings: ActivationConfig) -> str | None:
-    """Why experts in grouped products, of a class in :data:`GROUPED`, stay BF16."""
-    if (reason := why_own_forward("experts", experts)) is not None:
-        return reason
-    if settings.tp_invariant:
-        return "tp_invariant with a mixture of experts"
-    width = experts.weight2.numel() // (experts.num_local_experts * experts.config.hidden_size)
-    if experts.config.hidden_size % _ALIGNMENT or width % _ALIGNMENT:
-        return (
-            f"experts of {experts.config.hidden_size} x {width} a rank, not multiples of "
-            f"{_ALIGNMENT}"
-        )
-    try:
-        grouped_activation(experts.config)
-    except ValueError as problem:
-        return str(problem)
-    return None
 
 
 def grouped_activation(config: Any) -> str:

@@ -1,19 +1,14 @@
-"""Linear modules of a patched model. Each replaces the class of a built Megatron module and
-touches no parameter.
-"""
+"""Linear modules of a patched model: Megatron's column- and row-parallel linears in FP8."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from coat_dist import flow
 from coat_dist.formats import QuantizedTensor
+from coat_dist.patching.classes import Patched
 
-from ..patch.hooks import why_own_forward
 from .attached import Patch, check_uncalled, eager_under_zero3
 from .norm import describe
 from .residual import Residual
@@ -22,24 +17,14 @@ __all__ = [
     "FP8RowParallelLinear",
     "InvariantColumnParallelLinear",
     "NormColumnParallelLinear",
-    "whole_shape",
-    "why_bf16_linear",
-    "why_bf16_output_layer",
-    "why_not_invariant_bias",
 ]
 
-_ALIGNMENT = 16
-"""FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding
-every time.
-"""
 
-
-class NormColumnParallelLinear(ColumnParallelLinear):
+class NormColumnParallelLinear(Patched):
     """``linear_qkv``: applies the layer's ``input_layernorm``, if any, then the column-parallel
     linear in FP8.
     """
 
-    coat_patched = True
     coat: Patch
 
     def coat_flow_weights(self) -> list[torch.nn.Parameter]:
@@ -74,12 +59,11 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return flow.norm_linear(input_, norm, self.weight, self.bias, tp, settings), None
 
 
-class FP8RowParallelLinear(RowParallelLinear):
+class FP8RowParallelLinear(Patched):
     """``linear_proj``: the row-parallel linear in FP8. The bias, if any, is handed on or added
     in BF16 as before.
     """
 
-    coat_patched = True
     coat: Patch
     coat_flow_weights = NormColumnParallelLinear.coat_flow_weights
 
@@ -96,47 +80,11 @@ class FP8RowParallelLinear(RowParallelLinear):
         return y + self.bias, None
 
 
-def whole_shape(weight: Any) -> torch.Size:
-    """The shape of a weight, also of one that ZeRO-3 has divided."""
-    return getattr(weight, "ds_shape", weight.shape)
-
-
-def why_bf16_linear(name: str, linear: Any, kind: type[Any], expert: bool = False) -> str | None:
-    """Why a linear of Megatron cannot be replaced, or its weight not be used by a patched MLP.
-
-    A subclass of ``kind`` may compute something else. An ``expert`` leaves communication to the
-    token dispatcher.
-    """
-    if type(linear) is not kind:
-        return f"{name} class {type(linear).__name__}"
-    if (reason := why_own_forward(name, linear)) is not None:
-        return reason
-    for attribute in ("gather_output", "explicit_expert_comm", "disable_grad_reduce"):
-        if not (expert and attribute == "explicit_expert_comm") and getattr(
-            linear, attribute, False
-        ):
-            return f"{name} with {attribute}"
-    if not getattr(linear, "input_is_parallel", True):
-        return f"{name} with input_is_parallel=False"
-    rows, columns = whole_shape(linear.weight)
-    if rows % _ALIGNMENT or columns % _ALIGNMENT:
-        return f"{name} is {rows} x {columns} a rank, not multiples of {_ALIGNMENT}"
-    return None
-
-
-def why_not_invariant_bias(name: str, linear: Any) -> str | None:
-    """Why ``tp_invariant`` cannot have this row-parallel linear."""
-    if linear.bias is None:
-        return None
-    return f"tp_invariant with a bias of {name}, whose gradient is a BF16 sum over a rank's tokens"
-
-
-class InvariantColumnParallelLinear(ColumnParallelLinear):
+class InvariantColumnParallelLinear(Patched):
     """``output_layer`` with ``tp_invariant``: BF16, with sums that do not depend on the
     tensor-parallel size.
     """
 
-    coat_patched = True
     coat: Patch
 
     def forward(
@@ -155,16 +103,3 @@ class InvariantColumnParallelLinear(ColumnParallelLinear):
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
         return y, None
-
-
-def why_bf16_output_layer(output_layer: Any) -> str | None:
-    """Why neither ``tp_invariant`` nor the chunked loss can replace an output layer."""
-    if type(output_layer) is not ColumnParallelLinear:
-        return f"output_layer class {type(output_layer).__name__}"
-    if (reason := why_own_forward("output_layer", output_layer)) is not None:
-        return reason
-    if output_layer.bias is not None:
-        return "output_layer has a bias"
-    if output_layer.config.defer_embedding_wgrad_compute:
-        return "config.defer_embedding_wgrad_compute=True"
-    return None

@@ -14,23 +14,18 @@ import threading
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from coat_dist import flow
 from coat_dist.flow.function import outside_of_graphs
+from coat_dist.patching.classes import Patched
 
-from ..parallel.groups import tensor_parallel
-from ..patch.config_check import why_bf16_config
-from ..patch.hooks import why_own_forward
 from .attached import Patch
-from .linear import InvariantColumnParallelLinear, why_bf16_output_layer
+from .linear import InvariantColumnParallelLinear
 
 __all__ = [
     "ChunkedLossGPTModel",
     "ChunkedLossLinear",
     "InvariantChunkedLossLinear",
-    "why_plain_loss",
 ]
 
 
@@ -62,10 +57,9 @@ def given_to(layer: Any) -> torch.Tensor | None:
     return _given.labels if _given.to is layer else None
 
 
-class _ChunkedLoss:
+class ChunkedLossLinear(Patched):
     """An output layer that returns losses while it is given labels."""
 
-    coat_patched = True
     coat: Patch
 
     def forward(
@@ -92,35 +86,26 @@ class _ChunkedLoss:
         return flow.linear_cross_entropy(input_, weight, labels, tp, **options), None
 
 
-class ChunkedLossLinear(_ChunkedLoss, ColumnParallelLinear):
-    """``output_layer`` with ``loss: "chunked"``."""
-
-
-class InvariantChunkedLossLinear(_ChunkedLoss, InvariantColumnParallelLinear):
+class InvariantChunkedLossLinear(ChunkedLossLinear, InvariantColumnParallelLinear):
     """``output_layer`` with ``loss: "chunked"`` and ``tp_invariant``."""
 
 
-class ChunkedLossGPTModel(GPTModel):
+class ChunkedLossGPTModel(Patched):
     """A ``GPTModel`` whose loss never holds all logits."""
-
-    coat_patched = True
 
     def _postprocess(
         self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args, **kwargs
     ) -> Any:
-        if labels is None:
-            if self.training and (z_loss := self.output_layer.coat.settings.z_loss):
-                raise ValueError(
-                    f"activation.z_loss: got {z_loss} and a training model called without labels, "
-                    "accepted: labels "
-                    "(a loss of the caller's own would lack it), or 0, or model.eval()"
-                )
-            return super()._postprocess(
-                hidden_states, input_ids, position_ids, labels, *args, **kwargs
+        z_loss = self.output_layer.coat.settings.z_loss if self.training else 0.0
+        if labels is None and z_loss:
+            raise ValueError(
+                f"activation.z_loss: got {z_loss} and a training model called without labels, "
+                "accepted: labels (a loss of the caller's own would lack it), or 0, or model.eval()"
             )
-        before = give(self.output_layer, labels.transpose(0, 1).contiguous())
+        handed = None if labels is None else labels.transpose(0, 1).contiguous()
+        before = give(self.output_layer, handed)
         try:
-            return super()._postprocess(
+            return super()._postprocess(  # type: ignore[misc]
                 hidden_states, input_ids, position_ids, labels, *args, **kwargs
             )
         finally:
@@ -134,39 +119,4 @@ class ChunkedLossGPTModel(GPTModel):
         """
         if logits.dim() == labels.dim():
             return logits.transpose(0, 1).contiguous()
-        return super().compute_language_model_loss(labels, logits)
-
-
-def why_plain_loss(model: Any) -> str | None:
-    """Why the loss of a language model stays plain, or None.
-
-    In a pipeline stage without output layer only class and configuration are looked at, which are
-    the same in the stage that has one.
-    """
-    if type(model) is not GPTModel:
-        return f"model class {type(model).__name__}"
-    if (reason := why_own_forward("the model", model)) is not None:
-        return reason
-    if (reason := why_bf16_config(model.config)) is not None:
-        return reason
-    output_layer = getattr(model, "output_layer", None)
-    if output_layer is not None and (reason := why_bf16_output_layer(output_layer)) is not None:
-        return reason
-    if model.config.mtp_num_layers:
-        return "multi-token prediction computes several losses"
-    if model.fp16_lm_cross_entropy:
-        return "fp16_lm_cross_entropy"
-    if getattr(model.config, "use_mup", False):
-        return "config.use_mup scales logits"
-    if model.config.config_logger_dir:
-        return "config.config_logger_dir asks for logits"
-    if output_layer is None:
-        return None
-    if output_layer.gather_output and tensor_parallel(output_layer).size > 1:
-        return "parallel_output=False gathers logits"
-    weight = output_layer.weight
-    if weight is None:
-        weight = model.shared_embedding_or_output_weight()
-    if weight.dtype not in (torch.bfloat16, torch.float32):
-        return f"{str(weight.dtype).removeprefix('torch.')} parameters"
-    return None
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]

@@ -4,35 +4,37 @@ with experts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP
 
 from coat_dist import flow
-from coat_dist.config import ActivationConfig
+from coat_dist.patching.classes import Patched
 
-from ..patch.hooks import CALL, INPUT_OR_ITS_GRADIENT, OUTPUT, why_bf16_hooks
-from .activations import activation_name
 from .attached import Patch, check_uncalled, eager_under_zero3, wait_for_fc1
-from .linear import whole_shape, why_bf16_linear, why_not_invariant_bias
-from .norm import describe, why_bf16_norm
+from .norm import describe
 from .residual import Residual
 
-__all__ = ["NormMLP", "checked_activation", "why_bf16_mlp", "why_bf16_products"]
-
-_HOOKS = {
-    "pre_mlp_layernorm": OUTPUT,
-    "mlp": INPUT_OR_ITS_GRADIENT,  # its input is what was the norm's
-    "mlp.linear_fc1": CALL,
-    "mlp.linear_fc2": CALL,
-}
-"""What a patch changes for hooks: the norm hands its input on, fc1 and fc2 are not called."""
+__all__ = ["Activation", "NormMLP", "checked_activation"]
 
 
-class NormMLP(MLP):
+class Activation(NamedTuple):
+    """What an MLP or experts compute between their two products."""
+
+    name: str
+    """The flow's name of it, found when the model is patched. Functions are told apart by identity,
+    and profilers put others in their places while they run.
+    """
+    function: Any
+    """The function that has this name: what ``config.activation_func`` must still be."""
+    recompute: bool = False
+    """Whether the MLP checkpoints itself, in the layer's place: so the residual's alias leaves
+    the checkpoint too.
+    """
+
+
+class NormMLP(Patched):
     """Applies the layer's ``pre_mlp_layernorm``, if any, fc1, the activation and fc2 in one step,
     in FP8.
 
@@ -40,7 +42,6 @@ class NormMLP(MLP):
     hooks on them do not fire.
     """
 
-    coat_patched = True
     coat: Patch
 
     def coat_flow_weights(self) -> list[torch.nn.Parameter]:
@@ -56,7 +57,7 @@ class NormMLP(MLP):
 
         As in Megatron the bias is handed on, to be added with dropout and residual.
         """
-        if self.coat.recompute:
+        if self.coat.kind.recompute:
             y, alias = tensor_parallel.checkpoint(
                 self._norm_mlp, False, hidden_states, self._anchor(hidden_states)
             )
@@ -108,41 +109,6 @@ class NormMLP(MLP):
         return y, alias if self.coat.residual else None
 
 
-def why_bf16_mlp(layer: Any, settings: ActivationConfig) -> str | None:
-    """Why the MLP of a ``TransformerLayer`` and its norm cannot become :class:`NormMLP`."""
-    mlp = layer.mlp
-    if type(mlp) is not MLP:
-        return f"MLP class {type(mlp).__name__}"
-    reason = why_bf16_norm(layer.pre_mlp_layernorm) or why_bf16_products(mlp)
-    if reason is None and settings.tp_invariant:
-        reason = why_not_invariant_bias("linear_fc2", mlp.linear_fc2)
-        if (
-            reason is None
-            and (width := whole_shape(mlp.linear_fc2.weight)[1]) % settings.group_size
-        ):
-            reason = (
-                f"tp_invariant with {width} FFN elements a rank, no multiple of group_size "
-                f"{settings.group_size}"
-            )
-    return reason or why_bf16_hooks(layer, _HOOKS)
-
-
-def why_bf16_products(mlp: Any, expert: bool = False) -> str | None:
-    """Why fc1, the activation and fc2 of an MLP or expert cannot run the flow."""
-    reason = why_bf16_linear("linear_fc1", mlp.linear_fc1, ColumnParallelLinear, expert)
-    reason = reason or why_bf16_linear("linear_fc2", mlp.linear_fc2, RowParallelLinear, expert)
-    if reason is not None:
-        return reason
-    try:
-        activation_name(mlp.config)
-    except ValueError as problem:
-        return str(problem)
-    # Megatron reads the one or the other, by the gate.
-    if mlp.activation_func is not mlp.config.activation_func:
-        return "an activation_func that is not config.activation_func"
-    return None
-
-
 def checked_activation(mlp: Any, *functions: Any) -> str:
     """The flow's name of a patched MLP's or expert's activation.
 
@@ -154,11 +120,11 @@ def checked_activation(mlp: Any, *functions: Any) -> str:
         ValueError: another function was set since the model was patched.
     """
     for given in (mlp.config.activation_func, *functions):
-        if given is not mlp.coat.function:
-            name, accepted = (getattr(f, "__name__", f) for f in (given, mlp.coat.function))
+        if given is not mlp.coat.kind.function:
+            name, accepted = (getattr(f, "__name__", f) for f in (given, mlp.coat.kind.function))
             raise ValueError(
                 f"activation_func: got {name}, accepted: {accepted}, which it was when the model "
                 "was patched; "
                 "call unpatch_model first"
             )
-    return mlp.coat.activation
+    return mlp.coat.kind.name

@@ -13,23 +13,21 @@ import torch
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from coat_dist import flow
+from coat_dist.patching.classes import Patched
 
-from ..parallel.groups import tensor_parallel
+from ..groups import tensor_parallel
 
 __all__ = [
-    "EXACT",
-    "FOLDED",
+    "FOLDABLE",
     "AllHeadsNorm",
-    "ExactNorm",
+    "Exact",
     "Folded",
     "Norm",
     "describe",
-    "why_bf16_norm",
 ]
 
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -79,13 +77,10 @@ class Norm(nn.Module):
         self.weight = self.bias = None
         if affine:
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            self.weight = nn.Parameter(
-                torch.ones(hidden_size, dtype=config.params_dtype, device=device)
-            )
+            start = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+            self.weight = nn.Parameter(start)
             if self.kind == "layernorm":
-                self.bias = nn.Parameter(
-                    torch.zeros(hidden_size, dtype=config.params_dtype, device=device)
-                )
+                self.bias = nn.Parameter(torch.zeros_like(start))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -157,64 +152,20 @@ def _reduces_now(module: Any) -> bool:
     return module.partial_by_heads or module.config.sequence_parallel
 
 
-class Folded:
+class Folded(Patched):
     """A norm that the following linear applies. Called itself, it returns its input."""
-
-    coat_patched = True
 
     def forward(self, x: torch.Tensor, /, **_: Any) -> torch.Tensor:
         return x
 
 
-class FoldedNorm(Folded, Norm):  # type: ignore[misc]
-    pass
-
-
-class FoldedRMSNorm(Folded, nn.RMSNorm):  # type: ignore[misc]
-    pass
-
-
-class FoldedLayerNorm(Folded, nn.LayerNorm):  # type: ignore[misc]
-    pass
-
-
-class FoldedFusedLayerNorm(Folded, FusedLayerNorm):
-    pass
-
-
-class ExactNorm(Norm):
-    """A norm that stays BF16, with gradients that do not depend on the tensor-parallel size."""
-
-    coat_patched = True
-    exact = True
-
-
-class ExactAllHeadsNorm(AllHeadsNorm):
-    """The same with sums in fp64, forward too."""
-
-    coat_patched = True
-    exact = True
-
-
-FOLDED: dict[type, type] = {
-    Norm: FoldedNorm,
-    nn.RMSNorm: FoldedRMSNorm,
-    nn.LayerNorm: FoldedLayerNorm,
-    FusedLayerNorm: FoldedFusedLayerNorm,
-}
-EXACT: dict[type, type] = {Norm: ExactNorm, AllHeadsNorm: ExactAllHeadsNorm}
-
-
-def why_bf16_norm(norm: nn.Module) -> str | None:
-    """Why the norm before a block cannot be folded into the block's first linear; None too where
-    there is no norm.
+class Exact(Patched):
+    """A norm that stays BF16, with gradients that do not depend on the tensor-parallel size; of
+    all heads, with sums in fp64, forward too.
     """
-    if type(norm) is IdentityOp:
-        return None
-    if type(norm) not in FOLDED:
-        return f"norm class {type(norm).__name__}"
-    try:
-        describe(norm)
-    except ValueError as problem:
-        return str(problem)
-    return None
+
+    exact = True
+
+
+FOLDABLE = Norm, nn.RMSNorm, nn.LayerNorm, FusedLayerNorm
+"""Classes of norms that the following linear can apply."""

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.identity_op import IdentityOp
 
-__all__ = ["AliasedAdd", "Residual", "why_residual_unfused"]
+__all__ = ["AliasedAdd", "Residual"]
 
 _ATTRIBUTE = "coat_residual"
 
@@ -72,17 +71,3 @@ class AliasedAdd:
             return add(x_with_bias, Residual.receive(x_with_bias[0], residual), prob)
 
         return bias_dropout_add
-
-
-def why_residual_unfused(layer: Any, name: str, norm: str) -> str | None:
-    """Why autograd adds the residual's gradient of a patched block, between ``norm`` and the
-    addition ``name``.
-    """
-    if isinstance(getattr(layer, norm), IdentityOp):
-        return "no norm before the block"
-    add = getattr(layer, name)
-    return (
-        None
-        if add is get_bias_dropout_add
-        else f"{name} {getattr(add, '__name__', type(add).__name__)}"
-    )

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ..compat import check_version, fc1_params
-from ..patch.config_check import why_not_built
+from ..config.config_check import why_not_built
 from .attention import CompactSelfAttention
 from .core_attention import SDPA
 from .grouped import GroupedExperts
@@ -57,7 +57,7 @@ def gpt_layer_spec(
 
     Args:
         config: every field is honoured, refused, or has no meaning here:
-            :mod:`megatron_patches.patch.fields`. Experts are a ``SequentialMLP``, or with
+            :mod:`megatron_patches.config.fields`. Experts are a ``SequentialMLP``, or with
             ``moe_grouped_gemm`` a ``GroupedMLP`` that needs no other package
             (:class:`~megatron_patches.layers.grouped.GroupedExperts`).
         affine: False for norms without parameters (OLMo). Query and key norms always have them.

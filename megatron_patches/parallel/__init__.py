@@ -1,3 +1,3 @@
-"""Process groups, engines of DeepSpeed, pipeline stages, and what ranks exchange beside
+"""Engines of DeepSpeed, pipeline stages, and what ranks exchange beside
 DeepSpeed.
 """

@@ -20,9 +20,9 @@ from coat_dist.deepspeed.engine import configurations
 from coat_dist.patching.report import PatchReport, check_settings, is_patched, reports_of
 from coat_dist.ranks import gather
 
+from ..groups import MPUAdapter
 from ..patch.blocks import language_models
 from ..patch.patch import patch_model, unpatch_model
-from .groups import MPUAdapter
 from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
 from .universal import universal_checkpoint_info

@@ -1,1 +1,4 @@
-"""Which parts of a built model are patched, and the change itself: all of a model or none."""
+"""Patching of built Megatron models: their blocks, what becomes of each, and the plan of a model.
+
+The mechanism is ``coat_dist/patching``.
+"""

@@ -1,57 +1,18 @@
-"""The parts of a model that are patched as a whole or not at all, and where to find them."""
+"""Megatron models, their layers, and the blocks of a layer, each of which is patched as a whole or
+not at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
-from ..layers.experts import has_experts
-
-__all__ = ["NORMS", "Block", "blocks_of", "configs_of", "language_models", "layers_of", "pipelined"]
-
-NORMS = {"self_attention": "input_layernorm", "mlp": "pre_mlp_layernorm"}
-"""The norm that a block applies itself, by the block."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part of a layer that is patched as a whole or not at all."""
-
-    layer_name: str
-    layer: Any
-    kind: str
-    """One of "self_attention", "mlp", "mlp.experts", "mlp.shared_experts"; also its name in the
-    layer.
-    """
-
-    @property
-    def name(self) -> str:
-        return f"{self.layer_name}.{self.kind}"
-
-    def modules(self) -> dict[str, Any]:
-        """The modules whose class a patch changes, by their name in the layer."""
-        if self.kind == "mlp.experts":
-            experts = getattr(self.layer.mlp.experts, "local_experts", None)
-            paths = (
-                [self.kind]
-                if experts is None
-                else [f"{self.kind}.local_experts.{i}" for i in range(len(experts))]
-            )
-        elif self.kind == "self_attention":
-            paths = [
-                NORMS[self.kind],
-                self.kind,
-                "self_attention.linear_qkv",
-                "self_attention.linear_proj",
-            ]
-        else:
-            paths = [NORMS[self.kind], self.kind] if self.kind in NORMS else [self.kind]
-        return {path: self.layer.get_submodule(path) for path in paths}
+__all__ = ["blocks_of", "configs_of", "has_experts", "language_models", "layers_of", "pipelined"]
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -64,14 +25,22 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.layers.{i}".lstrip("."), layer
 
 
-def blocks_of(name: str, layer: Any) -> list[Block]:
-    """What can be patched in a ``TransformerLayer``."""
-    kinds = ["self_attention", "mlp"]
-    if has_experts(layer):
-        kinds = ["self_attention", "mlp.experts"] + ["mlp.shared_experts"] * (
-            layer.mlp.shared_experts is not None
-        )
-    return [Block(name, layer, kind) for kind in kinds]
+def has_experts(layer: Any) -> bool:
+    """Whether the MLP of a ``TransformerLayer`` is a mixture of experts, of the class that is
+    known here.
+    """
+    return type(getattr(layer, "mlp", None)) is MoELayer
+
+
+def blocks_of(layer: Any) -> dict[str, Any]:
+    """What can be patched in a ``TransformerLayer``, by the name in the layer."""
+    blocks = {"self_attention": layer.self_attention}
+    if not has_experts(layer):
+        return blocks | {"mlp": layer.mlp}
+    blocks["mlp.experts"] = layer.mlp.experts
+    if layer.mlp.shared_experts is not None:
+        blocks["mlp.shared_experts"] = layer.mlp.shared_experts
+    return blocks
 
 
 def language_models(model: nn.Module) -> list[tuple[str, Any]]:

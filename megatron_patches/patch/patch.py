@@ -1,10 +1,9 @@
 """Patch a built Megatron model in place: its layers keep their parameters and names, and run the
 FP8 precision flow.
 
-Patching sets ``__class__`` of built modules to a subclass with another ``forward`` and gives it one
-attribute, ``coat``. Undoing it sets the class back. Each layer has two blocks that are patched
-independently, attention (input_layernorm, linear_qkv, linear_proj) and MLP (pre_mlp_layernorm,
-linear_fc1, activation, linear_fc2); of a mixture of experts, the experts and the shared experts.
+Each layer has two blocks that are patched independently, attention (input_layernorm, linear_qkv,
+linear_proj) and MLP (pre_mlp_layernorm, linear_fc1, activation, linear_fc2); in a mixture of
+experts, the experts and the shared experts.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from contextlib import contextmanager
 from torch import nn
 
 from coat_dist.config import ActivationConfig
+from coat_dist.patching import changes
 from coat_dist.patching.report import PatchReport
 from coat_dist.patching.settings import Config, coat_block
 
 from ..compat import check_version
-from .apply import apply_plan
-from .plan import check_model, check_plan, make_plan
+from .plan import check_model, make_plan, mark_zeroed
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -59,8 +58,9 @@ def patch_model(
     model = _one_module(model)
     check_model(model, settings)
     plan = make_plan(model, settings)
-    check_plan(plan, model, settings)
-    apply_plan(plan, model, settings)
+    plan.apply(*(model if type(model) is nn.ModuleList else [model]))
+    if any(entry.settings.wgrad == "main_grad" for entry in plan.patched):
+        mark_zeroed()
     return plan.report
 
 
@@ -73,17 +73,7 @@ def unpatch_model(model: nn.Module | Sequence[nn.Module]) -> None:
     Raises:
         ValueError: the model is not patched.
     """
-    made = [
-        changes
-        for m in _one_module(model).modules()
-        if (changes := vars(m).get("coat_changes")) is not None
-    ]
-    if not made:
-        raise ValueError(
-            "model: got one that is not patched, accepted: what patch_model has patched"
-        )
-    for changes in made:  # chunks share theirs, and the second time there is nothing to undo
-        changes.undo()
+    changes.unpatch_model(_one_module(model))
 
 
 @contextmanager

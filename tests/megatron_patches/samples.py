@@ -34,45 +34,45 @@ WINDOW: dict[str, Any] = dict(window_size=(3, 0))
 
 # Fields that change what a model computes: what is set, for GPTModel under "gpt". Alone where there
 # is one key.
-EFFECT: dict[str, dict[str, Any]] = {
-    "num_layers": dict(num_layers=3),
-    "hidden_size": dict(hidden_size=128),
-    "num_attention_heads": dict(num_attention_heads=2),
-    "num_query_groups": dict(num_query_groups=2),
-    "ffn_hidden_size": dict(ffn_hidden_size=128),
-    "kv_channels": dict(kv_channels=32),
-    "hidden_dropout": dict(hidden_dropout=0.3),
-    "attention_dropout": dict(attention_dropout=0.3),
-    "layernorm_epsilon": dict(layernorm_epsilon=0.5),
-    "normalization": dict(normalization="LayerNorm"),
+_EFFECT: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 128,
+    "kv_channels": 32,
+    "hidden_dropout": 0.3,
+    "attention_dropout": 0.3,
+    "layernorm_epsilon": 0.5,
+    "normalization": "LayerNorm",
     "params_dtype": dict(bf16=True, params_dtype=torch.bfloat16),
     "bf16": dict(bf16=True, params_dtype=torch.bfloat16),
-    "init_method": dict(init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)),
+    "init_method": lambda w: torch.nn.init.uniform_(w, -0.2, 0.2),
     "output_layer_init_method": dict(
         output_layer_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
     ),
-    "init_method_std": dict(init_method_std=0.1),
+    "init_method_std": 0.1,
     "embedding_init_method": dict(
         embedding_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
     ),
-    "embedding_init_method_std": dict(embedding_init_method_std=1.0),
-    "is_hybrid_model": dict(is_hybrid_model=True),
-    "add_bias_linear": dict(add_bias_linear=True),
-    "add_qkv_bias": dict(add_qkv_bias=True),
+    "embedding_init_method_std": 1.0,
+    "is_hybrid_model": True,
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
     "gated_linear_unit": dict(gated_linear_unit=False, activation_func=F.gelu),
-    "activation_func": dict(activation_func=quick_gelu),
+    "activation_func": quick_gelu,
     "bias_activation_fusion": dict(bias_activation_fusion=True, activation_func=F.gelu),
-    "glu_linear_offset": dict(glu_linear_offset=1.0),
+    "glu_linear_offset": 1.0,
     "activation_func_clamp_value": dict(
         activation_func_clamp_value=0.5, activation_func=quick_gelu
     ),
-    "softmax_scale": dict(softmax_scale=0.7),
-    "qk_layernorm": dict(qk_layernorm=True),
-    "qk_l2_norm": dict(qk_l2_norm=True),
-    "attention_output_gate": dict(attention_output_gate=True),
+    "softmax_scale": 0.7,
+    "qk_layernorm": True,
+    "qk_l2_norm": True,
+    "attention_output_gate": True,
     "test_mode": dict(test_mode=True, qk_layernorm=True, normalization="LayerNorm"),
-    "rotary_interleaved": dict(rotary_interleaved=True),
-    "no_rope_freq": dict(no_rope_freq=[0, 1]),
+    "rotary_interleaved": True,
+    "no_rope_freq": [0, 1],
     "mrope_section": dict(mrope_section=[2, 3, 3], gpt=dict(position_embedding_type="mrope")),
     "num_moe_experts": EXPERTS,
     "moe_ffn_hidden_size": EXPERTS,
@@ -105,6 +105,9 @@ EFFECT: dict[str, dict[str, Any]] = {
         moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True
     )
     | EXPERTS,
+}
+EFFECT: dict[str, dict[str, Any]] = {
+    name: given if isinstance(given, dict) else {name: given} for name, given in _EFFECT.items()
 }
 # Fields of core attention that SDPA does not have: our spec refuses them, and they are tried on
 # models of Megatron's.

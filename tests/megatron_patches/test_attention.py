@@ -4,6 +4,8 @@ output kept in FP8.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -37,7 +39,7 @@ SETTINGS, FP8 = ActivationConfig(), ActivationConfig(attention="fp8")
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("mscale", [1.0, 1.3])
-def test_definition_is_megatrons_function_to_the_bit_in_fp32(percent, interleaved, mscale):
+def test_split_rope_is_megatrons_rotation_in_fp32(percent, interleaved, mscale):
     heads = Heads(groups=2, per_group=3, size=32)
     config = tiny_config(rotary_interleaved=interleaved)
     freqs = RotaryEmbedding(
@@ -84,7 +86,7 @@ ROTARY = {
 
 
 @pytest.mark.parametrize("name", ROTARY)
-def test_one_pass_computes_what_megatrons_passes_do(name, monkeypatch, device):
+def test_rotary_embedding_in_one_pass_is_megatrons(name, monkeypatch, device):
     """fp32: the same losses and gradients to the bit, with the one pass and without."""
     options = FP32 | ROTARY[name]
     spec = options.get("megatron_spec", False)
@@ -103,7 +105,9 @@ def test_one_pass_computes_what_megatrons_passes_do(name, monkeypatch, device):
     if name != "full_recompute":
         assert calls[1] is None or calls[0] is calls[1], "one table serves all layers"
     count = len(calls)
-    monkeypatch.setattr(module, "why_megatron_splits_qkv", lambda attention: "a test")
+    for layer in model.decoder.layers:
+        own = layer.self_attention.coat
+        layer.self_attention.coat = replace(own, kind=own.kind._replace(why_split="a test"))
     assert_equal(found, gradients(model, batch, spec))
     assert len(calls) == count
 
@@ -120,7 +124,7 @@ def attend(settings):
     )
 
 
-def test_other_calls_are_megatrons(monkeypatch):
+def test_attention_with_two_tables_is_megatrons(monkeypatch):
     """Different angles for queries and keys. Inference is handled by the same code."""
     attention, x, arguments = attend(SETTINGS)
     freqs = arguments["rotary_pos_emb"]
@@ -133,7 +137,7 @@ def test_other_calls_are_megatrons(monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_angles_changed_in_place_are_seen(documents):
+def test_attention_sees_angles_changed_in_place(documents):
     attention, x, arguments = attend(SETTINGS)
     freqs = arguments["rotary_pos_emb"]
     if documents:
@@ -151,7 +155,7 @@ def test_angles_changed_in_place_are_seen(documents):
     assert torch.equal(after, attention(x, **arguments | {"rotary_pos_emb": freqs.clone()})[0])
 
 
-def test_fp8_refuses_arguments_that_only_megatrons_forward_takes():
+def test_fp8_attention_refuses_arguments_of_megatrons_forward():
     attention, x, arguments = attend(FP8)
     freqs = arguments["rotary_pos_emb"]
     for name, given in (
@@ -162,22 +166,3 @@ def test_fp8_refuses_arguments_that_only_megatrons_forward_takes():
     ):
         with pytest.raises(ValueError, match=f"{name}: got .*, accepted: None"):
             attention(x, **arguments | {name: given})
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"megatron_spec": True}, "core attention class DotProductAttention"),
-        (ROTARY["recompute"], "recompute_modules 'core_attn'"),
-        ({"test_mode": True}, "config.test_mode=True"),
-    ],
-)
-def test_fp8_refuses_attention_that_cannot(options, reason):
-    model = tiny_gpt(**options)
-    with pytest.raises(
-        ValueError, match='activation.attention: got "fp8", accepted: "bf16" with'
-    ) as error:
-        patch_model(model, FP8)
-    assert reason in str(error.value) and "decoder.layers.0" in str(error.value)
-    assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())

@@ -25,7 +25,7 @@ def test_supported_versions(version, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced on a machine with a GPU")
-def test_cpu_stands_in_for_the_gpu(caplog):
+def test_prepare_cpu_stands_in_for_the_gpu(caplog):
     assert prepare_cpu()
     replaced = torch.cuda.current_device
     assert prepare_cpu() and torch.cuda.current_device is replaced
@@ -42,7 +42,7 @@ def test_cpu_stands_in_for_the_gpu(caplog):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the mask is on the GPU")
-def test_attention_that_is_not_patched_has_its_mask_on_the_cpu():
+def test_prepare_cpu_keeps_the_mask_of_unpatched_attention_on_the_cpu():
     """Also outside of Megatron's own loop, which finds the CPU as a whole: a BF16 baseline under
     DeepSpeed.
     """

@@ -19,9 +19,9 @@ from megatron.core.transformer.moe.moe_utils import RandomSTE
 from coat_dist.config import ActivationConfig
 from megatron_patches import gpt_layer_spec, patch_model, patched
 from megatron_patches.compat import older_than
+from megatron_patches.config import config_check
+from megatron_patches.config.fields import ACCEPTED, KNOWN, WITHOUT_MEANING
 from megatron_patches.layers.core_attention import SDPA
-from megatron_patches.patch import config_check
-from megatron_patches.patch.fields import ACCEPTED, KNOWN, WITHOUT_MEANING
 
 from .samples import (
     CORE,
@@ -111,7 +111,7 @@ def settable(name: str, accepted: tuple[Any, ...] = ()) -> Any:
     )
 
 
-def test_the_table_has_every_field():
+def test_fields_table_has_every_field():
     """The table is the recorded list of fields: one that a new Megatron adds, or drops, fails here.
 
     What to do is in CONTRIBUTING.md. Fields that a supported version still has stay in
@@ -128,7 +128,7 @@ def known(table: dict[str, dict[str, Any]]) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", known(EFFECT))
-def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
+def test_gpt_layer_spec_honours_a_field(name):
     """fp32: our spec computes what Megatron's local spec does. Patched, the model changes with
     it.
     """
@@ -160,7 +160,7 @@ def test_a_field_does_what_it_does_in_megatrons_own_spec(name):
 
 
 @pytest.mark.parametrize("name", known(CORE))
-def test_core_attention_of_a_patched_model_stays_what_it_was(name):
+def test_patch_model_keeps_core_attention(name):
     if name.startswith("window") and DEVICE == "cpu":
         pytest.skip("Megatron makes the mask of its own attention on a GPU")
     plain, usual = (
@@ -215,7 +215,7 @@ def test_fields_without_meaning_change_no_bit(where, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [n for n in ACCEPTED["built"] if n in DECLARED])
-def test_the_spec_refuses_by_name(name):
+def test_gpt_layer_spec_refuses_a_field_by_name(name):
     config = tiny_config(**EXPERTS)
     setattr(config, name, settable(name, ACCEPTED["built"][name]))
     with pytest.raises(
@@ -224,7 +224,7 @@ def test_the_spec_refuses_by_name(name):
         gpt_layer_spec(config)
 
 
-def test_patching_refuses_by_name():
+def test_patch_model_refuses_a_field_by_name():
     """Nothing is patched, and the reason names the field."""
     model = build({})
     names = [n for n in ACCEPTED["patched"] if n in DECLARED]
@@ -240,7 +240,7 @@ def test_patching_refuses_by_name():
 
 
 @pytest.mark.parametrize(("name", "value"), [("softmax_scale", 0.5), ("num_query_groups", 2)])
-def test_a_field_that_is_not_in_the_table_is_refused_where_it_is_set(name, value, monkeypatch):
+def test_unknown_field_is_refused_where_it_is_set(name, value, monkeypatch):
     """As a field of a newer Megatron would be. Its default is accepted, also where other fields
     determine it.
     """

@@ -9,7 +9,7 @@ import torch
 
 import megatron_patches as mp
 from tests.support import run_ranks
-from tests.support.gathers import Sent, values
+from tests.support.gathers import AHEAD, KEPT, LET_GO, check_gathered, compared
 
 from .tiny import FULL, NARROW, tiny_batch, tiny_gpt, tiny_loss
 from .training import drive, engine_config
@@ -41,30 +41,16 @@ def _run(engine, world, rank, steps=3):
     return losses
 
 
-def _compared(rank, world, cases):
-
+def _compared(rank, world, names):
     mp.initialize_model_parallel(1)
-    sent = Sent()
-    found = []
-    for changes, zero, activation in cases:
-        runs, counts = [], []
-        for gather in (False, True):
-            engine = _engine(_config(gather, zero, **activation), **changes)
-            losses = _run(engine, world, rank)
-            sent.take()
-            losses += _run(engine, world, rank, steps=1)
-            counts.append(sent.take())
-            runs.append((losses, values(engine)))
-            engine.destroy()
-        (plain, before), (losses, after) = runs
-        different = [n for n, p in before.items() if not torch.equal(p, after[n])]
-        found.append((plain == losses, different, *counts))
-    return found
+
+    def build(name, gather):
+        changes, zero, activation = CASES[name]
+        return _engine(_config(gather, zero, **activation), **changes)
+
+    return compared(names, build, lambda engine, steps: _run(engine, world, rank, steps))
 
 
-KEPT = {"stage3_max_reuse_distance": 10**9}
-LET_GO = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-AHEAD = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 40_000}
 CASES = {
     "rows": ({}, LET_GO, {}),
     "rows, kept from forward to backward": ({}, KEPT, {}),
@@ -85,41 +71,27 @@ CASES = {
     "hpZ": ({}, LET_GO | {"zero_hpz_partition_size": 2}, {}),
     "a layer in BF16": ({}, LET_GO, {"bf16_layers": [0], "attention": "fp8"}),
 }
-KEPT_FOR_BOTH = "rows, kept from forward to backward"
+SHARES = {
+    "invariant": 0,
+    "in advance": None,
+    # What forward and backward multiply, gathered once for both.
+    "rows, kept from forward to backward": 1,
+}
 SHORT = ("rows", "in advance")
 
 
 @pytest.mark.parametrize(
-    "names",
-    [SHORT, pytest.param([n for n in CASES if n not in (*SHORT, "hpZ")], marks=pytest.mark.slow)],
+    ("world", "names"),
+    [
+        (2, SHORT),
+        pytest.param(2, [n for n in CASES if n not in SHORT], marks=pytest.mark.slow),
+        # Between nodes values travel, of which DeepSpeed makes the second shards.
+        pytest.param(4, ["hpZ"], marks=pytest.mark.slow),
+    ],
 )
-def test_training_is_the_same_to_the_bit(names):
-    for results in run_ranks(2, _compared, [CASES[name] for name in names]):
-        for name, (same, different, (plain, none), (others, codes)) in zip(
-            names, results, strict=True
-        ):
-            assert same and not different, name
-            assert none == 0
-            if name == "invariant":
-                assert (others, codes) == (plain, 0)
-            elif name == "in advance":
-                assert 0 < codes <= plain - others, name
-            # What forward and backward multiply, gathered once for both.
-            elif name == KEPT_FOR_BOTH:
-                assert codes == plain - others > 0, name
-            else:
-                assert 2 * codes == plain - others > 0, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_second_shards_of_a_node_are_gathered_as_codes(world):
-    """Between nodes values travel, of which DeepSpeed makes the second shards."""
-    for ((same, different, (plain, none), (others, codes)),) in run_ranks(
-        world, _compared, [CASES["hpZ"]]
-    ):
-        assert same and not different and none == 0
-        assert 2 * codes == plain - others > 0
+def test_fp8_weight_gather_trains_to_the_same_bits(world, names):
+    for found in run_ranks(world, _compared, names):
+        check_gathered(found, lambda name: SHARES.get(name, 0.5))
 
 
 def _asked_for_values(rank, world, folder):
@@ -182,7 +154,7 @@ def _asked_for_values(rank, world, folder):
     return found[0] == found[1]
 
 
-def test_values_can_be_read_and_written(tmp_path):
+def test_fp8_weight_gather_values_are_read_and_written(tmp_path):
     assert run_ranks(2, _asked_for_values, str(tmp_path)) == [True, True]
 
 
@@ -209,7 +181,7 @@ def _compiled(rank, world):
 
 
 @pytest.mark.slow
-def test_a_compiled_engine_trains_to_the_same_bits():
+def test_fp8_weight_gather_with_a_compiled_engine():
     """Compiled code sees neither what ZeRO-3 fetches when Python reads it, nor codes in place of
     a weight.
     """

@@ -14,9 +14,10 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from coat_dist.config import ActivationConfig
+from coat_dist.patching.classes import swapped
 from megatron_patches import patch_model, patched
-from megatron_patches.layers.dispatch import LOCAL, may_stay_local
-from megatron_patches.layers.grouped import FP8GroupedExperts, GroupedExperts
+from megatron_patches.layers.dispatch import LocalDispatcher, may_stay_local
+from megatron_patches.layers.grouped import FP8GroupedMLP, GroupedExperts
 
 from .tiny import HIDDEN, assert_equal, gradients, tiny_batch, tiny_gpt
 
@@ -52,7 +53,7 @@ def both(**options):
     return one_by_one, grouped
 
 
-def test_built_without_the_package(device):
+def test_grouped_experts_without_the_package(device):
     """Its own class, Megatron's parameters; loss and gradients are those of a SequentialMLP but
     for rounding.
     """
@@ -76,7 +77,7 @@ def test_built_without_the_package(device):
     [(EXPERTS | PLAIN, {"forward_scales": "tensor", "weights": "cached"})]
     + [(EXPERTS, {}), (MANY | {"moe_apply_probs_on_input": True}, {})],
 )
-def test_patched_to_the_bits_of_one_by_one(options, settings, device):
+def test_grouped_experts_patched_are_the_bits_of_one_by_one(options, settings, device):
     """Loss and every gradient, some experts without tokens; class, keys and the BF16 loss come
     back.
     """
@@ -92,7 +93,7 @@ def test_patched_to_the_bits_of_one_by_one(options, settings, device):
             f"decoder.layers.{i}.mlp.experts" for i in range(2)
         ]
         assert not any("experts" in n for n in report.left)
-        assert type(grouped.decoder.layers[0].mlp.experts) is FP8GroupedExperts
+        assert isinstance(grouped.decoder.layers[0].mlp.experts, FP8GroupedMLP)
         (loss, grads), (wanted, reference) = gradients(grouped, batch), gradients(one_by_one, batch)
         assert list(grouped.state_dict()) == keys
     assert loss == wanted != before
@@ -119,7 +120,7 @@ def test_local_dispatch_has_the_bits_of_megatrons(device):
     dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers]
     expected = gradients(model, batch)
     for dispatcher in dispatchers:
-        dispatcher.__class__ = LOCAL[MoEAllGatherTokenDispatcher]
+        dispatcher.__class__ = swapped(MoEAllGatherTokenDispatcher, LocalDispatcher)
     found = gradients(model, batch)
     if device == "cpu":
         assert_equal(found, expected)
@@ -128,7 +129,7 @@ def test_local_dispatch_has_the_bits_of_megatrons(device):
     dispatchers[0].config = copy.copy(dispatchers[0].config)
     with patched(model, ActivationConfig(bf16_layers=(1,))):
         assert [type(d) for d in dispatchers] == [
-            LOCAL[MoEAllGatherTokenDispatcher],
+            swapped(MoEAllGatherTokenDispatcher, LocalDispatcher),
             MoEAllGatherTokenDispatcher,
         ]
     assert {type(d) for d in dispatchers} == {MoEAllGatherTokenDispatcher}

@@ -12,7 +12,7 @@ from megatron_patches import MPUAdapter, patch_model, rng_state, set_rng_state
 from .tiny import FULL, assert_equal, gradients, tiny_batch, tiny_gpt
 
 
-def test_adapter_has_what_deepspeed_asks_for_and_nothing_that_means_sequence_parallelism():
+def test_mpu_adapter_has_no_sequence_parallelism():
     mpu = MPUAdapter()
     assert mpu.get_model_parallel_world_size() == mpu.get_tensor_model_parallel_world_size() == 1
     assert mpu.get_model_parallel_rank() == mpu.get_data_parallel_rank() == 0
@@ -21,7 +21,7 @@ def test_adapter_has_what_deepspeed_asks_for_and_nothing_that_means_sequence_par
     assert not [n for n in dir(mpu) if "sequence_parallel" in n]
 
 
-def test_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
+def test_mpu_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
     sizes = {"pipeline_model_parallel_world_size": 2, "tensor_model_parallel_world_size": 4}
     ranks = {
         "pipeline_model_parallel_rank": 1,
@@ -35,7 +35,7 @@ def test_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
     assert mpu.get_model_parallel_group() == "both"
 
 
-def test_random_states_resume(device):
+def test_set_rng_state_resumes(device):
     """Dropout in and outside tensor-parallel regions, and the CPU's generator, continue as if
     never interrupted.
     """

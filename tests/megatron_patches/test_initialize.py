@@ -13,6 +13,7 @@ import torch
 
 import megatron_patches as mp
 from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
+from coat_dist.patching.report import is_patched
 from megatron_patches import patch_model, patched
 from tests.support import run_ranks
 
@@ -80,7 +81,7 @@ def _one_call(rank, world):
         "heads": _refusal(coat_dist.initialize, model=heads, config=OFF, mpu=mp.MPUAdapter()),
         "settings": _refusal(mp.initialize, model=wrong, config=settings),
     }
-    unpatched = not any(getattr(type(m), "coat_patched", False) for m in wrong.modules())
+    unpatched = not is_patched(wrong)
     # Its hooks are there: found, not installed twice.
     again, *_ = mp.initialize(model=wrong, config=CONFIG)
     return runs, refused, unpatched, _train(again, 3)
@@ -91,7 +92,7 @@ def two_ranks():
     return run_ranks(2, _one_call)
 
 
-def test_one_call_is_what_was_done_by_hand(two_ranks):
+def test_initialize_is_what_was_done_by_hand(two_ranks):
     for (by_hand, at_once), refused, unpatched, again in two_ranks:
         assert at_once == by_hand
         assert at_once[1].startswith("FP8 flow: 2 of 4 blocks patched") and at_once[2] == {0.0}
@@ -103,7 +104,7 @@ def test_one_call_is_what_was_done_by_hand(two_ranks):
 @pytest.mark.parametrize(
     "case", ["bare", "plain", "plain, by DeepSpeed's own call", "patched", "heads", "no mpu"]
 )
-def test_replicas_that_would_drift_are_refused_on_every_rank(two_ranks, case):
+def test_initialize_refuses_replicas_that_would_drift(two_ranks, case):
     for _, refused, *_ in two_ranks:
         assert (
             refused[case].startswith("CoatConfigError")
@@ -149,7 +150,7 @@ def _accepted(rank, world, folder):
     for config in (OFF, absent):
         engine, *_ = mp.initialize(model=tiny_gpt(), config=config)
         assert engine.coat_patch_report is None
-        assert not any(getattr(type(m), "coat_patched", False) for m in engine.module.modules())
+        assert not is_patched(engine.module)
 
     gpt, other = tiny_gpt(), tiny_gpt()
     patch_model(other, ActivationConfig(bf16_layers=(0,), forward="quantized"))
@@ -163,7 +164,7 @@ def _accepted(rank, world, folder):
     return found, refused
 
 
-def test_models_and_configurations_that_are_accepted_or_refused(tmp_path):
+def test_initialize_accepts_and_refuses(tmp_path):
     found, refused = run_ranks(1, _accepted, str(tmp_path))[0]
     assert len({tuple(losses) for losses, _ in found.values()}) == 1, found
     assert {patched for _, patched in found.values()} == {2}

@@ -149,7 +149,7 @@ def check(model, settings, device, megatron_spec=False):
 @pytest.mark.parametrize(
     "name", [n if n in COMMON else pytest.param(n, marks=pytest.mark.long) for n in CASES]
 )
-def test_patched_close_and_unpatched_identical(name, device):
+def test_patched_is_near_and_unpatch_model_restores(name, device):
     options, settings = CASES[name]
     model = tiny_gpt(**options)
     with torch.no_grad():  # biases of column-parallel linears are zeros as they are built
@@ -187,7 +187,7 @@ def latent_attention() -> torch.nn.Module:
     return GPTModel(config, spec, **options).bfloat16()
 
 
-def test_multi_latent_attention_is_left_and_its_mlp_runs_the_flow(device, monkeypatch):
+def test_patch_model_leaves_multi_latent_attention(device, monkeypatch):
     # megatron-core 0.16 takes it for granted.
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
     report = check(latent_attention().to(device), {}, device)
@@ -196,7 +196,7 @@ def test_multi_latent_attention_is_left_and_its_mlp_runs_the_flow(device, monkey
     )
 
 
-def test_blocks_without_any_norm_are_patched(device):
+def test_patch_model_of_blocks_without_norms(device):
     """A layer of any specification, with Megatron's own addition behind its blocks."""
     model = tiny_gpt()
     model.decoder.layers[0].input_layernorm, model.decoder.layers[1].pre_mlp_layernorm = (
@@ -210,7 +210,7 @@ def test_blocks_without_any_norm_are_patched(device):
     )
 
 
-def test_dropout_really_drops(device):
+def test_dropout_of_patched_layers_drops(device):
     """Cases above start from one random state. Two passes in a row drop different elements."""
     model, batch = tiny_gpt(**KINDS["dropout_after_biases"]), tiny_batch(1, device)
     with patched(model, ActivationConfig()):
@@ -219,7 +219,7 @@ def test_dropout_really_drops(device):
         assert tiny_loss(model, batch).item() == tiny_loss(model, batch).item()
 
 
-def test_bias_of_fc2_is_handed_on(device):
+def test_mlp_hands_on_the_bias_of_fc2(device):
     """Megatron adds it with dropout and residual; a patched MLP must not add it as well."""
     model = tiny_gpt(**KINDS["gelu_biases"])
     mlp = model.decoder.layers[0].mlp

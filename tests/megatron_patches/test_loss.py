@@ -60,7 +60,7 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize(("name", "z_loss"), [*((name, 0.0) for name in MODELS), ("llama", 1e-2)])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_losses_and_gradients_of_the_plain_path(name, z_loss, invariant, device, small_chunks):
+def test_chunked_loss_is_the_plain_loss(name, z_loss, invariant, device, small_chunks):
     model, (tokens, labels, positions) = tiny_gpt(**MODELS[name]), tiny_batch(3, device)
     labels = labels.clone()  # shares its memory with the tokens
     labels[0, :3] = -100
@@ -97,7 +97,7 @@ def test_losses_and_gradients_of_the_plain_path(name, z_loss, invariant, device,
         ), n
 
 
-def test_without_labels_logits_are_returned(device):
+def test_chunked_loss_without_labels_returns_logits(device):
     model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(5, device)
     with patched(model, ActivationConfig(loss="plain")):
         wanted = model(tokens, positions, None)
@@ -112,7 +112,7 @@ def test_without_labels_logits_are_returned(device):
 
 
 @pytest.mark.parametrize(("rows", "invariant"), [(1, False), (1, True), (2, False)])
-def test_losses_and_logits_can_be_changed_in_place(rows, invariant, device):
+def test_chunked_loss_changed_in_place(rows, invariant, device):
     """As Megatron's loss functions do: at micro-batch 1 what the model returns is a view of the
     flow's output.
     """
@@ -131,7 +131,7 @@ def test_losses_and_logits_can_be_changed_in_place(rows, invariant, device):
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def test_an_error_leaves_the_model_usable(device):
+def test_chunked_loss_after_an_error(device):
     model, (tokens, labels, positions) = tiny_gpt(), tiny_batch(7, device)
     patch_model(model, ActivationConfig())
     with pytest.raises(ValueError, match="labels: got"):
@@ -161,7 +161,7 @@ def with_attribute(name, value):
         (with_attribute("use_mup", True), "config.use_mup scales logits"),
     ],
 )
-def test_left_plain_with_the_reason_and_z_loss_is_refused(change, reason):
+def test_loss_stays_plain_with_a_reason(change, reason):
     model = tiny_gpt()
     change(model)
     before = state(model)
@@ -171,10 +171,8 @@ def test_left_plain_with_the_reason_and_z_loss_is_refused(change, reason):
         patch_model(model, ActivationConfig(z_loss=0.01))
     assert state(model) == before
     report = patch_model(model, ActivationConfig())
-    assert (
-        report.loss == {"output_layer": f"plain ({reason})"}
-        and type(model) is not ChunkedLossGPTModel
-    )
+    assert report.loss == {"output_layer": f"plain ({reason})"}
+    assert not isinstance(model, ChunkedLossGPTModel)
     assert f"  loss     output_layer: plain ({reason})" in str(report)
 
 
@@ -190,7 +188,7 @@ def test_z_loss_is_added_in_training_and_not_in_evaluation(device):
         model(batch[0], batch[2], None)
 
 
-def test_z_loss_that_would_be_ignored_is_refused():
+def test_z_loss_without_a_chunked_loss_is_refused():
     with pytest.raises(ValueError, match="activation.z_loss: got 0.01, accepted: 0"):
         patch_model(tiny_gpt().decoder, ActivationConfig(z_loss=0.01))
     # Not the last stage.
@@ -204,7 +202,7 @@ def test_z_loss_that_would_be_ignored_is_refused():
 
 
 @pytest.mark.slow
-def test_a_compiled_model_has_the_chunked_loss_too(device, monkeypatch):
+def test_chunked_loss_under_torch_compile(device, monkeypatch):
     """With its z_loss; nothing of one call's labels is traced."""
     calls, chunked = [], flow.linear_cross_entropy
     monkeypatch.setattr(

@@ -252,7 +252,7 @@ def runs(tmp_path_factory):
     return [{**run, "folder": folder} for run in run_ranks(2, _all, folder)]
 
 
-def test_losses_follow_adamw(runs):
+def test_get_megatron_optimizer_follows_adamw(runs):
     for run in runs:
         assert run["losses"] != run["adamw"]
         assert (
@@ -261,7 +261,7 @@ def test_losses_follow_adamw(runs):
         )
 
 
-def test_moments_are_fp8_and_sharded(runs):
+def test_get_megatron_optimizer_shards_fp8_moments(runs):
     """Both ranks together hold each weight's moments once, in little more than two bytes;
     vectors keep fp32.
     """
@@ -277,7 +277,7 @@ def test_moments_are_fp8_and_sharded(runs):
     assert mine == whole // 2 and 2.0 < held / mine < 2.1
 
 
-def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
+def test_resume_with_codes_to_the_bit_and_without_codes_nearly(runs):
     for run in runs:
         assert run["resumed"] == dict.fromkeys(["torch", DIST], (True, True, True))
         for losses in run["carried"]:
@@ -287,17 +287,17 @@ def test_a_run_resumes_to_the_bit_and_without_codes_nearly(runs):
 
 
 @pytest.mark.parametrize("clip_grad", [0.5, -1.0])  # Megatron clips to what is above 0
-def test_a_step_is_that_of_megatrons_passes(clip_grad):
+def test_step_is_that_of_megatrons_passes(clip_grad):
     for same, norm, own in run_ranks(2, _in_megatrons_passes, clip_grad):
         assert same and norm > 0.6 and own == pytest.approx(norm, rel=1e-12)
 
 
-def test_a_stage_without_parameters_to_train():
+def test_step_of_a_stage_without_trained_parameters():
     first, frozen = run_ranks(2, _with_a_frozen_stage)
     assert first == frozen and first[0] and first[1] > 1
 
 
-def test_another_number_of_ranks(runs):
+def test_resume_with_another_number_of_ranks(runs):
     """One rank goes on where two have stopped: it has no codes for its shards, and rounds
     moments again.
     """
@@ -315,7 +315,7 @@ def test_another_number_of_ranks(runs):
     ],
     ids=["formats and AdamW", "TP and SP", "experts"],
 )
-def test_other_formats_and_models_resume_to_the_bit(tmp_path, tp, kinds, model):
+def test_resume_of_other_formats_and_models(tmp_path, tp, kinds, model):
     for resumed, losses, carried in run_ranks(2, _more, tmp_path, tp, kinds, model):
         assert resumed == dict.fromkeys(kinds, (True, True, True))
         assert carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
@@ -351,13 +351,13 @@ def test_other_formats_and_models_resume_to_the_bit(tmp_path, tp, kinds, model):
         ),
     ],
 )
-def test_what_is_refused(coat, options, said):
+def test_get_megatron_optimizer_refuses(coat, options, said):
     with pytest.raises(CoatConfigError) as caught:
         Run(coat, **options)
     assert said in str(caught.value)
 
 
-def test_gradients_that_would_be_summed_twice_are_refused():
+def test_get_megatron_optimizer_refuses_replicated_gradient_hooks():
     run = Run(COAT)
     # As install_replicated_grad_hooks leaves it.
     next(run.model.parameters()).coat_replicated_grad = True
@@ -365,7 +365,7 @@ def test_gradients_that_would_be_summed_twice_are_refused():
         _check_config(run.optimizer.config, [run.model])
 
 
-def test_a_tied_embedding_over_stages_needs_one_rank_and_rounding_to_nearest(monkeypatch):
+def test_check_tied_refuses_embeddings_that_would_drift(monkeypatch):
     tied, untied = (
         tiny_gpt(gpt={"share_embeddings_and_output_weights": tied}) for tied in (True, False)
     )

@@ -16,6 +16,7 @@ from coat_dist import flow
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
 from megatron_patches.layers.core_attention import SDPA
+from megatron_patches.layers.loss import ChunkedLossGPTModel
 from tests.support import run_ranks
 
 from .tiny import FP32, FULL, VOCAB, selective, tiny_gpt
@@ -61,7 +62,7 @@ def text(seed=1, lengths=LENGTHS, device="cpu"):
 
 def per_token(model, tokens, labels, positions, packed=None):
     """Losses ``[1, T]``."""
-    if type(model).__name__ == "ChunkedLossGPTModel":
+    if isinstance(model, ChunkedLossGPTModel):
         return model(tokens, positions, None, labels=labels, packed_seq_params=packed)
     logits = model(tokens, positions, None, packed_seq_params=packed)
     return flow.vocab_parallel_cross_entropy(logits, labels, flow.TensorParallel())
@@ -100,7 +101,7 @@ def built(settings, **options):
     ("settings", "kind"),
     [*((name, "llama") for name in SETTINGS), *(("fp8_attention", kind) for kind in MODELS)],
 )
-def test_each_document_has_the_losses_that_it_has_alone(settings, kind, device):
+def test_packed_documents_have_the_losses_that_they_have_alone(settings, kind, device):
     """To the bit on the CPU, as every scale of forward is a row's or a group's. One of a tensor
     would be shared.
     """
@@ -123,7 +124,7 @@ def test_each_document_has_the_losses_that_it_has_alone(settings, kind, device):
 
 
 @pytest.mark.parametrize("settings", ["unpatched", "quantized", "fp8_attention"])
-def test_one_document_is_the_unpacked_sequence_to_the_bit(settings, device):
+def test_packed_document_alone_is_the_unpacked_sequence(settings, device):
     model, (tokens, labels, _) = built(SETTINGS[settings]), text(device=device)
     positions = torch.arange(T, device=device)[None]
     plain = per_token(model, tokens, labels, positions)
@@ -135,7 +136,7 @@ def test_one_document_is_the_unpacked_sequence_to_the_bit(settings, device):
         assert all(torch.equal(grads[n], g) for n, g in wanted.items())
 
 
-def test_exact_in_fp32_also_with_megatrons_own_rotation():
+def test_packed_documents_in_fp32_with_megatrons_rotation():
     """Megatron's attention around our core attention rotates document by document: the same
     bits, one layer further.
     """
@@ -162,7 +163,7 @@ def test_exact_in_fp32_also_with_megatrons_own_rotation():
     [("quantized", selective("core_attn")), ("fp8_attention", selective("layernorm", "mlp"))]
     + [(settings, FULL) for settings in ("unpatched", "quantized", "fp8_attention")],
 )
-def test_recomputation_changes_nothing(settings, recompute, device, monkeypatch):
+def test_packed_documents_with_recomputation(settings, recompute, device, monkeypatch):
     calls, positions = [], flow.Documents.positions
     monkeypatch.setattr(flow.Documents, "positions", lambda *a: (calls.append(a), positions(*a))[1])
     batch = text(device=device)
@@ -178,7 +179,7 @@ def test_recomputation_changes_nothing(settings, recompute, device, monkeypatch)
         assert all(torch.equal(seen[0][1][n], g) for n, g in seen[1][1].items())
 
 
-def test_changed_lengths_are_seen():
+def test_packed_documents_with_changed_lengths():
     """The same object with other documents, in place or by another tensor."""
     model, batch, given = built(ActivationConfig()), text(), params()
     first = per_token(model, *batch, given)
@@ -191,7 +192,7 @@ def test_changed_lengths_are_seen():
 
 
 @pytest.mark.parametrize("settings", ["unpatched", "fp8_attention"])
-def test_what_cannot_be_used_is_named(settings):
+def test_packed_refuses_by_name(settings):
     model, (tokens, labels, positions) = built(SETTINGS[settings]), text()
     starts = params().cu_seqlens_q
     for fields, message in (
@@ -255,7 +256,7 @@ def _ranks(rank, world):
     return seen, found.detach(), each_alone(built(ActivationConfig()), *text(rank))
 
 
-def test_ranks_and_engines():
+def test_packed_documents_with_tensor_parallelism_and_engines():
     """Tensor and sequence parallelism: the same losses and gradients. DeepSpeed's engines hand
     the documents on.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -14,18 +15,19 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from coat_dist.config import ActivationConfig
+from coat_dist.patching.report import is_patched
 from coat_dist.reference.activation import ACTIVATIONS, FUNCTIONS
 from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.layers.activations import activation_name
 from megatron_patches.layers.norm import Folded, Norm
 
-from .tiny import BLOCKS, tiny_batch, tiny_config, tiny_gpt, tiny_loss
+from .tiny import BLOCKS, selective, state, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
 SETTINGS = ActivationConfig()
 TANH = functools.partial(F.gelu, approximate="tanh")
 
 
-def test_sharded_state_dict_is_unchanged():
+def test_patched_keeps_sharded_state_dict():
     from megatron.core import parallel_state
 
     model = tiny_gpt()
@@ -42,10 +44,10 @@ def test_sharded_state_dict_is_unchanged():
             and "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in before.values()
         )
         raise KeyError
-    assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())
+    assert not is_patched(model)
 
 
-def test_tp_invariant_replaces_the_output_layer_and_every_norm():
+def test_tp_invariant_patches_output_layer_and_norms():
     model = tiny_gpt(qk_layernorm=True)
     report = patch_model(model, ActivationConfig(tp_invariant=True))
     assert report.patched == [*BLOCKS, "output_layer"]
@@ -68,7 +70,7 @@ def test_tp_invariant_replaces_the_output_layer_and_every_norm():
         (squared_relu, False, False, squared_relu),
     ],
 )
-def test_the_flow_computes_the_configured_activation(function, gated, fused, expected):
+def test_activation_name_is_the_configured_function(function, gated, fused, expected):
     config = tiny_config(activation_func=function, gated_linear_unit=gated)
     config.bias_activation_fusion = fused
     x = torch.randn(1000)
@@ -80,7 +82,7 @@ def test_the_flow_computes_the_configured_activation(function, gated, fused, exp
 @pytest.mark.parametrize(
     ("function", "gated"), [(F.relu, True), (squared_relu, True), (F.silu, False)]
 )
-def test_other_activations_have_no_name(function, gated):
+def test_activation_name_refuses_other_functions(function, gated):
     config = tiny_config()
     config.activation_func, config.gated_linear_unit = function, gated
     with pytest.raises(ValueError, match="activation_func .* gated_linear_unit"):
@@ -95,7 +97,7 @@ def test_other_activations_have_no_name(function, gated):
         ({"num_moe_experts": 2, "moe_grouped_gemm": True}, "mlp.experts"),
     ],
 )
-def test_an_activation_that_is_changed_after_patching(options, path, device):
+def test_forward_refuses_an_activation_changed_after_patching(options, path, device):
     """A profiler replaces functions of torch.nn.functional; this replaces those that the model
     holds.
     """
@@ -118,10 +120,13 @@ def test_an_activation_that_is_changed_after_patching(options, path, device):
     [
         ({"activation_func": F.relu}, "activation_func relu with gated_linear_unit"),
         ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value set"),
-        ({"ffn_hidden_size": 248}, "linear_fc2 is 256 x 248 a rank, not multiples of 16"),
+        (
+            {"ffn_hidden_size": 248},
+            "linear_fc2 with a weight [256, 248], whose sizes are not multiples of 16",
+        ),
     ],
 )
-def test_blocks_that_cannot_run_the_flow_are_left_with_their_reason(options, reason, device):
+def test_patch_model_leaves_blocks_with_a_reason(options, reason, device):
     if not set(options) <= {f.name for f in dataclasses.fields(TransformerConfig)}:
         pytest.skip("this megatron-core has no such setting")
     model = tiny_gpt(**options)
@@ -139,7 +144,7 @@ class Layer(TransformerLayer):
     pass
 
 
-def test_only_exact_classes_are_replaced():
+def test_patch_model_replaces_exact_classes_only():
     """A subclass of a Megatron module may compute anything, and an MLP hold another function
     than its configuration.
     """
@@ -159,7 +164,7 @@ def test_only_exact_classes_are_replaced():
 
 
 @pytest.mark.parametrize(("layers", "kept"), [((-1,), {2}), ((0, -1), {0, 2}), ((1, 2), {1, 2})])
-def test_bf16_layers(layers, kept):
+def test_patch_model_leaves_bf16_layers(layers, kept):
     report = patch_model(tiny_gpt(num_layers=3), ActivationConfig(bf16_layers=layers))
     expected = {
         f"decoder.layers.{i}.{b}": "bf16_layers" for i in kept for b in ("self_attention", "mlp")
@@ -168,23 +173,66 @@ def test_bf16_layers(layers, kept):
     assert len(report.patched) == 6 - len(expected)
 
 
-def test_bf16_layers_out_of_range_or_all():
-    with pytest.raises(
-        ValueError, match="^activation.bf16_layers: got -3, accepted: 0 to 1, or -2 to -1 from"
-    ):
-        patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(-3,)))
-    with pytest.raises(
-        ValueError, match=r"^activation.bf16_layers: got \[1, -1\], accepted: each of 2 layers once"
-    ):
-        patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(1, -1)))
-    with pytest.raises(
-        ValueError,
-        match=r"^model: nothing to patch \(bf16_layers\)\nFP8 flow: 0 of 4 blocks patched",
-    ):
-        patch_model(tiny_gpt(), ActivationConfig(bf16_layers=(0, -1)))
+def later(**fields):
+    """Fields that a built configuration has, and that its own checks refuse together."""
+    return {"later": fields}
 
 
-def test_patching_twice_unpatching_twice_and_patching_nothing():
+BF16_LAYERS = "activation.bf16_layers: got "
+INVARIANT = {"tp_invariant": True}
+FP8, NO_FP8 = {"attention": "fp8"}, 'activation.attention: got "fp8", accepted: "bf16" with '
+GRAPHS, NO_GRAPHS = {"cuda_graphs": True}, "activation.cuda_graphs: got true, accepted: false with "
+REFUSED = [
+    ({}, {"enabled": False}, "activation.enabled: got false"),
+    ({}, {"evaluation": "flow"}, 'coat.activation.evaluation: got "flow", accepted: "plain"'),
+    ({}, {"bf16_layers": (-3,)}, BF16_LAYERS + "-3, accepted: 0 to 1, or -2 to -1 from"),
+    ({}, {"bf16_layers": (1, -1)}, BF16_LAYERS + "[1, -1], accepted: each of 2 layers once"),
+    (
+        {},
+        {"bf16_layers": (0, -1)},
+        "model: nothing to patch (bf16_layers)\nFP8 flow: 0 of 4 blocks",
+    ),
+    ({}, INVARIANT | {"bf16_layers": (0,)}, "bf16_layers"),
+    ({"add_bias_linear": True}, INVARIANT, "tp_invariant with a bias of linear_fc2"),
+    ({"attention_dropout": 0.1}, INVARIANT, "tp_invariant with config.attention_dropout=0.1"),
+    ({"ffn_hidden_size": 272}, INVARIANT, "272 FFN elements a rank, no multiple of group_size 32"),
+    (
+        {"megatron_spec": True, "qk_layernorm": True},
+        INVARIANT,
+        "tp_invariant with q_layernorm of class RMSNorm",
+    ),
+    ({"num_moe_experts": 3}, INVARIANT, "tp_invariant with a mixture of experts"),
+    ({"attention_dropout": 0.1}, FP8, NO_FP8 + "attention_dropout 0.1 (decoder.layers.0"),
+    ({"megatron_spec": True}, FP8, NO_FP8 + "core attention class DotProductAttention"),
+    (selective("core_attn"), FP8, NO_FP8 + "recompute_modules 'core_attn'"),
+    ({"test_mode": True}, FP8, NO_FP8 + "config.test_mode=True"),
+    ({"ffn_hidden_size": 248}, GRAPHS, "no layer has attention and MLP patched"),
+    (later(tensor_model_parallel_size=2), GRAPHS, NO_GRAPHS + "config.tensor_model_parallel_size="),
+    (later(hidden_dropout=0.1), GRAPHS, NO_GRAPHS + "config.hidden_dropout="),
+    (later(num_moe_experts=4), GRAPHS, NO_GRAPHS + "config.num_moe_experts="),
+    (later(recompute_granularity="selective"), GRAPHS, NO_GRAPHS + "config.recompute_granularity="),
+    (
+        later(gradient_accumulation_fusion=True),
+        GRAPHS,
+        NO_GRAPHS + "config.gradient_accumulation_fusion=",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "settings", "said"), REFUSED)
+def test_patch_model_refuses_before_anything_changes(options, settings, said):
+    model = tiny_gpt(**{key: value for key, value in options.items() if key != "later"})
+    for config in {
+        id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+    }.values():
+        vars(config).update(options.get("later", {}))
+    before = state(model)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        patch_model(model, ActivationConfig(**settings))
+    assert state(model) == before
+
+
+def test_patch_model_twice_and_of_other_models():
     model = tiny_gpt()
     patch_model(model, SETTINGS)
     with pytest.raises(ValueError, match="patched already"):
@@ -194,36 +242,8 @@ def test_patching_twice_unpatching_twice_and_patching_nothing():
         unpatch_model(model)
     with pytest.raises(ValueError, match="Linear, which holds no Megatron transformer layer"):
         patch_model(torch.nn.Linear(4, 4), SETTINGS)
-    with pytest.raises(ValueError, match="activation.enabled: got false"):
-        patch_model(model, ActivationConfig(enabled=False))
-    with pytest.raises(
-        ValueError, match='^coat.activation.evaluation: got "flow", accepted: "plain"'
-    ):
-        patch_model(model, ActivationConfig(evaluation="flow"))
     with pytest.raises(
         ValueError, match=r"nothing to patch(.|\n)*decoder.layers.\[0-1\].mlp: float16 parameters"
     ):
         patch_model(model.half(), SETTINGS)  # by the configuration: test_fields.py
-    assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("options", "settings", "reason"),
-    [
-        ({}, {"bf16_layers": (0,)}, "bf16_layers"),
-        ({"add_bias_linear": True}, {}, "tp_invariant with a bias of linear_fc2"),
-        ({"attention_dropout": 0.1}, {}, "tp_invariant with config.attention_dropout=0.1"),
-        ({"ffn_hidden_size": 272}, {}, "272 FFN elements a rank, no multiple of group_size 32"),
-        (
-            {"megatron_spec": True, "qk_layernorm": True},
-            {},
-            "tp_invariant with q_layernorm of class RMSNorm",
-        ),
-    ],
-)
-def test_tp_invariant_refuses_a_model_with_bf16_blocks(options, settings, reason):
-    model = tiny_gpt(**options)
-    with pytest.raises(ValueError) as error:
-        patch_model(model, ActivationConfig(tp_invariant=True, **settings))
-    assert "tp_invariant" in str(error.value) and reason in str(error.value)
-    assert not any(getattr(type(m), "coat_patched", False) for m in model.modules())
+    assert not is_patched(model)

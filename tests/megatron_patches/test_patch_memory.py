@@ -34,7 +34,7 @@ def layer_bytes(settings, **options):
     ("settings", "groups", "qk_layernorm"),
     [(SETTINGS, 4, False), (SETTINGS, 2, False), (FP8, 4, False), (FP8, 2, False), (FP8, 2, True)],
 )
-def test_saved_bytes_are_those_of_the_plan(settings, groups, qk_layernorm):
+def test_saved_bytes_of_a_layer(settings, groups, qk_layernorm):
     tokens, h, head = BATCH * SEQ, HIDDEN, HIDDEN // HEADS
     kv = groups * head
     inputs = 2 * (h + h // 32 + 4)  # x8, its scales and rstd, for both norms
@@ -53,7 +53,7 @@ def test_saved_bytes_are_those_of_the_plan(settings, groups, qk_layernorm):
     assert found < 0.6 * layer_bytes(None, num_query_groups=groups, qk_layernorm=qk_layernorm)
 
 
-def test_values_do_not_keep_queries_and_keys_alive(device):
+def test_compact_self_attention_frees_queries_and_keys(device):
     """The BF16 model built here saves q, k, v once; Megatron's own self-attention would hold q
     and k through v.
     """

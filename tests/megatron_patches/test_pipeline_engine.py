@@ -138,7 +138,7 @@ def programs(rank, world, virtual):
 
 
 @pytest.mark.parametrize("virtual", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_megatron_program_over_two_stages(virtual):
+def test_train_batch_and_eval_batch_over_two_stages(virtual):
     ranks = run_ranks(2, programs, virtual)
     (one, two), said = ranks[0]
     assert ranks[1][0] == ranks[0][0], "every stage hears of the same loss"

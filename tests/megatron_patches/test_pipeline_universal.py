@@ -101,7 +101,7 @@ def programs(rank, world, folder):
     return found, said
 
 
-def test_all_that_stages_hold_is_found_again(tmp_path):
+def test_universal_checkpoint_of_pipeline_stages(tmp_path):
     ranks = run_ranks(2, programs, tmp_path)
     saved = {**ranks[0][0][0], **ranks[1][0][0]}
     assert saved["common"][0] == 7

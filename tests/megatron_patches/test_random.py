@@ -187,5 +187,5 @@ def eager():
 @pytest.mark.parametrize(
     "number", [*FEW, *(pytest.param(number, marks=pytest.mark.slow) for number in MANY)]
 )
-def test_a_random_model(number, device):
+def test_patch_model_of_a_random_model(number, device):
     Case(number).check(device)

@@ -12,11 +12,11 @@ from coat_dist.deepspeed.build.replicated_grads import check_replicated_grads
 from megatron_patches import check_replicas, install_replicated_grad_hooks
 from tests.support import run_ranks
 
-from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
+from .tiny import OLMO2, SMALL, tiny_batch, tiny_gpt, tiny_loss
 from .training import train
 
 
-def test_missing_sums_are_refused_with_both_ways_out():
+def test_check_replicated_grads_refuses_missing_sums():
     model = torch.nn.Linear(4, 4)
     model.bias.sequence_parallel = True
     with pytest.raises(CoatConfigError) as error:
@@ -33,59 +33,66 @@ def test_missing_sums_are_refused_with_both_ways_out():
     check_replicated_grads(model, mpu=object(), tp=2)
 
 
-def test_one_rank_needs_no_hooks():
+def test_install_replicated_grad_hooks_of_one_rank():
     model = tiny_gpt(qk_layernorm=True)
     assert install_replicated_grad_hooks(model) == []
     assert not any(check_replicas(model).values())
 
 
+def _layers(*names):
+    return {f"decoder.layers.{i}.{name}" for i in range(2) for name in names}
+
+
+FINAL = {"decoder.final_layernorm.weight"}
+HEADS = _layers(*(f"self_attention.{n}_layernorm.weight" for n in "qk"))
+NORMS = FINAL | _layers("input_layernorm.weight", "pre_mlp_layernorm.weight")
+AFTER = FINAL | _layers("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+BIASES = _layers("self_attention.linear_proj.bias", "mlp.linear_fc2.bias")
+QK_NORM = SMALL | {"qk_layernorm": True}
+UNGATED = {
+    "add_bias_linear": True,
+    "gated_linear_unit": False,
+    "activation_func": torch.nn.functional.gelu,
+}
+DRIFTING = {
+    "norms of heads": (QK_NORM, False, HEADS),
+    "norms": (QK_NORM, True, HEADS | NORMS),
+    # Added after the reduce-scatter: replicated parameters that are no norms.
+    "biases": (UNGATED, True, BIASES | NORMS),
+    # Each rank has its own part of norms over all heads.
+    "olmo2": (OLMO2 | {"num_query_groups": 2}, True, AFTER),
+    "olmo2 without sequence parallelism": (OLMO2, False, set()),
+}
+"""Model, whether sequence parallelism is on, and the parameters that drift without hooks."""
+
+
 def _drift(rank, world):
-    changes, found = SMALL | {"qk_layernorm": True}, {}
-    for sp in (False, True):
+    found = {}
+    for name, (changes, sp, _) in DRIFTING.items():
         for hooks in (True, False):
-            *_, replicas, hooked = train(
-                2, sp, 20 if hooks else 4, ActivationConfig(), hooks=hooks, **changes
-            )
-            found[sp, hooks] = replicas, hooked
-    # A bias that is added after the reduce-scatter: a replicated parameter that is no norm.
-    gelu = {
-        "add_bias_linear": True,
-        "gated_linear_unit": False,
-        "activation_func": torch.nn.functional.gelu,
+            steps = 20 if hooks else 3
+            *_, replicas, hooked = train(2, sp, steps, ActivationConfig(), hooks=hooks, **changes)
+            found[name, hooks] = replicas, hooked
+    divided = tiny_gpt(tensor_model_parallel_size=2, **DRIFTING["olmo2"][0]).sharded_state_dict()
+    return found, {
+        name: (divided[name].global_shape[1:], divided[name].local_shape) for name in HEADS
     }
-    biased = [train(2, True, 8, settings, **gelu) for settings in (None, ActivationConfig())]
-    *_, loose, _ = train(2, True, 2, None, hooks=False, **gelu)
-    return found, biased, loose
 
 
 def test_replicas_do_not_drift():
     """20 steps with hooks leave replicas equal to the bit; without hooks they drift, so the test
     can fail.
     """
-    head_norms = {
-        f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(2) for n in "qk"
-    }
-    norms = {
-        f"decoder.layers.{i}.{n}_layernorm.weight" for i in range(2) for n in ("input", "pre_mlp")
-    }
-    norms |= {"decoder.final_layernorm.weight"}
-    for found, biased, loose in run_ranks(2, _drift):
-        for (sp, hooks), (replicas, hooked) in found.items():
-            concerned = head_norms | norms if sp else head_norms
-            assert (
-                set(hooked) == (concerned if hooks else set())
-                and set(replicas) >= head_norms | norms
-            )
-            drifted = {n for n, d in replicas.items() if d > 0}
-            assert not drifted if hooks else drifted >= concerned, (sp, hooks, drifted)
-        for *_, replicas, hooked in biased:
-            biases = [n for n in replicas if n.endswith(("linear_proj.bias", "linear_fc2.bias"))]
-            assert (
-                len(biases) == 4 and set(biases) <= set(hooked) and set(replicas.values()) == {0.0}
-            )
-            assert all(loose[name] > 0 for name in biases)
-        (plain, *_), (fp8, *_) = biased
-        assert fp8 != plain and fp8 == pytest.approx(plain, rel=2e-2)
+    for found, divided in run_ranks(2, _drift):
+        for name, shapes in divided.items():  # in Megatron's distributed checkpoints
+            width = 256 if "q_layernorm" in name else 128
+            assert shapes == ((width,), (width // 2,))
+        for (name, hooks), (replicas, hooked) in found.items():
+            concerned = DRIFTING[name][2]
+            assert set(hooked) == (concerned if hooks else set()), name
+            drifted = {n for n, difference in replicas.items() if difference > 0}
+            assert not drifted if hooks else drifted >= concerned, (name, hooks, drifted)
+            assert "olmo2" not in name or not HEADS & set(replicas)
 
 
 def _driven_by_megatron(rank, world):
@@ -134,7 +141,7 @@ def _driven_by_megatron(rank, world):
     return both, messages, check_replicas(held)["decoder.final_layernorm.weight"]
 
 
-def test_hooks_sum_what_megatrons_own_loop_sums():
+def test_replicated_grad_hooks_sum_what_megatrons_loop_sums():
     for gradients, messages, difference in run_ranks(2, _driven_by_megatron):
         assert any(replicated for *_, replicated in gradients.values()) and difference == 1.0
         for name, (ours, theirs, replicated) in gradients.items():

@@ -36,7 +36,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("read", [by_initialize, by_optimizer])
 @pytest.mark.parametrize("bf16", [(), (0, 1), (2,)])
-def test_chunks_of_one_rank(read, bf16):
+def test_check_settings_of_model_chunks(read, bf16):
     """One without layers, and one of whose layers all are ``bf16_layers``; all are patched, or
     none.
     """
@@ -63,7 +63,7 @@ def test_chunks_of_one_rank(read, bf16):
 @pytest.mark.parametrize(
     "of", [lambda model: model, Wrapped, lambda model: [model]], ids=["model", "wrapped", "list"]
 )
-def test_a_model_that_is_patched_or_not(of):
+def test_check_settings_of_patched_and_unpatched_models(of):
     model = tiny_gpt()
     given = of(model)
     with pytest.raises(

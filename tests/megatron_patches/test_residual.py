@@ -86,7 +86,7 @@ def check_same_as_apart(found, apart):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_same_bits_as_apart_in_fp32(name, residuals, device):
+def test_residual_fusion_has_the_same_bits_in_fp32(name, residuals, device):
     """In fp32 one rounding or two are the same; in BF16 tests of the flow say what is rounded."""
     options, settings = OPTIONS[name]
     if name == "fp8_attention" and device != "cpu":
@@ -105,7 +105,7 @@ def test_same_bits_as_apart_in_fp32(name, residuals, device):
     assert residuals == [False] * blocks
 
 
-def test_autograd_adds_nothing_to_the_gradient_of_a_layers_input(device):
+def test_residual_gradients_are_not_added_by_autograd(device):
     model, counts = tiny_gpt(), []
     patch_model(model, SETTINGS)
     for apart in (False, True):
@@ -118,7 +118,7 @@ def test_autograd_adds_nothing_to_the_gradient_of_a_layers_input(device):
     assert counts[1] - counts[0] == len(BLOCKS)
 
 
-def test_nothing_is_kept_alive_after_the_layer(monkeypatch, device):
+def test_residual_keeps_nothing_alive(monkeypatch, device):
     made, original = [], mlp.Residual
 
     def spy(x, alias=None):
@@ -137,7 +137,7 @@ def test_nothing_is_kept_alive_after_the_layer(monkeypatch, device):
     loss.backward()
 
 
-def test_other_additions_stay_and_the_report_says_so(residuals, device):
+def test_residual_stays_apart_at_other_additions(residuals, device):
     model = tiny_gpt(add_bias_linear=True)
     first, second = model.decoder.layers
 
@@ -162,7 +162,7 @@ def test_other_additions_stay_and_the_report_says_so(residuals, device):
 
 
 @pytest.mark.parametrize("where", ["self_attention", "self_attention.linear_qkv", "mlp", "output"])
-def test_hooks_that_replace_tensors_end_the_fusion_and_change_nothing(where, residuals, device):
+def test_residual_fusion_ends_at_hooks_that_replace_tensors(where, residuals, device):
     """As ZeRO-3's hooks do. A hook may also compute: the residual is what Megatron holds, not
     what the hook made.
     """

@@ -61,7 +61,7 @@ def _resumes(rank, world, folder, stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_file_a_rank_resumes_dropout_to_the_bit(tmp_path, stage):
+def test_resume_of_dropout_by_a_file_a_rank(tmp_path, stage):
     """``client_state`` below ZeRO-3 gives every rank the first one's state, and a plain resume
     restores none.
     """

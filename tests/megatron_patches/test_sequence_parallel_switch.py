@@ -68,7 +68,7 @@ _SWITCHED = {
 
 
 @pytest.mark.slow
-def test_sequence_parallelism_is_switched_by_megatrons_own_function():
+def test_set_model_to_sequence_parallel_switches_patched_models():
     """Switched off, a model gives what one built without gives, to the bit; switched on again,
     what it gave before.
     """

@@ -68,7 +68,7 @@ def share_elsewhere(model):
         (share_elsewhere, {A1, M0}),  # the other place that calls it expects Megatron's module
     ],
 )
-def test_what_layers_share(change, left, device):
+def test_patch_model_of_shared_modules(change, left, device):
     model, batch = tiny_gpt(), tiny_batch(1, device)
     change(model)
     before, expected = state(model), gradients(model, batch)
@@ -84,7 +84,7 @@ def test_what_layers_share(change, left, device):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_patching_that_fails_anywhere_changes_nothing(invariant, monkeypatch):
+def test_patch_model_that_fails_changes_nothing(invariant, monkeypatch):
     options = {} if invariant else selective("layernorm", "mlp")
     model, settings = tiny_gpt(**options), ActivationConfig(tp_invariant=invariant)
     before, set_, count = state(model), changes.Changes.set, 0

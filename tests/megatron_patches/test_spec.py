@@ -10,11 +10,11 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_patches import rng_state
+from megatron_patches import gpt_layer_spec, rng_state, universal_checkpoint_info
 from megatron_patches.layers.core_attention import SDPA
-from megatron_patches.layers.norm import Norm
+from megatron_patches.layers.norm import AllHeadsNorm, Norm
 
-from .tiny import SEQ, assert_close, gradients, tiny_batch, tiny_config, tiny_gpt
+from .tiny import FP32, OLMO2, SEQ, assert_close, gradients, tiny_batch, tiny_config, tiny_gpt
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
@@ -119,7 +119,7 @@ def test_sdpa_refuses_what_it_would_ignore():
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_same_function_and_state_dict_as_megatrons_local_spec(normalization, device):
+def test_gpt_layer_spec_is_megatrons_local_spec(normalization, device):
     """Same keys, same weights for a seed, and a loss that differs by attention's rounding only."""
     batch, options = tiny_batch(0, device), {"normalization": normalization}
     ours, theirs = tiny_gpt(**options), tiny_gpt(**options, megatron_spec=True)
@@ -128,3 +128,47 @@ def test_same_function_and_state_dict_as_megatrons_local_spec(normalization, dev
         torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
     )
     assert_close(gradients(ours, batch), gradients(theirs, batch, megatron_spec=True), cosine=0.995)
+
+
+AFTER = {
+    f"decoder.layers.{i}.post_{n}_layernorm.weight" for i in range(2) for n in ("self_attn", "mlp")
+}
+HEADS = {f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(2) for n in "qk"}
+
+
+def test_universal_checkpoint_info_of_norms_after_blocks():
+    model = tiny_gpt(**OLMO2)
+    names = {n for n, _ in model.named_parameters() if "layernorm" in n}
+    assert names == AFTER | HEADS | {"decoder.final_layernorm.weight"}
+    replicated = universal_checkpoint_info(model)["tp_replicated_parameter_patterns"]
+    plain = {pattern.strip("^$").replace("\\", "") for pattern in replicated}
+    assert plain == AFTER | {"decoder.final_layernorm.weight"}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_all_heads_norm_against_its_definition(exact):
+    """Against the definition, with its gradients, in fp32."""
+    norm = AllHeadsNorm(tiny_config(**FP32, num_query_groups=2), 8, heads=6, eps=1e-3)
+    norm.exact = exact
+    with torch.no_grad():
+        norm.weight.normal_()
+    x = torch.randn(5, 2, 6, 8).mul_(torch.logspace(-3, 3, 10).view(5, 2, 1, 1)).requires_grad_()
+    flat, weight = (t.detach().double().requires_grad_() for t in (x.flatten(-2), norm.weight))
+    expected = torch.nn.functional.rms_norm(flat, (48,), weight, eps=1e-3)
+    y = norm(x)
+    torch.testing.assert_close(y.flatten(-2).double(), expected, rtol=1e-5, atol=1e-6)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy.flatten(-2).double())
+    assert x.grad is not None and norm.weight.grad is not None
+    torch.testing.assert_close(x.grad.flatten(-2).double(), flat.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(norm.weight.grad.double(), weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gpt_layer_spec_refuses_norms():
+    with pytest.raises(
+        ValueError, match="qk_layernorm, qk_l2_norm: got True, accepted: False with norm_all_heads"
+    ):
+        gpt_layer_spec(tiny_config(qk_layernorm=True), norm_all_heads=True)
+    with pytest.raises(ValueError, match="norm_placement: got 'after', accepted: 'pre', 'post'"):
+        gpt_layer_spec(tiny_config(), norm_placement="after")

@@ -153,7 +153,7 @@ def balanced(rank: int, world: int) -> list[Any]:
     return [*found, [*steps, float(router.ga_steps)]]
 
 
-def test_routers_move_their_bias_and_count_anew_with_each_step():
+def test_step_jobs_move_the_bias_of_routers():
     first, second = run_ranks(2, balanced)
     for moved, counts, evaluated in first[:2]:
         assert all(abs(abs(x) - 1e-2) < 1e-4 or x == 0 for x in moved) and any(moved), moved
@@ -177,7 +177,7 @@ def refused(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_what_only_a_schedule_can_honour_is_refused():
+def test_step_jobs_refuse_fields_of_schedules():
     per_token, again, function, once_more = run_ranks(1, refused)[0]
     assert per_token == again and function == once_more
     assert per_token.startswith("config.calculate_per_token_loss: got True, accepted: False")

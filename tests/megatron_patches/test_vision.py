@@ -81,7 +81,7 @@ def alike(found, expected, least):
     [("bf16", AttnMaskType.no_mask, F.gelu), ("fp8", AttnMaskType.no_mask, fast_gelu)]
     + [("bf16", AttnMaskType.causal, fast_gelu), ("fp8", AttnMaskType.causal, F.gelu)],
 )
-def test_a_block_of_layers_is_close_to_bf16_and_has_the_specs_mask(which, mask, function, device):
+def test_transformer_block_patched_is_near_bf16_with_each_mask(which, mask, function, device):
     """Outputs and all gradients over 50 tokens of 3 pictures. What stands behind a token changes
     it, or does not.
     """
@@ -112,7 +112,7 @@ def test_a_block_of_layers_is_close_to_bf16_and_has_the_specs_mask(which, mask, 
     assert torch.equal(run()[0], expected[0])
 
 
-def test_both_stacks_are_patched_and_listed(device):
+def test_patch_model_of_a_vision_tower_and_a_gpt(device):
     model, batch = model_of_two(device=device), pictures(device)
     plain = gradients(model, batch, loss_of=words_loss)
     with patched(model, SETTINGS["bf16"]) as report:
@@ -141,7 +141,7 @@ def test_bf16_layers_count_in_each_stack():
 
 
 @pytest.mark.parametrize("which", [None, *SETTINGS])
-def test_a_frozen_tower_saves_nothing(which, device):
+def test_vision_tower_frozen_saves_nothing(which, device):
     """Its layers keep nothing for backward, and all other gradients are those beside a trained
     tower, to the bit.
     """
@@ -190,7 +190,7 @@ def _two_ranks(rank, world, which):
 
 
 @pytest.mark.parametrize("which", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_a_sequence_parallel_gpt_behind_a_tower_that_is_not(which):
+def test_vision_tower_before_a_sequence_parallel_gpt(which):
     """Each stack follows its own configuration: nothing drifts, and losses are those of one rank
     but for rounding.
     """
@@ -203,7 +203,7 @@ def test_a_sequence_parallel_gpt_behind_a_tower_that_is_not(which):
         assert curves[-1] < curves[0]
 
 
-def test_a_tower_of_transformers_as_the_docs_put_it_in(device):
+def test_vision_tower_of_transformers_by_the_docs(device):
     """The code of docs/vision-language.md: the GPT is patched, the tower is as it was."""
     transformers = pytest.importorskip("transformers")
     text = (Path(__file__).parents[2] / "docs" / "vision-language.md").read_text(encoding="utf-8")

@@ -66,7 +66,7 @@ def test_unpatching_after_fully_shard(paths, options, device):
             assert type(module) is cls
 
 
-def test_weights_that_are_kept_as_codes_follow_the_shards(device):
+def test_cached_weights_follow_fully_shard(device):
     curves = []
     for weights in ("on_use", "cached"):
         model = tiny_gpt()
@@ -116,7 +116,7 @@ def doubled(old):
         ("input_layernorm", "forward", doubled),
     ],
 )
-def test_a_module_that_is_not_called_is_what_was_patched(path, name, around, device):
+def test_forward_refuses_a_replaced_module_that_is_not_called(path, name, around, device):
     """What is put into its place later, an adapter for example, would never run."""
     model = tiny_gpt()
     patch_model(model, SETTINGS)
@@ -129,7 +129,7 @@ def test_a_module_that_is_not_called_is_what_was_patched(path, name, around, dev
         tiny_loss(model, tiny_batch(0, device))
 
 
-def test_patching_what_is_wrapped_already(device):
+def test_patch_model_of_wrapped_layers(device):
     """Around the whole model, layers can still be patched; around layers not, and the report
     says what to do.
     """
@@ -174,16 +174,14 @@ A0, M0 = BLOCKS[:2]
         ("self_attention.linear_proj", "forward_hook", None, FP8),
     ],
 )
-def test_hooks_that_would_not_run_keep_a_block_as_it_is(path, kind, block, settings, device):
+def test_patch_model_leaves_blocks_with_hooks(path, kind, block, settings, device):
     """Hooks that see the same values before and after patching keep no block in BF16."""
     model = tiny_gpt()
     module, seen = model.decoder.layers[0].get_submodule(path), []
     getattr(module, f"register_{kind}")(lambda *_: seen.append(1))
     report = patch_model(model, settings)
     kind = kind.removeprefix("full_").replace("_", " ")
-    assert report.left == (
-        {block: f"{path} has a {kind}, which would not run or see other values"} if block else {}
-    )
+    assert report.left == ({block: f"a {kind} on {path}"} if block else {})
     tiny_loss(model, tiny_batch(0, device)).backward()
     assert seen
 
@@ -203,7 +201,7 @@ def checkpointed(old):
         ("self_attention.linear_qkv", doubled),
     ],
 )
-def test_a_block_with_a_forward_of_its_own_stays_bf16(path, around, device):
+def test_patch_model_leaves_a_block_with_a_replaced_forward(path, around, device):
     """To the bit what the block computes where a hook that does nothing keeps it in BF16."""
     batch, found = tiny_batch(1, device), []
     block = "mlp" if "mlp" in path else "self_attention"
@@ -221,16 +219,15 @@ def test_a_block_with_a_forward_of_its_own_stays_bf16(path, around, device):
         and len(report.patched) == 2
     )
     for reason in report.left.values():
-        assert reason.endswith(
-            f"{path.split('.')[-1]} has a forward of its own, which a patch would pass by"
-        )
+        assert reason.startswith("a forward of its own on ")
+        assert reason.endswith(path.split(".")[-1])
     assert_equal(*found)
 
 
 @pytest.mark.parametrize("path", ["", "output_layer"])
-def test_the_loss_of_a_model_with_a_forward_of_its_own_stays_plain(path):
+def test_loss_of_a_model_with_a_replaced_forward_stays_plain(path):
     model = tiny_gpt()
     module = model.get_submodule(path)
     module.forward = checkpointed(module.forward)
     (loss,) = patch_model(model, SETTINGS).loss.values()
-    assert loss.startswith("plain (") and "has a forward of its own" in loss
+    assert loss.startswith("plain (") and "a forward of its own on" in loss

@@ -85,7 +85,7 @@ def _apart(*arguments):
         return _deepspeed(*arguments)
 
 
-def test_zero3_gathers_the_weights_that_patched_modules_reach_for():
+def test_zero3_gathers_weights_of_modules_that_are_not_called():
     """ZeRO-3 gathers a module's own weights; fc1, fc2 and folded norms belong to modules that are
     not called.
 

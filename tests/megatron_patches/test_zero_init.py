@@ -75,7 +75,7 @@ def _built(rank, world, tp):
 
 
 @pytest.mark.parametrize(("world", "tp"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_shards_are_those_of_the_whole_model_which_never_exists(world, tp):
+def test_zero_init_shards_without_a_whole_model(world, tp):
     for different, whole, peak, model, largest in run_ranks(world, _built, tp):
         assert not different
         assert whole > model  # what is measured does notice a whole model
@@ -109,7 +109,7 @@ def _trained(rank, world, kinds, tp):
 
 
 @pytest.mark.slow
-def test_it_trains_as_one_that_was_whole():
+def test_zero_init_trains_to_the_same_losses():
     """DeepSpeed's own context makes rotary tables BF16, so losses are near; at TP 2 x DP 2 they
     are equal.
     """
@@ -166,6 +166,6 @@ def _second_shards(rank, world, folder):
     return found, [expected, trained, trained]
 
 
-def test_second_shards_of_a_node_are_never_older_than_the_first(tmp_path):
+def test_hpz_shards_are_never_older_than_the_first(tmp_path):
     for found, expected in run_ranks(2, _second_shards, str(tmp_path)):
         assert found == expected

@@ -29,7 +29,7 @@ def adapted(model, **more):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
-def test_before(name):
+def test_patch_model_with_adapters(name):
     model = adapted(tiny(name))
     loss, grads = step(model)
     report = patch_model(model, ActivationConfig())
@@ -47,7 +47,7 @@ def test_before(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
-def test_after(name):
+def test_adapters_on_a_patched_model(name):
     plain = adapted(tiny(name))
     loss, grads = step(plain)
     model = tiny(name)
@@ -61,7 +61,7 @@ def test_after(name):
         assert torch.equal(model.eval()(tokens()).logits, tiny(name).eval()(tokens()).logits)
 
 
-def test_adapted_blocks_take_no_codes_for_weights():
+def test_coat_runs_is_false_with_adapters():
     """Their own code multiplies values, also of linears without an adapter."""
     model = tiny()
     patch_model(model, ActivationConfig())

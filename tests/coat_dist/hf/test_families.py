@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from coat_dist import flow
 from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.hf import is_transformers_model, patch_model, unpatch_model
 from coat_dist.patching.report import PatchReport
@@ -21,7 +22,7 @@ DEFAULT = ActivationConfig()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*FUSED, *GENERIC])
-def test_losses_and_gradients_are_near_and_undoing_gives_the_old_bits(name, dtype):
+def test_patch_model_is_near_and_unpatch_model_restores(name, dtype):
     model = tiny(name, dtype)
     keys, names = list(model.state_dict()), [type(m).__name__ for m in model.modules()]
     before, grads = step(model)
@@ -45,7 +46,7 @@ def test_losses_and_gradients_are_near_and_undoing_gives_the_old_bits(name, dtyp
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_nothing(name, reentrant):
+def test_gradient_checkpointing_gives_the_same_bits(name, reentrant):
     model = tiny(name)
     patch_model(model, DEFAULT)
     loss, grads = step(model)
@@ -57,7 +58,7 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "olmo2"])
-def test_copies_and_pickles_train_alike(name, tmp_path):
+def test_copies_and_pickles_of_a_patched_model(name, tmp_path):
     model = tiny(name)
     patch_model(model, DEFAULT)
     loss, grads = step(model)
@@ -72,7 +73,7 @@ def test_copies_and_pickles_train_alike(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
-def test_outputs_on_request_padding_and_autocast(name):
+def test_forward_with_hidden_states_padding_and_autocast(name):
     model = tiny(name)
     ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
     mask[0, :7] = 0  # left
@@ -104,7 +105,7 @@ def test_outputs_on_request_padding_and_autocast(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_fp8_attention(name):
+def test_fp8_attention_with_and_without_a_mask(name):
     """Where nothing stands against it; else attention is transformers'."""
     model, ids = tiny(name, attn_implementation="sdpa"), tokens()
     mask = torch.ones_like(ids)  # without it and a cache, transformers 4 makes masks of its own
@@ -123,7 +124,7 @@ def test_fp8_attention(name):
     )
 
 
-def test_attention_of_another_library_is_called(monkeypatch):
+def test_attention_interface_of_another_library(monkeypatch):
     """DeepSpeed's Ulysses and ring attention take the name of transformers' own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -141,7 +142,7 @@ def test_attention_of_another_library_is_called(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["lengths", "positions"])
-def test_packed_documents_are_as_alone(how):
+def test_packed_documents_have_the_outputs_that_they_have_alone(how):
     """By flash attention's arguments, or by the positions that it reads, with FP8 attention."""
     model = tiny("llama", attn_implementation="sdpa")
     patch_model(model, ActivationConfig(attention="fp8"))
@@ -163,7 +164,20 @@ def test_packed_documents_are_as_alone(how):
         torch.testing.assert_close(hidden[:, n], alone, rtol=2e-2, atol=2e-2)
 
 
-def test_tied_and_resized_embeddings_and_frozen_parts():
+def test_projections_of_one_input_are_one_product(monkeypatch):
+    """Where the attention is the model's own: the input is quantized once."""
+    model, counts, product = tiny("olmo2"), [], flow.norm_linear
+    patch_model(model, DEFAULT)
+
+    def norm_linear(x, norm, weights, *rest):
+        counts.append(len(weights))
+        return product(x, norm, weights, *rest)
+
+    monkeypatch.setattr(flow, "norm_linear", norm_linear)
+    assert step(model)[0].isfinite() and counts == [3, 3]
+
+
+def test_patch_model_with_tied_embeddings_and_frozen_layers():
     model = tiny("llama", tie_word_embeddings=True)
     patch_model(model, DEFAULT)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -180,7 +194,7 @@ def test_tied_and_resized_embeddings_and_frozen_parts():
     )
 
 
-def test_accumulated_gradients_are_sums():
+def test_gradient_accumulation_sums_gradients():
     model = tiny()
     patch_model(model, DEFAULT)
     singles = [step(model, tokens(seed=i))[1] for i in range(2)]
@@ -194,7 +208,7 @@ def test_accumulated_gradients_are_sums():
         )
 
 
-def test_what_stays_bf16_is_named():
+def test_report_names_blocks_in_bf16():
     model = tiny("llama", num_hidden_layers=3)
     report = patch_model(model, ActivationConfig(bf16_layers=[0, -1]))
     assert report.left["model.layers.2.mlp"] == "bf16_layers" and len(report.patched) == 2
@@ -236,7 +250,7 @@ def test_what_stays_bf16_is_named():
         ),
     ],
 )
-def test_all_layers_are_counted(name, changes, said):
+def test_summary_counts_all_layers(name, changes, said):
     model = tiny(name, **changes)
     try:
         summary = PatchReport.summary([patch_model(model, DEFAULT)])
@@ -245,7 +259,7 @@ def test_all_layers_are_counted(name, changes, said):
     assert f"FP8 flow in {said}" in summary
 
 
-def test_a_replaced_forward_and_an_unknown_one_stay():
+def test_patch_model_keeps_replaced_forwards():
     model = tiny("llama")
     model.model.layers[0].mlp.forward = lambda x: x * 0
     model.forward = lambda **given: type(model).forward(model, **given)

@@ -33,7 +33,7 @@ CASES = list(
 
 
 @pytest.mark.parametrize("items, shifted, ignored, as_dict, keep", CASES)
-def test_every_keyword(items, shifted, ignored, as_dict, keep):
+def test_chunked_loss_with_every_keyword(items, shifted, ignored, as_dict, keep):
     ids = tokens()
     labels = ids.clone()
     labels[0, :6] = ignored
@@ -55,7 +55,7 @@ def test_every_keyword(items, shifted, ignored, as_dict, keep):
         torch.testing.assert_close(found[name], grads[name], rtol=1e-4, atol=1e-6)
 
 
-def test_logits_are_made_when_they_are_read(tmp_path):
+def test_late_logits_are_made_when_they_are_read(tmp_path):
     model, ids = tiny(), tokens()
     wanted = model(ids, labels=ids).logits
     out = loss_alone(model)(ids, labels=ids)
@@ -87,7 +87,7 @@ def test_logits_are_made_when_they_are_read(tmp_path):
             logits.argmax(-1)
 
 
-def test_logits_that_a_metric_reads_and_changes_first_have_gradients_afterwards():
+def test_late_logits_have_gradients_after_a_metric_read_them():
     ids, found = tokens(), []
     for model in (tiny(), loss_alone(tiny())):
         out = model(ids, labels=ids)
@@ -103,7 +103,7 @@ def test_logits_that_a_metric_reads_and_changes_first_have_gradients_afterwards(
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_what_looks_for_tensors_in_a_result_finds_the_way_to_the_logits():
+def test_late_logits_are_found_by_what_looks_for_tensors():
     """DDP with a static graph puts the beginning of backward behind them; ranks drift apart
     where it misses one.
     """
@@ -119,14 +119,14 @@ def test_what_looks_for_tensors_in_a_result_finds_the_way_to_the_logits():
     assert len(passed) == 1
 
 
-def test_hooks_on_the_output_layer_get_logits():
+def test_lm_head_with_hooks_returns_logits():
     model, ids = tiny(), tokens()
     model.lm_head.register_forward_hook(lambda _, __, logits: logits / 2)
     wanted = model(ids, labels=ids).loss
     assert torch.equal(loss_alone(model)(ids, labels=ids).loss, wanted)
 
 
-def test_a_loss_function_of_the_program_is_its_own():
+def test_loss_function_of_a_program_stays_plain():
     model, ids = tiny(), tokens()
     loss_alone(model)
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
@@ -137,7 +137,7 @@ def test_a_loss_function_of_the_program_is_its_own():
     assert "a loss function of its own" in patch_model(other, ActivationConfig()).loss["lm_head"]
 
 
-def test_plain_on_request():
+def test_loss_plain_and_chunked_under_torch_compile():
     model = tiny()
     assert patch_model(model, ActivationConfig(loss="plain")).loss == {
         "lm_head": "plain: loss: plain"
@@ -154,7 +154,7 @@ def test_plain_on_request():
 
 
 @pytest.mark.parametrize("loss", ["chunked", "kept"])
-def test_logits_are_kept_on_request(loss):
+def test_loss_kept_saves_logits(loss):
     model, ids, held = tiny(), tokens(), []
     assert patch_model(model, ActivationConfig(loss=loss)).loss == {"lm_head": loss}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):

@@ -32,7 +32,7 @@ def by_hand(model, ids):
 
 
 @pytest.mark.parametrize("name", [*FUSED, "olmo2", "phi3"])
-def test_flow_runs_in_training_mode_and_own_code_in_eval_mode_and_with_a_cache(name):
+def test_runs_flow_in_training_mode_and_not_in_eval_mode_or_with_a_cache(name):
     model, ids = tiny(name).eval(), tokens()
     with torch.no_grad():
         own, texts = (
@@ -71,7 +71,7 @@ def test_flow_runs_in_training_mode_and_own_code_in_eval_mode_and_with_a_cache(n
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
-def test_reentrant_checkpoints_by_hand_change_nothing(name):
+def test_reentrant_checkpoints_by_hand_give_the_same_bits(name):
     model, ids = tiny(name), tokens()
     patch_model(model, DEFAULT)
     _, grads = step(model, ids, use_cache=False)
@@ -85,7 +85,7 @@ def test_reentrant_checkpoints_by_hand_change_nothing(name):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_gradients_where_own_code_runs_are_warned_of_once(cached):
+def test_gradients_in_eval_mode_are_warned_of_once(cached):
     model, ids = tiny(), tokens()
     patch_model(model, DEFAULT)
     model.train(cached)
@@ -106,7 +106,7 @@ def test_gradients_where_own_code_runs_are_warned_of_once(cached):
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp", "input_layernorm", "self_attn.q_proj"])
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
-def test_parts_in_eval_mode_run_their_own_code(name, part):
+def test_modules_in_eval_mode_run_their_own_code(name, part):
     model, plain = tiny(name), tiny(name)
     patch_model(model, DEFAULT)
     for m in (model, plain):
@@ -143,7 +143,7 @@ PLACES = (
 
 @pytest.mark.parametrize("change", [own_forward, hook, pre_hook], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_put_on_a_part_acts_before_and_after_the_patch(place, change):
+def test_hooks_and_forwards_on_a_part_act(place, change):
     ids, found = tokens(), []
     for before in (True, False):
         plain, model, bare = (tiny(initializer_range=0.05) for _ in range(3))
@@ -177,7 +177,7 @@ def test_what_is_put_on_a_part_acts_before_and_after_the_patch(place, change):
         assert torch.equal(*found)
 
 
-def test_hooks_of_wrappers_and_recorders_leave_the_flow_on():
+def test_hooks_of_wrappers_keep_the_flow_on():
     model, ids = tiny(), tokens()
     patch_model(model, DEFAULT)
     wanted = model(ids).logits
@@ -190,7 +190,7 @@ def test_hooks_of_wrappers_and_recorders_leave_the_flow_on():
 
 
 @pytest.mark.parametrize("place", ["mlp", "mlp.act_fn", "input_layernorm", ""])
-def test_classes_that_a_program_changes_are_its_own(place, monkeypatch):
+def test_replaced_classes_run_their_own_code(place, monkeypatch):
     """Before a second model of the class is patched, after it, and on an instance."""
     first, second, ids = tiny(initializer_range=0.05), tiny(initializer_range=0.05), tokens()
     report = patch_model(first, DEFAULT)
@@ -219,7 +219,7 @@ class Strange(torch.Tensor):
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
-def test_strange_weights_and_replicas_are_left_to_their_own_code(name):
+def test_weights_of_other_types_and_replicas_run_their_own_code(name):
     plain, model, x = tiny(name), tiny(name), torch.randn(2, 24, 64)
     for m in (plain, model):
         linear = m.model.layers[0].mlp.up_proj

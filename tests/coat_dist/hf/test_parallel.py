@@ -110,7 +110,7 @@ def under_torch(rank, world, name, how):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
-def test_first_steps_are_the_same_and_training_goes_on(name):
+def test_training_under_zero_ddp_and_fsdp2(name):
     runs = {f"zero-{stage}": run_ranks(2, under_zero, name, stage, False) for stage in (1, 2, 3)}
     runs["zero-3 in shards"] = run_ranks(2, under_zero, name, 3, True)
     runs |= {how: run_ranks(2, under_torch, name, how) for how in ("ddp", "fsdp2")}
@@ -151,7 +151,7 @@ def accumulates(rank, world, name, stage, folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
-def test_accumulated_gradients_and_universal_checkpoints(name, tmp_path):
+def test_universal_checkpoints_after_accumulation(name, tmp_path):
     from coat_dist import convert_to_universal
 
     first = {}
@@ -209,7 +209,7 @@ def sharded_parts(rank, world, how):
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["linears", "norms", "MLPs", "tensor parallel"])
-def test_parts_that_are_sharded_alone_are_gathered_or_stay_bf16_and_are_named(how):
+def test_modules_that_are_sharded_alone(how):
     for losses, report in run_ranks(2, sharded_parts, how):
         assert losses[3:] == pytest.approx(losses[:3], rel=5e-3)
         why = {

@@ -20,7 +20,7 @@ from .tiny import step, tiny, tokens
 Z = 0.1
 
 
-def test_z_loss_in_training_alone():
+def test_z_loss_is_added_in_training_only():
     model, ids = tiny(), tokens()
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_z_loss_in_training_alone():
         ("llama", {"attention_dropout": 0.1}, "attention", "fp8"),
     ],
 )
-def test_options_without_effect_are_refused(name, changes, key, value):
+def test_patch_model_refuses_options_without_effect(name, changes, key, value):
     model = tiny(name, **changes)
     with pytest.raises(
         CoatConfigError, match=f"^coat.activation.{key}: got {json.dumps(value)}, accepted: "
@@ -78,6 +78,6 @@ def test_options_without_effect_are_refused(name, changes, key, value):
     )
 
 
-def test_a_model_without_an_output_layer_has_no_z_loss():
+def test_z_loss_without_an_output_layer_is_refused():
     with pytest.raises(CoatConfigError, match="z_loss: .*the model's own: no lm_head"):
         patch_model(tiny().model, ActivationConfig(z_loss=Z))

@@ -35,7 +35,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", [*FUSED, *GENERIC])
-def test_forwards_are_known(name):
+def test_fingerprints_of_the_installed_transformers(name):
     """Where one is not: read it, and add its fingerprint in ``recognize.py`` to those that
     compute the same.
     """
@@ -64,7 +64,7 @@ def test_forwards_are_known(name):
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("cached", [True, False])
-def test_attention_is_given_the_same(name, cached, monkeypatch):
+def test_attention_interface_gets_the_same_arguments(name, cached, monkeypatch):
     """By a patched layer as by the model's own: windows, positions, scale, masks, and all that a
     program passes.
     """

@@ -35,7 +35,7 @@ def loss_of(model, seed: int) -> torch.Tensor:
 
 
 def captured(model) -> list[int]:
-    return [len(layer.coat.graphs._graphs) for layer in model.decoder.layers]
+    return [len(layer.coat.kind._graphs) for layer in model.decoder.layers]
 
 
 def gradients(model) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from coat_dist.deepspeed import zero_init as sharded
 from coat_dist.flow import TensorParallel
 
-from ..compat import check_version, prepare_cpu
+from .compat import check_version, prepare_cpu
 
 __all__ = [
     "MPUAdapter",
@@ -89,33 +89,21 @@ class MPUAdapter:
             return parallel_state.get_tensor_model_parallel_group()
         return parallel_state.get_model_parallel_group()
 
-    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
-    get_tensor_model_parallel_world_size = staticmethod(
-        parallel_state.get_tensor_model_parallel_world_size
-    )
-    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
-    get_tensor_model_parallel_src_rank = staticmethod(
-        parallel_state.get_tensor_model_parallel_src_rank
-    )
-    get_pipeline_model_parallel_rank = staticmethod(parallel_state.get_pipeline_model_parallel_rank)
-    get_pipeline_model_parallel_world_size = staticmethod(
-        parallel_state.get_pipeline_model_parallel_world_size
-    )
-    get_pipeline_model_parallel_group = staticmethod(
-        parallel_state.get_pipeline_model_parallel_group
-    )
-    get_context_parallel_world_size = staticmethod(parallel_state.get_context_parallel_world_size)
-    get_expert_model_parallel_world_size = staticmethod(
-        parallel_state.get_expert_model_parallel_world_size
-    )
-    get_expert_model_parallel_group = staticmethod(parallel_state.get_expert_model_parallel_group)
-    get_expert_data_parallel_group = staticmethod(parallel_state.get_expert_data_parallel_group)
-    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
-    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
-    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
-
     def get_data_parallel_group_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+
+
+_AS_IN_MEGATRON = """
+    get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
+    get_tensor_model_parallel_group get_tensor_model_parallel_src_rank
+    get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size
+    get_pipeline_model_parallel_group get_context_parallel_world_size
+    get_expert_model_parallel_world_size get_expert_model_parallel_group
+    get_expert_data_parallel_group get_data_parallel_rank get_data_parallel_world_size
+    get_data_parallel_group
+"""
+for _name in _AS_IN_MEGATRON.split():
+    setattr(MPUAdapter, _name, staticmethod(getattr(parallel_state, _name)))
 
 
 def rng_state() -> dict[str, Any]:

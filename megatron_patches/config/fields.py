@@ -2,9 +2,9 @@
 
 No field is ignored silently. A field with a row in :data:`ACCEPTED` is refused at any other value:
 in a model that :func:`~megatron_patches.gpt_layer_spec` builds, or in patched blocks of any model.
-The others are honoured, or have no meaning here. Some concern one block alone: its why_bf16
-function looks at them. A field that is not in :data:`KNOWN`, because megatron-core is newer, is
-refused where it is not at its default. ``config_check.py`` looks up a configuration.
+The others are honoured, or have no meaning here. Some concern one block alone: its recognizer looks
+at them (``patch/recognize.py``). A field that is not in :data:`KNOWN`, because megatron-core is
+newer, is refused where it is not at its default. ``config_check.py`` looks up a configuration.
 """
 
 from __future__ import annotations

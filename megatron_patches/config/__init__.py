@@ -1,0 +1,1 @@
+"""Megatron's ``TransformerConfig``: which values of its fields are honoured."""
