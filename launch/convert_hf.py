@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.hf.arguments import ConvertOptions, parser
+from launch.convert.convert_options import ConvertOptions, parser
 
 if __name__ == "__main__":
     parser(__doc__).parse_args()  # a misspelt option is refused before torch is imported
@@ -32,18 +32,18 @@ from tqdm import tqdm
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
+from launch.common.errors import DataError
+from launch.common.log_level import say, set_log_level, shows
+from launch.convert.conversion import MEGATRON, Conversion, plan_hugging_face, plan_megatron
+from launch.convert.hugging_face import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
+from launch.convert.output_folder import Output
+from launch.convert.source import DTYPES
+from launch.convert.tensor_files import TensorFiles, read_header
+from launch.convert.weights import Weights, open_weights
 from launch.data.blend import without_suffix
 from launch.data.tokenizer import SentencePieceTokenizer, for_data
-from launch.hf.convert import MEGATRON, Conversion, plan_hugging_face, plan_megatron
-from launch.hf.folder import CONFIG, HuggingFaceWeights, has_tokenizer, travelling_files
-from launch.hf.output import Output
-from launch.log_level import say, set_log_level, shows
-from launch.model.config import load_model_config
-from launch.prep import DataError
+from launch.model.model_config import load_model_config
 from launch.train.initial import training_data
-from launch.weights import Weights, open_weights
-from launch.weights.source import DTYPES
-from launch.weights.tensor_files import TensorFiles, read_header
 
 __all__ = ["convert", "main"]
 

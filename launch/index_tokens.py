@@ -13,11 +13,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from launch.command_line import Parser, local_path
+from launch.common.command_line import Parser, local_path
+from launch.common.errors import DataError
+from launch.common.log_level import add_log_level, say, set_log_level
 from launch.data.mixture import read_mixture
 from launch.data.token_files import TokenFiles, build_index, cache_folder
-from launch.log_level import add_log_level, say, set_log_level
-from launch.prep import DataError
 
 __all__ = ["main"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.command_line import Parser, local_path, number
-from launch.log_level import add_log_level, say, set_log_level
+from launch.common.command_line import Parser, local_path, number
+from launch.common.log_level import add_log_level, say, set_log_level
 
 __all__ = ["draw", "gap", "main", "series", "smoothed"]
 

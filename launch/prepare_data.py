@@ -24,13 +24,13 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from launch.command_line import Parser, local_path
+from launch.common.command_line import Parser, local_path
+from launch.common.errors import DataError
+from launch.common.log_level import add_log_level, say, set_log_level
+from launch.data.documents import ReadOptions, texts
+from launch.data.input_files import Piece, cut_into_shards, find
+from launch.data.shards import Job, finished, merge, open_parts, replacing, tokenize, write_json
 from launch.data.tokenizer import Tokenizer, bpe_size, load, train_bpe
-from launch.log_level import add_log_level, say, set_log_level
-from launch.prep import DataError
-from launch.prep.documents import ReadOptions, texts
-from launch.prep.shards import Job, finished, merge, open_parts, replacing, tokenize, write_json
-from launch.prep.sources import Piece, cut_into_shards, find
 
 __all__ = ["main", "parser", "prepare"]
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.log_level import say, set_log_level, shows, silence_deepspeed
-from launch.train import arguments
+from launch.common.log_level import say, set_log_level, shows, silence_deepspeed
+from launch.train import pretrain_options
 from launch.train.allocator import expandable_segments
 
 if __name__ == "__main__":
-    arguments.parser().parse_args()  # a misspelt option is refused before torch is imported
+    pretrain_options.parser().parse_args()  # a misspelt option is refused before torch is imported
     expandable_segments()  # read when torch's allocator begins
 
 import os
@@ -38,17 +38,17 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.without_launcher import take_ranks
 from coat_dist.ranks import attempt, check_same_on_all_ranks, gather, of_another_rank, say_ranks
-from launch import failing
+from launch.common import failing
+from launch.common.errors import DataError
+from launch.memory.fit import dry_run
 from launch.model import gpt
-from launch.plan.fit import dry_run
-from launch.prep import DataError
-from launch.train import auto, build, checkpoint, exhausted, layout, runtime
+from launch.train import auto, checkpoint, exhausted, layout, runtime, training_engine
 from launch.train.data_source import Progress, TokenData
-from launch.train.folders import Folders, open_on_nodes
 from launch.train.loop import BadSteps, Loop
-from launch.train.memory import MemoryReport
+from launch.train.memory_report import MemoryReport
 from launch.train.plan import Plan, plan
 from launch.train.reporters import open_reporters, step_profiler
+from launch.train.run_folders import Folders, open_on_nodes
 from launch.train.steps import steps_of
 
 __all__ = ["USER_ERRORS", "main", "train"]
@@ -125,7 +125,7 @@ def _build(p: Plan, device: torch.device, folders: Folders, stack: ExitStack) ->
         say(p.warning, "warning")
     say(p.describe())
     weights = p.weights if examined is None else None
-    engine = build.build_engine(
+    engine = training_engine.build_engine(
         p, say, universal=examined is not None and examined.universal, weights=weights
     )
     if examined is not None:
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         take_ranks()
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        args = arguments.parse(argv)
+        args = pretrain_options.parse(argv)
         set_log_level(args.log_level)
         silence_deepspeed()
         if args.dry_run:

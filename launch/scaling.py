@@ -25,8 +25,8 @@ from typing import Any
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import make_folder, write_text
 from coat_dist.deepspeed.without_launcher import take_ranks
-from launch import failing
-from launch.log_level import say, set_log_level, silence_deepspeed
+from launch.common import failing
+from launch.common.log_level import say, set_log_level, silence_deepspeed
 from launch.scale import measuring
 from launch.scale.crew import Crew, sub_groups
 from launch.scale.tables import markdown

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.universal.arguments import parser
+from launch.convert.universal_options import parser
 
 if __name__ == "__main__":
     parser(__doc__).parse_args()  # a misspelt option is refused before torch is imported
@@ -34,9 +34,9 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
-from launch.log_level import say, set_log_level, shows
-from launch.universal.folders import Output, Source, find_source
-from launch.weights.source import CARRIED
+from launch.common.log_level import say, set_log_level, shows
+from launch.convert.source import CARRIED
+from launch.convert.universal_folders import Output, Source, find_source
 
 __all__ = ["convert", "main"]
 

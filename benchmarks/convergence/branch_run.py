@@ -27,7 +27,7 @@ import torch
 from benchmarks.arguments import positive_int
 from coat_dist.flow import invalidate_weights
 from launch.pretrain import train
-from launch.train import arguments, runtime
+from launch.train import pretrain_options, runtime
 from launch.train.loop import Loop
 from launch.train.plan import plan
 
@@ -120,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--result", type=Path, required=True, metavar="FILE")
     parser.add_argument("pretrain", nargs=argparse.REMAINDER)
     own = parser.parse_args(argv)
-    args = arguments.parse([word for i, word in enumerate(own.pretrain) if i or word != "--"])
+    args = pretrain_options.parse(
+        [word for i, word in enumerate(own.pretrain) if i or word != "--"]
+    )
     p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
     watch = Watch(own.average)
     print(train(p, runtime.start(args.local_rank), interfere=watch), flush=True)

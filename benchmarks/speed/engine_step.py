@@ -24,8 +24,8 @@ from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, write_result
 from benchmarks.timing import median, wall_ms
 from launch.model.gpt import build_model, load_model_config
-from launch.train.build import torch_adamw
 from launch.train.runtime import start
+from launch.train.training_engine import torch_adamw
 
 
 def settings(stage: int, coat: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from benchmarks.common import argument_parser, loss_gaps, options, write_result
 from benchmarks.speed.hf import as_rank, noisy_text, run, timed_steps
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import peer_environment, te_layers
-from launch.model.config import load_model_config
+from launch.model.model_config import load_model_config
 
 WARM_UP = 10
 PEERS = {  # recipe of the layers, and type of the moments

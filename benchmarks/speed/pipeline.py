@@ -28,9 +28,9 @@ from benchmarks.arguments import positive_int
 from benchmarks.common import ROOT, argument_parser, options, write_result
 from benchmarks.timing import median
 from launch.model.gpt import build_model, load_model_config
-from launch.scale.training import random_batch
-from launch.train.build import forward_step, torch_adamw
+from launch.scale.timed_steps import random_batch
 from launch.train.runtime import start
+from launch.train.training_engine import forward_step, torch_adamw
 
 
 def settings(coat: bool, micro: int, count: int) -> dict[str, Any]:

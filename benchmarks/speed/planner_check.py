@@ -49,9 +49,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.speed.whole_rank import plan_of
     from launch.model.gpt import load_model_config
-    from launch.scale.training import random_batch
-    from launch.train import build, runtime
-    from launch.train.memory import MemoryReport
+    from launch.scale.timed_steps import random_batch
+    from launch.train import runtime, training_engine
+    from launch.train.memory_report import MemoryReport
     from megatron_patches import initialize_model_parallel
 
     used: dict[str, int] = {}
@@ -90,10 +90,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
 
     note("started")
-    engine = build.build_engine(p, lambda text: None)
+    engine = training_engine.build_engine(p, lambda text: None)
     note("engine built")
     look("engine built")
-    loss_of = build.language_model_loss(tp, device)
+    loss_of = training_engine.language_model_loss(tp, device)
     torch.manual_seed(torch.distributed.get_rank())
     batch = random_batch(model, p.batch.micro)
     report, times, parts = MemoryReport(engine, p.batch.micro * model.seq_length), [], []

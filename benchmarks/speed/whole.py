@@ -50,7 +50,7 @@ from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import OUT_OF_MEMORY, VARIANTS
 from benchmarks.speed.whole_report import finished
 from coat_dist.nodes import free_port
-from launch.model.config import load_model_config
+from launch.model.model_config import load_model_config
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
 KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory", "expert_parallel")

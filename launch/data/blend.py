@@ -10,8 +10,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from launch.common.errors import DataError
 from launch.data.mixture import is_mixture, read_mixture
-from launch.prep import DataError
 
 __all__ = [
     "DataInfo",

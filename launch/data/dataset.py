@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 from coat_dist.checkpoint.team import nodes_of_ranks, sharing
 from coat_dist.ranks import on_first_ranks
+from launch.common.errors import DataError
 from launch.data.blend import (
     DataInfo,
     check_one_tokenizer,
@@ -39,7 +40,6 @@ from launch.data.endless import EndlessBlend, EndlessGPTDataset, cached_indices
 from launch.data.mixture import Mixture, is_mixture, read_mixture
 from launch.data.sampler import PretrainSampler, batches
 from launch.data.token_files import TokenFiles, build_index, cache_folder
-from launch.prep import DataError
 
 __all__ = [
     "DataError",

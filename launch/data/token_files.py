@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from launch.common.errors import DataError
+from launch.common.progress import Progress
+from launch.data.input_files import check_width, open_tokens
 from launch.data.mixture import Mixture, Source
-from launch.prep import DataError
-from launch.prep.shards import replacing
-from launch.prep.sources import check_width, open_tokens
-from launch.progress import Progress
+from launch.data.shards import replacing
 
 __all__ = ["TokenFiles", "build_index", "cache_folder"]
 

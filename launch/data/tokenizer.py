@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.prep import DataError
+from launch.common.errors import DataError
 
 __all__ = [
     "ByteTokenizer",

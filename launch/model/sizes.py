@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from coat_dist.reference.activation import ACTIVATIONS
-from launch.model.config import ModelConfig
+from launch.model.model_config import ModelConfig
 
 __all__ = ["flops_per_token", "parameter_count", "parameter_shapes"]
 

@@ -12,14 +12,14 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
-from launch.command_line import RunOptions
-from launch.log_level import say
+from launch.common.command_line import RunOptions
+from launch.common.log_level import say
+from launch.common.settings import MICRO, STEPS, load_settings
 from launch.model.gpt import load_model_config
-from launch.train.settings import MICRO, STEPS, load_settings
 
 from .crew import Crew
 from .scaling_options import ScalingOptions
-from .training import plan_of
+from .timed_steps import plan_of
 
 __all__ = ["FILE", "identity_of", "jobs", "measure"]
 

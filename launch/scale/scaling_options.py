@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from launch.command_line import (
+from launch.common.command_line import (
     ConfiguredOptions,
     LocalPath,
     MemorySize,

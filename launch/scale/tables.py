@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .bench import share
+from .collective_timing import share
 
 __all__ = ["collectives", "markdown", "spread_of", "steps"]
 

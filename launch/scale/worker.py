@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from launch.log_level import set_log_level
-from launch.scale import bench, training
+from launch.common.log_level import set_log_level
+from launch.scale import collective_timing, timed_steps
 from launch.train import runtime
 from launch.train.exhausted import is_out_of_memory
 
@@ -28,7 +28,11 @@ def _end_with_parent() -> None:
 def _measure(job: dict[str, Any]) -> dict[str, Any]:
     device = runtime.start(None, job["timeout"] / 60)
     collectives = job["what"] == "collectives"
-    found = bench.measure(device, job["sizes"]) if collectives else training.measure(job, device)
+    found = (
+        collective_timing.measure(device, job["sizes"])
+        if collectives
+        else timed_steps.measure(job, device)
+    )
     torch.distributed.barrier()
     return {**found, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
-from launch.log_level import say
-from launch.plan.fit import (
+from launch.common.log_level import say
+from launch.common.settings import MICRO, STEPS, TOTAL, batch_sizes
+from launch.memory.fit import (
     GPU,
     choice_lines,
     choice_rows,
@@ -22,9 +23,8 @@ from launch.plan.fit import (
     size,
     with_largest_micro_batch,
 )
-from launch.plan.run import Run
+from launch.memory.run import Run
 from launch.train.plan import Plan
-from launch.train.settings import MICRO, STEPS, TOTAL, batch_sizes
 
 __all__ = ["settle"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from coat_dist import CoatConfigError
-from launch.plan.fit import choice_lines, choice_rows, table
-from launch.plan.run import Run
+from launch.memory.fit import choice_lines, choice_rows, table
+from launch.memory.run import Run
 from launch.train.plan import Plan
 
 __all__ = ["OutOfMemory", "explained", "is_out_of_memory"]

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.ranks import alone, on_rank_0
-from launch.log_level import say
+from launch.common.log_level import say
+from launch.common.settings import MICRO, STEPS, TOTAL
 from launch.train import checkpoint
-from launch.train.arguments import PretrainOptions
-from launch.train.settings import MICRO, STEPS, TOTAL
+from launch.train.pretrain_options import PretrainOptions
 
 __all__ = ["FOLDER", "KeptBatch", "fitting", "forget", "keep_batch"]
 

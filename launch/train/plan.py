@@ -12,13 +12,7 @@ from typing import Any, Literal
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
-from launch.data import dataset as data
-from launch.model.gpt import ModelConfig, parameter_count
-from launch.train.arguments import PretrainOptions
-from launch.train.initial import initial_weights, length_note, tokenizer_warning
-from launch.train.layout import KeptBatch, keep_batch
-from launch.train.recompute import recompute_options
-from launch.train.settings import (
+from launch.common.settings import (
     STEPS,
     TOTAL,
     BatchSizes,
@@ -27,7 +21,13 @@ from launch.train.settings import (
     load_settings,
     peak_lr,
 )
-from launch.weights.source import CARRIED, files_in
+from launch.convert.source import CARRIED, files_in
+from launch.data import dataset as data
+from launch.model.gpt import ModelConfig, parameter_count
+from launch.train.initial import initial_weights, length_note, tokenizer_warning
+from launch.train.layout import KeptBatch, keep_batch
+from launch.train.pretrain_options import PretrainOptions
+from launch.train.recompute import recompute_options
 
 __all__ = ["Plan", "Schedule", "as_typed", "assemble", "plan"]
 
@@ -82,8 +82,7 @@ class Plan:
     sources: dict[str, Any] = field(default_factory=dict)
     """What descriptions of token files among ``--data`` say, by the sources' names."""
     weights: Any = None
-    """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
-
+    """Weights of a fresh start, :class:`launch.convert.weights.Weights`; None = random ones."""
     warning: str | None = None
     """Lines for stderr."""
     kept: KeptBatch | None = None

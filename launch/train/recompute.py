@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch.model.config import ModelConfig
+from launch.model.model_config import ModelConfig
 
 __all__ = ["recompute_options"]
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.ranks import on_rank_0
-from launch.log_level import say
-from launch.train.arguments import PretrainOptions
-from launch.train.memory import MemoryReport
+from launch.common.log_level import say
+from launch.train.memory_report import MemoryReport
 from launch.train.metrics import (
     Summary,
     format_line,
@@ -30,6 +29,7 @@ from launch.train.metrics import (
     read_metrics,
     truncate_metrics,
 )
+from launch.train.pretrain_options import PretrainOptions
 
 __all__ = ["Files", "Lines", "Reporters", "TensorBoard", "open_reporters", "step_profiler"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed.without_launcher import store_of_restart
-from launch.log_level import quiet_libraries
+from launch.common.log_level import quiet_libraries
 
 __all__ = [
     "StopSignal",

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from launch.train import build
+from launch.train import training_engine
 from launch.train.data_source import Batch
-from launch.train.memory import MemoryReport
+from launch.train.memory_report import MemoryReport
 from launch.train.plan import Plan
 
 __all__ = ["MicroBatches", "PipelineSteps", "steps_of"]
@@ -25,12 +25,12 @@ def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | Pipel
     tp = p.args.tensor_parallel
     if p.args.pipeline_parallel == 1:
         return MicroBatches(
-            engine, build.language_model_loss(tp, device), p.batch.accumulation, device
+            engine, training_engine.language_model_loss(tp, device), p.batch.accumulation, device
         )
     shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
     if p.eod is not None:  # a micro-batch is one sequence then
         shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
-    return PipelineSteps(engine, build.forward_step(tp, device), shape, p.eod is not None)
+    return PipelineSteps(engine, training_engine.forward_step(tp, device), shape, p.eod is not None)
 
 
 def _nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class PipelineSteps:
 
     engine: Any
     forward_step: Callable[..., Any]
-    """Of :func:`launch.train.build.forward_step`."""
+    """Of :func:`launch.train.training_engine.forward_step`."""
     shape: dict[str, int]
     """Of what stages send one another."""
     documents: bool

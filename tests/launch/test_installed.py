@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.find_config import find_config
+from launch.common.find_config import find_config
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (

@@ -35,10 +35,10 @@ def program(rank: int, world: int, name: str, words: list[str]) -> None:
         branch_run.main(words)
     else:
         from launch.pretrain import train
-        from launch.train import arguments
+        from launch.train import pretrain_options
         from launch.train.plan import plan
 
-        train(plan(arguments.parse(words), 1), torch.device("cpu"))
+        train(plan(pretrain_options.parse(words), 1), torch.device("cpu"))
 
 
 @contextmanager

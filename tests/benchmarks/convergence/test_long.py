@@ -11,7 +11,7 @@ from benchmarks.common import ROOT
 from benchmarks.convergence import long
 from benchmarks.convergence.long_report import held_out_gaps, plot, report
 from launch.model.gpt import parameter_count
-from launch.train import arguments as pretrain_arguments
+from launch.train import pretrain_options as pretrain_arguments
 from launch.train.plan import plan
 
 ARGUMENTS = argparse.Namespace(tiny=False, steps=1200, seed=0, lr=6e-4)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from launch import scaling
-from launch.scale.bench import share
+from launch.scale.collective_timing import share
 from launch.scale.tables import collectives, markdown, steps
 
 ROOT = Path(__file__).parents[3]
