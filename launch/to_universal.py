@@ -31,12 +31,11 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
-from launch.common.log_level import say, set_log_level, shows
+from launch.common.log_level import say, set_log_level
+from launch.common.progress import Progress
 from launch.convert.source import CARRIED
-from launch.convert.universal_folders import Output, Source, find_source
+from launch.convert.universal_folders import Source, UniversalOutput, find_source
 
 __all__ = ["convert", "main"]
 
@@ -66,15 +65,12 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
     from coat_dist import convert_to_universal
 
     there, folder = Source(source.resolve()), folder.resolve()
-    output = Output(
+    output = UniversalOutput(
         "--output_folder" if exact else "--output", folder if exact else folder / there.name, exact
     )
     identity = there.identity()
     output.check(there, identity)
-    hidden = None if shows("info") else True  # None: shown on a terminal
-    bar = tqdm(
-        desc="convert", unit=" elements", unit_scale=True, disable=hidden, dynamic_ncols=True
-    )
+    bar = Progress(0, "convert", unit=" elements")
 
     def show(elements: int, of: int) -> None:
         bar.total = of

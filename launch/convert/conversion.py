@@ -1,4 +1,4 @@
-"""Both directions of a conversion, streamed: which files and tensors are written, from which
+"""A conversion to a Hugging Face folder, streamed: which files and tensors are written, from which
 rows.
 """
 
@@ -15,25 +15,17 @@ import torch
 
 from launch.convert.config_json import read_config
 from launch.convert.config_json_out import config_for
-from launch.convert.converted import KIND, MODEL, TYPES
 from launch.convert.hugging_face import CONFIG, GENERATION
-from launch.convert.recipes import Piece, Recipe, put_together, to_hugging_face
-from launch.convert.source import CARRIED, DTYPES, Weights
+from launch.convert.recipes import Recipe, put_together, to_hugging_face
+from launch.convert.source import DTYPES, Weights
 from launch.convert.tensor_files import write_tensors
 
-__all__ = ["HUGGING_FACE", "MEGATRON", "Conversion", "plan_hugging_face", "plan_megatron"]
-
-HUGGING_FACE, MEGATRON = "hugging-face", "megatron"
-"""The two forms, as ``--format`` calls them."""
+__all__ = ["Conversion", "plan_conversion"]
 
 
 class Conversion(NamedTuple):
     """What is going to be written."""
 
-    kind: str
-    """Of the manifest."""
-    stem: str
-    """Of the names of the tensors' files."""
     tensors: dict[str, torch.Tensor]
     """By name, without memory (device "meta")."""
     recipes: Mapping[str, Recipe]
@@ -65,7 +57,7 @@ class Conversion(NamedTuple):
             (folder / name).write_bytes(path.read_bytes().removeprefix(BOM_UTF8))
         read = self.reader(weights)
         write_tensors(
-            folder, self.stem, self.tensors, read, shard_bytes=shard_bytes, progress=progress
+            folder, "model", self.tensors, read, shard_bytes=shard_bytes, progress=progress
         )
 
     def reader(self, weights: Weights) -> Callable[[str], torch.Tensor]:
@@ -76,34 +68,11 @@ class Conversion(NamedTuple):
         return lambda name: put_together(self.recipes[name], self.tensors[name].dtype, read)
 
 
-def plan_megatron(weights: Weights, dtype: torch.dtype | None) -> Conversion:
-    """The conversion into this program's form; ``dtype``: None = each tensor as it is."""
-    shapes = weights.shapes
-    types = (
-        {}
-        if dtype
-        else {name: str(one).removeprefix("torch.") for name, one in weights.parts_types().items()}
-    )
-    return Conversion(
-        kind=KIND,
-        stem="weights",
-        tensors={
-            n: torch.empty(s, dtype=dtype or weights.dtype(n), device="meta")
-            for n, s in shapes.items()
-        },
-        recipes={name: Recipe(shape, [Piece(name, 0, shape[0])]) for name, shape in shapes.items()},
-        texts={
-            MODEL: json.dumps(weights.model.model_dump(exclude_defaults=True), indent=2) + "\n",
-            **({TYPES: json.dumps(types, indent=1) + "\n"} if types else {}),
-        },
-        copies={f"{CARRIED}/{name}": path for name, path in weights.travelling().items()},
-    )
-
-
-def plan_hugging_face(
+def plan_conversion(
     weights: Weights,
     dtype: torch.dtype | None,
     travelling: Mapping[str, Path],
+    texts: Mapping[str, str],
     family: str | None,
     end: int | None,
 ) -> Conversion:
@@ -114,6 +83,7 @@ def plan_hugging_face(
         dtype: None = each tensor as it is.
         travelling: files that go along, by name; of a config.json among them everything is kept
             that does not decide what the model computes.
+        texts: content of further files, by name.
         family: ``model_type`` to write; None = that of config.json, or the first that can say what
             the model is.
         end: end-of-document id, ``eos_token_id`` of a new config.json and generation config.
@@ -140,7 +110,7 @@ def plan_hugging_face(
         )
         one = own.pop() if len(own) == 1 else torch.float32
         tensors[name] = torch.empty(recipe.shape, dtype=one, device="meta")
-    texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    texts = {**texts, CONFIG: json.dumps(config, indent=2) + "\n"}
     if end is not None and not remembered and GENERATION not in copies:
         texts[GENERATION] = json.dumps({"eos_token_id": end}, indent=2) + "\n"
-    return Conversion(HUGGING_FACE, "model", tensors, recipes, texts, copies)
+    return Conversion(tensors, recipes, texts, copies)

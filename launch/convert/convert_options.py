@@ -18,24 +18,15 @@ class ConvertOptions:
     """Options of ``convert_hf.py``."""
 
     source: LocalPath = option(flags=("--from", "--input", "--load", "--checkpoint"), metavar="DIR")
-    """a Hugging Face folder, a training checkpoint, or a folder that this program wrote"""
+    """a training checkpoint, or a Hugging Face folder"""
     target: LocalPath = option(flags=("--to", "--output", "--save"), metavar="DIR")
-    """folder that is made: ours from a Hugging Face folder, a Hugging Face folder from anything
-    else
-    """
-    format: Literal["hugging-face", "megatron"] | None = option(None)
-    """of --to, to round or to divide into other files (default: the other one than --from's)"""
+    """the Hugging Face folder that is made"""
     dtype: Literal["bfloat16", "float16", "float32"] | None = option(None)
     """of the tensors (default: as they are stored; of a training checkpoint bfloat16, what the run
     multiplied with; float32 gives its master weights)
     """
     max_shard_size: MemorySize = option(5 * 10**9, metavar="SIZE")
     """most bytes of tensors in a file, such as 5GB or 500MiB (default: 5GB)"""
-    like: LocalPath | None = option(None, metavar="DIR|PREFIX")
-    """folder whose tokenizer files and config.json a Hugging Face folder gets, or prepared data
-    with its tokenizer (default: those that came with the weights, else the tokenizer of the run's
-    data)
-    """
     family: Literal[tuple(FAMILIES)] | None = option(None)  # type: ignore[valid-type]
     """model_type of a Hugging Face folder (default: that of config.json, or the first that fits)"""
     model: LocalPath | None = option(None, metavar="FILE")
@@ -46,10 +37,6 @@ class ConvertOptions:
     """read the result again and compare it with --from, bit by bit"""
     overwrite: bool = option(False)
     """replace a model that is in --to"""
-    tensor_parallel: int | None = option(None, metavar="N")
-    """no effect: the result fits any number of ranks"""
-    pipeline_parallel: int | None = option(None, metavar="N")
-    """no effect: the result fits any number of ranks"""
     log_level: Literal["debug", "info", "warning", "error"] = option("info")
     """what is printed: warning leaves out progress and notes"""
 

@@ -12,17 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, sync_files
+from coat_dist.checkpoint.read.tags import is_checkpoint
 from coat_dist.checkpoint.write.durable import make_folder, sync_tree, write_text
 from coat_dist.checkpoint.write.publish import put_in_place, unfinished
-from launch.convert.converted import MODEL
 from launch.convert.hugging_face import CONFIG, travelling_files
-from launch.convert.outputs import checkpoint_at, lack_of_room
-from launch.convert.source import CARRIED
 
-__all__ = ["Output"]
+__all__ = ["OutputFolder", "checkpoint_at"]
 
 
-class Output:
+def checkpoint_at(folder: Path) -> Path | None:
+    """The checkpoint that a folder is or lies in; None where there is none. Its run may remove it,
+    with all in it.
+
+    Args:
+        folder: need not exist; absolute, and without links, which would hide what it lies in.
+    """
+    return next(filter(is_checkpoint, (folder, *folder.parents)), None)
+
+
+class OutputFolder:
     """The folder that a conversion becomes.
 
     Args:
@@ -60,7 +68,8 @@ class Output:
             why = (
                 f"which holds something else than a model ({other}): --overwrite does not remove it"
             )
-        elif (why := lack_of_room(final.parent, needed)) is not None:
+        elif (free := _free(final)) < needed:
+            why = f"where {free:,} bytes are free and {needed:,} are needed"
             accepted = "a larger disk"
         if why is not None:
             raise CheckpointError(f"{self.option}: got {final}, {why}, accepted: {accepted}")
@@ -98,22 +107,22 @@ class Output:
             shutil.rmtree(temporary, ignore_errors=True)  # after an error; else it has its name
 
 
+def _free(folder: Path) -> int:
+    """Bytes that are free where a folder will be."""
+    return shutil.disk_usage(next(one for one in folder.parents if one.exists())).free
+
+
 def _not_replaceable(folder: Path) -> str | None:
-    """A file in a folder that belongs neither to an earlier conversion nor to a model of Hugging
-    Face's; None where there is none. Checkpoints of a trainer and somebody's notes lie in such
-    folders too.
+    """A file in a folder that does not belong to a model of Hugging Face's; None where there is
+    none. Checkpoints of a trainer and somebody's notes lie in such folders too.
     """
-    names = [
-        path.relative_to(folder)
-        for path in sorted(folder.rglob("*"))
-        if path.is_symlink() or not path.is_dir()
-    ]
-    model = {MANIFEST, MODEL, CONFIG, *travelling_files(folder)}
-    converted = Path(MODEL) in names
+    model = {MANIFEST, CONFIG, *travelling_files(folder)}
+    names = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            names.append(path.relative_to(folder).as_posix())
     for name in names:
-        tensors = len(name.parts) == 1 and name.name.endswith(
-            (".safetensors", ".safetensors.index.json")
-        )
-        if not (tensors or name.as_posix() in model or (converted and name.parts[0] == CARRIED)):
-            return str(name)
-    return None if not names or {MODEL, CONFIG} & set(map(str, names)) else str(names[0])
+        tensors = "/" not in name and name.endswith((".safetensors", ".safetensors.index.json"))
+        if not tensors and name not in model:
+            return name
+    return names[0] if names and CONFIG not in names else None

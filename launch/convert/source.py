@@ -26,9 +26,7 @@ __all__ = [
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Types of weights, by the names that command lines and config.json use."""
 CARRIED = "hugging_face"
-"""Folder, in a converted one and in a checkpoint of pretrain.py, of the files that travel with
-the weights.
-"""
+"""Folder, in a checkpoint of pretrain.py, of the files that travel with the weights."""
 
 
 class Weights(ABC):

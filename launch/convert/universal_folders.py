@@ -20,9 +20,9 @@ from coat_dist.checkpoint.team import KEY, say_part
 from coat_dist.checkpoint.write import publish as tags
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.checkpoint.write.lock import locked_folder
-from launch.convert.outputs import checkpoint_at
+from launch.convert.output_folder import checkpoint_at
 
-__all__ = ["Output", "Source", "find_source"]
+__all__ = ["UniversalOutput", "Source", "find_source"]
 
 LATEST_UNIVERSAL = "latest_universal"
 """Where DeepSpeed looks for the name of a universal checkpoint."""
@@ -104,7 +104,7 @@ def find_source(given: str) -> Source:
 
 
 @dataclass(frozen=True)
-class Output:
+class UniversalOutput:
     """The place of one conversion."""
 
     option: str

@@ -1,5 +1,5 @@
-"""Weights of whole models, wherever they come from: a Hugging Face folder, a converted one, a
-training checkpoint.
+"""Weights of whole models, wherever they come from: a Hugging Face folder or a training
+checkpoint.
 
     weights = open_weights("path/to/folder")
     model = build_model(weights.model, tp=2)
@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 
-from coat_dist.checkpoint.manifest import MANIFEST
 from coat_dist.checkpoint.write.publish import replaced_or
 from launch.convert.checkpoint_weights import CheckpointWeights, find_checkpoint
-from launch.convert.converted import KIND, MODEL, ConvertedWeights
 from launch.convert.fill import fill
-from launch.convert.source import CheckpointError, Weights, own_manifest
+from launch.convert.hugging_face import CONFIG, HuggingFaceWeights, refuse_adapter
+from launch.convert.source import CheckpointError, Weights
 from launch.model.model_config import ModelConfig
 
 __all__ = ["Weights", "fill", "open_weights"]
@@ -38,8 +37,8 @@ def open_weights(
     read.
 
     Args:
-        path: a Hugging Face folder, one that ``launch/convert_hf.py`` wrote, or a training
-            checkpoint of any ZeRO stage and tensor-parallel size, universal or not.
+        path: a Hugging Face folder, or a training checkpoint of any ZeRO stage and tensor-parallel
+            size, universal or not.
         dtype: of the tensors that are read. None = as they are stored; of a training checkpoint
             bfloat16, what the run multiplied with. float32 gives such a checkpoint's master
             weights.
@@ -54,15 +53,10 @@ def open_weights(
         CoatConfigError: config.json asks for what cannot be honoured, or ``model`` is another one
             than the checkpoint's; names the key.
     """
-    # Late: it imports files of this package.
-    from launch.convert.hugging_face import CONFIG, HuggingFaceWeights, refuse_adapter
-
     folder = Path(path)
     # Perhaps a checkpoint that a kill left under another name while it was saved again.
     if not folder.exists():
         folder = replaced_or(folder.absolute())
-    if own_manifest(folder).get("kind") == KIND or (folder / MODEL).is_file():
-        return ConvertedWeights(folder, dtype)
     if (folder / CONFIG).is_file():
         return HuggingFaceWeights(folder, dtype, tensors)
     if folder.is_dir() and (found := find_checkpoint(folder)) is not None:
@@ -70,8 +64,6 @@ def open_weights(
     refuse_adapter(folder)
     what = "holds no weights" if folder.is_dir() else "is no folder (nothing is downloaded)"
     raise CheckpointError(
-        f"{path}: {what}, accepted: a Hugging Face folder ({CONFIG} and safetensors), one that "
-        "launch/convert_hf.py "
-        f"wrote ({MODEL} and {MANIFEST}), or a training checkpoint (a `step*` folder, or one whose "
-        "`latest` names it)"
+        f"{path}: {what}, accepted: a Hugging Face folder ({CONFIG} and safetensors), or a "
+        "training checkpoint (a `step*` folder, or one whose `latest` names it)"
     )

@@ -54,7 +54,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
     )
     said = []
     monkeypatch.setattr(failing, "end", lambda line, rank, **how: said.append(line))
-    monkeypatch.setattr(pretrain.arguments, "parse", lambda argv: given)
+    monkeypatch.setattr(pretrain.pretrain_options, "parse", lambda argv: given)
     monkeypatch.setattr(pretrain, "plan", lambda args, world: None)
     with socket.socket() as other:
         other.bind(("", 0))

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from launch import convert_hf
+from launch.convert.source import Weights
 
 SIZES = dict(
     vocab_size=100,
@@ -124,6 +125,23 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "special_tokens_map.json").write_text("{}")
     return model
+
+
+class Given(Weights):
+    """Weights from a dict."""
+
+    kind = "a dict"
+
+    def __init__(self, model, tensors, manifest=None):
+        self.path, self.model, self.tensors = Path("here"), model, tensors
+        self.manifest = manifest or {}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def dtype(self, name):
+        return self.tensors[name].dtype
+
+    def read(self, name):
+        return self.tensors[name]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -79,25 +79,6 @@ def test_tensors_that_the_model_lacks_or_has_not(sharded, tmp_path, capsys):
     assert "pytorch_model.bin may run code" in fails(capsys, folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read"),
-        (
-            lambda f: os.truncate(f / "weights.safetensors", 1000),
-            "weights.safetensors: cannot be read",
-        ),
-        (lambda f: flip(f / "weights.safetensors"), "weights.safetensors: damaged"),
-        (lambda f: (f / "model.json").unlink(), "model.json"),
-        (lambda f: (f / "hugging_face" / "tokenizer.json").unlink(), "tokenizer.json: missing"),
-    ],
-)
-def test_a_damaged_converted_folder(sharded, tmp_path, capsys, damage, message):
-    folder = copied(sharded, tmp_path, "ours")
-    damage(folder)
-    assert message in fails(capsys, folder, tmp_path / "out")
-
-
 def test_a_hugging_face_folder_of_this_program_has_checksums_of_tensors_only(
     sharded, tmp_path, capsys
 ):

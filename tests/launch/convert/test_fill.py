@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.convert.source import CheckpointError, Weights
+from launch.convert.source import CheckpointError
 from launch.convert.weights import fill, open_weights
 from launch.model.gpt import ModelConfig, build_model
-from tests.launch.convert.hf_folders import make
+from tests.launch.convert.hf_folders import Given, make
 from tests.launch.convert.weight_runs import filled
 from tests.support import run_ranks
 
@@ -55,22 +55,6 @@ def test_ranks_hold_their_slices(tmp_path, name, tp, pp):
             ), parameter
             seen.add(source)
     assert seen == set(weights.shapes)
-
-
-class Given(Weights):
-    """Weights from a dict."""
-
-    kind = "a dict"
-
-    def __init__(self, model, tensors):
-        self.path, self.model, self.tensors = "here", model, tensors
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-    def dtype(self, name):
-        return self.tensors[name].dtype
-
-    def read(self, name):
-        return self.tensors[name]
 
 
 SMALL = dict(

@@ -32,8 +32,6 @@ def test_stacked_experts_of_transformers_5(tmp_path, name):
             str(tmp_path / folder),
             "--to",
             str(tmp_path / f"{folder}-again"),
-            "--format",
-            "hugging-face",
         ]
         assert convert_hf.main(argv) == 0
     one, other = tensors(tmp_path / "each-again"), tensors(tmp_path / "stacked-again")

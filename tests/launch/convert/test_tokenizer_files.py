@@ -1,17 +1,28 @@
-"""Files that go along with a converted model: those beside the weights, or those of ``--like``."""
+"""Files that go along with a converted model: those beside the weights, or the tokenizer of data."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch import convert_hf, prepare_data
 from launch.convert.source import CheckpointError
 from launch.convert.weights import open_weights
 from launch.data.tokenizer import for_data
-from tests.launch.convert.hf_folders import fails, make
+from launch.model.model_config import ModelConfig
+from launch.model.sizes import parameter_shapes
+from tests.launch.convert.hf_folders import Given, fails, make
 
 transformers = pytest.importorskip("transformers")
+
+SMALL = dict(
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=2,
+    seq_length=16,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,14 +39,11 @@ def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
         str(tmp_path / "hf"),
         "--to",
         str(tmp_path / "again"),
-        "--format",
-        "hugging-face",
         "--overwrite",
     ]
     assert convert_hf.main(argv) == 0
     assert (
-        f"note: no tokenizer is beside {tmp_path / 'hf'}; --like DIR takes"
-        in capsys.readouterr().out
+        f"note: no tokenizer is beside {tmp_path / 'hf'}: copy its files" in capsys.readouterr().out
     )
     (tmp_path / "hf" / name).write_text("{}")
     assert convert_hf.main(argv) == 0
@@ -50,63 +58,35 @@ def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
         ("bytes", [], 257, None),
     ],
 )
-def test_a_tokenizer_of_prepared_data(
-    tmp_path, capsys, sentencepiece_file, tokenizer, options, vocab_size, file
+def test_convert_takes_the_tokenizer_of_the_runs_data(
+    tmp_path, capsys, monkeypatch, sentencepiece_file, tokenizer, options, vocab_size, file
 ):
-    """`--like PREFIX`, or one of its files: the tokenizer, as transformers reads it, and the end
-    of documents.
-    """
+    """As transformers reads it, and the end of documents; none of data with more ids."""
     text = " one two three four\nfive" * 3
     (tmp_path / "text.txt").write_text(text + Path(__file__).read_text(encoding="utf-8"))
     spec = f"sentencepiece:{sentencepiece_file}" if tokenizer == "sentencepiece" else tokenizer
-    argv = [
-        "--input",
-        str(tmp_path / "text.txt"),
-        "--output",
-        str(tmp_path / "data"),
-        "--tokenizer",
-        spec,
-        *options,
-    ]
+    data = str(tmp_path / "data")
+    argv = ["--input", str(tmp_path / "text.txt"), "--output", data, "--tokenizer", spec, *options]
     assert prepare_data.main([*argv, "--quiet", "--workers", "1"]) == 0
-    for name, size in (("hf", vocab_size), ("small", vocab_size - 1)):
-        make("llama3", tmp_path / name, vocab_size=size)
-        assert (
-            convert_hf.main(
-                ["--from", str(tmp_path / name), "--to", str(tmp_path / f"{name}-ours")]
-            )
-            == 0
-        )
-    like = ["--like", str(tmp_path / "data")]
-    err = fails(capsys, tmp_path / "small-ours", tmp_path / "out", *like)
-    assert f"--like: got {tmp_path / 'data'} with {vocab_size} ids, accepted: at most" in err
-    argv = [
-        "--from",
-        str(tmp_path / "hf-ours"),
-        "--to",
-        str(tmp_path / "out"),
-        "--like",
-        str(tmp_path / "data.idx"),
-    ]
-    assert convert_hf.main(argv) == 0
-    ours = for_data(tmp_path / "data")
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ours.eod
-    assert ("note: no tokenizer" in capsys.readouterr().out) == (file is None)
+    ours = for_data(data)
+    for size in (vocab_size - 1, vocab_size):
+        out = tmp_path / f"out{size}"
+        model = ModelConfig(**SMALL, vocab_size=size)
+        tensors = {n: torch.ones(shape) for n, shape in parameter_shapes(model).items()}
+        given = Given(model, tensors, manifest={"run": {"data": {"paths": [data]}}})
+        monkeypatch.setattr(convert_hf, "open_weights", lambda *_, given=given, **__: given)
+        assert convert_hf.main(["--from", "x", "--to", str(out)]) == 0
+        said = capsys.readouterr().out
+        assert ("note: no tokenizer" in said) == (file is None or size < vocab_size)
+        end = json.loads((out / "config.json").read_text())["eos_token_id"]
+        assert end == (None if size < vocab_size else ours.eod)
     if file is None:
-        assert not list((tmp_path / "out").glob("tokenizer*"))
+        assert not list(out.glob("tokenizer*"))
         return
-    assert (tmp_path / "out" / file).read_bytes() == (tmp_path / f"data.{file}").read_bytes()
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == ours.eod
+    assert (out / file).read_bytes() == (tmp_path / f"data.{file}").read_bytes()
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs(text).input_ids == ours.encode(text) and theirs.eos_token_id == ours.eod
-
-
-def test_like_neither_a_folder_nor_data(sharded, tmp_path, capsys):
-    err = fails(capsys, sharded / "ours", tmp_path / "out", "--like", str(tmp_path / "none"))
-    assert (
-        f"--like: got {tmp_path / 'none'}, accepted: a folder with config.json or tokenizer files, "
-        "or the PRE" in err
-    )
 
 
 def test_byte_order_marks_do_not_come_out(tmp_path):
@@ -118,13 +98,8 @@ def test_byte_order_marks_do_not_come_out(tmp_path):
     (tmp_path / "hf" / "generation_config.json").write_text('{"do_sample": false}')
     for file in (tmp_path / "hf").glob("*.json"):
         file.write_bytes(mark + file.read_bytes())
-    for source, target in (("hf", "ours"), ("ours", "back")):
-        assert (
-            convert_hf.main(
-                ["--from", str(tmp_path / source), "--to", str(tmp_path / target), "--verify"]
-            )
-            == 0
-        )
+    argv = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "back"), "--verify"]
+    assert convert_hf.main(argv) == 0
     assert not [f.name for f in (tmp_path / "back").iterdir() if f.read_bytes().startswith(mark)]
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 
