@@ -46,10 +46,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     from launch.train.pretrain_options import PretrainOptions
 
     problems = out_of_range(args)
-    if (stages := args.pipeline_parallel) > 1:
-        problems.append(
-            f"--pipeline-parallel: got {stages}, accepted: 1 (the planner knows runs of one stage)"
-        )
     if args.library == "transformers" and (tp := args.tensor_parallel) > 1:
         problems.append(f"--tensor-parallel: got {tp}, accepted: 1 with --library transformers")
     if problems:

@@ -132,9 +132,7 @@ def _build(p: Plan, device: torch.device, folders: Folders, stack: ExitStack) ->
         checkpoint.restore(engine, examined)
         changed = [f"  changed: {line}" for line in examined.changed]
         say("\n".join([f"continuing after step {progress.step} from {examined.path}", *changed]))
-    reporters = open_reporters(
-        a, progress.step, source is not None and not a.overwrite, p.identity()
-    )
+    reporters = open_reporters(a, progress.step, source is not None and not a.overwrite)
     stack.callback(reporters.close)  # before the locks go
     profiler = None
     if a.profile_steps is not None and torch.distributed.get_rank() == 0:
@@ -168,9 +166,8 @@ def _finish(loop: Loop) -> str:
     try:
         why = loop.run()
     except BadSteps:
-        loop.reporters.finish(
-            "too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True
-        )
+        why = "too many non-finite steps in a row"
+        loop.reporters.finish(why, progress.step, loop.last_checkpoint)
         raise
     text = (
         f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"

@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from types import NoneType
@@ -63,14 +63,11 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         prefix: what errors begin with, before "error: ".
-        meant: names of other programs for an option, without dashes: ``{"learning-rate": "--lr"}``.
     """
 
-    def __init__(
-        self, *, prefix: str = "", meant: Mapping[str, str] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
-        self.prefix, self.meant = prefix, dict(meant or {})
+        self.prefix = prefix
         # Its own pattern knows no exponents and lists: `--lr -1e-4` would lack a value.
         self._negative_number_matcher = re.compile(r"-(?:\.?\d|inf|nan)", re.IGNORECASE)
 
@@ -138,10 +135,9 @@ class Parser(argparse.ArgumentParser):
             for option in reversed(self._option_string_actions)
         }
         near = difflib.get_close_matches(name, options, n=1)
-        found = self.meant.get(name) or (options[near[0]] if near else None)
-        return (
-            f" (did you mean {found}?)" if found else f", accepted: what {self.prog} --help lists"
-        )
+        if near:
+            return f" (did you mean {options[near[0]]}?)"
+        return f", accepted: what {self.prog} --help lists"
 
 
 def whole_number(text: str) -> int:
@@ -204,7 +200,6 @@ def option(
     group: str = "",
     flags: Sequence[str] = (),
     least: float | None = None,
-    meant: str = "",
     **more: Any,
 ) -> Any:
     """A field that is an option: ``tensor_parallel`` is ``--tensor-parallel``. Its docstring is the
@@ -218,12 +213,10 @@ def option(
         group: heading in the help.
         flags: names in place of the field's.
         least: smallest value that :func:`out_of_range` accepts.
-        meant: names of other programs, without dashes, separated by spaces: the option is suggested
-            for them.
         more: of ``add_argument``.
     """
     given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    known = {"group": group, "flags": flags, "least": least, "meant": meant.split(), "more": more}
+    known = {"group": group, "flags": flags, "least": least, "more": more}
     return field(**given, kw_only=True, metadata={"option": known})  # type: ignore[call-overload]
 
 
@@ -253,9 +246,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     for one in _options(cls):
         known, kind = one.metadata["option"], hints[one.name]
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        given: dict[str, Any] = (
-            {"action": "store_true"} if kind is bool else {**_of_type(kind), "default": default}
-        )
+        given = {**_of_type(kind), "default": default}
         if default is MISSING:
             given |= {"required": True, "default": None}
         target: Any = parser
@@ -267,6 +258,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
 
 def _of_type(kind: Any) -> dict[str, Any]:
     """Arguments of ``add_argument`` for a value of this annotation."""
+    if kind is bool:
+        return {"action": "store_true"}
     parts = [part for part in get_args(kind) if part is not NoneType]
     if get_origin(kind) is Literal:
         return {"choices": parts}
@@ -277,19 +270,9 @@ def _of_type(kind: Any) -> dict[str, Any]:
     return {"type": _TYPES[kind]} if kind in _TYPES else _of_type(parts[0])
 
 
-def options_parser(cls: type, prog: str, meant: Mapping[str, str] | None = None) -> Parser:
-    """The parser of a dataclass of options, whose docstring describes the program; ``meant``: as
-    of :class:`Parser`.
-    """
-    theirs = {
-        name: _flags(one)[0] for one in _options(cls) for name in one.metadata["option"]["meant"]
-    }
-    parser = Parser(
-        prog=prog,
-        description=inspect.getdoc(cls),
-        formatter_class=DefaultsHelp,
-        meant={**(meant or {}), **theirs},
-    )
+def options_parser(cls: type, prog: str) -> Parser:
+    """The parser of a dataclass of options, whose docstring describes the program."""
+    parser = Parser(prog=prog, description=inspect.getdoc(cls), formatter_class=DefaultsHelp)
     add_options(parser, cls)
     return parser
 
@@ -314,33 +297,23 @@ class RunOptions:
     takes of their memory.
     """
 
-    tensor_parallel: int = _model(1, metavar="N", least=1, meant="tp tensor-model-parallel-size")
+    tensor_parallel: int = _model(1, metavar="N", least=1)
     """ranks that share every layer"""
-    expert_parallel: int = _model(
-        1, metavar="N", least=1, meant="ep ep-size expert-model-parallel-size"
-    )
+    expert_parallel: int = _model(1, metavar="N", least=1)
     """data-parallel ranks that divide the experts of every layer among themselves"""
     sequence_parallel: bool = _model(False)
     """also share the tokens between layers"""
-    pipeline_parallel: int = _model(
-        1, metavar="P", least=1, meant="pp pipeline-model-parallel-size"
-    )
+    pipeline_parallel: int = _model(1, metavar="P", least=1)
     """stages that the layers are divided over"""
-    virtual_stages: int = _model(
-        1, metavar="V", least=1, meant="vpp num-virtual-stages-per-pipeline-rank"
-    )
+    virtual_stages: int = _model(1, metavar="V", least=1)
     """parts of the model in each stage (interleaved schedule): a smaller bubble, more
     communication
     """
-    micro_batch: Annotated[int | str, micro_batch] | None = _memory(
-        None, metavar="N|auto", meant="micro-batch-size per-device-train-batch-size"
-    )
+    micro_batch: Annotated[int | str, micro_batch] | None = _memory(None, metavar="N|auto")
     """samples of a forward pass on a rank, in place of train_micro_batch_size_per_gpu; auto = the
     largest that fits, by the planner
     """
-    recompute_granularity: Literal["full", "selective"] | None = _memory(
-        None, meant="recompute recompute-activations"
-    )
+    recompute_granularity: Literal["full", "selective"] | None = _memory(None)
     """compute whole layers again in backward, or parts of them (default: keep what backward
     needs)
     """

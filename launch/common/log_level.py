@@ -7,24 +7,31 @@ import logging
 import os
 import sys
 
-__all__ = ["LEVELS", "add_log_level", "quiet_libraries", "say", "set_log_level", "shows"]
-__all__ += ["silence_deepspeed"]
+__all__ = [
+    "LEVELS",
+    "LEVEL_HELP",
+    "add_log_level",
+    "quiet_libraries",
+    "say",
+    "set_log_level",
+    "shows",
+    "silence_deepspeed",
+]
 
 LEVELS = ("debug", "info", "warning", "error")
 _LIBRARIES = ("DeepSpeed", "megatron", "torch.distributed", "transformers", "matplotlib")
 _level = "info"
 
 
+LEVEL_HELP = (
+    "debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines, "
+    "and libraries' warnings; warning: warnings and errors only; error: errors only"
+)
+
+
 def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add ``--log-level`` to a command line; its value goes to :func:`set_log_level`."""
-    parser.add_argument(
-        "--log-level",
-        choices=LEVELS,
-        default="info",
-        help="debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this "
-        "program's lines, and "
-        "libraries' warnings; warning: warnings and errors only; error: errors only",
-    )
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help=LEVEL_HELP)
 
 
 def set_log_level(level: str) -> None:

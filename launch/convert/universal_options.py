@@ -19,7 +19,6 @@ def parser(description: str | None) -> Parser:
         prog="to_universal.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        meant={"input": "--load", "source": "--load", "out": "--output", "save": "--output"},
     )
     folder: dict[str, Any] = {"type": local_path, "metavar": "DIR"}
     source = "a checkpoint of DeepSpeed's ZeRO, or a folder whose `latest` names one"

@@ -1,4 +1,4 @@
-"""Documents of a piece of input: readers for text, JSON lines, Parquet and token files."""
+"""Documents of a piece of input: readers for text, JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launch.common.errors import DataError
-from launch.data.input_files import Piece, check_width, open_parquet, open_tokens
+from launch.data.input_files import Piece, open_parquet
 
-__all__ = ["ReadOptions", "texts", "token_documents"]
-
-_SCAN = 1 << 22  # tokens compared in one go when searching for ends of documents
+__all__ = ["ReadOptions", "texts"]
 
 
 @dataclass(frozen=True)
@@ -144,16 +140,3 @@ def _rows(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]
                     )
     except pa.ArrowException as problem:
         raise DataError(f"--input: cannot read {piece.path}: {problem}") from None
-
-
-def token_documents(path: str, dtype: np.dtype | None, eod: int) -> Iterator[np.ndarray]:
-    """The documents of a token file, each with the ``eod`` that ends it: views ``[length]``."""
-    tokens = open_tokens(path, dtype)
-    check_width(tokens, path)
-    start = 0
-    for at in range(0, len(tokens), _SCAN):
-        for end in (at + 1 + np.flatnonzero(tokens[at : at + _SCAN] == eod)).tolist():
-            yield tokens[start:end]
-            start = end
-    if start < len(tokens):
-        yield tokens[start:]

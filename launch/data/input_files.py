@@ -19,18 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launch.common.errors import DataError
 
 __all__ = [
     "Piece",
     "Source",
-    "check_width",
     "cut_into_shards",
     "find",
     "open_parquet",
-    "open_tokens",
 ]
 
 _TEXT = """
@@ -45,7 +41,6 @@ DATA_SUFFIXES = {
     ".json.gz": "gzip",
     ".parquet": "parquet",
 }
-TOKEN_SUFFIXES = frozenset({".npy", ".bin"})
 _LEAVE_OUT = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
@@ -55,7 +50,7 @@ class Source:
 
     path: str
     name: str
-    kind: str  # text, jsonl, gzip, parquet, tokens
+    kind: str  # text, jsonl, gzip, parquet
     size: int  # bytes
     mtime_ns: int
 
@@ -73,10 +68,8 @@ class Piece:
     size: int  # bytes of input, for the progress bar
 
 
-def _kind(name: str, tokens: bool) -> str | None:
+def _kind(name: str) -> str | None:
     name = name.lower()
-    if tokens:
-        return "tokens" if Path(name).suffix in TOKEN_SUFFIXES else None
     for suffix, kind in DATA_SUFFIXES.items():
         if name.endswith(suffix):
             return kind
@@ -88,25 +81,15 @@ def _source(path: Path, name: str, kind: str) -> Source:
     return Source(str(path), name, kind, info.st_size, info.st_mtime_ns)
 
 
-def _walk(
-    root: Path, glob: str | None, tokens: bool, own: str | None, skipped: Counter
-) -> list[Source]:
-    """Files of a folder that are read, in a fixed order; ``own`` is the absolute output prefix,
-    never read.
-    """
+def _walk(root: Path, glob: str | None, skipped: Counter) -> list[Source]:
+    """Files of a folder that are read, in a fixed order."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if not f.startswith(".") and f not in _LEAVE_OUT]
         for file in files:
-            path, kind = Path(folder, file), _kind(file, tokens)
-            if own is not None and os.path.abspath(path).startswith(f"{own}."):
-                continue
+            path, kind = Path(folder, file), _kind(file)
             if glob is not None:
-                kind = (
-                    (kind or ("tokens" if tokens else "text"))
-                    if fnmatch.fnmatch(file, glob)
-                    else None
-                )
+                kind = (kind or "text") if fnmatch.fnmatch(file, glob) else None
             if kind is None or file.startswith("."):
                 skipped["other name"] += 1
             elif not path.is_file():  # a dangling link, or a FIFO, whose reader would hang
@@ -125,10 +108,8 @@ def find(
     inputs: Sequence[str],
     *,
     glob: str | None = None,
-    tokens: bool = False,
     max_files: int | None = None,
     max_bytes: int | None = None,
-    output: str | None = None,
 ) -> tuple[list[Source], Counter]:
     """List the files of ``--input`` in a fixed order: inputs as given, each folder's files by a
     hash of their path.
@@ -137,10 +118,7 @@ def find(
         inputs: files, folders, searched recursively, or ``stdlib``, the running Python's own
             standard library.
         glob: take only the files of folders whose name matches, whatever their suffix.
-        tokens: look for token files instead of text.
         max_files, max_bytes: stop before either is exceeded.
-        output: prefix of the output, whose files are no input even where it lies in an input
-            folder.
 
     Returns:
         The files, each once, and how many files of folders were not taken, by reason.
@@ -148,20 +126,17 @@ def find(
     Raises:
         DataError: a path is missing or of unknown kind, or nothing is left.
     """
-    suffixes = " ".join(sorted(TOKEN_SUFFIXES if tokens else {*DATA_SUFFIXES, *TEXT_SUFFIXES}))
+    suffixes = " ".join(sorted({*DATA_SUFFIXES, *TEXT_SUFFIXES}))
     found: list[Source] = []
     skipped: Counter = Counter()
-    own = None if output is None else os.path.abspath(output)
     for given in inputs:
         path = Path(given)
-        if given == "stdlib" and not path.exists() and not tokens:
+        if given == "stdlib" and not path.exists():
             # The summary does not count its other files as left out.
-            found += _walk(
-                Path(sysconfig.get_paths()["stdlib"]), glob or "*.py", tokens, own, Counter()
-            )
+            found += _walk(Path(sysconfig.get_paths()["stdlib"]), glob or "*.py", Counter())
         elif path.is_dir():
-            found += _walk(path, glob, tokens, own, skipped)
-        elif path.is_file() and (kind := _kind(path.name, tokens)) is not None:
+            found += _walk(path, glob, skipped)
+        elif path.is_file() and (kind := _kind(path.name)) is not None:
             found.append(_source(path, path.name, kind))
         else:
             what = "" if path.exists() else ", which does not exist"
@@ -211,9 +186,7 @@ def _pieces(source: Source, shard_bytes: int) -> Iterator[Piece]:
         for start in range(0, size, shard_bytes):
             stop = min(start + shard_bytes, size)
             yield Piece(path, kind, start, stop, stop - start)
-    # A separator may be anywhere; a gzip stream can only be read from its beginning; tokens are
-    # quick to copy.
-    else:
+    else:  # a separator may be anywhere; a gzip stream can only be read from its beginning
         yield Piece(path, kind, 0, sys.maxsize, size)
 
 
@@ -228,51 +201,3 @@ def open_parquet(path: str) -> Any:
         raise DataError(
             f"{path}: got no readable Parquet file ({problem}), accepted: one"
         ) from None
-
-
-def open_tokens(path: str, dtype: np.dtype | None) -> np.ndarray:
-    """Map a token file: a NumPy array file, or bare numbers (Dolma ships those under the name .npy
-    too).
-
-    Raises:
-        DataError: not one-dimensional, of another type than ``dtype``, or not a whole number of
-            tokens.
-    """
-    with open(path, "rb") as file:
-        numpy_file = file.read(6) == b"\x93NUMPY"
-    if numpy_file:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        accepted = [np.uint16, np.uint32, np.int32] if dtype is None else [dtype]
-        if tokens.ndim != 1 or tokens.dtype not in accepted:
-            names = ", ".join(np.dtype(one).name for one in accepted)
-            raise DataError(
-                f"{path}: got {tokens.dtype} of shape {tokens.shape}, accepted: one dimension of "
-                f"{names}"
-            )
-        return tokens
-    size = os.path.getsize(path)
-    if dtype is None or size % dtype.itemsize:
-        known = "no dtype" if dtype is None else f"dtype {dtype}"
-        raise DataError(
-            f"{path}: got {size} bytes without a header and {known}, accepted: whole uint16 or "
-            "uint32"
-        )
-    return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
-
-
-def check_width(tokens: np.ndarray, where: str) -> None:
-    """Refuse ids of 4 or 8 bytes that are read with fewer, which would be trained on without an
-    error.
-
-    Then every second token is the upper part of an id, about 0. Zeros that ids have themselves
-    (padding, or an end of documents) fall on all places alike.
-    """
-    head = np.asarray(tokens[: 1 << 22])
-    ids = int((head[::2] > 3).sum())  # 0 to 3: padding and similar ids
-    # Ids of 4 bytes are below 2^18.
-    upper = int((head[1::2] > (3 if head.itemsize == 2 else 0)).sum())
-    if ids >= 16 and upper <= 0.01 * ids:
-        raise DataError(
-            f"{where}: got {head.dtype} tokens, every second about 0, accepted: their real, wider "
-            "dtype"
-        )

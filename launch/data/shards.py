@@ -29,7 +29,7 @@ import numpy as np
 from launch.common.errors import DataError
 from launch.common.log_level import say
 from launch.common.progress import Progress
-from launch.data.documents import ReadOptions, texts, token_documents
+from launch.data.documents import ReadOptions, texts
 from launch.data.input_files import Piece
 from launch.data.tokenizer import Tokenizer, load
 
@@ -41,11 +41,9 @@ class Job:
     """What a worker needs to know to turn pieces of input into tokens."""
 
     parts: str
-    tokenizer: str | None  # for tokenizer.load; None = the input is token files
+    tokenizer: str  # for tokenizer.load
     eod: int
-    vocab_size: int
     read: ReadOptions
-    token_dtype: str | None  # of headerless token files
     dtype: str  # of the output
     append_eod: bool
 
@@ -58,10 +56,6 @@ _tokenizer: Callable[..., Tokenizer] = functools.lru_cache(maxsize=1)(load)  # l
 
 
 def _documents(job: Job, piece: Piece, counts: Counter) -> Iterator[np.ndarray]:
-    if job.tokenizer is None:
-        dtype = None if job.token_dtype is None else np.dtype(job.token_dtype)
-        yield from token_documents(piece.path, dtype, job.eod)
-        return
     tokenizer = _tokenizer(job.tokenizer, job.eod)
     for text in texts(piece, job.read, counts):
         counts["text bytes"] += len(text.encode())
@@ -84,10 +78,6 @@ def _run_shard(job: Job, number: int, pieces: Sequence[Piece]) -> dict[str, Any]
                 if not ids.size:
                     counts["empty"] += 1
                     continue
-                wrong = ids[(ids >= job.vocab_size) | (ids < 0)]
-                if wrong.size:
-                    accepted = f"ids from 0 to {job.vocab_size - 1} (--vocab-size)"
-                    raise DataError(f"{piece.path}: got the id {wrong[0]}, accepted: {accepted}")
                 if job.append_eod and ids[-1] != job.eod:
                     ids = np.append(ids, job.eod)
                 out.write(ids.astype(job.dtype).tobytes())

@@ -180,7 +180,7 @@ def load(spec: str, eod: str | int | None = None) -> Tokenizer:
         return SentencePieceTokenizer(path, eod)
     raise DataError(
         f"--tokenizer: got {spec!r}, accepted: bpe:VOCABSIZE, hf:FILE, hf:FOLDER, hf:org/name, "
-        "sentencepiece:FILE, bytes, none"
+        "sentencepiece:FILE, bytes"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -109,13 +110,8 @@ def fits(run: Run, gpu: GPU) -> bool:
 
 def largest_micro_batch(run: Run, gpu: GPU) -> int:
     """The largest micro-batch that fits; 0 where not even one sample does."""
-    low, high = 0, 1
-    while fits(replace(run, micro=high), gpu):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(replace(run, micro=middle), gpu) else (low, middle)
-    return low
+    sizes = range(1, 2**16)
+    return bisect_left(sizes, True, key=lambda size: not fits(replace(run, micro=size), gpu))
 
 
 def with_largest_micro_batch(run: Run, gpu: GPU) -> Run:
@@ -175,12 +171,13 @@ def choice_rows(run: Run, gpu: GPU | None = None) -> list[dict[str, Any]]:
 
 def choice_lines(rows: list[dict[str, Any]]) -> list[str]:
     """:func:`choice_rows` that fit, for a reader."""
-    return [
-        f"  {size(row['needed_bytes']):>11}  {row['settings']}"
-        + (f"; micro-batch up to {most}" if most else "")
-        for row in rows
-        if (most := row["largest_micro_batch"]) != 0
-    ]
+    lines = []
+    for row in rows:
+        most = row["largest_micro_batch"]
+        if most != 0:
+            also = f"; micro-batch up to {most}" if most else ""
+            lines.append(f"  {size(row['needed_bytes']):>11}  {row['settings']}{also}")
+    return lines or ["  none"]
 
 
 def table(run: Run, gpu: GPU | None = None) -> str:
@@ -226,17 +223,18 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
 def text(run: Run, gpu: GPU) -> str:
     """:func:`answer` for a reader."""
     found = answer(run, gpu)
+    needed, host = found["peak"]["needed_bytes"], found["host_bytes"]
     return "\n".join(
         [
             "{parameters_per_rank:,} parameters a rank before ZeRO-{zero_stage}; {data_parallel} "
             "data- x {tensor_parallel} tensor-parallel ranks; micro-batch {micro_batch}, "
             "{gradient_accumulation_steps} a step".format(**found),
             table(run, gpu),
-            f"{'fits' if found['fits'] else 'DOES NOT FIT'}: needs {size(need(run, gpu))} of "
-            f"{size(gpu.memory)} ({gpu.name}), and {size(found['host_bytes'])} of the host; "
+            f"{'fits' if found['fits'] else 'DOES NOT FIT'}: needs {size(needed)} of "
+            f"{size(gpu.memory)} ({gpu.name}), and {size(host)} of the host; "
             f"largest micro-batch: {found['largest_micro_batch'] or 'none'}",
             "choices that fit, and what they need with this micro-batch:",
-            *(choice_lines(found["choices"]) or ["  none"]),
+            *choice_lines(found["choices"]),
             _ACCURACY,
         ]
     )

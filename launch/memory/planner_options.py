@@ -16,15 +16,12 @@ class PlannerOptions(ConfiguredOptions):
     which ZeRO stages and states fit beside it. Needs no GPU and no data.
     """
 
-    model: LocalPath = option(group="model", metavar="FILE", meant="model-config")
+    model: LocalPath = option(group="model", metavar="FILE")
     """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a
     checkpoint
     """
     deepspeed_config: LocalPath = option(
-        "zero2",
-        flags=("--deepspeed_config", "--deepspeed-config"),
-        metavar="FILE",
-        meant="config ds-config",
+        "zero2", flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE"
     )
     """DeepSpeed JSON: a path, or a name such as zero2-bf16"""
     library: Literal["megatron", "transformers"] = option("megatron", group="model")

@@ -42,10 +42,7 @@ class ScalingOptions(ConfiguredOptions):
     model: LocalPath | None = option(None, group="model", metavar="FILE")
     """a path, or a name such as llama2-7b"""
     deepspeed_config: list[LocalPath] = option(
-        ["zero2", "zero2-bf16"],
-        flags=("--deepspeed_config", "--deepspeed-config"),
-        metavar="FILE",
-        meant="config ds-config",
+        ["zero2", "zero2-bf16"], flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE"
     )
     """DeepSpeed JSON files, or names such as zero2-bf16: what is measured, one after another"""
     deepspeed: bool = _measure(False)

@@ -45,9 +45,7 @@ def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
     chosen, needs = _with_micro(p, found.micro), need(found, gpu)
     steps = chosen.batch.accumulation
     if needs > gpu.memory:
-        fitting = "\n".join(
-            ["Choices that fit:", *(choice_lines(choice_rows(found, gpu)) or ["  none"])]
-        )
+        fitting = "\n".join(["Choices that fit:", *choice_lines(choice_rows(found, gpu))])
         raise CoatConfigError(
             f'{MICRO}: got "auto", accepted: settings with which a micro-batch fits that divides '
             f"{TOTAL} by the ranks; 1 sample needs {size(needs)} of {size(gpu.memory)}. {fitting}"

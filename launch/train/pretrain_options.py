@@ -21,26 +21,6 @@ from launch.data.blend import without_suffix
 
 __all__ = ["PretrainOptions", "parse", "parser"]
 
-_DEEPSPEED_KEYS = {
-    **dict.fromkeys(
-        ("adam-beta1", "adam-beta2", "adam-eps", "weight-decay"),
-        "optimizer.params in the DeepSpeed file",
-    ),
-    **dict.fromkeys(("clip-grad", "max-grad-norm"), "gradient_clipping in the DeepSpeed file"),
-    "global-batch-size": "train_batch_size in the DeepSpeed file",
-    "gradient-accumulation-steps": "gradient_accumulation_steps in the DeepSpeed file",
-    "use-distributed-optimizer": "zero_optimization.stage in the DeepSpeed file",
-}
-"""Options of other programs that are keys of the DeepSpeed file here."""
-_MODEL_KEYS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
-    "seq_length vocab_size "
-)
-_MODEL_KEYS += (
-    "activation normalization norm_eps rotary_base init_std num_moe_experts "
-    "hidden_dropout attention_dropout"
-)
-"""Those that are keys of the model's description (``ModelConfig``, which imports torch)."""
 _deepspeed, _memory, _data = (
     partial(option, group=name) for name in ("DeepSpeed", "memory", "data")
 )
@@ -70,7 +50,7 @@ class PretrainOptions(RunOptions):
     """
 
     deepspeed_config: LocalPath = _deepspeed(
-        flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE", meant="config"
+        flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE"
     )
     """DeepSpeed JSON, with or without a "coat" block: a path, or a name in configs/deepspeed
     such as zero2
@@ -83,13 +63,11 @@ class PretrainOptions(RunOptions):
     """how long ranks wait for one that does not come (default: torch's, 10 with NCCL and 30 with
     gloo)
     """
-    model: LocalPath | None = _model(None, metavar="FILE", meant="model-config")
+    model: LocalPath | None = _model(None, metavar="FILE")
     """description: a path, or a name in configs/models such as llama2-7b (default: that of
     --init-from)
     """
-    init_from: LocalPath | None = _model(
-        None, metavar="DIR", meant="model-name-or-path pretrained-checkpoint"
-    )
+    init_from: LocalPath | None = _model(None, metavar="DIR")
     """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that
     convert_hf.py wrote, or a training checkpoint. With --load auto, where there is nothing to
     continue
@@ -102,15 +80,13 @@ class PretrainOptions(RunOptions):
     """print what the run needs (launch/planner.py), and end"""
     json: bool = _memory(False)
     """with --dry-run: as plain values"""
-    data: list[str] = _data(metavar="[WEIGHT ]PREFIX", meant="data-path")
+    data: list[str] = _data(metavar="[WEIGHT ]PREFIX")
     """output prefix of prepare_data.py, .bin and .idx may follow, or a description of Dolma's token
     files (JSON, YAML; docs/data.md); several are blended by weight
     """
     split: str = _data("950,40,10")
     """parts of train, valid and test"""
-    separate_documents: bool = _data(
-        False, meant="eod-mask-loss reset-attention-mask reset-position-ids"
-    )
+    separate_documents: bool = _data(False)
     """keep the documents of a sequence apart: attention within each, positions that begin again, no
     loss for what follows the end of one
     """
@@ -118,21 +94,19 @@ class PretrainOptions(RunOptions):
     """data loader processes of a rank"""
     data_cache: LocalPath | None = _data(None, metavar="DIR")
     """where sample indices are kept (default: beside the data)"""
-    train_steps: int = _schedule(least=1, meant="max-steps train-iters iterations steps")
+    train_steps: int = _schedule(least=1)
     """optimizer steps of the whole run"""
     stop_at_step: int | None = _schedule(None, least=1)
     """save and leave after this step; the schedule stays that of --train-steps"""
-    lr: float | None = _schedule(None, least=0.0, meant="learning-rate")
+    lr: float | None = _schedule(None, least=0.0)
     """peak learning rate (default: optimizer.params.lr)"""
     min_lr: float = _schedule(0.0, least=0.0)
     """learning rate at the end of the decay"""
-    lr_schedule: Literal["cosine", "linear", "constant"] = _schedule(
-        "cosine", meant="lr-decay-style lr-scheduler-type"
-    )
+    lr_schedule: Literal["cosine", "linear", "constant"] = _schedule("cosine")
     """shape after warm-up"""
-    warmup_steps: int = _schedule(0, least=0, meant="lr-warmup-iters")
+    warmup_steps: int = _schedule(0, least=0)
     """steps from 0 to the peak"""
-    lr_decay_steps: int | None = _schedule(None, least=1, meant="decay-steps lr-decay-iters")
+    lr_decay_steps: int | None = _schedule(None, least=1)
     """step at which --min-lr is reached (default: --train-steps, at least 2)"""
     max_bad_steps: int = _schedule(5, least=1)
     """stop after so many steps in a row with a non-finite loss or gradient norm"""
@@ -140,53 +114,33 @@ class PretrainOptions(RunOptions):
     """steps between evaluations on the held-out data, which the last step is followed by, too; 0
     = never
     """
-    eval_steps: int = _schedule(10, least=1, meant="eval-iters")
+    eval_steps: int = _schedule(10, least=1)
     """micro-batches a rank and evaluation"""
     eval_only: bool = _schedule(False)
     """evaluate the weights of --load, which may be all that --init-from takes, and end; nothing is
     saved
     """
-    output: LocalPath | None = _output(
-        None, flags=("--output", "--run"), metavar="DIR", meant="output-dir"
-    )
+    output: LocalPath | None = _output(None, flags=("--output", "--run"), metavar="DIR")
     """folder for metrics.jsonl and memory.json (under torchrun write --output: it takes --run
     for its own)
     """
-    tensorboard: LocalPath | None = _output(
-        None, metavar="DIR", meant="logging-dir tensorboard-dir"
-    )
-    """also write TensorBoard events"""
-    wandb: str | None = _output(None, metavar="PROJECT", meant="report-to wandb-project")
-    """also log to Weights & Biases (pip install wandb)"""
-    wandb_name: str | None = _output(
-        None, metavar="NAME", meant="run-name wandb-exp-name wandb-run-name"
-    )
-    """of the run there (default: W&B makes one up)"""
-    wandb_entity: str | None = _output(None, metavar="NAME")
-    """user or team there (default: yours)"""
-    wandb_mode: Literal["online", "offline"] | None = _output(None)
-    """offline: into files below --output, for `wandb sync` later (default: what WANDB_MODE says,
-    else online)
-    """
+    tensorboard: LocalPath | None = _output(None, metavar="DIR")
+    """also write TensorBoard events; `wandb sync --sync-tensorboard DIR` takes them to W&B"""
     profile_steps: Annotated[tuple[int, int], step_range] | None = _output(
-        None, metavar="FIRST-LAST", meant="profile"
+        None, metavar="FIRST-LAST"
     )
     """write a trace of these steps of rank 0 into --output, for chrome://tracing or Perfetto"""
-    log_level: Literal["debug", "info", "warning", "error"] = _output(
-        "info", meant="logging-level verbosity"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = _output("info")
     """debug: also what DeepSpeed's, Megatron's and torch's loggers say; info: this program's lines,
     and libraries' warnings; warning: warnings and errors only; error: errors only
     """
     save: LocalPath | None = _output(None, metavar="DIR")
     """folder for checkpoints; also saves at the end and on SIGTERM, SIGINT"""
-    save_interval: int = _output(0, least=0, meant="save-steps")
+    save_interval: int = _output(0, least=0)
     """steps between checkpoints; 0 = only at the end"""
-    keep_last: int = _output(0, least=0, meant="save-total-limit")
+    keep_last: int = _output(0, least=0)
     """checkpoints kept in --save; 0 = all"""
-    load: LocalPath | None = _output(
-        None, metavar="DIR|auto", meant="load-checkpoint resume resume-from-checkpoint"
-    )
+    load: LocalPath | None = _output(None, metavar="DIR|auto")
     """continue from this folder's latest checkpoint; auto = from --save where it has one, else
     start
     """
@@ -207,7 +161,6 @@ class PretrainOptions(RunOptions):
             self.save is not None,
             self.tensor_parallel > 1,
         )
-        of_wandb = self.wandb_name or self.wandb_entity or self.wandb_mode
         fresh = self.init_from is None or self.load in (None, "auto")
         continues = f"absent with --load {self.load}, which continues with the weights there"
         problems = [
@@ -251,11 +204,6 @@ class PretrainOptions(RunOptions):
                     self.profile_steps is None or self.output is not None,
                     "only with --output",
                 ),
-                (
-                    "wandb",
-                    self.wandb is not None or not of_wandb,
-                    "a project with --wandb-name, -entity and -mode",
-                ),
                 *(
                     (n, self.dry_run or not getattr(self, n), "only with --dry-run")
                     for n in ("json", "gpu", "gpus")
@@ -285,8 +233,7 @@ class PretrainOptions(RunOptions):
 
 def parser() -> Parser:
     """The parser of ``pretrain.py``."""
-    of_model = {key.replace("_", "-"): f"--model-override {key}=..." for key in _MODEL_KEYS.split()}
-    return options_parser(PretrainOptions, "pretrain.py", {**of_model, **_DEEPSPEED_KEYS})
+    return options_parser(PretrainOptions, "pretrain.py")
 
 
 def parse(argv: Sequence[str] | None = None) -> PretrainOptions:

@@ -19,7 +19,7 @@ from launch.common.find_config import find_config
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (
     *("pretrain", "convert_hf", "planner"),
-    *("prepare_data", "index_tokens", "to_universal", "plot"),
+    *("prepare_data", "to_universal", "plot"),
 )
 CONFIGS = {
     kind: sorted(p.name for p in (ROOT / "configs" / kind).glob("*.json"))

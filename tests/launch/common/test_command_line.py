@@ -83,7 +83,6 @@ def test_pretrain_says_one_line(capsys, wrong, message):
 
 PROGRAMS = [
     "convert_hf",
-    "index_tokens",
     "planner",
     "plot",
     "prepare_data",
@@ -223,7 +222,6 @@ def test_a_home_folder_also_behind_an_equals_sign(monkeypatch):
             "--sequence-parallel",
             "--sequence-parallel: got True, accepted: only with --tensor-parallel 2",
         ),
-        ("--wandb-mode offline", "--wandb: got None, accepted: a project"),
         ("--profile-steps 10-12", r"--profile-steps: got \(10, 12\), accepted: only with --output"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files that go along with a converted model: those beside the weights, or the tokenizer of data."""
+"""Files that go along with a converted model: the tokenizer beside the weights, or that of data."""
 
 import json
 from pathlib import Path

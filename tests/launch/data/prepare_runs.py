@@ -9,15 +9,14 @@ from pathlib import Path
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from launch.data.prepare_options import PrepareOptions, parser
 from launch.data.tokenizer import for_data
-from launch.prepare_data import parser, prepare
+from launch.prepare_data import prepare
 
 
 def run(*arguments, tokenizer="bytes", workers="1"):
-    words = [str(a) for a in arguments]
-    return prepare(
-        parser().parse_args([*words, "--tokenizer", tokenizer, "--workers", workers, "--quiet"])
-    )
+    words = [*map(str, arguments), "--tokenizer", tokenizer, "--workers", workers, "--quiet"]
+    return prepare(PrepareOptions(**vars(parser().parse_args(words))))
 
 
 def documents(prefix):

@@ -8,7 +8,6 @@ import gzip
 import json
 from collections import Counter
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -70,32 +69,6 @@ def test_separator_splits_text_files(tmp_path, content, separator, expected):
     )
     assert decoded(tmp_path / "out") == expected
     assert summary["skipped"].get("empty", 0) == (b"\n\n\n\n" in content)
-
-
-@pytest.mark.parametrize(
-    "dtype, header, vocab",
-    [("uint16", True, 60000), ("uint16", False, 500), ("uint32", False, 100000)],
-)
-@pytest.mark.parametrize("last_has_eod", [True, False])
-def test_token_files(tmp_path, dtype, header, vocab, last_has_eod):
-    rng = np.random.default_rng(vocab)
-    expected = [[*rng.integers(1, vocab, n), 0] for n in rng.integers(0, 400, 300)]
-    if not last_has_eod:
-        expected[-1] = [5, 6]
-    flat = np.concatenate(expected).astype(dtype)
-    path = tmp_path / ("t.npy" if header or dtype == "uint16" else "t.bin")
-    if header:
-        np.save(path, flat)
-    else:
-        flat.tofile(path)  # Dolma's files are bare numbers under the name .npy
-    options = ["--input", path, "--vocab-size", vocab, "--eod", 0, "--dtype", dtype]
-    run(*options, "--output", tmp_path / "out", "--shard-bytes", "1k", tokenizer="none")
-    if not last_has_eod:
-        expected[-1] = [5, 6, 0]
-    assert documents(tmp_path / "out") == expected
-    assert json.loads((tmp_path / "out.json").read_text())["dtype"] == (
-        "uint16" if vocab < 65500 else "int32"
-    )
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 13, 10**6])

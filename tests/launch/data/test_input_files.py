@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-import numpy as np
-
 from launch.data.input_files import find
 from tests.launch.data.prepare_runs import decoded, documents, run, some_texts
 
@@ -42,25 +40,6 @@ def test_folder_of_text_counts_what_it_leaves_out(tmp_path):
     assert order != sorted(order) and order == [s.name for s in find([str(folder)])[0]]
     run("--input", folder, "--output", tmp_path / "globbed", "--glob", "f1*.py")
     assert len(documents(tmp_path / "globbed")) == 11
-
-
-def test_output_inside_the_input_is_not_read_back(tmp_path):
-    np.asarray([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "t.bin")
-    options = [
-        "--input",
-        tmp_path,
-        "--output",
-        tmp_path / "x",
-        "--dtype",
-        "uint16",
-        "--vocab-size",
-        9,
-        "--eod",
-        0,
-    ]
-    run(*options, tokenizer="none")
-    run(*options, tokenizer="none")  # the same input as before, although x.bin lies there now
-    assert documents(tmp_path / "x") == [[1, 2, 0], [3, 0]]
 
 
 def test_standard_library(tmp_path):

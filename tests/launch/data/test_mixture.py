@@ -136,3 +136,11 @@ def test_a_file_that_is_no_description(tmp_path, name, text):
     (tmp_path / "mix.json").write_text(json.dumps({"sources": ONE}))
     with pytest.raises(DataError, match="no.yaml: .*No such file"):
         read_info(str(tmp_path / "no.yaml"))
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float64", None), ("int32", "uint16")])
+def test_open_tokens_refuses_a_numpy_header_of_another_type(tmp_path, stored, dtype):
+    np.save(tmp_path / "a.npy", np.zeros(4, stored))
+    path = describe(tmp_path, ONE, dtype=dtype)
+    with pytest.raises(DataError, match=f"a.npy: got {stored} .*accepted: one dimension of uint16"):
+        train(path, 10)

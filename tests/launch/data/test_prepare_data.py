@@ -8,7 +8,6 @@ import gzip
 import re
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,8 +24,6 @@ from tests.launch.data.prepare_runs import (
     write_jsonl,
 )
 from tests.support import held_elsewhere
-
-IDS = ["--tokenizer", "none", "--vocab-size", "9", "--eod", "0"]
 
 
 def test_sentencepiece_and_hf_files_travel_with_the_data(tmp_path, sentencepiece_file):
@@ -101,19 +98,13 @@ def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
     assert decoded(tmp_path / "out") == ["xyz"]
 
 
-@pytest.mark.parametrize(("eod", "noted"), [("0", False), ("8", True)])
-def test_an_end_of_documents_that_is_nowhere_is_noted(tmp_path, capsys, eod, noted):
-    np.asarray([5, 6, 0, 7, 0], np.uint16).tofile(tmp_path / "t.bin")
-    given = [
-        "--input",
-        str(tmp_path / "t.bin"),
-        "--output",
-        str(tmp_path / "made"),
-        "--workers",
-        "1",
-    ]
-    assert main([*given, *IDS[:-1], eod, "--dtype", "uint16"]) == 0
-    assert ("note: --eod: got '8', which divides no file" in capsys.readouterr().err) == noted
+@pytest.mark.parametrize(("separator", "noted"), [("\\n", False), ("xyz", True)])
+def test_a_separator_that_is_nowhere_is_noted(tmp_path, capsys, separator, noted):
+    (tmp_path / "t.txt").write_text("one\ntwo")
+    given = ["--input", str(tmp_path / "t.txt"), "--output", str(tmp_path / "made")]
+    more = ["--workers", "1", "--tokenizer", "bytes", "--separator", separator]
+    assert main([*given, *more]) == 0
+    assert ("note: --separator: got 'xyz', which divides no" in capsys.readouterr().err) == noted
 
 
 def test_what_is_missing_of_an_output_is_made_again(tmp_path):
@@ -167,11 +158,6 @@ def bad_inputs(folder):
     (folder / "p.parquet").write_bytes(b"PAR1 no")
     pq.write_table(pa.table({"body": ["a"]}), folder / "q.parquet")
     (folder / "g.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:-9])
-    np.asarray([1, 2, 9, 0], np.uint16).tofile(folder / "t.bin")
-    np.save(folder / "f.npy", np.zeros(4))
-    np.save(folder / "n.npy", np.asarray([1, -1, 0], np.int32))
-    (folder / "odd.bin").write_bytes(b"abc")
-    (np.arange(40) % 8).astype(np.int64).tofile(folder / "wide.bin")
     return [
         (["missing"], "--input: got missing, which does not exist"),
         (["x.png"], "--input: got x.png, accepted: .*jsonl"),
@@ -182,21 +168,6 @@ def bad_inputs(folder):
         (["g.jsonl.gz"], "cannot read g.jsonl.gz"),
         (["t.txt", "--max-bytes", "2"], "--max-bytes 2"),
         (["t.txt", "--tokenizer", "bpe:9"], "--tokenizer: got 'bpe:9'"),
-        (["t.bin", *IDS[:2]], "--tokenizer: got none with --vocab-size None, --eod None"),
-        (["t.bin", *IDS[:-1], "9"], "--eod below --vocab-size"),
-        (["t.bin", *IDS], "t.bin: got 8 bytes without a header and no dtype"),
-        (["t.bin", "--dtype", "uint16", *IDS], "got the id 9, accepted: ids from 0 to 8"),
-        (["n.npy", *IDS], "got the id -1, accepted: ids from 0 to 8"),
-        (["f.npy", *IDS], "f.npy: got float64"),
-        (
-            ["n.npy", "--dtype", "uint16", *IDS],
-            "n.npy: got int32 .*, accepted: one dimension of uint16",
-        ),
-        (
-            ["wide.bin", "--dtype", "uint16", *IDS],
-            "wide.bin: got uint16 tokens, every second about 0",
-        ),
-        (["odd.bin", "--dtype", "uint16", *IDS], "odd.bin: got 3 bytes"),
         (
             ["t.txt", "--output", "t.txt/x"],
             "--output: got t.txt/x.parts, accepted: a folder to write to",

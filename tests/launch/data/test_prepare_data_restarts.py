@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import python_path
-from launch.prepare_data import main, parser, prepare
+from launch.prepare_data import main
 from tests.launch.data.prepare_runs import files_of, run, some_texts, write_jsonl
 
 ROOT = Path(__file__).parents[3]
@@ -84,11 +84,8 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path):
         "--shard-bytes",
         "4k",
     ]
-    prepare(
-        parser().parse_args(
-            [*common, "--output", str(tmp_path / "straight/x"), "--workers", "1", "--quiet"]
-        )
-    )
+    straight = ["--output", str(tmp_path / "straight/x"), "--workers", "1", "--quiet"]
+    assert main([*common, *straight]) == 0
 
     command = [
         sys.executable,

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from launch.common.errors import DataError
 from launch.data import token_files
@@ -15,7 +16,6 @@ from launch.data.endless import EndlessBlend
 from launch.data.mixture import is_mixture, read_mixture
 from launch.train import pretrain_options
 from launch.train.plan import plan
-from tests.launch.data.prepare_runs import run
 from tests.launch.pretrain_runs import configuration
 from tests.launch.tiny_data import make, rows, train
 from tests.support import run_ranks
@@ -60,23 +60,18 @@ def two(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", None])  # None: a header of NumPy
-def test_samples_are_those_of_a_prepared_copy(tmp_path, dtype):
-    """Also of a file that does not end with eos: an eos is put behind it in both."""
-    files = [write(tmp_path / f"part-{n}.npy", tokens(40, n, end=n != 1), dtype) for n in range(3)]
+def test_samples_are_those_of_megatrons_own_files(tmp_path, dtype):
+    """Also of a file that does not end with eos: an eos is put behind it."""
+    parts = [tokens(40, n, end=n != 1) for n in range(3)]
+    for number, part in enumerate(parts):
+        write(tmp_path / f"part-{number}.npy", part, dtype)
     path = describe(tmp_path, [{"name": "all", "files": ["part-*.npy"]}], dtype=dtype)
-    more = ["--dtype", dtype] if dtype else []
-    run(
-        "--input",
-        *files,
-        "--output",
-        tmp_path / "copy",
-        "--vocab-size",
-        VOCAB,
-        "--eod",
-        EOS,
-        *more,
-        tokenizer="none",
-    )
+    builder = IndexedDatasetBuilder(f"{tmp_path}/copy.bin", dtype=np.uint16)
+    whole = np.concatenate([parts[0], parts[1], [EOS], parts[2]])
+    for document in np.split(whole, np.flatnonzero(whole == EOS) + 1)[:-1]:
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{tmp_path}/copy.idx")
+    (tmp_path / "copy.json").write_text(json.dumps({"vocab_size": VOCAB, "eod": EOS}))
     ours, theirs = train(path, 300), train(f"{tmp_path}/copy", 300)
     assert ours.epoch_samples == theirs.epoch_samples < 300
     assert rows(ours, 300) == rows(theirs, 300)

@@ -1,12 +1,10 @@
-"""Reporters: metrics file, readable lines, summary, TensorBoard, Weights & Biases, traces."""
+"""Reporters: metrics file, readable lines, summary, TensorBoard, DeepSpeed's monitor, traces."""
 
 import errno
 import io
 import json
 import os
 import random
-import sys
-import types
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 
@@ -17,14 +15,7 @@ from coat_dist import CoatConfigError
 from launch.common import log_level
 from launch.train import pretrain_options
 from launch.train.metrics import Summary, read_metrics
-from launch.train.reporters import (
-    Files,
-    Lines,
-    Reporters,
-    TensorBoard,
-    open_reporters,
-    step_profiler,
-)
+from launch.train.reporters import Reporters, open_reporters, step_profiler
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import run_ranks
 
@@ -52,10 +43,15 @@ def record(step, **more):
     }
 
 
-def report(folder, *records, start=0, end=None):
+def opened(*more, start=0, continues=True):
+    return open_reporters(pretrain_options.parse([*BASE, *map(str, more)]), start, continues)
+
+
+def report(folder, *records, start=0, end=100):
     """Report records; the lines."""
     with redirect_stdout(io.StringIO()) as lines:
-        writer = Reporters(Lines(100, end), Files(folder, start, True))
+        argv = ("--output", folder, "--train-steps", 100, "--stop-at-step", end)
+        writer = opened(*argv, start=start)
         for one in records:
             writer.step(one)
         writer.close()
@@ -110,7 +106,7 @@ def test_non_finite_is_null_and_named(tmp_path):
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = Reporters(TensorBoard(str(tmp_path), 0))
+    writer = opened("--tensorboard", tmp_path)
     for i in range(1, 4):
         writer.step(record(i, loss=float(i), valid_loss=2.0 * i))
     writer.close()
@@ -122,7 +118,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 
 def test_steps_are_hidden_above_info(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(log_level, "_level", "warning")
-    Reporters(Lines(2)).step(record(1))
+    Reporters(total_steps=2).step(record(1))
     assert capsys.readouterr().out == ""
 
 
@@ -139,10 +135,9 @@ def test_damaged_file_names_the_line(tmp_path, text, line):
 
 def test_a_disk_without_room_is_an_error_of_the_option(tmp_path, monkeypatch):
     """In every file that is written, and closing afterwards does not raise again."""
-    files = Files(tmp_path, 0, True)
-    files._file.close()
-    files._file = open("/dev/full", "w")  # noqa: SIM115 - every flush fails with ENOSPC
-    writer = Reporters(files)
+    writer = opened("--output", tmp_path)
+    writer.file.close()
+    writer.file = open("/dev/full", "w")  # noqa: SIM115 - every flush fails with ENOSPC
     with pytest.raises(CoatConfigError, match=r"^--output: cannot write .*No space left"):
         writer.step(record(1))
     writer.close()
@@ -152,9 +147,9 @@ def test_a_disk_without_room_is_an_error_of_the_option(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(CoatConfigError, match=r"^--output: cannot write .*No space"):
-        Reporters(Files(tmp_path / "other", 0, True)).memory(SimpleNamespace(to_dict=dict))
+        writer.memory(SimpleNamespace(to_dict=dict, table=str))
     with pytest.raises(CoatConfigError, match=r"^--output: cannot write .*No space"):
-        open_reporters(pretrain_options.parse([*BASE, "--output", str(tmp_path)]), 0, True, {})
+        opened("--output", tmp_path)
 
 
 def test_summary(tmp_path):
@@ -185,115 +180,42 @@ def test_summary(tmp_path):
         folder = tmp_path / str(continues)
         folder.mkdir()
         (folder / "summary.json").write_text("{}")
-        Files(folder, 1, continues).close()
+        opened("--output", folder, start=1, continues=continues).close()
         assert [p.name for p in folder.glob("summary*")] == names
 
 
-def fake_wandb(path):
-    """A module that writes down how it is called."""
-
-    def note(**what):
-        with open(path, "a") as file:
-            file.write(json.dumps(what) + "\n")
-
-    class Run:
-        def __init__(self, known):
-            self.id = known or "made-up"
-            self.summary = {}
-
-        def log(self, numbers, step):
-            note(log=numbers, step=step)
-
-        def finish(self, exit_code):
-            note(finish=exit_code, summary=self.summary)
-
-    def init(**options):
-        note(init=options)
-        if options["project"] == "refused":
-            raise RuntimeError("api_key not configured\nrun wandb login")
-        return Run(options.get("id"))
-
-    module = types.ModuleType("wandb")
-    module.init = init
-    sys.modules["wandb"] = module
-
-
-def with_wandb(rank, world, argv, path, poisoned=()):
-    fake_wandb(path)
-    return rank_main(rank, world, argv, poisoned)
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_run_and_its_continuation_at_wandb_with_trace_and_summary(work, tmp_path):
+def test_a_run_and_its_continuation_with_trace_summary_and_deepspeeds_monitor(work, tmp_path):
     """Two ranks; stopped by a signal after step 4, continued to step 6; steps 3 to 5 are to be
     traced.
     """
-    config, run, save, calls = (
-        configuration(tmp_path, 2),
-        tmp_path / "run",
-        tmp_path / "save",
-        tmp_path / "calls",
-    )
-    asked = [
-        "--wandb",
-        "project",
-        "--wandb-name",
-        "first",
-        "--wandb-mode",
-        "offline",
-        "--profile-steps",
-        "3-5",
-    ]
-    more = [*asked, "--save", save, "--load", "auto", "--eval-interval", "2", "--eval-steps", "1"]
+    run, save = tmp_path / "run", tmp_path / "save"
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"}
+    config = configuration(tmp_path, 2, csv_monitor=monitor)
+    more = ["--profile-steps", "3-5", "--save", save, "--load", "auto"]
+    more += ["--eval-interval", "2", "--eval-steps", "1"]
     argv = command(work, run, config, *more, steps=6)
-    end = run_ranks(2, with_wandb, argv, str(calls), [(4, "signal", 0)])[0]
+    end = run_ranks(2, rank_main, argv, [(4, "signal", 0)])[0]
     assert end.startswith("stopped by SIGTERM after step 4")
-    first, (start, *logged, finish) = json.loads((run / "summary.json").read_text()), read(calls)
-    expected = {"project": "project", "name": "first", "mode": "offline", "dir": str(run)}
-    assert {k: start["init"][k] for k in expected} == expected
-    assert "id" not in start["init"] and start["init"]["config"]["model"]["num_layers"] == 2
-    assert [(c["step"], c["log"]["loss"]) for c in logged] == [
-        (r["step"], r["loss"]) for r in read_metrics(run)
-    ]
-    assert finish["finish"] == 0 and finish["summary"]["tokens"] == first["tokens"] == 4 * 8 * 32
+    first = json.loads((run / "summary.json").read_text())
     assert (first["ended"], first["step"]) == ("stopped by SIGTERM after step 4", 4)
+    assert first["tokens"] == 4 * 8 * 32
     assert first["checkpoint"] == str(save / "step00000004")
+    assert len((tmp_path / "monitor/Train_Samples_lr.csv").read_text().splitlines()) == 1 + 4
 
-    assert run_ranks(2, with_wandb, argv, str(calls))[0].startswith("finished 6 steps")
-    again = [c for c in read(calls) if "init" in c][1]["init"]
-    assert (again["id"], again["resume"]) == ("made-up", "allow")
+    assert run_ranks(2, rank_main, argv)[0].startswith("finished 6 steps")
     records, summary = read_metrics(run), json.loads((run / "summary.json").read_text())
-    assert [c["step"] for c in read(calls) if "log" in c] == [1, 2, 3, 4, 5, 6]
     valid = {r["valid_loss"]: r["step"] for r in records if "valid_loss" in r}
     assert (summary["best_valid_loss"], summary["best_valid_step"]) == (
         min(valid),
         valid[min(valid)],
     )
-    assert summary["tokens"] == 6 * 8 * 32 and summary["seconds"] == pytest.approx(
-        sum(r["step_time"] for r in records)
-    )
-    assert sorted(p.name for p in run.glob("*trace*")) == [
-        "trace-steps3-5.json",
-        "trace-steps5-5.json",
-    ]
-    names = {
-        e.get("name") for e in json.loads((run / "trace-steps3-5.json").read_text())["traceEvents"]
-    }
+    assert summary["tokens"] == 6 * 8 * 32
+    assert summary["seconds"] == pytest.approx(sum(r["step_time"] for r in records))
+    traces = sorted(p.name for p in run.glob("*trace*"))
+    assert traces == ["trace-steps3-5.json", "trace-steps5-5.json"]
+    events = json.loads((run / "trace-steps3-5.json").read_text())["traceEvents"]
+    names = {e.get("name") for e in events}
     assert {"ProfilerStep#3", "ProfilerStep#4"} <= names and "ProfilerStep#2" not in names
-
-
-def test_a_run_that_wandb_refuses(work, tmp_path):
-    argv = command(
-        work, tmp_path / "run", configuration(tmp_path, 2), "--wandb", "refused", steps=6
-    )
-    for end in run_ranks(2, with_wandb, argv, str(tmp_path / "calls")):
-        assert (
-            end.startswith("CoatConfigError: --wandb: got refused, accepted: a project")
-            and "wandb login" in end
-        )
 
 
 def test_the_steps_that_were_asked_for_are_profiled(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import index_tokens
+from launch import prepare_data
 from launch.common.find_config import read_config
 from launch.data.blend import read_info
 from launch.train import pretrain_options
@@ -77,7 +77,7 @@ def test_the_commands_of_the_docs(olmo, tmp_path, monkeypatch, name, lr, warmup,
                 [*range(1000, 1100), 50279] * 1100, source.get("dtype", description["dtype"])
             ).tofile(file)
     (tmp_path / "dolma" / "dolma.json").write_text(code)
-    assert index_tokens.main(["dolma/dolma.json"]) == 0
+    assert prepare_data.main(["--index", "dolma/dolma.json"]) == 0
     p = plan(pretrain_options.parse(words[2:]), 256)
     assert (p.batch.total, p.batch.micro * p.batch.accumulation, p.model.seq_length) == (
         2048,
@@ -103,13 +103,18 @@ def test_the_commands_of_the_docs(olmo, tmp_path, monkeypatch, name, lr, warmup,
         assert end.startswith("finished 2 steps; checkpoint runs/olmo-1b")
 
 
-def test_index_tokens_says_what_is_there(olmo, tmp_path, capsys):
+def test_prepare_data_index_prints_what_is_there(olmo, tmp_path, capsys):
     cache = ["--data-cache", str(tmp_path / "cache")]
-    assert index_tokens.main([str(olmo / "dolma.json"), *cache]) == 0
+    assert prepare_data.main(["--index", str(olmo / "dolma.json"), *cache]) == 0
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in out[1:]] == [["up", "3", "150"], ["down", "1", "150"]]
     assert [line.split()[-1] for line in out[1:]] == ["0.6667", "0.3333"]
-    assert index_tokens.main([str(olmo / "dolma.json"), *cache, "--log-level", "warning"]) == 0
+    assert (
+        prepare_data.main(["--index", str(olmo / "dolma.json"), *cache, "--log-level", "warning"])
+        == 0
+    )
     assert capsys.readouterr().out == ""
-    assert index_tokens.main([str(tmp_path / "no.json")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: data: {tmp_path}/no.json: No such file")
+    assert prepare_data.main(["--index", str(tmp_path / "no.json")]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"prepare_data: error: data: {tmp_path}/no.json: No such file"
+    )
