@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from coat_dist import CoatConfig
-from launch.common.settings import MICRO, STEPS, TOTAL
+from launch.common.settings import MICRO, STEPS, TOTAL, load_settings
 from launch.model.model_config import ModelConfig, described_model
 from launch.train import runtime, training_engine
 from launch.train.plan import Plan, assemble
 from launch.train.pretrain_options import PretrainOptions
+from launch.train.steps import MicroBatches, steps_of
 
 __all__ = ["measure", "plan_of"]
 
@@ -32,13 +33,8 @@ def plan_of(job: Mapping[str, Any], world: int) -> Plan:
     }
     settings |= {MICRO: identity["micro_batch"], STEPS: max(job["accumulations"])}
     args = PretrainOptions(deepspeed_config="", data=[], train_steps=1, **identity["options"])
-    return assemble(
-        args,
-        world,
-        settings,
-        CoatConfig.from_deepspeed(settings),
-        described_model(identity["model"]),
-    )
+    model = described_model(identity["model"])
+    return assemble(args, world, *load_settings(settings, tp=args.tensor_parallel), model)
 
 
 def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -57,29 +53,28 @@ def measure(job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         p.args.tensor_parallel, seed=p.args.seed, create_gloo_process_groups=False
     )
     engine = training_engine.build_engine(p, lambda text: None)
-    loss = training_engine.language_model_loss(p.args.tensor_parallel, device)
     generator = torch.Generator().manual_seed(p.args.seed + parallel_state.get_data_parallel_rank())
     batch = {
         name: drawn.to(device)
         for name, drawn in random_batch(p.model, p.batch.micro, generator).items()
     }
-    measured, values = [], []
+    batches, steps = itertools.repeat(batch), steps_of(p, engine, device)
+    assert isinstance(steps, MicroBatches)  # pipelines are not measured
+    measured, losses = [], []
     for accumulation in job["accumulations"]:
         engine.set_train_batch_size(p.batch.micro * accumulation * p.dp)
+        steps.accumulation = accumulation
         seconds = []
         for step in range(job["warmup"] + job["steps"]):
             began = time.perf_counter()
-            for _ in range(accumulation):
-                value = loss(engine, batch)
-                engine.backward(value)
-                engine.step()
+            loss = steps.step(batches)
             # Waits for the device and for every rank.
-            values += runtime.mean_over_ranks([value.detach()], device)
+            losses += runtime.mean_over_ranks([loss], device)
             if step >= job["warmup"]:
                 seconds.append(time.perf_counter() - began)
         measured.append({"accumulation": accumulation, "seconds": seconds})
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {"steps": measured, "peak_memory_bytes": peak, "first_loss": values[0]}
+    return {"steps": measured, "peak_memory_bytes": peak, "first_loss": losses[0]}
 
 
 def random_batch(

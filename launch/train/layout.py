@@ -1,9 +1,35 @@
 """Continuing on other ranks: ``--load auto`` where another parallel layout saved the newest
 checkpoint.
 
-A step keeps its samples. Rank 0 converts the checkpoint to a universal one in the folder
-:data:`FOLDER` of ``--save``, which is removed when the first checkpoint of the new layout is
-complete.
+How a run's state lies on its ranks
+    A rank of tensor parallelism has a slice of every matrix, one of a pipeline stage the layers of
+    that stage, one of expert parallelism some of the experts. What such a rank has it shares with
+    its data-parallel peers, and ZeRO divides it among them: stages 1 and 2 lay all parameters of an
+    optimizer group one behind the other and give each peer an equal run of elements, whatever
+    parameter they belong to; stage 3 gives each peer an equal part of every parameter. Master
+    weights, moments and FP8 codes follow the same division, and an FP8 group is 128 consecutive
+    elements of such a part. DeepSpeed writes one file of states for each rank, as it holds them.
+
+Why another layout cannot load them
+    With another number of ranks, ZeRO stage, tensor-parallel size or number of pipeline stages the
+    parts begin elsewhere, so files of one layout are of no use to another. A universal checkpoint
+    has whole tensors by the names that they have in the whole model, and a rank of any layout cuts
+    its part out of them. Codes of groups that the new layout has as well keep their bytes; others
+    are decoded and encoded again (``coat_dist/checkpoint/universal``).
+
+What happens here
+    A run that is started again with fewer or more ranks (torchrun after a node was lost, a queue
+    that gave another number) is to go on without a person. :func:`of_another_layout
+    <launch.train.checkpoint.of_another_layout>` says whether only the layout differs; a checkpoint
+    of another model is an error. Rank 0 then converts, into the folder :data:`FOLDER` of ``--save``,
+    while the others wait without a collective, which would time out (:func:`alone
+    <coat_dist.ranks.alone>`). The folder goes when the first checkpoint of the new layout is
+    complete: until then a second start finds the same source again, and converts it again.
+
+What stays as it was
+    A step keeps its samples. The learning rate, the order of the data and the noise of a step are
+    defined by samples, so :func:`keep_batch` makes micro-batch and accumulation follow the new
+    number of data-parallel ranks, and the loss goes on as if nothing had happened.
 """
 
 from __future__ import annotations

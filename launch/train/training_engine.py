@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from launch.model.gpt import build_model
 from launch.train.data_source import Batch
 from launch.train.plan import Plan
 
-__all__ = ["build_engine", "forward_step", "language_model_loss", "torch_adamw"]
+__all__ = ["build_engine", "language_model_loss", "torch_adamw"]
 
 
 def build_engine(
@@ -96,60 +96,44 @@ def torch_adamw(model: torch.nn.Module, settings: dict[str, Any]) -> torch.optim
     return torch.optim.AdamW(groups, fused=torch.cuda.is_available(), **options)
 
 
-def language_model_loss(tp: int, device: torch.device) -> Callable[[Any, Batch], torch.Tensor]:
-    """``loss(engine, batch)``: :func:`forward_step` and what it returns, in one."""
-    step = forward_step(tp, device)
+def language_model_loss(
+    tp: int, device: torch.device
+) -> Callable[[Any, Batch | None], torch.Tensor]:
+    """``loss(model, batch)``: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32
+    scalar. On a pipeline stage that is not the last it is what the stage sends to the next one.
 
-    def loss(engine: Any, batch: Batch) -> torch.Tensor:
-        output, loss_of = step(iter([batch]), engine)
-        return loss_of(output)
-
-    return loss
-
-
-def forward_step(tp: int, device: torch.device) -> Callable[..., Any]:
-    """Megatron's forward step: ``step(batches, model)`` returns the model's output and the function
-    from it to the loss: mean cross entropy over the tokens that ``loss_mask`` keeps, fp32 scalar.
-
-    ``model``: an engine, a model or one stage of it. ``batches`` is None where a stage needs no
-    tokens.
-
-    ``cu_seqlens`` of a batch are the starts of documents that do not attend to each other, in one
-    row. A model with ``loss: "chunked"`` computes its losses itself.
+    ``model`` is an engine, a model or one stage of it; ``batch`` is None where a stage needs no
+    tokens. ``cu_seqlens`` of a batch are the starts of documents that do not attend to each other,
+    in one row. A model with ``loss: "chunked"`` computes its losses itself.
     """
     from megatron.core import parallel_state
 
     from coat_dist.flow import TensorParallel, vocab_parallel_cross_entropy
     from megatron_patches.layers.loss import ChunkedLossGPTModel
 
-    group = (
-        TensorParallel(parallel_state.get_tensor_model_parallel_group())
-        if tp > 1
-        else TensorParallel()
-    )
+    group = TensorParallel()
+    if tp > 1:
+        group = TensorParallel(parallel_state.get_tensor_model_parallel_group())
 
-    def step(
-        batches: Iterator[Batch] | None, model: Any
-    ) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
-        module = getattr(model, "module", model)
-        if batches is None:
-            return model(None, None, None), lambda output: output
-        batch = next(batches)
+    def loss(model: Any, batch: Batch | None) -> torch.Tensor:
+        if batch is None:
+            return model(None, None, None)
         tokens, labels, mask, positions = (
-            batch[k].to(device, non_blocking=True)
-            for k in ("tokens", "labels", "loss_mask", "position_ids")
+            batch[key].to(device, non_blocking=True)
+            for key in ("tokens", "labels", "loss_mask", "position_ids")
         )
-        documents = {}
+        more: dict[str, Any] = {}
         if "cu_seqlens" in batch:
-            documents["packed_seq_params"] = packed_documents(batch["cu_seqlens"], device)
+            more["packed_seq_params"] = packed_documents(batch["cu_seqlens"], device)
+        module = getattr(model, "module", model)
         chunked = isinstance(module, ChunkedLossGPTModel)
-        given = {"labels": labels} if chunked and module.post_process else {}
-        output = model(tokens, positions, None, **given, **documents)
+        if chunked and module.post_process:
+            more["labels"] = labels
+        output = model(tokens, positions, None, **more)
+        if not module.post_process:
+            return output
+        if not chunked:
+            output = vocab_parallel_cross_entropy(output, labels, group)
+        return (output * mask).sum() / mask.sum().clamp(min=1)
 
-        def loss(output: torch.Tensor) -> torch.Tensor:
-            per_token = output if chunked else vocab_parallel_cross_entropy(output, labels, group)
-            return (per_token * mask).sum() / mask.sum().clamp(min=1)
-
-        return output, loss
-
-    return step
+    return loss

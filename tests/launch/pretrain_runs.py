@@ -60,7 +60,7 @@ def rank_main(rank, world, argv, poisoned=()):
     def interfere(loop):
         if loop.options.eval_only:
             return
-        inner, seen = getattr(loop.steps, "loss", None), [-1]  # none of pipeline stages
+        inner, seen = loop.steps.loss, [-1]
 
         def loss(engine, batch):
             value = inner(engine, batch)

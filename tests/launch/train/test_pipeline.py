@@ -157,16 +157,16 @@ def poisoned_run(rank, world, argv):
     changed = []
 
     def interfere(loop):
-        inner, steps = loop.steps.forward_step, loop._step
+        inner, steps = loop.steps.loss, loop._step
 
-        def forward_step(batches, model):
-            output, loss_of = inner(batches, model)
+        def loss(model, batch):
+            output = inner(model, batch)
             now = loop.progress.step + 1
             if now == 3 and model.pre_process:
                 output.register_hook(lambda gradient: gradient * float("nan"))
             if now == 2 and model.post_process:
-                return output, lambda output: loss_of(output) * float("inf")
-            return output, loss_of
+                return output * float("inf")
+            return output
 
         def step():
             before = [p.detach().clone() for p in loop.engine.module.parameters()]
@@ -175,7 +175,7 @@ def poisoned_run(rank, world, argv):
             changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
             return record
 
-        loop.steps.forward_step, loop._step = forward_step, step
+        loop.steps.loss, loop._step = loss, step
 
     device = runtime.start(rank)
     pretrain.train(pretrain.plan(pretrain_options.parse(argv), world), device, interfere=interfere)
