@@ -19,17 +19,16 @@ Why another layout cannot load them
 
 What happens here
     A run that is started again with fewer or more ranks (torchrun after a node was lost, a queue
-    that gave another number) is to go on without a person. :func:`of_another_layout
-    <launch.train.checkpoint.of_another_layout>` says whether only the layout differs; a checkpoint
-    of another model is an error. Rank 0 then converts, into the folder :data:`FOLDER` of ``--save``,
-    while the others wait without a collective, which would time out (:func:`alone
-    <coat_dist.ranks.alone>`). The folder goes when the first checkpoint of the new layout is
-    complete: until then a second start finds the same source again, and converts it again.
+    that gave another number) is to go on without a person. ``checkpoint.of_another_layout`` finds
+    whether only the layout differs; a checkpoint of another model is an error. Rank 0 then converts
+    into the folder :data:`FOLDER` of ``--save``; the others wait, longer than a collective may
+    take. The folder goes when the first checkpoint of the new layout is complete: until then a
+    second start finds the same source again, and converts it again.
 
 What stays as it was
-    A step keeps its samples. The learning rate, the order of the data and the noise of a step are
-    defined by samples, so :func:`keep_batch` makes micro-batch and accumulation follow the new
-    number of data-parallel ranks, and the loss goes on as if nothing had happened.
+    A step keeps its samples: :func:`keep_batch` makes micro-batch and accumulation follow the new
+    number of data-parallel ranks. The schedule and the noise of FP8 moments go by steps, the order
+    of the data by samples, so the loss goes on as if nothing had happened.
 """
 
 from __future__ import annotations
