@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
 from launch.common.log_level import say, set_log_level
 from launch.common.progress import Progress
-from launch.convert.source import CARRIED
 from launch.convert.universal_folders import Source, UniversalOutput, find_source
+from launch.convert.weights import CARRIED
 
 __all__ = ["convert", "main"]
 

@@ -17,8 +17,8 @@ from coat_dist.checkpoint.universal.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.universal.zero_files import Shard, read
 from coat_dist.checkpoint.write.publish import LATEST, find
 from launch.convert.fill import each_expert
-from launch.convert.source import CheckpointError, Weights, check_shapes
 from launch.convert.tensor_files import rounded
+from launch.convert.weights import CheckpointError, Weights, check_shapes
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
 

@@ -17,8 +17,8 @@ from launch.convert.config_json import read_config
 from launch.convert.config_json_out import config_for
 from launch.convert.hugging_face import CONFIG, GENERATION
 from launch.convert.recipes import Recipe, put_together, to_hugging_face
-from launch.convert.source import DTYPES, Weights
 from launch.convert.tensor_files import write_tensors
+from launch.convert.weights import DTYPES, Weights
 
 __all__ = ["Conversion", "plan_conversion"]
 

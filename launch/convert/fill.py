@@ -10,7 +10,7 @@ import torch
 
 from coat_dist.checkpoint.zero_partitions import copy_into
 from coat_dist.ranks import attempt
-from launch.convert.source import CheckpointError, Weights
+from launch.convert.weights import CheckpointError, Weights
 
 __all__ = ["each_expert", "fill", "grouped"]
 

@@ -13,8 +13,8 @@ import torch
 from launch.convert.config_json import model_from_config, read_config
 from launch.convert.families import Family
 from launch.convert.recipes import from_hugging_face, put_together, to_hugging_face
-from launch.convert.source import CheckpointError, Weights, check_shapes, own_manifest
 from launch.convert.tensor_files import Entry, TensorFiles, read_header, rounded
+from launch.convert.weights import CheckpointError, Weights, check_shapes, own_manifest
 
 __all__ = [
     "CONFIG",

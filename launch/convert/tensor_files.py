@@ -14,7 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from launch.convert.source import CheckpointError
+from launch.convert.weights import CheckpointError
 
 __all__ = ["Entry", "TensorFiles", "read_header", "rounded", "write_tensors"]
 

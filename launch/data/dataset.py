@@ -27,36 +27,12 @@ from torch.utils.data import Dataset
 from coat_dist.checkpoint.team import nodes_of_ranks, sharing
 from coat_dist.ranks import on_first_ranks
 from launch.common.errors import DataError
-from launch.data.blend import (
-    DataInfo,
-    check_one_tokenizer,
-    parse_blend,
-    parse_split,
-    read_info,
-    telling,
-    without_suffix,
-)
+from launch.data.blend import check_one_tokenizer, parse_blend, parse_split, read_info
 from launch.data.endless import EndlessBlend, EndlessGPTDataset, cached_indices
-from launch.data.mixture import Mixture, is_mixture, read_mixture
-from launch.data.sampler import PretrainSampler, batches
+from launch.data.mixture import is_mixture, read_mixture
 from launch.data.token_files import TokenFiles, build_index, cache_folder
 
-__all__ = [
-    "DataError",
-    "DataInfo",
-    "Mixture",
-    "PretrainSampler",
-    "batches",
-    "build_datasets",
-    "check_one_tokenizer",
-    "is_mixture",
-    "parse_blend",
-    "parse_split",
-    "read_info",
-    "read_mixture",
-    "telling",
-    "without_suffix",
-]
+__all__ = ["build_datasets"]
 
 
 Part = tuple[str, float, IndexedDataset | TokenFiles]

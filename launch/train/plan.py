@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
+from launch.common.errors import DataError
 from launch.common.settings import (
     STEPS,
     TOTAL,
@@ -21,8 +22,9 @@ from launch.common.settings import (
     load_settings,
     peak_lr,
 )
-from launch.convert.source import CARRIED, files_in
-from launch.data import dataset as data
+from launch.convert.weights import CARRIED, files_in
+from launch.data.blend import check_one_tokenizer, parse_blend, read_info, telling
+from launch.data.mixture import is_mixture, read_mixture
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.train.initial import initial_weights, length_note, tokenizer_warning
 from launch.train.layout import KeptBatch, keep_batch
@@ -154,9 +156,9 @@ def as_typed() -> Iterator[None]:
     """Errors of data name what was typed, not the parameter of a function that it became."""
     try:
         yield
-    except data.DataError as problem:
+    except DataError as problem:
         name, colon, rest = str(problem).partition(":")
-        raise data.DataError(f"{_OPTIONS.get(name, name)}{colon}{rest}") from None
+        raise DataError(f"{_OPTIONS.get(name, name)}{colon}{rest}") from None
 
 
 def plan(args: PretrainOptions, world: int) -> Plan:
@@ -169,14 +171,14 @@ def plan(args: PretrainOptions, world: int) -> Plan:
     settings, coat = load_settings(args.deepspeed_config, tp=tp)
     model, weights = initial_weights(args)
     with as_typed():
-        prefixes, _ = data.parse_blend(args.data)
-        infos = [data.read_info(prefix) for prefix in prefixes]
-        data.check_one_tokenizer(prefixes, infos)
-        mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
+        prefixes, _ = parse_blend(args.data)
+        infos = [read_info(prefix) for prefix in prefixes]
+        check_one_tokenizer(prefixes, infos)
+        mixtures = {p: read_mixture(p).identity() for p in prefixes if is_mixture(p)}
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
     warnings = (
-        tokenizer_warning(weights, *data.telling(prefixes, infos)),
+        tokenizer_warning(weights, *telling(prefixes, infos)),
         length_note(model.seq_length, weights, "--init-from"),
     )
     warning = "\n".join(filter(None, warnings)) or None

@@ -12,7 +12,7 @@ import torch
 from coat_dist.config import ActivationConfig, CoatConfig
 from coat_dist.deepspeed.expert_parallel import mark_experts
 from coat_dist.deepspeed.optimizer_from_json import experts_apart
-from launch.convert.weights import fill
+from launch.convert.fill import fill
 from launch.data.packed import packed_documents
 from launch.model.gpt import build_model
 from launch.train.data_source import Batch

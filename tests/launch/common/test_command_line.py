@@ -15,7 +15,7 @@ from launch import planner, plot, prepare_data, to_universal
 from launch.common import command_line
 from launch.common.command_line import Parser, local_path, number, whole_number
 from launch.common.errors import DataError
-from launch.data.dataset import parse_blend, read_info, without_suffix
+from launch.data.blend import parse_blend, read_info, without_suffix
 from launch.model.gpt import load_model_config
 from launch.train.plan import plan
 from launch.train.pretrain_options import parse, parser

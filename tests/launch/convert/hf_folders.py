@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from launch import convert_hf
-from launch.convert.source import Weights
+from launch.convert.weights import Weights
 
 SIZES = dict(
     vocab_size=100,

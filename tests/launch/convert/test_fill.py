@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.convert.source import CheckpointError
-from launch.convert.weights import fill, open_weights
+from launch.convert.fill import fill
+from launch.convert.weights import CheckpointError, open_weights
 from launch.model.gpt import ModelConfig, build_model
 from tests.launch.convert.hf_folders import Given, make
 from tests.launch.convert.weight_runs import filled

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.convert.source import CheckpointError
 from launch.convert.tensor_files import write_tensors
+from launch.convert.weights import CheckpointError
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 TENSORS = {

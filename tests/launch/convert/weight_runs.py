@@ -44,8 +44,8 @@ def filled(rank, world, folder, tp, pp):
     """A model of this layout, filled from a folder: this rank's part of every parameter, by its
     global name.
     """
-    from launch.convert.fill import global_names
-    from launch.convert.weights import fill, open_weights
+    from launch.convert.fill import fill, global_names
+    from launch.convert.weights import open_weights
     from launch.model.gpt import build_model
     from megatron_patches import initialize_model_parallel
 

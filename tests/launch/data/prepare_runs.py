@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from launch.data.prepare_options import PrepareOptions, parser
-from launch.data.tokenizer import for_data
+from launch.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, for_data
 from launch.prepare_data import prepare
 
 
@@ -24,11 +24,21 @@ def documents(prefix):
     return [data[i].tolist() for i in range(len(data))]
 
 
+def text_of(tokenizer, ids):
+    """The text of ids, without the end of document."""
+    ids = [int(i) for i in ids if i != tokenizer.eod]
+    if isinstance(tokenizer, ByteTokenizer):
+        return bytes(ids).decode(errors="replace")
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return tokenizer._library.DecodeIds(ids)
+    return tokenizer._library.decode(ids, skip_special_tokens=True)
+
+
 def decoded(prefix):
     tokenizer = for_data(prefix)
     found = documents(prefix)
     assert all(d[-1] == tokenizer.eod and tokenizer.eod not in d[:-1] for d in found)
-    return [tokenizer.decode(d) for d in found]
+    return [text_of(tokenizer, d) for d in found]
 
 
 def some_texts(n, seed):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from launch.common.errors import DataError
-from launch.data.dataset import build_datasets, parse_blend, parse_split, read_info
+from launch.data.blend import parse_blend, parse_split, read_info
+from launch.data.dataset import build_datasets
 from tests.launch.tiny_data import VOCAB, make, train
 
 

@@ -12,7 +12,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from launch.common.errors import DataError
-from launch.data.dataset import PretrainSampler, batches, build_datasets
+from launch.data.dataset import build_datasets
+from launch.data.sampler import PretrainSampler, batches
 from tests.launch.tiny_data import VOCAB, make, rows, train
 from tests.support import run_ranks
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from launch.data.dataset import PretrainSampler, batches
+from launch.data.sampler import PretrainSampler, batches
 from tests.launch.tiny_data import make, train
 
 

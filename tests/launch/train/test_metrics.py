@@ -160,7 +160,13 @@ def test_summary(tmp_path):
         (2.0, {"valid_loss": 3.0}),
     ):
         summary.add(
-            record(summary.steps + 1, loss=loss, tokens_per_second=100.0, **more, test_loss=7.0)
+            record(
+                summary.recorded_steps + 1,
+                loss=loss,
+                tokens_per_second=100.0,
+                **more,
+                test_loss=7.0,
+            )
         )
     assert summary.to_dict(wall_seconds=9.0, ranks=2) == {
         "recorded_steps": 3,
