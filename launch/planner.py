@@ -24,7 +24,11 @@ from typing import Any
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
 from launch.common.log_level import set_log_level, silence_deepspeed
+from launch.common.settings import MICRO, STEPS, TOTAL, load_settings
 from launch.memory.fit import dry_run
+from launch.train.initial import initial_weights, length_note
+from launch.train.plan import assemble
+from launch.train.pretrain_options import PretrainOptions
 
 __all__ = ["main", "parse"]
 
@@ -40,11 +44,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     args = PlannerOptions(**vars(options_parser(PlannerOptions, "planner.py").parse_args(argv)))
     set_log_level(args.log_level)
     silence_deepspeed()
-    from launch.common.settings import MICRO, STEPS, TOTAL, load_settings
-    from launch.train.initial import initial_weights, length_note
-    from launch.train.plan import assemble
-    from launch.train.pretrain_options import PretrainOptions
-
     problems = out_of_range(args)
     if args.library == "transformers" and (tp := args.tensor_parallel) > 1:
         problems.append(f"--tensor-parallel: got {tp}, accepted: 1 with --library transformers")
@@ -69,7 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     configuration: Any = args.deepspeed_config
     library = note = None
     if args.library == "transformers":
-        from launch.memory.library import read_model, read_settings
+        from launch.memory.library import read_model, read_settings  # late: transformers
 
         library, model = read_model(args.model, args.seq_length)
         configuration = read_settings(configuration, model.hidden_size)

@@ -19,20 +19,6 @@ from .peak import peak_of
 from .run import Run
 from .zero import states
 
-__all__ = [
-    "GPU",
-    "choice_lines",
-    "choice_rows",
-    "choices",
-    "dry_run",
-    "largest_micro_batch",
-    "need",
-    "not_torchs",
-    "size",
-    "table",
-    "with_largest_micro_batch",
-]
-
 GIB = 2**30
 MARGIN = 0.02
 """Part of what the allocator reserves that is added before a run is said to fit: pages that are
@@ -76,18 +62,17 @@ def chosen_gpu(args: Any) -> GPU:
     """
     import torch
 
+    other = args.other_memory
+    if args.gpu is None and args.gpu_memory is None and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        memory = total if other is not None else min(total, free + _CONTEXT)
+        return GPU(torch.cuda.get_device_name(), memory, other)
     name = (args.gpu or "h100").lower()
     if name not in GPUS:
         raise CoatConfigError(
             f"--gpu: got {args.gpu!r}, accepted: {', '.join(GPUS)} (or --gpu-memory alone)"
         )
-    memory = args.gpu_memory or int(GPUS[name] * GIB)
-    if args.gpu is None and args.gpu_memory is None and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        name, memory = torch.cuda.get_device_name(), total
-        if args.other_memory is None:
-            memory = min(total, free + _CONTEXT)
-    return GPU(name, memory, args.other_memory)
+    return GPU(name, args.gpu_memory or int(GPUS[name] * GIB), other)
 
 
 def not_torchs(run: Run, gpu: GPU | None = None) -> int:
@@ -158,14 +143,11 @@ def size(number: int) -> str:
 
 def choice_rows(run: Run, gpu: GPU | None = None) -> list[dict[str, Any]]:
     """What :func:`choices` need, the least first; with a GPU also the largest micro-batches."""
-    rows = [
-        {
-            "settings": name,
-            "needed_bytes": need(one, gpu),
-            "largest_micro_batch": gpu and largest_micro_batch(one, gpu),
-        }
-        for name, one in choices(run)
-    ]
+    rows = []
+    for name, one in choices(run):
+        most = gpu and largest_micro_batch(one, gpu)
+        needed = need(one, gpu)
+        rows.append({"settings": name, "needed_bytes": needed, "largest_micro_batch": most})
     return sorted(rows, key=lambda row: row["needed_bytes"])
 
 

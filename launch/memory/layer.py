@@ -16,8 +16,6 @@ from coat_dist.reference.activation import ACTIVATIONS
 
 from .run import Run
 
-__all__ = ["Moment", "moments", "saved", "widths"]
-
 _FC2 = ("mlp.linear_fc2", "mlp.down")  # Megatron's name, and transformers'
 
 

@@ -10,8 +10,6 @@ from launch.common.find_config import read_config
 from launch.convert.config_json import SIZES
 from launch.model.model_config import ModelConfig, described_model
 
-__all__ = ["read_model", "read_settings"]
-
 
 def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig]:
     """The model of ``--model``, and its sizes as far as the planner reads them.
@@ -42,7 +40,7 @@ def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig]
 
 def read_settings(given: str, hidden_size: int) -> dict[str, Any]:
     """The DeepSpeed configuration of a program, with what the Trainer puts in place of "auto"."""
-    filled = {
+    filled: dict[str, Any] = {
         "reduce_bucket_size": hidden_size**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
         "stage3_param_persistence_threshold": 10 * hidden_size,
@@ -50,8 +48,13 @@ def read_settings(given: str, hidden_size: int) -> dict[str, Any]:
     }
 
     def fill(block: dict[str, Any]) -> dict[str, Any]:
-        block = {key: filled.get(key) if value == "auto" else value for key, value in block.items()}
-        return {k: fill(v) if isinstance(v, dict) else v for k, v in block.items() if v is not None}
+        found: dict[str, Any] = {}
+        for key, value in block.items():
+            if isinstance(value, dict):
+                found[key] = fill(value)
+            elif value != "auto" or key in filled:
+                found[key] = filled[key] if value == "auto" else value
+        return found
 
     settings = fill(read_config("--deepspeed_config", given, "deepspeed"))
     settings["bf16"] = {"enabled": True, **settings.get("bf16", {})}

@@ -17,8 +17,6 @@ from .layer import moments, saved
 from .run import Parameter, Run, parameters
 from .zero import BUCKET, states
 
-__all__ = ["Peak", "activations", "peak_of"]
-
 _CHUNK = 2**26  # logits of a chunk (coat_dist/flow/blocks/loss.py)
 _WORKSPACE = 2 * 32 * 2**20  # cuBLAS's on Hopper, of two streams; torch allocates it
 _FIRST = "mlp.", "self_attention.linear_proj", "self_attn.o_proj"

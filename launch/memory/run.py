@@ -13,8 +13,6 @@ from coat_dist.config import ActivationConfig, look_up
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
 
-__all__ = ["Parameter", "Run", "parameters"]
-
 _DIVIDED = re.compile(
     r"word_embeddings|output_layer|linear_qkv|linear_fc1|linear_(proj|fc2)\.weight"
 )

@@ -15,8 +15,6 @@ from coat_dist.optim.host import CHUNK
 
 from .run import Run, parameters
 
-__all__ = ["BUCKET", "States", "states"]
-
 # Elements by DeepSpeed's defaults.
 BUCKET, _SUB_GROUP = 500_000_000, 10**9
 _LIVE = 10**9 + 50_000_000  # and prefetched
