@@ -40,8 +40,6 @@ from launch.data.tokenizer import SentencePieceTokenizer, for_data
 from launch.model.model_config import load_model_config
 from launch.train.initial import training_data
 
-__all__ = ["convert", "main"]
-
 
 def convert(args: ConvertOptions) -> Path:
     """Do what the command line says.

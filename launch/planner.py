@@ -30,8 +30,6 @@ from launch.train.initial import initial_weights, length_note
 from launch.train.plan import assemble
 from launch.train.pretrain_options import PretrainOptions
 
-__all__ = ["main", "parse"]
-
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     """The ``launch.train`` plan that the command line describes, that of ``pretrain.py`` with the

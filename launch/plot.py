@@ -17,8 +17,6 @@ from typing import Any
 from launch.common.command_line import Parser, local_path, whole_number
 from launch.common.log_level import add_log_level, say, set_log_level
 
-__all__ = ["draw", "main"]
-
 Records = list[dict[str, Any]]
 PANELS = {
     "loss": "loss",

@@ -36,8 +36,6 @@ from launch.data.prepare_options import PrepareOptions, parser
 from launch.data.shards import Job, finished, merge, open_parts, replacing, tokenize, write_json
 from launch.data.tokenizer import Tokenizer, bpe_size, load, train_bpe
 
-__all__ = ["index", "main", "prepare"]
-
 FORMAT = 1  # version of the files under PREFIX.parts and of PREFIX.json
 
 

@@ -51,8 +51,6 @@ from launch.train.reporters import open_reporters, step_profiler
 from launch.train.run_folders import Folders, open_on_nodes
 from launch.train.steps import steps_of
 
-__all__ = ["USER_ERRORS", "main", "train"]
-
 T = TypeVar("T")
 
 USER_ERRORS = (CoatConfigError, CheckpointError, DataError)

@@ -39,8 +39,6 @@ from launch.scale.timed_steps import Measurement, plan_of
 from launch.train import runtime
 from launch.train.exhausted import is_out_of_memory
 
-__all__ = ["main"]
-
 FILE = "measured.json"
 
 

@@ -37,8 +37,6 @@ from launch.common.progress import Progress
 from launch.convert.universal_folders import Source, UniversalOutput, find_source
 from launch.convert.weights import CARRIED
 
-__all__ = ["convert", "main"]
-
 # Raised by files of another layout than DeepSpeed 0.19's, or damaged ones.
 _LAYOUT = (KeyError, IndexError, AttributeError, TypeError, AssertionError, StopIteration)
 

@@ -20,25 +20,6 @@ from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "ConfiguredOptions",
-    "DefaultsHelp",
-    "LocalPath",
-    "MemorySize",
-    "Parser",
-    "RunOptions",
-    "add_options",
-    "check_recompute",
-    "local_path",
-    "memory_size",
-    "micro_batch",
-    "number",
-    "option",
-    "options_parser",
-    "out_of_range",
-    "whole_number",
-]
-
 LARGEST = 10**12
 """Upper bound of integer options."""
 

@@ -2,8 +2,6 @@
 consistent.
 """
 
-__all__ = ["DataError"]
-
 
 class DataError(ValueError):
     """Input or settings that cannot be used. The message is complete: argument, given value,

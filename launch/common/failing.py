@@ -19,8 +19,6 @@ from coat_dist import nodes
 from coat_dist.deepspeed.heartbeat import who
 from coat_dist.ranks import tell_torchrun
 
-__all__ = ["end", "end_of_collective"]
-
 WAIT = 1.5
 """Seconds in which the rank that fails first has printed its line."""
 WAIT_FOR_LAUNCHER = 10.0

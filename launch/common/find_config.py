@@ -9,8 +9,6 @@ from typing import Any, Literal
 from coat_dist import CoatConfigError
 from coat_dist.config import load_json
 
-__all__ = ["find_config", "read_config"]
-
 # setup.py puts the project's `configs` into this package; in a clone, installed as editable or not,
 # it is beside it.
 _HERE = Path(__file__).resolve()  # `launch` may be a link in somebody's folder

@@ -7,17 +7,6 @@ import logging
 import os
 import sys
 
-__all__ = [
-    "LEVELS",
-    "LEVEL_HELP",
-    "add_log_level",
-    "quiet_libraries",
-    "say",
-    "set_log_level",
-    "shows",
-    "silence_deepspeed",
-]
-
 LEVELS = ("debug", "info", "warning", "error")
 _LIBRARIES = ("DeepSpeed", "megatron", "torch.distributed", "transformers", "matplotlib")
 _level = "info"

@@ -11,8 +11,6 @@ from tqdm import tqdm
 
 from launch.common.log_level import shows
 
-__all__ = ["Progress"]
-
 _SECONDS = 30.0
 """Between two lines where there is no terminal."""
 _LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt} {unit}, {rate_fmt}, ETA {remaining}"

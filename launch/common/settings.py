@@ -18,17 +18,6 @@ from coat_dist.deepspeed.config.table import with_remainders
 from coat_dist.deepspeed.config.validate import check_deepspeed
 from launch.common.find_config import read_config
 
-__all__ = [
-    "MICRO",
-    "STEPS",
-    "TOTAL",
-    "BatchSizes",
-    "auto_batch",
-    "batch_sizes",
-    "load_settings",
-    "peak_lr",
-]
-
 MICRO, STEPS, TOTAL = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",

@@ -22,8 +22,6 @@ from launch.convert.weights import CheckpointError, Weights, check_shapes
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
 
-__all__ = ["CheckpointWeights", "Ungrouped", "find_checkpoint"]
-
 
 def find_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that ``folder`` means: itself, or the one that its ``latest`` names; None

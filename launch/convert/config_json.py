@@ -16,8 +16,6 @@ from coat_dist.hf.recognize import ACTIVATIONS as ACTIVATION_NAMES
 from launch.convert.families import FAMILIES, Family
 from launch.model.model_config import ModelConfig
 
-__all__ = ["ACTIVATION_NAMES", "SIZES", "model_from_config", "read_config"]
-
 SIZES = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",

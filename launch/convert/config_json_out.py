@@ -14,8 +14,6 @@ from launch.convert.config_json import ACTIVATION_NAMES, SIZES, model_from_confi
 from launch.convert.families import FAMILIES, Family
 from launch.model.model_config import ModelConfig
 
-__all__ = ["config_for"]
-
 
 def config_for(
     model: ModelConfig,

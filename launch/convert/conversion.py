@@ -20,8 +20,6 @@ from launch.convert.recipes import Recipe, put_together, to_hugging_face
 from launch.convert.tensor_files import write_tensors
 from launch.convert.weights import DTYPES, Weights
 
-__all__ = ["Conversion", "plan_conversion"]
-
 
 class Conversion(NamedTuple):
     """What is going to be written."""

@@ -10,8 +10,6 @@ from launch.common.command_line import LocalPath, MemorySize, Parser, add_option
 
 from .families import FAMILIES
 
-__all__ = ["ConvertOptions", "parser"]
-
 
 @dataclass(kw_only=True)
 class ConvertOptions:

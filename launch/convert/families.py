@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FAMILIES", "Family"]
-
 Line = tuple[str, tuple[str, ...]]
 Table = Mapping[str, Line]
 

@@ -12,8 +12,6 @@ from coat_dist.checkpoint.zero_partitions import copy_into
 from coat_dist.ranks import attempt
 from launch.convert.weights import CheckpointError, Weights
 
-__all__ = ["each_expert", "fill", "grouped"]
-
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _GROUPED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.weight(?P<fc>[12])")
 

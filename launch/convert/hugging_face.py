@@ -16,15 +16,6 @@ from launch.convert.recipes import from_hugging_face, put_together, to_hugging_f
 from launch.convert.tensor_files import Entry, TensorFiles, read_header, rounded
 from launch.convert.weights import CheckpointError, Weights, check_shapes, own_manifest
 
-__all__ = [
-    "CONFIG",
-    "GENERATION",
-    "HuggingFaceWeights",
-    "has_tokenizer",
-    "refuse_adapter",
-    "travelling_files",
-]
-
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZERS = (

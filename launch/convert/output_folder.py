@@ -17,8 +17,6 @@ from coat_dist.checkpoint.write.durable import make_folder, sync_tree, write_tex
 from coat_dist.checkpoint.write.publish import put_in_place, unfinished
 from launch.convert.hugging_face import CONFIG, travelling_files
 
-__all__ = ["OutputFolder", "checkpoint_at"]
-
 
 def checkpoint_at(folder: Path) -> Path | None:
     """The checkpoint that a folder is or lies in; None where there is none. Its run may remove it,

@@ -16,8 +16,6 @@ from launch.convert.families import Family
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
 
-__all__ = ["Piece", "Recipe", "from_hugging_face", "put_together", "to_hugging_face"]
-
 _NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(.*\.local_experts\.(?P<expert>\d+)\.)?.*")
 
 

@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 
 from launch.convert.weights import CheckpointError
 
-__all__ = ["Entry", "TensorFiles", "read_header", "rounded", "write_tensors"]
-
 _TYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 """Types of weights, as the format spells them. Codes of a quantized model are not weights."""
 

@@ -22,8 +22,6 @@ from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.checkpoint.write.lock import locked_folder
 from launch.convert.output_folder import checkpoint_at
 
-__all__ = ["UniversalOutput", "Source", "find_source"]
-
 LATEST_UNIVERSAL = "latest_universal"
 """Where DeepSpeed looks for the name of a universal checkpoint."""
 

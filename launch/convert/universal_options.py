@@ -8,8 +8,6 @@ from typing import Any
 from launch.common.command_line import Parser, local_path, whole_number
 from launch.common.log_level import add_log_level
 
-__all__ = ["parser"]
-
 
 def parser(description: str | None) -> Parser:
     """The parser of ``to_universal.py``: our own options, and those of DeepSpeed's

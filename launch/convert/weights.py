@@ -24,17 +24,6 @@ from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, ver
 from coat_dist.checkpoint.write.publish import replaced_or
 from launch.model.model_config import ModelConfig
 
-__all__ = [
-    "CARRIED",
-    "DTYPES",
-    "CheckpointError",
-    "Weights",
-    "check_shapes",
-    "files_in",
-    "open_weights",
-    "own_manifest",
-]
-
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Types of weights, by the names that command lines and config.json use."""
 CARRIED = "hugging_face"

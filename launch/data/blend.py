@@ -13,16 +13,6 @@ from pydantic.dataclasses import dataclass
 from launch.common.errors import DataError
 from launch.data.mixture import is_mixture, read_mixture
 
-__all__ = [
-    "DataInfo",
-    "check_one_tokenizer",
-    "parse_blend",
-    "parse_split",
-    "read_info",
-    "telling",
-    "without_suffix",
-]
-
 
 @dataclass(frozen=True)
 class DataInfo:

@@ -32,9 +32,6 @@ from launch.data.endless import EndlessBlend, EndlessGPTDataset, cached_indices
 from launch.data.mixture import is_mixture, read_mixture
 from launch.data.token_files import TokenFiles, build_index, cache_folder
 
-__all__ = ["build_datasets"]
-
-
 Part = tuple[str, float, IndexedDataset | TokenFiles]
 """Name, share of the samples and documents of one data set. A source of a description is named
 ``DESCRIPTION#NAME``.

@@ -15,8 +15,6 @@ from typing import Any
 from launch.common.errors import DataError
 from launch.data.input_files import Piece, open_parquet
 
-__all__ = ["ReadOptions", "texts"]
-
 
 @dataclass(frozen=True)
 class ReadOptions:

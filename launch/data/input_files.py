@@ -21,14 +21,6 @@ from typing import Any
 
 from launch.common.errors import DataError
 
-__all__ = [
-    "Piece",
-    "Source",
-    "cut_into_shards",
-    "find",
-    "open_parquet",
-]
-
 _TEXT = """
     txt text md rst tex py pyi pyx ipynb c h cc cpp cxx hpp cu cuh m java kt scala js jsx ts tsx go
     rs rb php pl lua r jl swift cs hs ml sh bash sql html css xml yaml yml toml ini cfg cmake

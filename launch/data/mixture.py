@@ -19,8 +19,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from launch.common.errors import DataError
 
-__all__ = ["Mixture", "Source", "is_mixture", "read_mixture"]
-
 YAML = (".yaml", ".yml")
 _COMMENTS = ("_", "#", "/", "$")
 

@@ -10,8 +10,6 @@ from typing import Annotated, Literal
 from launch.common.command_line import LocalPath, Parser, add_options, option
 from launch.common.log_level import LEVEL_HELP
 
-__all__ = ["PrepareOptions", "parser"]
-
 
 def count(text: str) -> int:
     """A positive whole number, with an optional k, M or G, small or capital (1000, 1000000,

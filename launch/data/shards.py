@@ -33,8 +33,6 @@ from launch.data.documents import ReadOptions, texts
 from launch.data.input_files import Piece
 from launch.data.tokenizer import Tokenizer, load
 
-__all__ = ["Job", "finished", "merge", "open_parts", "replacing", "tokenize", "write_json"]
-
 
 @dataclass(frozen=True)
 class Job:

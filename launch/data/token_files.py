@@ -24,8 +24,6 @@ from launch.common.progress import Progress
 from launch.data.mixture import Mixture, Source
 from launch.data.shards import replacing
 
-__all__ = ["TokenFiles", "build_index", "cache_folder"]
-
 FORMAT = 1  # version of the index files
 _CHUNK = 1 << 22  # tokens compared in one go: a few arrays of this length are in memory
 

@@ -16,18 +16,6 @@ from typing import Any, Protocol
 
 from launch.common.errors import DataError
 
-__all__ = [
-    "ByteTokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "bpe_size",
-    "for_data",
-    "load",
-    "tokenizer_digest",
-    "train_bpe",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "[EOS]")
 SMALLEST_BPE = 257  # 256 bytes and the end-of-document token

@@ -7,8 +7,6 @@ from typing import Literal
 
 from launch.common.command_line import ConfiguredOptions, LocalPath, option
 
-__all__ = ["PlannerOptions"]
-
 
 @dataclass(kw_only=True)
 class PlannerOptions(ConfiguredOptions):

@@ -15,8 +15,6 @@ from coat_dist.reference.activation import ACTIVATIONS
 from launch.common.find_config import read_config
 from launch.model.rope import checked_rope_scaling
 
-__all__ = ["EXPERT_KEYS", "ModelConfig", "described_model", "load_model_config"]
-
 _NO_FUNCTION = {
     *(
         "seq_length",

@@ -18,8 +18,6 @@ import torch
 
 from coat_dist import CoatConfigError
 
-__all__ = ["checked_rope_scaling", "rope_frequencies", "scale_rope"]
-
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),

@@ -7,8 +7,6 @@ from math import prod
 from coat_dist.reference.activation import ACTIVATIONS
 from launch.model.model_config import ModelConfig
 
-__all__ = ["flops_per_token", "parameter_count", "parameter_shapes"]
-
 Shapes = dict[str, tuple[int, ...]]
 
 

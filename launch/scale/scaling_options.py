@@ -16,8 +16,6 @@ from launch.common.command_line import (
     out_of_range,
 )
 
-__all__ = ["ScalingOptions", "parse", "parser"]
-
 _measure = partial(option, group="measuring")
 
 

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["markdown", "spread_of", "steps"]
-
 
 def _table(head: str, rows: Iterable[str]) -> list[str]:
     """Lines of a Markdown table; cells are separated by " | "."""

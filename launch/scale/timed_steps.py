@@ -21,8 +21,6 @@ from launch.train.plan import Plan, assemble
 from launch.train.pretrain_options import PretrainOptions
 from launch.train.steps import MicroBatches, steps_of
 
-__all__ = ["Measurement", "plan_of", "random_batch"]
-
 _VOCABULARY = 32_000  # Llama 2's, of a model that names none: its tokens are random anyway
 
 

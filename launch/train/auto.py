@@ -26,8 +26,6 @@ from launch.memory.fit import (
 from launch.memory.run import Run
 from launch.train.plan import Plan
 
-__all__ = ["settle"]
-
 
 def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
     """The plan with the micro-batch that is found; collective.

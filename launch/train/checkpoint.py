@@ -26,8 +26,6 @@ from coat_dist.ranks import on_rank_0
 from launch.convert.weights import CARRIED
 from launch.train.runtime import get_random_state, reseed, set_random_state
 
-__all__ = ["Examined", "examine", "of_another_layout", "require_loadable", "restore", "save"]
-
 _LAYOUT = (
     "parallel.",
     "deepspeed.zero_optimization.stage",

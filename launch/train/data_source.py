@@ -13,8 +13,6 @@ from launch.data.dataset import build_datasets
 from launch.data.sampler import PretrainSampler, batches
 from launch.train.plan import Plan, as_typed
 
-__all__ = ["Batch", "Progress", "TokenData"]
-
 Batch = dict[str, torch.Tensor]
 
 

@@ -15,8 +15,6 @@ from launch.memory.fit import choice_lines, choice_rows, table
 from launch.memory.run import Run
 from launch.train.plan import Plan
 
-__all__ = ["OutOfMemory", "explained", "is_out_of_memory"]
-
 _WORDS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """In errors that are no ``torch.OutOfMemoryError``: NCCL's, cuBLAS's, those of a CPU's
 allocator.

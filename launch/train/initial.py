@@ -15,8 +15,6 @@ from launch.data.tokenizer import tokenizer_digest
 from launch.model.model_config import ModelConfig, described_model, load_model_config
 from launch.train.pretrain_options import PretrainOptions
 
-__all__ = ["initial_weights", "length_note", "tokenizer_warning", "training_data"]
-
 
 def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]:
     """The model, and the weights that a fresh start begins with.

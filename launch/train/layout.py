@@ -46,8 +46,6 @@ from launch.common.settings import MICRO, STEPS, TOTAL
 from launch.train import checkpoint
 from launch.train.pretrain_options import PretrainOptions
 
-__all__ = ["FOLDER", "KeptBatch", "fitting", "forget", "keep_batch"]
-
 FOLDER = ".converted"
 """In ``--save``; may be removed at any time."""
 

@@ -23,8 +23,6 @@ from launch.train.reporters import Reporters
 from launch.train.runtime import StopSignal, mean_over_ranks
 from launch.train.steps import MicroBatches, PipelineSteps
 
-__all__ = ["BadSteps", "Loop"]
-
 
 class BadSteps(RuntimeError):
     """Too many steps in a row had a non-finite loss or gradient norm."""

@@ -12,8 +12,6 @@ import torch
 
 from coat_dist.flow.saved import saved_for_backward
 
-__all__ = ["MemoryReport"]
-
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested mappings, lists and tuples."""

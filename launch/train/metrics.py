@@ -16,16 +16,6 @@ import torch
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
 
-__all__ = [
-    "Summary",
-    "format_line",
-    "format_summary",
-    "peak_memory_bytes",
-    "put_aside",
-    "read_metrics",
-    "truncate_metrics",
-]
-
 
 def peak_memory_bytes() -> int:
     """Peak bytes of this rank: tensors on the GPU since the step began, or the process's memory

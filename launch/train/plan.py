@@ -31,8 +31,6 @@ from launch.train.layout import KeptBatch, keep_batch
 from launch.train.pretrain_options import PretrainOptions
 from launch.train.recompute import recompute_options
 
-__all__ = ["Plan", "Schedule", "as_typed", "assemble", "plan"]
-
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
 

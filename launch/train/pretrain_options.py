@@ -19,8 +19,6 @@ from launch.common.command_line import (
 )
 from launch.data.blend import without_suffix
 
-__all__ = ["PretrainOptions", "parse", "parser"]
-
 _deepspeed, _memory, _data = (
     partial(option, group=name) for name in ("DeepSpeed", "memory", "data")
 )

@@ -7,8 +7,6 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from launch.model.model_config import ModelConfig
 
-__all__ = ["recompute_options"]
-
 _MODULES = ("core_attn", "mlp", "layernorm")
 
 

@@ -35,8 +35,6 @@ from launch.train.metrics import (
 )
 from launch.train.pretrain_options import PretrainOptions
 
-__all__ = ["Reporters", "open_reporters", "step_profiler"]
-
 
 @dataclass(kw_only=True)
 class Reporters:

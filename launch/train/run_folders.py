@@ -20,8 +20,6 @@ from launch.train.checkpoint import require_loadable
 from launch.train.metrics import read_metrics
 from launch.train.pretrain_options import PretrainOptions
 
-__all__ = ["Folders", "open_folders", "open_on_nodes"]
-
 _ACCEPTED = (
     "accepted: another folder, --load auto (with --save) to continue that run, or "
     "--overwrite to start anew"

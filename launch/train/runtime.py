@@ -20,17 +20,6 @@ from coat_dist import CoatConfigError
 from coat_dist.deepspeed.without_launcher import store_of_restart
 from launch.common.log_level import quiet_libraries
 
-__all__ = [
-    "StopSignal",
-    "finish",
-    "get_random_state",
-    "mean_over_ranks",
-    "reseed",
-    "seed_python_and_numpy",
-    "set_random_state",
-    "start",
-]
-
 
 def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch.device:
     """Join the other ranks and return this rank's device. Megatron's groups are not set up.

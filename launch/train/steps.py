@@ -17,8 +17,6 @@ from launch.train.data_source import Batch
 from launch.train.memory_report import MemoryReport
 from launch.train.plan import Plan
 
-__all__ = ["MicroBatches", "PipelineSteps", "steps_of"]
-
 
 def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | PipelineSteps:
     """The runner of a plan's micro-batches on its engine."""

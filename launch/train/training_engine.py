@@ -18,8 +18,6 @@ from launch.model.gpt import build_model
 from launch.train.data_source import Batch
 from launch.train.plan import Plan
 
-__all__ = ["build_engine", "language_model_loss", "torch_adamw"]
-
 
 def build_engine(
     p: Plan, note: Callable[[str], None], universal: bool = False, weights: Any = None
