@@ -269,14 +269,7 @@ def test_ctrl_c_while_a_model_is_replaced(
     ] * complete
 
 
-def test_the_command_line(sharded, tmp_path, capsys):
-    for option, given, accepted in (
-        ("--dtype", "fp8", "bfloat16, float16, float32"),
-        ("--max-shard-size", "5XB", "a size such as"),
-    ):
-        with pytest.raises(SystemExit):
-            convert_hf.main(["--from", "x", "--to", "y", option, given])
-        assert f"{option}: got '{given}', accepted: {accepted}" in capsys.readouterr().err
+def test_a_source_that_is_none_is_named(sharded, tmp_path, capsys):
     out = tmp_path / "out"
     assert "is no folder (nothing is downloaded)" in fails(capsys, tmp_path / "meta-llama", out)
     (tmp_path / "empty").mkdir()

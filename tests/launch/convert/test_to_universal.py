@@ -2,12 +2,10 @@
 stages and optimizers.
 """
 
-import pytest
-
 from coat_dist.checkpoint.manifest import read_manifest
 from launch import to_universal
 from launch.train.metrics import read_metrics
-from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
+from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, rank_main
 from tests.support import run_ranks
 
 NO_DROPOUT = ["--model-override", "hidden_size=256", "hidden_dropout=0.0"]
@@ -20,59 +18,6 @@ def train(files, folder, name, world, config, *more, steps=20, overrides=()):
 
 def convert(source, target):
     assert to_universal.main(["--load", str(source), "--output", str(target)]) == 0
-
-
-# Rank counts, ZeRO stages, tensor-parallel sizes and CoatAdamW or not, in three legs. A step is 8
-# samples in all. tests/coat_dist/checkpoint/test_matrix.py has what the slow ones do in small.
-LEGS = {
-    "stages 1, 3, 2 and TP 1, 2, 1": [(2, 1, 1, True), (2, 3, 2, True), (1, 2, 1, True)],
-    "OLMo-2, TP 2, 1, 2": [(2, 2, 2, True), (1, 2, 1, True), (2, 1, 2, True)],
-    "fp32 moments, FP8, fp32": [(2, 2, 1, False), (2, 2, 1, True), (1, 3, 1, False)],
-}
-OFTEN = ("stages 1, 3, 2 and TP 1, 2, 1",)
-
-
-@pytest.mark.parametrize(
-    "case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in LEGS]
-)
-def test_three_legs_are_one_run(work, tmp_path, case):
-    """Twelve steps, converted after the fourth and eighth: the losses of a run without a break."""
-    straight, overrides = None, ["norm_placement=post", "qk_norm=full"] if "OLMo-2" in case else []
-    for i, (world, stage, tp, coat) in enumerate(LEGS[case]):
-        settings = {"optimizer": {}, "activation": {"enabled": False}} if coat else False
-        accumulation = 4 * tp // world
-        config = configuration(
-            tmp_path, stage, settings, gradient_accumulation_steps=accumulation, **FP32_GRADIENTS
-        )
-        more = ["--tensor-parallel", tp, "--save", tmp_path / f"leg{i}", "--save-interval", "4"]
-        if i == 0:
-            assert "finished 12" in train(
-                work, tmp_path, "straight", world, config, *more, steps=12, overrides=overrides
-            )
-            straight = losses(tmp_path / "straight")
-        else:
-            before = tmp_path / f"leg{i - 1}" / f"step{4 * i:08d}"
-            convert(before, tmp_path / f"universal{i}")
-            go_on = ["--load", tmp_path / f"universal{i}", "--stop-at-step", 4 * (i + 1)]
-            end = train(
-                work,
-                tmp_path,
-                f"part{i}",
-                world,
-                config,
-                *more,
-                *go_on,
-                steps=12,
-                overrides=overrides,
-            )
-            assert "step 8" in end or "finished 12" in end, end
-    legs = [r for i in (1, 2) for r in losses(tmp_path / f"part{i}")]
-    assert [(step, lr) for step, _, _, lr in legs] == [
-        (step, lr) for step, _, _, lr in straight[4:]
-    ]
-    worst = max(abs(a[1] - b[1]) / b[1] for a, b in zip(legs, straight[4:], strict=True))
-    print(f"{case}: losses differ by at most {worst:.2e}")
-    assert worst < 4e-4  # data are drawn anew: up to 1.1e-4 seen; moments off by a tenth give 7e-4
 
 
 def test_what_cannot_be_converted_is_named(work, tmp_path, capsys):

@@ -133,31 +133,6 @@ def test_settings_change_the_peak(capsys, options, larger) -> None:
     assert (after > before) is larger and after != before
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--gpu", "v100"], "--gpu: got 'v100', accepted: h200, h100, "),
-        (
-            ["--model-override", "vocab_size=null"],
-            "model.vocab_size: got null, accepted: a number, or --vocab-size",
-        ),
-        (
-            ["--tensor-parallel", "3"],
-            "--tensor-parallel: got 3, accepted: a divisor of the number of ranks (8)",
-        ),
-        (["--recompute-method", "block"], "accepted: only with --recompute-granularity full"),
-        (
-            ["--model", "tiny-moe", "--vocab-size", "500"],
-            "--model: got a model with 8 experts, accepted: one without",
-        ),
-    ],
-)
-def test_errors_name_what_was_given(capsys, options, said) -> None:
-    assert planner.main([*SEVEN, *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
-
-
 def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     """config.json is enough."""
     pytest.importorskip("transformers")
@@ -184,21 +159,6 @@ def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
         f"{tmp_path / 'empty'}: holds no weights, accepted: a Hugging Face folder"
         in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--num-gpus", "8"], "did you mean --gpus?"),
-        (["--gpu-memory", "80 apples"], "--gpu-memory: got '80 apples', accepted: a size such as"),
-        (["--zero-stage", "3"], "--zero-stage: no such option"),
-        (["--loss", "plain"], "--loss: no such option"),
-    ],
-)
-def test_options_that_the_parser_refuses(capsys, options, said) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        planner.main(["--model", "llama2-7b", *options])
-    assert said in capsys.readouterr().err
 
 
 def test_the_program_prints_nothing_but_its_answer() -> None:

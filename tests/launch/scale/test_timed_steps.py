@@ -9,7 +9,7 @@ from coat_dist import CoatConfigError
 from launch import scaling
 from launch.scale import scaling_options
 from launch.scale.tables import steps
-from tests.launch.train.test_launchers import ENVIRONMENT, ROOT
+from tests.launch.launchers import ENVIRONMENT, ROOT
 from tests.support import Program, free_port, run_ranks
 
 SMALL = ["num_layers=1", "hidden_size=64", "ffn_hidden_size=128", "seq_length=32"]

@@ -9,7 +9,6 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
-from launch import to_universal
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
 from launch.model.sizes import parameter_shapes
 from launch.train.metrics import read_metrics
@@ -275,27 +274,3 @@ def test_tensor_parallel_ranks_with_experts_share_the_tokens(work, tmp_path):
         assert split or torch.equal(*shards), name
         got = torch.cat(shards, 1) if split else shards[0]
         assert (got - whole[name]).norm() < 0.2 * whole[name].norm(), name  # up to 0.09 seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grouped", ["false", "true"])
-def test_restarts_with_experts_are_exact(work, tmp_path, grouped):
-    """Four steps = two, a checkpoint as it is or converted, and two: to the last bit of losses
-    and gradient norms.
-    """
-    config, save = configuration(tmp_path, 2), tmp_path / "save"
-
-    def run(name, *more):
-        model = ["--model-override", *EXPERTS, f"moe_grouped_gemm={grouped}"]
-        model += ["hidden_dropout=0.0"]  # conversion keeps no random states
-        argv = command(work, tmp_path / name, config, *more, *model, steps=4)
-        return run_ranks(1, rank_main, argv)[0], losses(tmp_path / name)
-
-    end, straight = run("straight")
-    assert end.startswith("finished 4 steps") and len({loss for _, loss, *_ in straight}) == 4
-    end, before = run("before", "--save", save, "--stop-at-step", 2)
-    assert "after step 2" in end and before == straight[:2]
-    assert to_universal.main(["--load", str(save), "--output", str(tmp_path / "universal")]) == 0
-    for source in ("save", "universal"):
-        end, after = run(f"after {source}", "--load", tmp_path / source)
-        assert end.startswith("finished 4 steps") and after == straight[2:], source

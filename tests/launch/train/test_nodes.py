@@ -1,37 +1,21 @@
-"""Two nodes: started by each launcher, one node that dies, resumes on one."""
+"""Two nodes: started by each launcher, folders that they do not share, a node that fails."""
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from benchmarks.common import python_path
-from launch import to_universal
 from launch.train.metrics import read_metrics
+from tests.launch.launchers import ENVIRONMENT, PRETRAIN, ROOT, srun, start_on
 from tests.launch.pretrain_runs import command, configuration, losses
 from tests.support import Nodes, Program, free_port
-
-ROOT = Path(__file__).parents[3]
-PRETRAIN = str(ROOT / "launch" / "pretrain.py")
 
 pytestmark = pytest.mark.skipif(
     __import__("torch").cuda.is_available(), reason="starts two ranks on the CPU"
 )
-
-ENVIRONMENT = {
-    "PYTHONPATH": python_path(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONUNBUFFERED": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 
 
 @pytest.fixture
@@ -98,46 +82,9 @@ def deepspeed_without_ssh():
     return lines
 
 
-def srun():
-    """What srun would set for each task."""
-    port = free_port()
-
-    def lines(node, number, first):
-        task = {
-            "PROCID": number,
-            "LOCALID": 0,
-            "NODEID": number,
-            "NTASKS": 2,
-            "STEP_NUM_TASKS": 2,
-            "STEP_ID": 0,
-        }
-        task |= {"JOB_ID": port, "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node-a,node-b"}
-        own = {} if node.space else {"MASTER_ADDR": first.address}  # there are no such names
-        return [PRETRAIN], {**own, **{f"SLURM_{k}": str(v) for k, v in task.items()}}
-
-    return lines
-
-
-def start(nodes, launcher, argv, tmp_path, more=((), ())):
-    """A program on each node, with ``argv`` and ``more`` of its own."""
-    started = []
-    for number, node in enumerate(nodes):
-        line, variables = launcher(node, number, nodes[0])
-        line = [*line, *map(str, [*argv, *more[number]])]
-        started.append(node.start(line, tmp_path, **ENVIRONMENT, **variables))
-    return started
-
-
 def finish(programs, seconds=200):
     end = time.monotonic() + seconds
     return [program.communicate(timeout=end - time.monotonic())[0] for program in programs]
-
-
-def succeed(programs):
-    """What programs printed that ended well."""
-    texts = finish(programs)
-    assert [program.returncode for program in programs] == [0] * len(programs), texts
-    return texts
 
 
 LAUNCHERS = {
@@ -146,71 +93,6 @@ LAUNCHERS = {
     "deepspeed --no_ssh": deepspeed_without_ssh,
     "srun": srun,
 }
-
-
-def wait_for_steps(programs, run, steps):
-    end = time.monotonic() + 200
-    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < steps:
-        assert all(p.poll() is None for p in programs), "a program has ended"
-        assert time.monotonic() < end, "no steps in time"
-        time.sleep(0.05)
-
-
-def alone(argv, tmp_path):
-    """A run on one node, of one rank; what it printed."""
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    program = Program(
-        [PRETRAIN, *map(str, argv)],
-        tmp_path,
-        ROOT,
-        MASTER_PORT=str(free_port()),
-        **ENVIRONMENT,
-        **ranks,
-    )
-    return succeed([program])[0]
-
-
-def test_a_node_dies_and_the_run_goes_on_with_one(nodes, work, tmp_path):
-    run, save = tmp_path / "run", tmp_path / "save"
-    shared = [
-        "--save",
-        save,
-        "--save-interval",
-        "2",
-        "--lr-schedule",
-        "constant",
-        "--log-level",
-        "info",
-    ]
-    argv = command(work, run, configuration(tmp_path, 2), *shared, steps=100_000)
-    programs = start(nodes, srun(), argv, tmp_path)
-    wait_for_steps(programs, run, 5)
-    os.kill(programs[1].pid, signal.SIGKILL)
-    dead = time.monotonic()
-    first, _ = finish(programs)
-    assert time.monotonic() - dead < 60
-    assert programs[0].returncode == 4, first
-    (line,) = [x for x in first.splitlines() if "error: " in x]
-    assert line.startswith(
-        "error: a collective failed, because rank 1 (node-b) has ended or does not answer: "
-    ), first
-
-    step = 2 * ((len(read_metrics(run))) // 2)
-    assert to_universal.main(["--load", str(save), "--output", str(tmp_path / "universal")]) == 0
-    more = configuration(tmp_path, 2, train_batch_size=8, gradient_accumulation_steps=4)
-    again = [
-        "--load",
-        tmp_path / "universal",
-        "--save",
-        tmp_path / "more",
-        "--lr-schedule",
-        "constant",
-    ]
-    text = alone(command(work, run, more, *again, steps=step + 2), tmp_path)
-    assert f"continuing after step {step} from" in text and f"finished {step + 2} steps" in text, (
-        text
-    )
-    assert [r["step"] for r in read_metrics(run)] == list(range(1, step + 3))
 
 
 @pytest.mark.slow
@@ -224,7 +106,7 @@ def test_two_nodes_train(launcher, nodes, work, tmp_path):
         (parts, "parts-save", ["--load", "auto"]),
     ):
         argv = command(work, run, config, "--save", tmp_path / save, *more, steps=4)
-        programs = start(nodes, LAUNCHERS[launcher](), argv, tmp_path)
+        programs = start_on(nodes, LAUNCHERS[launcher](), argv, tmp_path)
         texts = finish(programs)
         assert [p.returncode for p in programs] == [0, 0], texts
         assert "".join(texts).count("after step 2;" if 2 in more else "finished 4 steps") == 1, (
@@ -236,7 +118,7 @@ def test_two_nodes_train(launcher, nodes, work, tmp_path):
 @pytest.mark.slow
 def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp_path):
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--save", "disk", steps=2)
-    programs = start(nodes, srun(), argv, tmp_path)
+    programs = start_on(nodes, srun(), argv, tmp_path)
     texts = finish(programs)
     assert [p.returncode for p in programs] == [2, 2], texts
     who = (
@@ -256,7 +138,7 @@ def test_a_node_that_fails_at_its_start_lets_no_other_wait(
     argv = command(work, tmp_path / "run", configuration(tmp_path, 2), steps=2)
     begin, wrong = time.monotonic(), ("--data", "nowhere")
     more = (wrong, ()) if failing == 0 else ((), wrong)
-    programs = start(nodes, LAUNCHERS[launcher](), argv, tmp_path, more)
+    programs = start_on(nodes, LAUNCHERS[launcher](), argv, tmp_path, more)
     texts = finish(programs)
     assert time.monotonic() - begin < 150
     assert all(program.returncode for program in programs)

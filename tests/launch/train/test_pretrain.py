@@ -13,54 +13,10 @@ from tests.launch.pretrain_runs import (
     command,
     configuration,
     hyperparameters,
-    losses,
     rank_main,
     without_a_model,
 )
 from tests.support import run_ranks
-
-
-@pytest.mark.parametrize(
-    ("stage", "coat", "more"),
-    [
-        *((stage, True, {}) for stage in (1, 2, 3)),
-        pytest.param(1, True, FP32_GRADIENTS, marks=pytest.mark.slow),
-        *(pytest.param(stage, False, {}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
-    ],
-)
-def test_restart_is_exact(work, tmp_path, stage, coat, more):
-    """12 steps straight = 6 + restart + 6, to the last bit of every loss and gradient norm.
-
-    21 documents of 60 tokens are an epoch of 40 samples, or five steps: one ends before the restart
-    and one after it.
-    """
-    config = configuration(tmp_path, stage, coat, **more)
-    straight, parts, save = tmp_path / "straight", tmp_path / "parts", tmp_path / "save"
-    evaluate = ["--split", "35,35,30", "--eval-interval", "5", "--eval-steps", "1"]
-    ends = run_ranks(2, rank_main, command(work, straight, config, *evaluate, steps=12))
-    assert ends[0].startswith("finished 12 steps")
-    both = [*evaluate, "--save", save, "--load", "auto", "--keep-last", "1"]
-    assert (
-        "--stop-at-step after step 6"
-        in run_ranks(
-            2, rank_main, command(work, parts, config, *both, "--stop-at-step", "6", steps=12)
-        )[0]
-    )
-    assert len(read_metrics(parts)) == 6
-    assert (
-        "finished 12 steps"
-        in run_ranks(2, rank_main, command(work, parts, config, *both, steps=12))[0]
-    )
-    assert losses(straight) == losses(parts)
-    assert len({loss for _, loss, *_ in losses(straight)}) == 12 and all(
-        r["changed"] for r in read_metrics(parts)
-    )
-    assert [r.get("valid_loss") for r in read_metrics(straight)] == [
-        r.get("valid_loss") for r in read_metrics(parts)
-    ]
-    # At the end, too.
-    assert [r["step"] for r in read_metrics(parts) if "valid_loss" in r] == [5, 10, 12]
-    assert sorted(p.name for p in save.glob("step*")) == ["step00000012"]
 
 
 @pytest.mark.parametrize(
@@ -339,9 +295,3 @@ def test_eval_only_repeats_the_evaluations_of_training_and_saves_nothing(
             assert same[loss] == pytest.approx(other[loss], rel=0.01)
     assert same.keys() == {"step", "valid_loss", "test_loss"}
     assert sorted(save.rglob("*")) == files
-
-
-def test_eval_only_without_weights_is_refused(work, tmp_path):
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--eval-only")
-    (end,) = run_ranks(1, without_a_model, argv)
-    assert "--eval-only: got True, accepted: only with --load or --init-from" in end

@@ -18,7 +18,7 @@ from benchmarks.common import python_path
 from launch.prepare_data import main
 from tests.launch.data.prepare_runs import files_of, run, some_texts, write_jsonl
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def environment():
