@@ -97,16 +97,10 @@ def plan_conversion(
     whole = dtypes.pop() if len(dtypes) == 1 else most if most in dtypes else torch.float32
     config, known = config_for(weights.model, whole, remembered, family, end)
     recipes = to_hugging_face(weights.model, known)
-    types = {} if dtype else weights.parts_types()
     tensors = {}
     for name, recipe in recipes.items():
-        sources = {piece.name for piece in recipe.pieces if piece.name is not None}
-        own = (
-            {types[name]}
-            if name in types
-            else {dtype or weights.dtype(source) for source in sources}
-        )
-        one = own.pop() if len(own) == 1 else torch.float32
+        types = {weights.dtype(piece.name) for piece in recipe.pieces if piece.name is not None}
+        one = dtype or (types.pop() if len(types) == 1 else torch.float32)
         tensors[name] = torch.empty(recipe.shape, dtype=one, device="meta")
     texts = {**texts, CONFIG: json.dumps(config, indent=2) + "\n"}
     if end is not None and not remembered and GENERATION not in copies:

@@ -93,22 +93,11 @@ class HuggingFaceWeights(Weights):
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Weights`; of parts that differ the type that holds both."""
-        types = set(self._types_of_parts(name).values())
-        return self._dtype or (types.pop() if len(types) == 1 else torch.float32)
-
-    def parts_types(self) -> dict[str, torch.dtype]:
-        """See :class:`Weights`."""
-        every = map(self._types_of_parts, self.recipes)
-        return {
-            name: one
-            for types in every
-            if len(set(types.values())) > 1
-            for name, one in types.items()
-        }
-
-    def _types_of_parts(self, name: str) -> dict[str, torch.dtype]:
+        if self._dtype is not None:
+            return self._dtype
         parts = (piece.name for piece in self.recipes[name].pieces if piece.name is not None)
-        return {part: self._files.entries[part].dtype for part in parts}
+        types = {self._files.entries[part].dtype for part in parts}
+        return types.pop() if len(types) == 1 else torch.float32
 
     def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""

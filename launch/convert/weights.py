@@ -53,12 +53,6 @@ class Weights(ABC):
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that :meth:`read` returns."""
 
-    def parts_types(self) -> dict[str, torch.dtype]:
-        """Types of Hugging Face's tensors, by name, where parts of one tensor here have several;
-        the tensor here has the type that holds them all.
-        """
-        return {}
-
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """The whole, unsharded tensor.

@@ -141,11 +141,11 @@ def size(number: int) -> str:
     return f"{number / GIB:.2f} GiB"
 
 
-def choice_rows(run: Run, gpu: GPU | None = None) -> list[dict[str, Any]]:
-    """What :func:`choices` need, the least first; with a GPU also the largest micro-batches."""
+def choice_rows(run: Run, gpu: GPU) -> list[dict[str, Any]]:
+    """What :func:`choices` need, the least first, and their largest micro-batches."""
     rows = []
     for name, one in choices(run):
-        most = gpu and largest_micro_batch(one, gpu)
+        most = largest_micro_batch(one, gpu)
         needed = need(one, gpu)
         rows.append({"settings": name, "needed_bytes": needed, "largest_micro_batch": most})
     return sorted(rows, key=lambda row: row["needed_bytes"])
@@ -156,13 +156,13 @@ def choice_lines(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         most = row["largest_micro_batch"]
-        if most != 0:
-            also = f"; micro-batch up to {most}" if most else ""
-            lines.append(f"  {size(row['needed_bytes']):>11}  {row['settings']}{also}")
+        if most:
+            needed = size(row["needed_bytes"])
+            lines.append(f"  {needed:>11}  {row['settings']}; micro-batch up to {most}")
     return lines or ["  none"]
 
 
-def table(run: Run, gpu: GPU | None = None) -> str:
+def table(run: Run, gpu: GPU) -> str:
     """What is held at the peak and what is added to it, a line each."""
     peak = peak_of(run)
     rows = {

@@ -66,8 +66,8 @@ class PretrainOptions(RunOptions):
     --init-from)
     """
     init_from: LocalPath | None = _model(None, metavar="DIR")
-    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder, one that
-    convert_hf.py wrote, or a training checkpoint. With --load auto, where there is nothing to
+    """weights to start with, at step 0 with a new optimizer: a Hugging Face folder or a training
+    checkpoint. With --load auto, where there is nothing to
     continue
     """
     model_override: list[str] = _model([], metavar="KEY=VALUE", action="extend")

@@ -105,8 +105,7 @@ def test_out_of_memory_says_what_other_choices_need(work, tmp_path) -> None:
         assert end.startswith(
             f"OutOfMemory: out of memory {doing}, with micro-batch 2: CUDA out of memory. Tried to "
         )
-        assert "= peak allocated by torch" in end and "other choices, with this micro-batch:" in end
-        assert "GiB  ZeRO-2, coat with 16-bit remainders\n" in end
+        assert end.endswith("what takes how much, and which settings fit")
         assert ("as measured in the first step:" in end) == (at not in ("build", 1))
 
 
