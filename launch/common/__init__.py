@@ -1,1 +1,1 @@
-"""Parts of ``to_universal.py``: which checkpoint is converted, where the result goes."""
+"""What several programs use: command lines, the DeepSpeed file, log levels, progress, errors."""

@@ -1,3 +1,3 @@
-"""Hugging Face folders: which families of models are known, and how their names and layouts are
-Megatron's.
+"""Weights of whole models from other layouts, and into them: Hugging Face folders, training
+checkpoints, universal checkpoints.
 """

@@ -15,7 +15,7 @@ class PlannerOptions(ConfiguredOptions):
     """
 
     model: LocalPath = option(group="model", metavar="FILE")
-    """a path, a name such as llama2-7b, or a folder: of Hugging Face, of convert_hf.py, a
+    """a path, a name such as llama2-7b, or a folder: of Hugging Face, or a
     checkpoint
     """
     deepspeed_config: LocalPath = option(
