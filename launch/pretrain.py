@@ -205,12 +205,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence_deepspeed()
         if args.dry_run:
             return dry_run(plan(args, args.gpus or world), rank)
-        # A file may be missing on one of them, and the others are to learn of it.
-        if several := nodes.several_nodes():
-            device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
-        p = _on_all(lambda: plan(args, world)) if several else plan(args, world)
-        if not several:
-            device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
+        join = partial(runtime.start, args.local_rank, args.distributed_timeout_minutes)
+        if nodes.several_nodes():
+            # A file may be missing on one of them, and the others are to learn of it.
+            device = join()
+            p = _on_all(lambda: plan(args, world))
+        else:
+            p = plan(args, world)
+            device = join()
         stop = runtime.StopSignal()
         ending = train(p, device, stop)
     except (*USER_ERRORS, BadSteps) as problem:

@@ -56,19 +56,15 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown options before anything else: a misspelt one is also one that is
         missing.
         """
-        given = list(sys.argv[1:] if args is None else args)
-        unknown = [text.partition("=")[0] for text in given if not self._known(text)]
-        if unknown:
-            self.error(
-                "; ".join(
-                    f"{one}: no such option{self._suggestion(one)}"
-                    for one in dict.fromkeys(unknown)
-                )
-            )
-        parsed, rest = super().parse_known_args(given, namespace)
-        if rest:
-            self.error(f"{rest[0]!r} belongs to no option")
-        return parsed, rest
+        for text in sys.argv[1:] if args is None else args:
+            name = text.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+                hint = f", accepted: what {self.prog} --help lists"
+                if near:
+                    hint = f" (did you mean {near[0]}?)"
+                self.error(f"{name}: no such option{hint}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
@@ -97,28 +93,6 @@ class Parser(argparse.ArgumentParser):
         """Print the options, on rank 0."""
         if _rank() == 0:
             super().print_help(file)
-
-    def _known(self, text: str) -> bool:
-        """Whether argparse takes ``text`` for one of our options or for a value."""
-        if (
-            not text.startswith("-")
-            or text == "-"
-            or " " in text
-            or self._negative_number_matcher.match(text)
-        ):
-            return True
-        return text.partition("=")[0] in self._option_string_actions
-
-    def _suggestion(self, unknown: str) -> str:
-        name = unknown.lstrip("-").replace("_", "-").lower()
-        options = {
-            option.lstrip("-").replace("_", "-"): option
-            for option in reversed(self._option_string_actions)
-        }
-        near = difflib.get_close_matches(name, options, n=1)
-        if near:
-            return f" (did you mean {options[near[0]]}?)"
-        return f", accepted: what {self.prog} --help lists"
 
 
 def whole_number(text: str) -> int:
@@ -260,13 +234,13 @@ def options_parser(cls: type, prog: str) -> Parser:
 
 def out_of_range(options: Any) -> list[str]:
     """A line for each option that is below its least value."""
-    return [
-        f"{_flags(one)[0]}: got {value}, accepted: {_LEAST[type(least)]} >= {least:g}"
-        for one in _options(type(options))
-        if (least := one.metadata["option"]["least"]) is not None
-        and (value := getattr(options, one.name)) is not None
-        and value < least
-    ]
+    lines = []
+    for one in _options(type(options)):
+        least, value = one.metadata["option"]["least"], getattr(options, one.name)
+        if least is not None and value is not None and value < least:
+            kind = _LEAST[type(least)]
+            lines.append(f"{_flags(one)[0]}: got {value}, accepted: {kind} >= {least:g}")
+    return lines
 
 
 _model, _memory = partial(option, group="model"), partial(option, group="memory")
@@ -337,9 +311,12 @@ def check_recompute(args: Any) -> list[str]:
         "recompute_num_layers": "full",
         "recompute_modules": "selective",
     }
-    return [
-        f"--{name.replace('_', '-')}: got {given!r}, accepted: only with --recompute-granularity "
-        f"{granularity}"
-        for name, granularity in needed.items()
-        if (given := getattr(args, name)) is not None and args.recompute_granularity != granularity
-    ]
+    lines = []
+    for name, granularity in needed.items():
+        given = getattr(args, name)
+        if given is not None and args.recompute_granularity != granularity:
+            lines.append(
+                f"--{name.replace('_', '-')}: got {given!r}, accepted: only with "
+                f"--recompute-granularity {granularity}"
+            )
+    return lines

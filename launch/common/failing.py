@@ -38,7 +38,10 @@ def end(line: str, rank: int, kind: str = "", consequence: bool = False) -> None
     tell_torchrun(f"error: {line}")
     together = dist.is_initialized()
     if together:
-        time.sleep(3 * WAIT if consequence else WAIT if rank else 0.0)
+        if consequence:
+            time.sleep(3 * WAIT)
+        elif rank:
+            time.sleep(WAIT)
     elif rank:  # rank 0 most likely has the same line
         time.sleep(WAIT_FOR_LAUNCHER)
     if not together or _is_first(kind or line, consequence):

@@ -12,10 +12,11 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import MANIFEST, read_manifest
+from coat_dist.checkpoint.read.tags import is_checkpoint
 from coat_dist.checkpoint.universal.folder import UniversalFolder
 from coat_dist.checkpoint.universal.zero_checkpoint import ZeroCheckpoint
 from coat_dist.checkpoint.universal.zero_files import Shard, read
-from coat_dist.checkpoint.write.publish import LATEST, find
+from coat_dist.checkpoint.write.publish import LATEST, find, replaced_or
 from launch.convert.fill import each_expert
 from launch.convert.tensor_files import rounded
 from launch.convert.weights import CheckpointError, Weights, check_shapes
@@ -30,13 +31,14 @@ def find_checkpoint(folder: Path) -> Path | None:
     Raises:
         CheckpointError: ``latest`` names what is not there.
     """
-    named = folder
+    # A run that was killed while it saved this step again left it under another name.
+    folder = named = replaced_or(folder.absolute()).resolve()
     with suppress(OSError, ValueError):  # find() names what is wrong with it
         named = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
     for one in (folder, named):
-        if list(one.glob("*model_states.pt")):  # another program's has no manifest
+        if is_checkpoint(one):  # another program's has no manifest
             return one.resolve()
-    return find(folder)
+    return find(folder)  # a kill may have left no `latest`
 
 
 class CheckpointWeights(Weights):
@@ -142,13 +144,10 @@ class _Zero:
             return self.rest[name]
 
         def part(shard: Shard) -> torch.Tensor:
+            if self.dtype == torch.float32:
+                return shard.part(name, "fp32")
             # Of masters in 16 bits and a remainder, the 16 bits are what the engine holds.
-            exact = self.dtype == torch.float32
-            return (
-                shard.part(name, "fp32")
-                if exact
-                else rounded(shard.weights(name), self.dtype, name)
-            )
+            return rounded(shard.weights(name), self.dtype, name)
 
         return self.checkpoint.whole(name, part, "fp32")[0]
 

@@ -94,7 +94,11 @@ def plan_conversion(
     remembered = read_config(copies.pop(CONFIG)) if CONFIG in copies else {}
     dtypes = {dtype or weights.dtype(name) for name in weights.shapes}
     most = DTYPES.get(str(remembered.get("dtype", remembered.get("torch_dtype"))))
-    whole = dtypes.pop() if len(dtypes) == 1 else most if most in dtypes else torch.float32
+    whole = torch.float32
+    if len(dtypes) == 1:
+        (whole,) = dtypes
+    elif most in dtypes:
+        whole = most
     config, known = config_for(weights.model, whole, remembered, family, end)
     recipes = to_hugging_face(weights.model, known)
     tensors = {}

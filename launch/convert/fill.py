@@ -57,11 +57,12 @@ def _fill(model: Any, weights: Weights) -> None:
         and model.post_process
         and getattr(model.config, "expert_model_parallel_size", 1) == 1
     )
-    if differing := wanted - order.keys() or (order.keys() - wanted if whole else set()):
-        has, lacks = (
-            ("the model", "the source") if differing <= wanted else ("the source", "the model")
-        )
-        raise CheckpointError(f"{weights.path}: {min(differing)}: {has} has it, {lacks} does not")
+    if lacking := wanted - order.keys():
+        name = min(lacking)
+        raise CheckpointError(f"{weights.path}: {name}: the model has it, the source does not")
+    if whole and (surplus := order.keys() - wanted):
+        name = min(surplus)
+        raise CheckpointError(f"{weights.path}: {name}: the source has it, the model does not")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name in sorted(sources, key=lambda one: order[sources[one][0]]):
         _copy(parameters[name], name, weights, sources[name], modules[name.rpartition(".")[0]])

@@ -135,7 +135,9 @@ def travelling_files(folder: Path) -> dict[str, Path]:
     """What travels with the tensors, by name in the folder: tokenizer, chat template, generation
     and model config.
     """
-    found = {path for pattern in _TRAVEL for path in folder.glob(pattern) if path.is_file()}
+    found: set[Path] = set()
+    for pattern in _TRAVEL:
+        found.update(path for path in folder.glob(pattern) if path.is_file())
     return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
 
 

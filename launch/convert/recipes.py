@@ -41,19 +41,18 @@ def put_together(
     """A tensor of ``dtype``; ``read`` gives the tensors that its rows are taken from. It shares
     memory with one that it is the whole of.
     """
-    parts = {
-        name: read(name)
-        for name in dict.fromkeys(piece.name for piece in recipe.pieces)
-        if name is not None
-    }
-    rows = [
-        torch.zeros(p.rows, *recipe.shape[1:], dtype=dtype)
-        if p.name is None
-        else parts[p.name][p.start : p.start + p.rows]
-        for p in recipe.pieces
-    ]
-    whole = len(rows) == len(parts) == 1 and len(rows[0]) == len(*parts.values())
-    return (rows[0].contiguous() if whole else torch.cat(rows)).to(dtype)
+    parts: dict[str, torch.Tensor] = {}
+    rows = []
+    for piece in recipe.pieces:
+        if piece.name is None:
+            rows.append(torch.zeros(piece.rows, *recipe.shape[1:], dtype=dtype))
+            continue
+        if piece.name not in parts:
+            parts[piece.name] = read(piece.name)
+        rows.append(parts[piece.name][piece.start : piece.start + piece.rows])
+    if len(rows) == len(parts) == 1 and len(rows[0]) == len(*parts.values()):
+        return rows[0].contiguous().to(dtype)
+    return torch.cat(rows).to(dtype)
 
 
 def from_hugging_face(model: ModelConfig, family: Family) -> dict[str, Recipe]:

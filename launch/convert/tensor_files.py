@@ -79,11 +79,9 @@ class TensorFiles:
             if self._last is None or self._last[0] != entry.file:
                 self._last = entry.file, _opened(entry.file)
             file = self._last[1]
-            return (
-                file.get_tensor(entry.name)
-                if entry.place is ...
-                else file.get_slice(entry.name)[entry.place]
-            )
+            if entry.place is ...:
+                return file.get_tensor(entry.name)
+            return file.get_slice(entry.name)[entry.place]
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} cannot be read ({problem})"

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from coat_dist.checkpoint.read.tags import is_checkpoint
 from coat_dist.checkpoint.team import KEY, say_part
 from coat_dist.checkpoint.write import publish as tags
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.checkpoint.write.lock import locked_folder
+from launch.convert.checkpoint_weights import find_checkpoint
 from launch.convert.output_folder import checkpoint_at
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -56,11 +56,9 @@ class Source:
     @property
     def name(self) -> str:
         """Name of its conversion; of a run by the step, because the folder may be a copy."""
-        return (
-            tags.name_of(self.manifest["progress"]["step"])
-            if self.of_run
-            else tags.own_name(self.path)
-        )
+        if self.of_run:
+            return tags.name_of(self.manifest["progress"]["step"])
+        return tags.own_name(self.path)
 
     def identity(self) -> dict[str, Any]:
         """What distinguishes it from another checkpoint of the same step."""
@@ -83,15 +81,7 @@ def find_source(given: str) -> Source:
     Raises:
         CheckpointError: there is none.
     """
-    # A run that was killed while it saved this step again left it under another name.
-    folder = tags.replaced_or(Path(given).absolute()).resolve()
-    try:
-        tag = (folder / tags.LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        tag = ""
-    if there := next((path for path in (folder, folder / tag) if is_checkpoint(path)), None):
-        return Source(there.resolve())
-    found = tags.find(folder)  # of pretrain.py: a kill may have left no `latest`
+    found = find_checkpoint(Path(given))
     if found is None:
         raise CheckpointError(
             f"--load: got {given}, which is no checkpoint and has no file `latest`, accepted: a "

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from coat_dist.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, verify
-from coat_dist.checkpoint.write.publish import replaced_or
 from launch.model.model_config import ModelConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -151,12 +150,9 @@ def open_weights(
     from launch.convert.hugging_face import CONFIG, HuggingFaceWeights, refuse_adapter
 
     folder = Path(path)
-    # Perhaps a checkpoint that a kill left under another name while it was saved again.
-    if not folder.exists():
-        folder = replaced_or(folder.absolute())
     if (folder / CONFIG).is_file():
         return HuggingFaceWeights(folder, dtype, tensors)
-    if folder.is_dir() and (found := find_checkpoint(folder)) is not None:
+    if (found := find_checkpoint(folder)) is not None:
         return CheckpointWeights(found, dtype, model)
     refuse_adapter(folder)
     what = "holds no weights" if folder.is_dir() else "is no folder (nothing is downloaded)"

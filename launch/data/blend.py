@@ -131,11 +131,9 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 def _weight_and_prefix(given: str) -> tuple[str | None, str]:
     weight, _, prefix = given.strip().partition(" ")
-    return (
-        (weight, prefix.strip())
-        if prefix and _number(weight) is not None
-        else (None, given.strip())
-    )
+    if prefix and _number(weight) is not None:
+        return weight, prefix.strip()
+    return None, given.strip()
 
 
 def _number(text: str) -> float | None:

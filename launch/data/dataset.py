@@ -83,7 +83,11 @@ def _parts(
             here = [(prefix, None, _open(prefix))]
         tokens = [float(of.sequence_lengths.sum(dtype=np.int64)) for _, _, of in here]
         own = [weight or count for (_, weight, _), count in zip(here, tokens, strict=True)]
-        whole = weights[number] if weights else sum(own) if len(prefixes) == 1 else sum(tokens)
+        whole = sum(own)
+        if weights:
+            whole = weights[number]
+        elif len(prefixes) > 1:
+            whole = sum(tokens)
         parts += [
             (name, part * whole / sum(own), of)
             for (name, _, of), part in zip(here, own, strict=True)

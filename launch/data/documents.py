@@ -73,7 +73,8 @@ def _usable(value: Any) -> bool:
 
 
 def _lines(piece: Piece, options: ReadOptions, skipped: Counter) -> Iterator[str]:
-    with open(piece.path, "rb") if piece.kind == "jsonl" else gzip.open(piece.path, "rb") as file:
+    opened: Any = open if piece.kind == "jsonl" else gzip.open
+    with opened(piece.path, "rb") as file:
         if piece.start:  # the line under way belongs to the piece before
             file.seek(piece.start - 1)
             file.readline()

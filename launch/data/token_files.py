@@ -33,10 +33,11 @@ def cache_folder(prefixes: Sequence[str], cache_dir: str | None) -> str:
     the user's.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    folders = [Path(f"{prefixes[0]}.cache"), home / "coat_dist"]
+    if cache_dir:
+        folders = [Path(cache_dir)]
     failed = ""
-    for folder in (
-        [Path(cache_dir)] if cache_dir else [Path(f"{prefixes[0]}.cache"), home / "coat_dist"]
-    ):
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -215,7 +216,9 @@ def open_tokens(path: str, dtype: np.dtype | None) -> np.ndarray:
             f"{path}: got {size} bytes without a header and {known}, accepted: whole uint16 or "
             "uint32"
         )
-    return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+    if not size:  # which cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def check_width(tokens: np.ndarray, where: str) -> None:

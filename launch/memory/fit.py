@@ -232,5 +232,8 @@ def dry_run(p: Any, rank: int = 0, library: Any = None) -> int:
     if rank == 0:
         if p.warning:
             say(p.warning, "warning")
-        print(json.dumps(answer(run, gpu), indent=2) if p.args.json else text(run, gpu), flush=True)
+        if p.args.json:
+            print(json.dumps(answer(run, gpu), indent=2), flush=True)
+        else:
+            print(text(run, gpu), flush=True)
     return 0

@@ -75,10 +75,13 @@ def _final_norm(run: Run) -> int:
 
 def activations(run: Run) -> int:
     """Bytes that are kept for backward, without the loss's."""
-    kept = [
-        _stream(run) if again else sum(_layer(run, i) for i in unit) for unit, again in _units(run)
-    ]
-    return sum(kept) + _final_norm(run)
+    kept = _final_norm(run)
+    for unit, again in _units(run):
+        if again:
+            kept += _stream(run)
+        else:
+            kept += sum(_layer(run, i) for i in unit)
+    return kept
 
 
 def _loss(run: Run) -> int:

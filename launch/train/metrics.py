@@ -34,7 +34,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         CoatConfigError: a line that is no record, named by its number.
         FileNotFoundError: no such file.
     """
-    path = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
+    path = Path(path)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines, 1):

@@ -180,12 +180,11 @@ def plan(args: PretrainOptions, world: int) -> Plan:
         length_note(model.seq_length, weights, "--init-from"),
     )
     warning = "\n".join(filter(None, warnings)) or None
-    sources = {
-        # Of several descriptions names may be the same.
-        (name if len(mixtures) == 1 else f"{path}#{name}"): source
-        for path, mixture in mixtures.items()
-        for name, source in mixture.items()
-    }
+    sources = {}
+    for path, mixture in mixtures.items():
+        for name, source in mixture.items():
+            # Of several descriptions names may be the same.
+            sources[name if len(mixtures) == 1 else f"{path}#{name}"] = source
     return assemble(
         args,
         world,

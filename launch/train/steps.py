@@ -57,7 +57,8 @@ class MicroBatches:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
             batch = next(batches)
-            with memory.forward() if memory and not index else contextlib.nullcontext():
+            watched = memory if index == 0 else None
+            with contextlib.nullcontext() if watched is None else watched.forward():
                 loss = self.loss(self.engine, batch)
             total += loss.detach().double() / self.accumulation
             self.engine.backward(_nan_if_not_finite(loss))
