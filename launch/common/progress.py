@@ -24,12 +24,9 @@ class Progress(tqdm):
         what: one word for the work.
         unit: "B" for bytes, "doc", "tensor"; amounts are shortened (12.3M).
         initial: done before, by an earlier run; not counted in the rate.
-        quiet: print nothing.
     """
 
-    def __init__(
-        self, total: int, what: str, *, unit: str = "it", initial: int = 0, quiet: bool = False
-    ) -> None:
+    def __init__(self, total: int, what: str, *, unit: str = "it", initial: int = 0) -> None:
         self._bar = sys.stderr.isatty()
         lines = dict(
             mininterval=_SECONDS,
@@ -46,7 +43,7 @@ class Progress(tqdm):
             initial=initial,
             unit_scale=True,
             file=sys.stderr,
-            disable=quiet or not shows("info") or os.environ.get("RANK", "0") != "0",
+            disable=not shows("info") or os.environ.get("RANK", "0") != "0",
             dynamic_ncols=self._bar,
             **({} if self._bar else lines),
         )

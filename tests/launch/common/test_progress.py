@@ -50,7 +50,7 @@ def test_short_work_is_silent_and_a_terminal_has_a_bar(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("why", ["quiet", "level", "rank"])
+@pytest.mark.parametrize("why", ["level", "rank"])
 def test_nothing_is_printed(clock, monkeypatch, why):
     if why == "level":
         monkeypatch.setattr(log_level, "_level", "warning")
@@ -58,7 +58,7 @@ def test_nothing_is_printed(clock, monkeypatch, why):
         monkeypatch.setenv("RANK", "1")
     for out in (io.StringIO(), Terminal()):
         monkeypatch.setattr(sys, "stderr", out)
-        with Progress(10, "work", quiet=why == "quiet") as bar:
+        with Progress(10, "work") as bar:
             clock[0] += 99
             bar.update(5)
         assert out.getvalue() == ""
