@@ -34,8 +34,9 @@ from launch.common.progress import Progress
 from launch.convert.conversion import Conversion, plan_conversion
 from launch.convert.hugging_face import CONFIG, has_tokenizer
 from launch.convert.output_folder import OutputFolder
+from launch.convert.sources import open_weights
 from launch.convert.tensor_files import TensorFiles, read_header
-from launch.convert.weights import DTYPES, Weights, open_weights
+from launch.convert.weights import DTYPES, Weights
 from launch.data.tokenizer import SentencePieceTokenizer, for_data
 from launch.model.model_config import load_model_config
 from launch.train.initial import training_data

@@ -26,7 +26,7 @@ def fill(model: Any, weights: Weights) -> None:
 
     Args:
         model: on any device; ``model.module`` is taken where it is a wrapper.
-        weights: see :func:`launch.convert.weights.open_weights`.
+        weights: see :func:`launch.convert.sources.open_weights`.
 
     Raises:
         CheckpointError: on every rank; a parameter that only the model or only the source has, or

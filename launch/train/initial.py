@@ -9,7 +9,8 @@ from typing import Any
 
 from coat_dist import CoatConfigError
 from launch.common.errors import DataError
-from launch.convert.weights import Weights, open_weights
+from launch.convert.sources import open_weights
+from launch.convert.weights import Weights
 from launch.data.blend import DataInfo, parse_blend, read_info
 from launch.data.tokenizer import tokenizer_digest
 from launch.model.model_config import ModelConfig, described_model, load_model_config

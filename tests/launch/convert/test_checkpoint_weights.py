@@ -14,7 +14,8 @@ from coat_dist import CoatConfigError
 from coat_dist.reference.master import split
 from launch import convert_hf, to_universal
 from launch.convert.checkpoint_weights import find_checkpoint
-from launch.convert.weights import CheckpointError, open_weights
+from launch.convert.sources import open_weights
+from launch.convert.weights import CheckpointError
 from launch.data.blend import DataInfo, telling
 from launch.data.tokenizer import tokenizer_digest
 from launch.model.gpt import load_model_config

@@ -15,7 +15,7 @@ from launch.convert.conversion import plan_conversion
 from launch.convert.families import FAMILIES
 from launch.convert.fill import fill
 from launch.convert.recipes import put_together
-from launch.convert.weights import open_weights
+from launch.convert.sources import open_weights
 from launch.model.gpt import build_model, parameter_count
 from megatron_patches import patch_model
 from tests.launch.convert.hf_folders import CASES, SIZES, Given, config, make, meaning, tensors

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from launch.convert.fill import fill
-from launch.convert.weights import CheckpointError, open_weights
+from launch.convert.sources import open_weights
+from launch.convert.weights import CheckpointError
 from launch.model.gpt import ModelConfig, build_model
 from tests.launch.convert.hf_folders import Given, make
 from tests.launch.convert.weight_runs import filled

@@ -9,7 +9,7 @@ from launch import convert_hf
 from launch.convert.checkpoint_weights import Ungrouped
 from launch.convert.config_json_out import config_for
 from launch.convert.fill import each_expert, fill, grouped
-from launch.convert.weights import open_weights
+from launch.convert.sources import open_weights
 from launch.model.gpt import build_model
 from tests.launch.convert.hf_folders import CASES, config, edit, make, tensors
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from launch import convert_hf
-from launch.convert.weights import open_weights
+from launch.convert.sources import open_weights
 from tests.launch.convert.hf_folders import copied, fails, make, tensors
 
 pytest.importorskip("transformers")

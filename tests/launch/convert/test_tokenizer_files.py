@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from launch import convert_hf, prepare_data
-from launch.convert.weights import CheckpointError, open_weights
+from launch.convert.sources import open_weights
+from launch.convert.weights import CheckpointError
 from launch.data.tokenizer import for_data
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes

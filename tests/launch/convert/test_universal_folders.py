@@ -15,7 +15,7 @@ import coat_dist
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_files, verify
 from coat_dist.checkpoint.write import publish
 from launch import to_universal
-from launch.convert.weights import open_weights
+from launch.convert.sources import open_weights
 from tests.launch.disk import PLACES, Failing
 from tests.support import held_elsewhere
 

@@ -45,7 +45,7 @@ def filled(rank, world, folder, tp, pp):
     global name.
     """
     from launch.convert.fill import fill, global_names
-    from launch.convert.weights import open_weights
+    from launch.convert.sources import open_weights
     from launch.model.gpt import build_model
     from megatron_patches import initialize_model_parallel
 

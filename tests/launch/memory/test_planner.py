@@ -136,7 +136,7 @@ def test_settings_change_the_peak(capsys, options, larger) -> None:
 def test_the_model_may_be_a_folder_of_weights(tmp_path, capsys) -> None:
     """config.json is enough."""
     pytest.importorskip("transformers")
-    from launch.convert.weights import open_weights
+    from launch.convert.sources import open_weights
     from tests.launch.convert.hf_folders import make
 
     make("llama3", tmp_path / "hf", vocab_size=300)

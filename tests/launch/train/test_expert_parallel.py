@@ -9,7 +9,7 @@ import torch
 
 from coat_dist import CoatConfigError
 from launch import convert_hf, to_universal
-from launch.convert.weights import open_weights
+from launch.convert.sources import open_weights
 from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
 from tests.support import run_ranks
 

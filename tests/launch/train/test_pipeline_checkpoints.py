@@ -9,7 +9,7 @@ import torch
 
 from coat_dist import convert_to_universal
 from launch import convert_hf, to_universal
-from launch.convert.weights import open_weights
+from launch.convert.sources import open_weights
 from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses
 from tests.launch.train.test_pipeline import NO_NOISE, weights_after
 from tests.support import run_ranks
