@@ -101,10 +101,10 @@ def plan_conversion(
         whole = most
     config, known = config_for(weights.model, whole, remembered, family, end)
     recipes = to_hugging_face(weights.model, known)
-    tensors = {}
+    stored, tensors = weights.stored_types(), {}
     for name, recipe in recipes.items():
         types = {weights.dtype(piece.name) for piece in recipe.pieces if piece.name is not None}
-        one = dtype or (types.pop() if len(types) == 1 else torch.float32)
+        one = dtype or stored.get(name) or (types.pop() if len(types) == 1 else torch.float32)
         tensors[name] = torch.empty(recipe.shape, dtype=one, device="meta")
     texts = {**texts, CONFIG: json.dumps(config, indent=2) + "\n"}
     if end is not None and not remembered and GENERATION not in copies:

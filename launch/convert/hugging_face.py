@@ -99,6 +99,10 @@ class HuggingFaceWeights(Weights):
         types = {self._files.entries[part].dtype for part in parts}
         return types.pop() if len(types) == 1 else torch.float32
 
+    def stored_types(self) -> dict[str, torch.dtype]:
+        """See :class:`Weights`."""
+        return {name: entry.dtype for name, entry in self._files.entries.items()}
+
     def read(self, name: str) -> torch.Tensor:
         """See :class:`Weights`."""
         dtype = self.dtype(name)

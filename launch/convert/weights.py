@@ -42,6 +42,10 @@ class Weights(ABC):
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that :meth:`read` returns."""
 
+    def stored_types(self) -> Mapping[str, torch.dtype]:
+        """Types of Hugging Face's tensors, by their names, as a folder of theirs has them."""
+        return {}
+
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """The whole, unsharded tensor.
