@@ -23,41 +23,6 @@ def save_steps(rank, world, folder, steps, keep):
     ]
 
 
-class Killed(BaseException):
-    """Nothing catches it: the disk is left as a kill would leave it."""
-
-
-def killed_while_replacing(rank, world, folder):
-    """Save a step for the second time and die between moving the old one away and the new one
-    in.
-    """
-    start()
-    checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "first"})
-    original, calls = os.rename, []
-
-    def die(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise Killed
-        original(*args)
-
-    os.rename = die
-    try:
-        checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "second"})
-    except Killed:
-        pass
-    finally:
-        os.rename = original
-    found = find(folder)
-    manifest = read_manifest(found)
-    verify(found, manifest["files"])
-    for _ in range(2):  # the second time, with a leftover of the name that the old one is moved to
-        checkpoint.save(Engine(), folder, {}, {**progress(1), "which": "third"})
-        left = sorted(os.listdir(folder))
-        os.makedirs(f"{folder}/.unfinished-replaced-step00000001/x")
-    return manifest["progress"]["which"], read_manifest(find(folder))["progress"]["which"], left
-
-
 def test_keep_last_counts_by_time_of_writing(tmp_path):
     run_ranks(2, save_steps, str(tmp_path), [5, 7, 9], 2)
     assert sorted(p.name for p in tmp_path.glob("step*")) == ["step00000007", "step00000009"]
@@ -65,12 +30,6 @@ def test_keep_last_counts_by_time_of_writing(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("*")) == ["latest", "step00000002", "step00000007"]
     assert (tmp_path / "latest").read_text() == "step00000007"
     assert not list(tmp_path.glob(".unfinished*"))
-
-
-def test_a_kill_while_a_step_is_saved_again_leaves_the_old_one(tmp_path):
-    assert run_ranks(1, killed_while_replacing, str(tmp_path)) == [
-        ("first", "third", ["latest", "step00000001"])
-    ]
 
 
 def test_find(tmp_path):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from launch import to_universal
 from launch.train.metrics import read_metrics
 from tests.launch.pretrain_runs import (
     FP32_GRADIENTS,
@@ -141,7 +142,17 @@ def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(work, tmp_path):
     def end(argv, world=2):
         return run_ranks(world, without_a_model, argv)[0]
 
-    bigger = end([*go_on, "--model-override", "ffn_hidden_size=384"])
+    universal = tmp_path / "universal"
+    assert to_universal.main(["--load", str(save), "--output", str(universal)]) == 0
+    on_one = command(work, run, config, "--load", universal, steps=4)
+    more = ["--model-override", "ffn_hidden_size=384"]
+    assert "model.ffn_hidden_size: checkpoint has 256" in end([*on_one, *more], world=1)
+    moment = next(universal.rglob("*linear_fc1.weight/exp_avg.pt"))
+    content = bytearray(moment.read_bytes())
+    content[1000] ^= 1
+    moment.write_bytes(content)
+    assert "linear_fc1.weight/exp_avg.pt: damaged" in end(on_one, world=1)
+    bigger = end([*go_on, *more])
     assert "to_universal" not in bigger
     assert bigger.startswith(
         f"CheckpointError: {save}/step00000002 was made by a different "
