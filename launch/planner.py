@@ -43,6 +43,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     set_log_level(args.log_level)
     silence_deepspeed()
     problems = out_of_range(args)
+    if (stages := args.pipeline_parallel) > 1:
+        problems.append(
+            f"--pipeline-parallel: got {stages}, accepted: 1 (the planner knows runs of one stage)"
+        )
     if args.library == "transformers" and (tp := args.tensor_parallel) > 1:
         problems.append(f"--tensor-parallel: got {tp}, accepted: 1 with --library transformers")
     if problems:

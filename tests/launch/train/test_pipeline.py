@@ -278,7 +278,7 @@ def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
 
     config = configuration(tmp_path, 1)
     dry = [*command(work, tmp_path / "run", config, *TWO.split()), "--dry-run", "--gpus", "2"]
-    plan = ["--model", "tiny", "--vocab-size", "500", "--gpus", "2"]
+    plan = ["--model", "tiny", "--gpus", "2"]
     for main, line in (
         (pretrain.main, dry),
         (planner.main, [*plan, *PARTS.split()]),
