@@ -47,11 +47,9 @@ EXTRAS = {
         "mypy>=1.11,<3",
     ],
     "trl": [*DEEPSPEED, *HF, "trl>=1.16,<1.17", "datasets>=5.2,<5.3"],
-    "wandb": ["wandb>=0.17"],
 }
 PROGRAMS = (
     "convert-hf",
-    "index-tokens",
     "planner",
     "plot",
     "prepare-data",

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 # First: `launch` suppresses Megatron's warnings about its imports.
-from launch.command_line import Parser
+from launch.common.command_line import Parser
 
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print("importing torch, DeepSpeed and Megatron-core", flush=True)  # it takes seconds

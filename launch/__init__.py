@@ -1,4 +1,4 @@
-"""Programs: prepare data, pretrain, plot."""
+"""Programs: prepare data, pretrain, convert, plan memory, measure scaling, plot."""
 
 import warnings
 from importlib.util import find_spec

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
-from launch.command_line import RunOptions, options_parser, out_of_range
-from launch.plan.planner_options import PlannerOptions
+from launch.common.command_line import RunOptions, options_parser, out_of_range
+from launch.memory.planner_options import PlannerOptions
 
 if __name__ == "__main__":
     # A misspelt option is refused before torch is imported.
@@ -23,10 +23,12 @@ from typing import Any
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from launch.log_level import set_log_level, silence_deepspeed
-from launch.plan.fit import dry_run
-
-__all__ = ["main", "parse"]
+from launch.common.log_level import set_log_level, silence_deepspeed
+from launch.common.settings import MICRO, STEPS, TOTAL, load_settings
+from launch.memory.fit import dry_run
+from launch.train.initial import initial_weights, length_note
+from launch.train.plan import assemble
+from launch.train.pretrain_options import PretrainOptions
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
@@ -40,11 +42,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     args = PlannerOptions(**vars(options_parser(PlannerOptions, "planner.py").parse_args(argv)))
     set_log_level(args.log_level)
     silence_deepspeed()
-    from launch.train.arguments import PretrainOptions
-    from launch.train.initial import initial_weights, length_note
-    from launch.train.plan import assemble
-    from launch.train.settings import MICRO, STEPS, TOTAL, load_settings
-
     problems = out_of_range(args)
     if (stages := args.pipeline_parallel) > 1:
         problems.append(
@@ -73,7 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     configuration: Any = args.deepspeed_config
     library = note = None
     if args.library == "transformers":
-        from launch.plan.library import read_model, read_settings
+        from launch.memory.library import read_model, read_settings  # late: transformers
 
         library, model = read_model(args.model, args.seq_length)
         configuration = read_settings(configuration, model.hidden_size)

@@ -6,11 +6,15 @@ The input is cut into shards that depend on the input alone. Each finished shard
 ``PREFIX.parts/``, so a run that was killed continues with the same command, and the result is the
 same to the byte for any number of workers and restarts. docs/data.md describes inputs, tokenizers
 and options.
+
+    python launch/prepare_data.py --index dolma.json
+
+checks token files of Dolma or OLMo and indexes their documents; `pretrain.py --data dolma.json`
+reads the tokens where they lie. Exit status: 0 done, 2 bad input or settings, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -24,99 +28,19 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from launch.command_line import Parser, local_path
+from launch.common.errors import DataError
+from launch.common.log_level import say, set_log_level
+from launch.data.documents import ReadOptions, texts
+from launch.data.input_files import Piece, cut_into_shards, find
+from launch.data.prepare_options import PrepareOptions, parser
+from launch.data.shards import Job, finished, merge, open_parts, replacing, tokenize, write_json
 from launch.data.tokenizer import Tokenizer, bpe_size, load, train_bpe
-from launch.log_level import add_log_level, say, set_log_level
-from launch.prep import DataError
-from launch.prep.documents import ReadOptions, texts
-from launch.prep.shards import Job, finished, merge, open_parts, replacing, tokenize, write_json
-from launch.prep.sources import Piece, cut_into_shards, find
-
-__all__ = ["main", "parser", "prepare"]
 
 FORMAT = 1  # version of the files under PREFIX.parts and of PREFIX.json
 
 
-def _number(text: str) -> int:
-    """A positive whole number, with an optional k, M or G, small or capital (1000, 1000000,
-    ...).
-    """
-    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
-    digits = text[:-1] if factor > 1 else text
-    if not (digits.isascii() and digits.isdigit() and int(digits) > 0):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, accepted: a whole number from 1, k, M or G may follow"
-        )
-    return int(digits) * factor
-
-
-def _separator(text: str) -> str:
-    """A separator as typed in a shell: backslash n and backslash t stand for newline and tab."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    p = Parser(
-        prog="prepare_data", prefix="prepare_data: ", description=__doc__, formatter_class=raw
-    )
-
-    def add(name: str, text: str, kind: Any = str, metavar: str | None = None, **more: Any) -> None:
-        p.add_argument(name, help=text, type=kind, metavar=metavar, **more)
-
-    def add_flag(name: str, text: str) -> None:
-        p.add_argument(name, help=text, action="store_true")
-
-    given = "files or folders (recursive); 'stdlib' is the running Python's own standard library"
-    add("--input", given, local_path, "PATH", nargs="+", action="extend", required=True)
-    add(
-        "--output",
-        "write PREFIX.bin, PREFIX.idx and PREFIX.json",
-        local_path,
-        "PREFIX",
-        required=True,
-    )
-    kinds = (
-        "bpe:VOCABSIZE (trained on the input), hf:FILE, FOLDER or org/name, "
-        "sentencepiece:FILE, bytes, none "
-    )
-    add("--tokenizer", kinds + "(token files)", metavar="KIND", required=True)
-    add(
-        "--workers",
-        "processes (default: one a core)",
-        _number,
-        default=len(os.sched_getaffinity(0)),
-    )
-    add("--text-key", "JSON key or Parquet column of the text (default: text)", default="text")
-    between = (
-        "what separates documents in a text file, e.g. '\\n\\n' (default: a file is one document)"
-    )
-    add("--separator", between, _separator, "TEXT")
-    add("--glob", "of folders take the files with such names only, e.g. '*.py'", metavar="PATTERN")
-    add("--max-files", "use the first N files", _number, "N")
-    add("--max-bytes", "use the first files of together at most N bytes (200M, 2G)", _number, "N")
-    eod = "end every document with the end-of-document id (default: yes)"
-    p.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help=eod)
-    eod = (
-        "end-of-document token, where the tokenizer names none; with --tokenizer none the id "
-        "that ends documents"
-    )
-    add("--eod", eod, metavar="TOKEN_OR_ID")
-    add("--dtype", "numbers in headerless token files", choices=["uint16", "uint32"])
-    add("--vocab-size", "with --tokenizer none: ids are below N", _number, "N")
-    add_flag("--skip-bad", "count lines and rows without usable text instead of stopping")
-    add("--train-bytes", "text that bpe:N learns from (default: 100M)", _number, "N", default=10**8)
-    shard = "input of one unit of work that survives a kill (default: 8M)"
-    add("--shard-bytes", shard, _number, "N", default=8 * 10**6)
-    add_flag("--overwrite", "replace an output of other settings")
-    add_flag("--quiet", "print errors only, as --log-level error does")
-    add_log_level(p)
-    return p
-
-
 def _train(
-    parts: Path, shards: list[list[Piece]], args: argparse.Namespace, read: ReadOptions, vocab: int
+    parts: Path, shards: list[list[Piece]], args: PrepareOptions, read: ReadOptions, vocab: int
 ) -> Path:
     """Train the BPE on documents from all over the input, once; a later run finds it under
     ``parts``.
@@ -142,7 +66,7 @@ def _train(
     return file
 
 
-def prepare(args: argparse.Namespace) -> dict[str, Any]:
+def prepare(args: PrepareOptions) -> dict[str, Any]:
     """Do what the command line asks; the summary that ``PREFIX.json`` holds.
 
     Raises:
@@ -151,18 +75,13 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     # Brings torch, which workers do not need.
     from coat_dist.checkpoint.write.lock import locked_folder
 
-    tokens, size = args.tokenizer == "none", bpe_size(args.tokenizer)
-    if tokens and not (
-        args.vocab_size and args.eod and args.eod.isdecimal() and int(args.eod) < args.vocab_size
-    ):
-        ids = "the ids of the tokenizer that made the files, --eod below --vocab-size"
-        raise DataError(
-            f"--tokenizer: got none with --vocab-size {args.vocab_size}, --eod {args.eod}, "
-            f"accepted: {ids}"
-        )
-    tokenizer = None if tokens or size else load(args.tokenizer, args.eod)
+    for name in ("input", "output", "tokenizer"):
+        if not getattr(args, name):
+            raise DataError(f"--{name}: missing, accepted: a value (or --index FILE alone)")
+    size = bpe_size(args.tokenizer)
+    tokenizer = None if size else load(args.tokenizer, args.eod)
     limits = {"max_files": args.max_files, "max_bytes": args.max_bytes}
-    files, skipped = find(args.input, glob=args.glob, tokens=tokens, output=args.output, **limits)
+    files, skipped = find(args.input, glob=args.glob, **limits)
     listing = json.dumps([[f.name, f.size, f.mtime_ns] for f in files])
     settings = {
         "format": FORMAT,
@@ -170,7 +89,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
         "files_digest": hashlib.sha256(listing.encode()).hexdigest(),
         "tokenizer_digest": tokenizer.fingerprint() if tokenizer else None,
     }
-    names = "tokenizer eod vocab_size dtype train_bytes text_key separator append_eod shard_bytes"
+    names = "tokenizer eod train_bytes text_key separator append_eod shard_bytes"
     settings |= {name: getattr(args, name) for name in names.split()}
     prefix, parts = args.output, Path(f"{args.output}.parts")
     with locked_folder(parts, "--output", DataError):
@@ -192,7 +111,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(
-    args: argparse.Namespace,
+    args: PrepareOptions,
     tokenizer: Tokenizer | None,
     shards: list[list[Piece]],
     parts: Path,
@@ -200,7 +119,7 @@ def _write(
 ) -> dict[str, Any]:
     """Tokenize and write all files but ``PREFIX.json``; its values."""
     read = ReadOptions(args.text_key, args.separator, args.skip_bad)
-    spec, size = None if args.tokenizer == "none" else args.tokenizer, bpe_size(args.tokenizer)
+    spec, size = args.tokenizer, bpe_size(args.tokenizer)
     if size is not None:
         spec = f"hf:{_train(parts, shards, args, read, size)}"
         tokenizer = load(spec, args.eod)
@@ -209,16 +128,13 @@ def _write(
             say(
                 f"prepare_data: warning: --tokenizer: got {args.tokenizer}, but {enough}", "warning"
             )
-    vocab_size, eod = (
-        (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (args.vocab_size, int(args.eod))
-    )
+    assert tokenizer is not None
+    vocab_size = tokenizer.vocab_size
     job = Job(
         parts=str(parts),
         tokenizer=spec,
-        eod=eod,
-        vocab_size=vocab_size,
+        eod=tokenizer.eod,
         read=read,
-        token_dtype=args.dtype,
         dtype="uint16" if vocab_size < 65500 else "int32",  # Megatron's own rule
         append_eod=args.append_eod,
     )
@@ -233,21 +149,18 @@ def _write(
             f"--input: got no document in {' '.join(args.input)} (left out: {left_out}), accepted: "
             "some"
         )
-    files = len({piece.path for shard in shards for piece in shard})
-    for option, value in (
-        ("--eod", args.eod if tokenizer is None else None),
-        ("--separator", args.separator),
-    ):
-        if value is not None and totals["documents"] <= files:
+    if args.separator is not None:
+        files = len({piece.path for shard in shards for piece in shard})
+        if totals["documents"] <= files:
             say(
-                f"prepare_data: note: {option}: got {value!r}, which divides no file: each is one "
-                "document",
+                f"prepare_data: note: --separator: got {args.separator!r}, which divides no file: "
+                "each is one document",
                 "warning",
             )
     Path(f"{args.output}.json").unlink(missing_ok=True)  # what it vouches for is replaced now
     merge(job, args.output, len(shards))
     file = None
-    if tokenizer is not None and tokenizer.file is not None:
+    if tokenizer.file is not None:
         sentencepiece = args.tokenizer.startswith("sentencepiece")
         file = f"{Path(args.output).name}.tokenizer{'.model' if sentencepiece else '.json'}"
         with replacing(Path(args.output).with_name(file)) as temporary:
@@ -257,9 +170,9 @@ def _write(
         "skipped": dict(sorted(skipped.items())),
         "tokenizer": args.tokenizer,
         "tokenizer_file": file,
-        "tokenizer_digest": tokenizer.fingerprint() if tokenizer else None,
+        "tokenizer_digest": tokenizer.fingerprint(),
         "vocab_size": vocab_size,
-        "eod": eod,
+        "eod": tokenizer.eod,
         "dtype": job.dtype,
     }
 
@@ -279,16 +192,43 @@ def _report(prefix: str, summary: dict[str, Any]) -> str:
     )
 
 
+def index(args: PrepareOptions) -> None:
+    """Index the token files of ``--index``, and print what they hold.
+
+    Raises:
+        DataError: a description or token file that cannot be used.
+    """
+    # Late: text needs none of it.
+    from launch.data.mixture import read_mixture
+    from launch.data.token_files import TokenFiles, build_index, cache_folder
+
+    mixture = read_mixture(str(args.index))
+    paths = build_index(mixture, cache_folder([mixture.path], args.data_cache))
+    rows = []
+    for source, path in zip(mixture.sources, paths, strict=True):
+        files = TokenFiles(source, path)
+        rows.append((source, files, source.weight or float(files.tokens)))
+    whole = sum(weight for _, _, weight in rows)
+    say(f"{'source':<20}{'files':>8}{'documents':>16}{'tokens':>20}{'share of samples':>18}")
+    for source, files, weight in rows:
+        counts = f"{len(source.files):>8,}{len(files):>16,}{files.tokens:>20,}"
+        say(f"{source.name:<20}{counts}{weight / whole:>18.4f}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; its exit status: 0 done, 2 bad input or settings, 130 interrupted."""
-    args = parser().parse_args(arguments)
+    """The program; its exit status."""
+    args = PrepareOptions(**vars(parser(__doc__).parse_args(arguments)))
     set_log_level("error" if args.quiet else args.log_level)
     try:
+        if args.index is not None:
+            index(args)
+            return 0
         summary = prepare(args)
     # A full disk, or a worker that ran out of memory.
     except (DataError, OSError, BrokenProcessPool) as problem:
         more = "" if isinstance(problem, DataError) else "; the same command continues"
-        print(f"prepare_data: error: {problem}{more}", file=sys.stderr)
+        text = str(problem).replace("cache_dir:", "--data-cache:")
+        print(f"prepare_data: error: {text}{more}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("prepare_data: interrupted; the same command continues", file=sys.stderr)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.log_level import say, set_log_level, shows, silence_deepspeed
-from launch.train import arguments
+from launch.common.log_level import say, set_log_level, shows, silence_deepspeed
+from launch.train import pretrain_options
 from launch.train.allocator import expandable_segments
 
 if __name__ == "__main__":
-    arguments.parser().parse_args()  # a misspelt option is refused before torch is imported
+    pretrain_options.parser().parse_args()  # a misspelt option is refused before torch is imported
     expandable_segments()  # read when torch's allocator begins
 
 import os
@@ -38,20 +38,18 @@ from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.deepspeed import heartbeat
 from coat_dist.deepspeed.without_launcher import take_ranks
 from coat_dist.ranks import attempt, check_same_on_all_ranks, gather, of_another_rank, say_ranks
-from launch import failing
+from launch.common import failing
+from launch.common.errors import DataError
+from launch.memory.fit import dry_run
 from launch.model import gpt
-from launch.plan.fit import dry_run
-from launch.prep import DataError
-from launch.train import auto, build, checkpoint, exhausted, layout, runtime
+from launch.train import auto, checkpoint, exhausted, layout, runtime, training_engine
 from launch.train.data_source import Progress, TokenData
-from launch.train.folders import Folders, open_on_nodes
 from launch.train.loop import BadSteps, Loop
-from launch.train.memory import MemoryReport
+from launch.train.memory_report import MemoryReport
 from launch.train.plan import Plan, plan
 from launch.train.reporters import open_reporters, step_profiler
+from launch.train.run_folders import Folders, open_on_nodes
 from launch.train.steps import steps_of
-
-__all__ = ["USER_ERRORS", "main", "train"]
 
 T = TypeVar("T")
 
@@ -125,16 +123,14 @@ def _build(p: Plan, device: torch.device, folders: Folders, stack: ExitStack) ->
         say(p.warning, "warning")
     say(p.describe())
     weights = p.weights if examined is None else None
-    engine = build.build_engine(
+    engine = training_engine.build_engine(
         p, say, universal=examined is not None and examined.universal, weights=weights
     )
     if examined is not None:
         checkpoint.restore(engine, examined)
         changed = [f"  changed: {line}" for line in examined.changed]
         say("\n".join([f"continuing after step {progress.step} from {examined.path}", *changed]))
-    reporters = open_reporters(
-        a, progress.step, source is not None and not a.overwrite, p.identity()
-    )
+    reporters = open_reporters(a, progress.step, source is not None and not a.overwrite)
     stack.callback(reporters.close)  # before the locks go
     profiler = None
     if a.profile_steps is not None and torch.distributed.get_rank() == 0:
@@ -168,9 +164,8 @@ def _finish(loop: Loop) -> str:
     try:
         why = loop.run()
     except BadSteps:
-        loop.reporters.finish(
-            "too many non-finite steps in a row", progress.step, loop.last_checkpoint, failed=True
-        )
+        why = "too many non-finite steps in a row"
+        loop.reporters.finish(why, progress.step, loop.last_checkpoint)
         raise
     text = (
         f"stopped by {why} after step {progress.step}" if why else f"finished {progress.step} steps"
@@ -205,17 +200,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         take_ranks()
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        args = arguments.parse(argv)
+        args = pretrain_options.parse(argv)
         set_log_level(args.log_level)
         silence_deepspeed()
         if args.dry_run:
             return dry_run(plan(args, args.gpus or world), rank)
-        # A file may be missing on one of them, and the others are to learn of it.
-        if several := nodes.several_nodes():
-            device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
-        p = _on_all(lambda: plan(args, world)) if several else plan(args, world)
-        if not several:
-            device = runtime.start(args.local_rank, args.distributed_timeout_minutes)
+        join = partial(runtime.start, args.local_rank, args.distributed_timeout_minutes)
+        if nodes.several_nodes():
+            # A file may be missing on one of them, and the others are to learn of it.
+            device = join()
+            p = _on_all(lambda: plan(args, world))
+        else:
+            p = plan(args, world)
+            device = join()
         stop = runtime.StopSignal()
         ending = train(p, device, stop)
     except (*USER_ERRORS, BadSteps) as problem:

@@ -6,8 +6,6 @@ import runpy
 import sys
 from pathlib import Path
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the program that the script is named after."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.universal.arguments import parser
+from launch.convert.universal_options import parser
 
 if __name__ == "__main__":
     parser(__doc__).parse_args()  # a misspelt option is refused before torch is imported
@@ -31,14 +31,11 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from coat_dist.checkpoint.manifest import FORMAT, CheckpointError, sync_files, verify
-from launch.log_level import say, set_log_level, shows
-from launch.universal.folders import Output, Source, find_source
-from launch.weights.source import CARRIED
-
-__all__ = ["convert", "main"]
+from launch.common.log_level import say, set_log_level
+from launch.common.progress import Progress
+from launch.convert.universal_folders import Source, UniversalOutput, find_source
+from launch.convert.weights import CARRIED
 
 # Raised by files of another layout than DeepSpeed 0.19's, or damaged ones.
 _LAYOUT = (KeyError, IndexError, AttributeError, TypeError, AssertionError, StopIteration)
@@ -66,15 +63,12 @@ def convert(source: Path, folder: Path, exact: bool = False) -> Path:
     from coat_dist import convert_to_universal
 
     there, folder = Source(source.resolve()), folder.resolve()
-    output = Output(
+    output = UniversalOutput(
         "--output_folder" if exact else "--output", folder if exact else folder / there.name, exact
     )
     identity = there.identity()
     output.check(there, identity)
-    hidden = None if shows("info") else True  # None: shown on a terminal
-    bar = tqdm(
-        desc="convert", unit=" elements", unit_scale=True, disable=hidden, dynamic_ncols=True
-    )
+    bar = Progress(0, "convert", unit=" elements")
 
     def show(elements: int, of: int) -> None:
         bar.total = of

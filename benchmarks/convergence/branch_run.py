@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from launch.pretrain import train
-from launch.train import arguments, runtime
+from launch.train import pretrain_options, runtime
 from launch.train.loop import Loop
 from launch.train.plan import plan
 from megatron_patches import unpatch_model
@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--result", type=Path, required=True, metavar="FILE")
     parser.add_argument("pretrain", nargs=argparse.REMAINDER)
     own = parser.parse_args(argv)
-    args = arguments.parse([word for i, word in enumerate(own.pretrain) if i or word != "--"])
+    args = pretrain_options.parse(
+        [word for i, word in enumerate(own.pretrain) if i or word != "--"]
+    )
     p = plan(args, int(os.environ.get("WORLD_SIZE", 1)))
     watch = Watch()
     print(train(p, runtime.start(args.local_rank), interfere=watch), flush=True)

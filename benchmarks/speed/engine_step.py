@@ -24,8 +24,8 @@ from benchmarks.arguments import argument_parser
 from benchmarks.common import show, write_result
 from benchmarks.timing import median, wall_ms
 from launch.model.gpt import build_model, load_model_config
-from launch.train.build import torch_adamw
 from launch.train.runtime import start
+from launch.train.training_engine import torch_adamw
 
 
 def settings(block: dict[str, Any] | None, **more: Any) -> dict[str, Any]:

@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 
 from coat_dist import CoatConfig
 from coat_dist.config import ActivationConfig
+from launch.memory.layer import saved, widths
+from launch.memory.run import Run
 from launch.model.gpt import ModelConfig
-from launch.plan.layer import saved, widths
-from launch.plan.run import Run
 
 __all__ = ["Peak", "expected_peak", "saved_bytes"]
 
@@ -88,7 +88,7 @@ class Moment(NamedTuple):
 
 def moments(model: ModelConfig, tokens: int, settings: ActivationConfig) -> list[Moment]:
     """The moments of a patched layer's backward, in its order. Those that can be the largest of a
-    whole step are in :func:`launch.plan.layer.moments`, too.
+    whole step are in :func:`launch.memory.layer.moments`, too.
     """
     h, q, w, f, wide = widths(of_layers(model, settings))
     _, attention, mlp = (tokens * one for one in saved_bytes(model, settings))

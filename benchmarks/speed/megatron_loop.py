@@ -32,7 +32,7 @@ from benchmarks.ranks import as_rank, run_variant
 from benchmarks.speed.hf import noisy_text, timed_steps
 from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import peer_environment, te_layers
-from launch.model.config import load_model_config
+from launch.model.model_config import load_model_config
 
 WARM_UP = 10
 PROGRAM = "benchmarks.speed.megatron_loop"

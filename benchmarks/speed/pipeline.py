@@ -29,9 +29,9 @@ from benchmarks.common import options, show, write_result
 from benchmarks.speed.engine_step import settings
 from benchmarks.timing import median
 from launch.model.gpt import build_model, load_model_config
-from launch.scale.training import random_batch
-from launch.train.build import forward_step, torch_adamw
+from launch.scale.timed_steps import random_batch
 from launch.train.runtime import start
+from launch.train.training_engine import language_model_loss, torch_adamw
 
 
 def milliseconds(work: Callable[[], Any], repeats: int, slowest: bool = True) -> float:
@@ -73,7 +73,7 @@ def alone(
     """Milliseconds of a micro-batch through all parts of this rank's stage, forward and
     backward.
     """
-    step = forward_step(1, device())
+    loss_of = language_model_loss(1, device())
     samples, tokens = batch["tokens"].shape
     received = torch.randn(tokens, samples, hidden, device=device(), dtype=torch.bfloat16)
     gradient = torch.randn_like(received) * 1e-3
@@ -83,10 +83,9 @@ def alone(
             for chunk in chunks:
                 if not chunk.pre_process:
                     chunk.set_input_tensor(received.detach().requires_grad_())
-                read = iter([batch]) if chunk.pre_process or chunk.post_process else None
-                output, loss = step(read, chunk)
+                output = loss_of(chunk, batch if chunk.pre_process or chunk.post_process else None)
                 if chunk.post_process:
-                    (loss(output) / count).backward()
+                    (output / count).backward()
                 else:
                     output.backward(gradient)
         for chunk in chunks:
@@ -130,10 +129,11 @@ def measure(arguments: argparse.Namespace, coat: bool, virtual: int) -> list[dic
         name: drawn.to(device())
         for name, drawn in random_batch(model_config, arguments.micro_batch).items()
     }
-    plain = forward_step(1, device())
+    loss_of = language_model_loss(1, device())
 
     def step(batches: Any, chunk: Any) -> Any:
-        return plain(iter([batch]) if chunk.pre_process or chunk.post_process else None, chunk)
+        needed = chunk.pre_process or chunk.post_process
+        return loss_of(chunk, batch if needed else None), lambda output: output
 
     for count in arguments.micro_batches:
         engine.set_train_batch_size(arguments.micro_batch * count)

@@ -94,8 +94,8 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
 def planned(case: dict[str, Any], ranks: int) -> Any:
     """The planner's run of a case."""
     from coat_dist import CoatConfig
+    from launch.memory.run import Run
     from launch.model.gpt import load_model_config
-    from launch.plan.run import Run
 
     settings, tp = settings_of(case), case.get("tp", 1)
     return Run(
@@ -115,7 +115,7 @@ def largest(case: dict[str, Any]) -> int:
     """The largest micro-batch that the planner says fits on this GPU as it is."""
     import torch
 
-    from launch.plan.fit import GPU, largest_micro_batch, not_torchs
+    from launch.memory.fit import GPU, largest_micro_batch, not_torchs
 
     free, total = torch.cuda.mem_get_info()
     run = planned({**case, "micro": 1}, torch.distributed.get_world_size())
@@ -125,7 +125,7 @@ def largest(case: dict[str, Any]) -> int:
 
 def predict(case: dict[str, Any], ranks: int) -> dict[str, int]:
     """The planner's bytes of a case."""
-    from launch.plan.peak import peak_of
+    from launch.memory.peak import peak_of
 
     peak = peak_of(planned(case, ranks))
     return {"allocated": peak.allocated, "reserved": peak.reserved}

@@ -47,7 +47,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     """
     from benchmarks.speed.whole_rank import plan_of, steps
     from launch.model.gpt import load_model_config
-    from launch.train import build, runtime
+    from launch.train import runtime, training_engine
     from megatron_patches import initialize_model_parallel
 
     runtime.start(device.index or 0)
@@ -57,9 +57,9 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
         case["micro"] = largest(case)
     model = load_model_config(case["model"], case["override"])
     plan = plan_of(model, settings_of(case), tp, case.get("recompute", {}))
-    engine = build.build_engine(plan, lambda text: None)
+    engine = training_engine.build_engine(plan, lambda text: None)
     built = torch.cuda.max_memory_allocated() if gpu else 0
-    loss_of, accumulation = build.language_model_loss(tp, device), plan.batch.accumulation
+    loss_of, accumulation = training_engine.language_model_loss(tp, device), plan.batch.accumulation
     record = steps(engine, loss_of, plan.batch.micro, model, accumulation)
     found = {f"held: {name}": size for name, size in record["held_bytes"].items()}
     if gpu:

@@ -34,8 +34,8 @@ from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import VARIANTS, engine_of
 from launch.model.gpt import load_model_config
-from launch.scale.training import random_batch
-from launch.train import build, runtime
+from launch.scale.timed_steps import random_batch
+from launch.train import runtime, training_engine
 from megatron_patches import initialize_model_parallel
 
 __all__ = ["main", "measure", "parse"]
@@ -155,7 +155,7 @@ def main() -> None:
     )
     engine = engine_of(model, arguments.variant, arguments.stage, tp)
     batch = random_batch(model, arguments.micro_batch)
-    found = measure(engine, build.language_model_loss(tp, device), batch, arguments.steps)
+    found = measure(engine, training_engine.language_model_loss(tp, device), batch, arguments.steps)
     if dist.get_rank() == 0:
         show_tables(found)
         result = {"ranks": dist.get_world_size(), "settings": options(arguments), **found}

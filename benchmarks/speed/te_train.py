@@ -33,7 +33,7 @@ if __name__ == "__main__":
     expandable_segments()  # as pretrain.py does
 
 from launch.model import gpt  # noqa: E402
-from launch.model.config import ModelConfig  # noqa: E402
+from launch.model.model_config import ModelConfig  # noqa: E402
 
 __all__ = ["RECIPES", "main", "peer_environment", "te_layers"]
 

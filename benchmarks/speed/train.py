@@ -48,7 +48,7 @@ from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.timing import median
 from coat_dist.nodes import free_port
-from launch.model.config import load_model_config
+from launch.model.model_config import load_model_config
 
 WARM_UP = 10
 OURS, PEERS = ("zero2-bf16", "zero2"), ("TE bf16", "TE fp8 delayed")

@@ -35,7 +35,7 @@ from benchmarks.speed.te_layer import unpack
 from benchmarks.speed.te_train import RECIPES, peer_environment
 from benchmarks.speed.whole_rank import VARIANTS
 from benchmarks.speed.whole_report import finished
-from launch.model.config import load_model_config
+from launch.model.model_config import load_model_config
 
 MICRO_BATCHES = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24]
 KEY = ("model", "override", "variant", "ranks", "stage", "gpu_memory", "expert_parallel")

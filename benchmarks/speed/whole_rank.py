@@ -19,11 +19,11 @@ from benchmarks.speed.te_train import RECIPES, te_layers
 from benchmarks.timing import median
 from coat_dist import CoatConfig
 from coat_dist.flow.graphs.graph_pool import pool_bytes
+from launch.common.settings import batch_sizes
 from launch.model.gpt import ModelConfig, load_model_config
-from launch.scale.training import random_batch
-from launch.train import build, runtime
-from launch.train.memory import MemoryReport
-from launch.train.settings import batch_sizes
+from launch.scale.timed_steps import random_batch
+from launch.train import runtime, training_engine
+from launch.train.memory_report import MemoryReport
 from megatron_patches import initialize_model_parallel
 
 __all__ = ["VARIANTS", "engine_of", "plan_of", "settings_of", "steps"]
@@ -75,7 +75,7 @@ def plan_of(
     recompute: Mapping[str, Any] | None = None,
     ep: int = 1,
 ) -> Any:
-    """What ``launch.train.build.build_engine`` reads of `pretrain.py`'s plan."""
+    """What ``launch.train.training_engine.build_engine`` reads of `pretrain.py`'s plan."""
     return SimpleNamespace(
         model=model,
         args=SimpleNamespace(
@@ -97,7 +97,7 @@ def engine_of(model: ModelConfig, variant: str, stage: int, tp: int = 1, ep: int
     plan = plan_of(model, settings_of(variant, stage), tp, ep=ep)
     recipe = RECIPES.get(variant)
     with nullcontext() if recipe is None else te_layers(recipe):
-        return build.build_engine(plan, lambda text: None)
+        return training_engine.build_engine(plan, lambda text: None)
 
 
 def steps(
@@ -160,7 +160,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     )
     model = load_model_config(case["model"], case["override"])
     engine = engine_of(model, case["variant"], case["stage"], ep=ep)
-    loss_of = build.language_model_loss(1, device)
+    loss_of = training_engine.language_model_loss(1, device)
     for micro_batch in case["micro_batches"]:
         yield steps(engine, loss_of, micro_batch, model)
     torch.distributed.barrier()

@@ -10,18 +10,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from launch.common.errors import DataError
 from launch.data.mixture import is_mixture, read_mixture
-from launch.prep import DataError
-
-__all__ = [
-    "DataInfo",
-    "check_one_tokenizer",
-    "parse_blend",
-    "parse_split",
-    "read_info",
-    "telling",
-    "without_suffix",
-]
 
 
 @dataclass(frozen=True)
@@ -141,11 +131,9 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 def _weight_and_prefix(given: str) -> tuple[str | None, str]:
     weight, _, prefix = given.strip().partition(" ")
-    return (
-        (weight, prefix.strip())
-        if prefix and _number(weight) is not None
-        else (None, given.strip())
-    )
+    if prefix and _number(weight) is not None:
+        return weight, prefix.strip()
+    return None, given.strip()
 
 
 def _number(text: str) -> float | None:

@@ -26,38 +26,11 @@ from torch.utils.data import Dataset
 
 from coat_dist.checkpoint.team import nodes_of_ranks, sharing
 from coat_dist.ranks import on_first_ranks
-from launch.data.blend import (
-    DataInfo,
-    check_one_tokenizer,
-    parse_blend,
-    parse_split,
-    read_info,
-    telling,
-    without_suffix,
-)
+from launch.common.errors import DataError
+from launch.data.blend import check_one_tokenizer, parse_blend, parse_split, read_info
 from launch.data.endless import EndlessBlend, EndlessGPTDataset, cached_indices
-from launch.data.mixture import Mixture, is_mixture, read_mixture
-from launch.data.sampler import PretrainSampler, batches
+from launch.data.mixture import is_mixture, read_mixture
 from launch.data.token_files import TokenFiles, build_index, cache_folder
-from launch.prep import DataError
-
-__all__ = [
-    "DataError",
-    "DataInfo",
-    "Mixture",
-    "PretrainSampler",
-    "batches",
-    "build_datasets",
-    "check_one_tokenizer",
-    "is_mixture",
-    "parse_blend",
-    "parse_split",
-    "read_info",
-    "read_mixture",
-    "telling",
-    "without_suffix",
-]
-
 
 Part = tuple[str, float, IndexedDataset | TokenFiles]
 """Name, share of the samples and documents of one data set. A source of a description is named
@@ -110,7 +83,11 @@ def _parts(
             here = [(prefix, None, _open(prefix))]
         tokens = [float(of.sequence_lengths.sum(dtype=np.int64)) for _, _, of in here]
         own = [weight or count for (_, weight, _), count in zip(here, tokens, strict=True)]
-        whole = weights[number] if weights else sum(own) if len(prefixes) == 1 else sum(tokens)
+        whole = sum(own)
+        if weights:
+            whole = weights[number]
+        elif len(prefixes) > 1:
+            whole = sum(tokens)
         parts += [
             (name, part * whole / sum(own), of)
             for (name, _, of), part in zip(here, own, strict=True)

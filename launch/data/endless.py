@@ -20,8 +20,6 @@ from torch.utils.data import Dataset
 
 from coat_dist.ranks import on_first_ranks
 
-__all__ = ["EndlessBlend", "EndlessGPTDataset", "cached_indices"]
-
 BLOCK = 1 << 22  # samples of a blend's table, 42 MB
 # It warns that indices are not saved: we do that.
 logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)

@@ -17,9 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
-from launch.prep import DataError
-
-__all__ = ["Mixture", "Source", "is_mixture", "read_mixture"]
+from launch.common.errors import DataError
 
 YAML = (".yaml", ".yml")
 _COMMENTS = ("_", "#", "/", "$")

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-__all__ = ["document_lengths", "pack_lengths", "packed_documents", "separate_documents"]
-
 
 def pack_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSeqParams:
     """``packed_seq_params`` of a sequence ``[1, T]`` that holds documents of these lengths, in this

@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from launch.data.packed import separate_documents
 
-__all__ = ["PretrainSampler", "batches"]
-
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 

@@ -19,13 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from launch.common.errors import DataError
+from launch.common.progress import Progress
 from launch.data.mixture import Mixture, Source
-from launch.prep import DataError
-from launch.prep.shards import replacing
-from launch.prep.sources import check_width, open_tokens
-from launch.progress import Progress
-
-__all__ = ["TokenFiles", "build_index", "cache_folder"]
+from launch.data.shards import replacing
 
 FORMAT = 1  # version of the index files
 _CHUNK = 1 << 22  # tokens compared in one go: a few arrays of this length are in memory
@@ -36,10 +33,11 @@ def cache_folder(prefixes: Sequence[str], cache_dir: str | None) -> str:
     the user's.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    folders = [Path(f"{prefixes[0]}.cache"), home / "coat_dist"]
+    if cache_dir:
+        folders = [Path(cache_dir)]
     failed = ""
-    for folder in (
-        [Path(cache_dir)] if cache_dir else [Path(f"{prefixes[0]}.cache"), home / "coat_dist"]
-    ):
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -189,3 +187,53 @@ def _index_file(mixture: Mixture, source: Source, file: str, part: Path) -> str:
 def _save(path: Path, values: np.ndarray) -> None:
     with replacing(path) as temporary, open(temporary, "wb") as out:
         np.save(out, values)
+
+
+def open_tokens(path: str, dtype: np.dtype | None) -> np.ndarray:
+    """Map a token file: a NumPy array file, or bare numbers (Dolma ships those under the name .npy
+    too).
+
+    Raises:
+        DataError: not one-dimensional, of another type than ``dtype``, or not a whole number of
+            tokens.
+    """
+    with open(path, "rb") as file:
+        numpy_file = file.read(6) == b"\x93NUMPY"
+    if numpy_file:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        accepted = [np.uint16, np.uint32, np.int32] if dtype is None else [dtype]
+        if tokens.ndim != 1 or tokens.dtype not in accepted:
+            names = ", ".join(np.dtype(one).name for one in accepted)
+            raise DataError(
+                f"{path}: got {tokens.dtype} of shape {tokens.shape}, accepted: one dimension of "
+                f"{names}"
+            )
+        return tokens
+    size = os.path.getsize(path)
+    if dtype is None or size % dtype.itemsize:
+        known = "no dtype" if dtype is None else f"dtype {dtype}"
+        raise DataError(
+            f"{path}: got {size} bytes without a header and {known}, accepted: whole uint16 or "
+            "uint32"
+        )
+    if not size:  # which cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def check_width(tokens: np.ndarray, where: str) -> None:
+    """Refuse ids of 4 or 8 bytes that are read with fewer, which would be trained on without an
+    error.
+
+    Then every second token is the upper part of an id, about 0. Zeros that ids have themselves
+    (padding, or an end of documents) fall on all places alike.
+    """
+    head = np.asarray(tokens[: 1 << 22])
+    ids = int((head[::2] > 3).sum())  # 0 to 3: padding and similar ids
+    # Ids of 4 bytes are below 2^18.
+    upper = int((head[1::2] > (3 if head.itemsize == 2 else 0)).sum())
+    if ids >= 16 and upper <= 0.01 * ids:
+        raise DataError(
+            f"{where}: got {head.dtype} tokens, every second about 0, accepted: their real, wider "
+            "dtype"
+        )

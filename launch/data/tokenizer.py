@@ -14,19 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.prep import DataError
-
-__all__ = [
-    "ByteTokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "bpe_size",
-    "for_data",
-    "load",
-    "tokenizer_digest",
-    "train_bpe",
-]
+from launch.common.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "[EOS]")
@@ -43,12 +31,6 @@ class Tokenizer(Protocol):
     file: Path | None = None
     """The one file that defines it, if any."""
 
-    def ids_of_text(self) -> int:
-        """Ids that a model needs for text, without what was added to the vocabulary, for padding
-        say.
-        """
-        return self.vocab_size
-
     def token_id(self, token: str) -> int | None:
         """The id of one token, special ones too; None = there is no such token."""
         return None
@@ -60,9 +42,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special token."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens left out."""
-
     def fingerprint(self) -> str:
         """Hex digest that differs where any id may differ; for cache keys and for comparing data
         sets.
@@ -71,16 +50,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids 0 to 255, end of document 256. Broken UTF-8 is decoded as U+FFFD."""
+    """UTF-8 bytes as ids 0 to 255, end of document 256."""
 
     vocab_size = 257
     eod = 256
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -110,9 +86,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(ids, default=0) + 1
         self.eod = _end_id(eod, self, _configured_end(file.parent))
 
-    def ids_of_text(self) -> int:
-        return max(self._library.get_vocab(with_added_tokens=False).values(), default=0) + 1
-
     def token_id(self, token: str) -> int | None:
         return self._library.token_to_id(token)
 
@@ -123,13 +96,9 @@ class HuggingFaceTokenizer(Tokenizer):
         # "fast": without offsets.
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._library.decode([i for i in ids if i != self.eod], skip_special_tokens=True)
-
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece ``.model`` file. Its normalization applies, so decoding need not give the
-    exact text back.
+    """A SentencePiece ``.model`` file, with its normalization.
 
     ``eod`` is a piece or id; None = the model's ``</s>``.
     """
@@ -159,9 +128,6 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._library.EncodeAsIds(text)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._library.DecodeIds([int(i) for i in ids if i != self.eod])
-
 
 def load(spec: str, eod: str | int | None = None) -> Tokenizer:
     """The tokenizer of a command-line value: ``bytes``, ``sentencepiece:FILE`` or ``hf:`` (a file,
@@ -180,7 +146,7 @@ def load(spec: str, eod: str | int | None = None) -> Tokenizer:
         return SentencePieceTokenizer(path, eod)
     raise DataError(
         f"--tokenizer: got {spec!r}, accepted: bpe:VOCABSIZE, hf:FILE, hf:FOLDER, hf:org/name, "
-        "sentencepiece:FILE, bytes, none"
+        "sentencepiece:FILE, bytes"
     )
 
 

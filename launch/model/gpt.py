@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from launch.model.config import EXPERT_KEYS, ModelConfig, load_model_config
+from launch.model.model_config import EXPERT_KEYS, ModelConfig, load_model_config
 from launch.model.rope import scale_rope
 from launch.model.sizes import flops_per_token, parameter_count
 from launch.model.stages import build_stage, pipeline

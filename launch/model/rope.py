@@ -18,8 +18,6 @@ import torch
 
 from coat_dist import CoatConfigError
 
-__all__ = ["checked_rope_scaling", "rope_frequencies", "scale_rope"]
-
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -97,7 +95,9 @@ def rope_frequencies(
         return 0.1 * mscale * math.log(factor) + 1.0
 
     mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    attention = grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1.0)
+    attention = grown(1.0)
+    if mscale and all_dim:
+        attention = grown(mscale) / grown(all_dim)
     yarn = _yarn(usual, 1.0 / (factor * periods), scaling, base, dim)
     return yarn, float(scaling.get("attention_factor", attention))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from coat_dist.reference.activation import ACTIVATIONS
-from launch.model.config import ModelConfig
-
-__all__ = ["flops_per_token", "parameter_count", "parameter_shapes"]
+from launch.model.model_config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -69,7 +67,10 @@ def _layer(model: ModelConfig, i: int) -> Shapes:
             shapes |= _norm(f"self_attention.{one}_layernorm", model, size)
     if pre:
         shapes |= _norm("pre_mlp_layernorm", model, h)
-    shapes |= _experts(model) if model.has_experts(i) else _mlp("mlp", model, model.ffn_hidden_size)
+    if model.has_experts(i):
+        shapes |= _experts(model)
+    else:
+        shapes |= _mlp("mlp", model, model.ffn_hidden_size)
     if post:
         shapes |= _norm("post_self_attn_layernorm", model, h) | _norm(
             "post_mlp_layernorm", model, h

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["build_stage", "pipeline"]
-
 
 def pipeline() -> dict[str, Any]:
     """Arguments of Megatron's ``TransformerConfig`` for the pipeline whose groups are set up;

@@ -1,1 +1,1 @@
-"""Parts of ``scaling.py``: measuring over sub-groups of ranks, and tables."""
+"""Parts of ``scaling.py``: timed steps, and tables of them."""

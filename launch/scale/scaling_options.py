@@ -1,16 +1,14 @@
-"""Options of ``scaling.py``."""
+"""Options of ``scaling.py``; importing them imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
-from launch.command_line import (
+from launch.common.command_line import (
     ConfiguredOptions,
     LocalPath,
-    MemorySize,
     Parser,
     check_recompute,
     option,
@@ -18,60 +16,45 @@ from launch.command_line import (
     out_of_range,
 )
 
-__all__ = ["ScalingOptions", "parse", "parser"]
-
-
 _measure = partial(option, group="measuring")
 
 
 @dataclass(kw_only=True)
 class ScalingOptions(ConfiguredOptions):
-    """Measure training and collectives on 1, 2, 4, ... of the ranks that are here. Started by
-    `torchrun launch/scaling.py ...` or `deepspeed launch/scaling.py ...` (srun: `srun python ...`)
-    on one node or several, or by its path on one.
+    """Time training steps on the ranks that are here, and print them beside earlier measurements on
+    other numbers of ranks. Started by `torchrun launch/scaling.py ...` or `deepspeed
+    launch/scaling.py ...` (srun: `srun python ...`), once for each number of ranks.
     """
 
     # No options here: experts and pipelines are not measured.
     expert_parallel: int = 1
     pipeline_parallel: int = 1
     virtual_stages: int = 1
+    gpus: int | None = None
     gpu: str | None = None
     gpu_memory: int | None = None
     other_memory: int | None = None
 
-    model: LocalPath | None = option(None, group="model", metavar="FILE")
+    model: LocalPath = option(group="model", metavar="FILE")
     """a path, or a name such as llama2-7b"""
-    deepspeed_config: list[LocalPath] = option(
-        ["zero2", "zero2-bf16"],
-        flags=("--deepspeed_config", "--deepspeed-config"),
-        metavar="FILE",
-        meant="config ds-config",
+    deepspeed_config: LocalPath = option(
+        "zero2", flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE"
     )
-    """DeepSpeed JSON files, or names such as zero2-bf16: what is measured, one after another"""
+    """DeepSpeed JSON, or a name such as zero2-bf16"""
     deepspeed: bool = _measure(False)
     """accepted for habit; DeepSpeed always runs"""
     local_rank: int | None = _measure(None, flags=("--local_rank", "--local-rank"))
     """set by the launcher"""
-    output: LocalPath | None = _measure(None, metavar="DIR")
-    """where everything is written (default: runs/scaling)"""
-    overwrite: bool = _measure(False)
-    """replace earlier measurements in --output"""
-    ranks: list[int] | None = _measure(None, metavar="N")
-    """sub-groups (default: 1, 2, 4, ... all)"""
-    only: Literal["collectives", "training"] | None = _measure(None)
-    """measure nothing else"""
-    no_strong: bool = _measure(False)
-    """weak scaling alone"""
+    output: LocalPath = _measure("runs/scaling", metavar="DIR")
+    """folder of the measurements and their tables, the same for all numbers of ranks"""
+    strong: int | None = _measure(None, metavar="N", least=1)
+    """also time steps with the samples that N ranks have in weak scaling"""
     steps: int = _measure(10, metavar="N", least=1)
     """timed, of each size"""
     warmup: int = _measure(3, metavar="N", least=0)
     """before them"""
-    message_sizes: list[MemorySize] = _measure([], metavar="SIZE")
-    """of collectives (default: 4 KiB to 256 MiB, on a CPU 4 MiB)"""
     timeout_minutes: int = _measure(10, metavar="N", least=1)
     """of a collective"""
-    measured: LocalPath | None = _measure(None, metavar="DIR")
-    """print the tables of an earlier --output, also of an interrupted one; measure nothing"""
 
 
 def parser() -> Parser:
@@ -82,10 +65,7 @@ def parser() -> Parser:
 def parse(argv: Sequence[str] | None = None) -> ScalingOptions:
     """Parse and check the command line; CoatConfigError names what cannot be used."""
     args = ScalingOptions(**vars(parser().parse_args(argv)))
-    problems = [*out_of_range(args), *check_recompute(args)]
-    if not (args.model or args.measured or args.only == "collectives"):
-        problems.append("--model: missing, accepted: a description (or --only collectives)")
-    if problems:
+    if problems := [*out_of_range(args), *check_recompute(args)]:
         from coat_dist import CoatConfigError  # late: it imports torch
 
         raise CoatConfigError("\n".join(problems))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from .bench import share
-
-__all__ = ["collectives", "markdown", "spread_of", "steps"]
 
 
 def _table(head: str, rows: Iterable[str]) -> list[str]:
@@ -40,11 +36,12 @@ def steps(there: Mapping[str, Any], mode: str) -> list[dict[str, Any]]:
     for one in there["records"]:
         for measured in one.get("steps", ()):
             ranks, key, accumulation = one["ranks"], one["key"], measured["accumulation"]
-            kept = accumulation == identity["accumulation"]
-            if mode == "strong":
-                whole = identity["accumulation"] * key["most"]
-                kept = key["strong"] and accumulation * ranks == whole
-            if not kept:
+            weak = identity["accumulation"]
+            if mode == "weak" and accumulation != weak:
+                continue
+            if mode == "strong" and not (
+                key["strong"] and accumulation * ranks == weak * key["most"]
+            ):
                 continue
             seconds = statistics.median(measured["seconds"])
             samples = identity["micro_batch"] * accumulation * ranks / identity["tensor_parallel"]
@@ -64,45 +61,22 @@ def steps(there: Mapping[str, Any], mode: str) -> list[dict[str, Any]]:
     return [row | {"efficiency": row["per_gpu"] / fewest[row["variant"]]} for row in rows]
 
 
-def collectives(there: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each group of ranks and kind: the smallest and the largest message."""
-    for record in there["records"]:
-        a_node, nodes = record["a_node"], -(-record["ranks"] // record["a_node"])
-        where = "in a node" if nodes == 1 else f"{nodes} nodes"
-        samples = record.get("samples", ())
-        for kind in dict.fromkeys(one["kind"] for one in samples):
-            own = [one for one in samples if one["kind"] == kind]
-            first, last = (end(own, key=lambda one: one["size"]) for end in (min, max))
-            yield {
-                "kind": kind,
-                "ranks": last["ranks"],
-                "where": "between nodes" if nodes > 1 and a_node == 1 else where,
-                "smallest_bytes": first["size"],
-                "smallest_seconds": first["seconds"],
-                "largest_bytes": last["size"],
-                "bandwidth": last["size"] * share(kind, last["ranks"]) / last["seconds"],
-            }
-
-
 def markdown(there: Mapping[str, Any]) -> str:
     """All tables of ``measured.json``, as one page."""
-    identity = there["identity"]
-    nodes = f"{identity['nodes']} node{'s' if identity['nodes'] > 1 else ''}"
+    identity, model = there["identity"], there["identity"]["model"]
+    largest = max(there["records"], key=lambda record: record["ranks"])
+    nodes = -(-largest["ranks"] // largest["a_node"])
     lines = [
         "# Scaling",
         "",
-        f"Measured on {identity['world']} x {identity['device']} on {nodes}; "
-        f"torch {identity['versions']['torch']}.",
+        f"Measured on up to {largest['ranks']} x {identity['device']} on {nodes} "
+        f"node{'s' if nodes > 1 else ''}; torch {identity['versions']['torch']}.",
+        "",
+        f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of "
+        f"{model['seq_length']} tokens, vocabulary {model['vocab_size']}, tensor-parallel "
+        f"{identity['tensor_parallel']}. Times are medians of steps; efficiency is against the "
+        "fewest ranks.",
     ]
-    if "model" in identity:
-        model = identity["model"]
-        lines += [
-            "",
-            f"Model {identity['model_name']}: micro-batch {identity['micro_batch']} of "
-            f"{model['seq_length']} tokens, vocabulary {model['vocab_size']}, tensor-parallel "
-            f"{identity['tensor_parallel']}. Times are medians of steps; efficiency is against the "
-            "fewest ranks.",
-        ]
     for mode in ("weak", "strong"):
         if rows := steps(there, mode):
             head = (
@@ -114,22 +88,6 @@ def markdown(there: Mapping[str, Any]) -> str:
                 f"## {mode.capitalize()} scaling",
                 *_table(head, map(_step_cells, rows)),
             ]
-    if found := list(collectives(there)):
-        ends = (_bytes(found[0][f"{end}_bytes"]) for end in ("smallest", "largest"))
-        lines += [
-            "",
-            "## Collectives",
-            "",
-            "Messages of {} for latency and {} for bandwidth.".format(*ends),
-            *_table(
-                "collective | ranks | link | latency, µs | bandwidth, GB/s",
-                map(_collective_cells, found),
-            ),
-        ]
-    for one in there["records"]:
-        if "failed" in one:
-            what = f"{one['key']['what']} {one['key'].get('variant', '')}"
-            lines += ["", f"Failed: {what} on {one['ranks']} ranks: {one['failed']}"]
     return "\n".join(lines) + "\n"
 
 
@@ -140,17 +98,3 @@ def _step_cells(row: Mapping[str, Any]) -> str:
         f"± {100 * row['spread']:.1f} % | {row['tokens_per_second']:,.0f} | {row['per_gpu']:,.0f} "
         f"| {100 * row['efficiency']:.1f} % | {peak}"
     )
-
-
-def _collective_cells(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['kind'].replace('_', '-')} | {row['ranks']} | {row['where']} | "
-        f"{1e6 * row['smallest_seconds']:,.1f} | {row['bandwidth'] / 1e9:,.2f}"
-    )
-
-
-def _bytes(number: float) -> str:
-    unit, name = (
-        (2**20, "MiB") if number >= 2**20 else (2**10, "KiB") if number >= 2**10 else (1, "B")
-    )
-    return f"{number / unit:.0f} {name}"

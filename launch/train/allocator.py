@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-__all__ = ["expandable_segments"]
-
 _NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where torch 2.11 to 2.13 look; the first is the name of today, the others are older and still
 read.

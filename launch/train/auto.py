@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
-from launch.log_level import say
-from launch.plan.fit import (
+from launch.common.log_level import say
+from launch.common.settings import MICRO, STEPS, TOTAL, batch_sizes
+from launch.memory.fit import (
     GPU,
     choice_lines,
     choice_rows,
@@ -22,11 +23,8 @@ from launch.plan.fit import (
     size,
     with_largest_micro_batch,
 )
-from launch.plan.run import Run
+from launch.memory.run import Run
 from launch.train.plan import Plan
-from launch.train.settings import MICRO, STEPS, TOTAL, batch_sizes
-
-__all__ = ["settle"]
 
 
 def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
@@ -45,9 +43,7 @@ def settle(p: Plan, device: torch.device, source: Path | None) -> Plan:
     chosen, needs = _with_micro(p, found.micro), need(found, gpu)
     steps = chosen.batch.accumulation
     if needs > gpu.memory:
-        fitting = "\n".join(
-            ["Choices that fit:", *(choice_lines(choice_rows(found, gpu)) or ["  none"])]
-        )
+        fitting = "\n".join(["Choices that fit:", *choice_lines(choice_rows(found, gpu))])
         raise CoatConfigError(
             f'{MICRO}: got "auto", accepted: settings with which a micro-batch fits that divides '
             f"{TOTAL} by the ranks; 1 sample needs {size(needs)} of {size(gpu.memory)}. {fitting}"

@@ -23,10 +23,8 @@ from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
 from coat_dist.checkpoint.team import everyone
 from coat_dist.checkpoint.write.publish import find, name_of, own_name
 from coat_dist.ranks import on_rank_0
+from launch.convert.weights import CARRIED
 from launch.train.runtime import get_random_state, reseed, set_random_state
-from launch.weights.source import CARRIED
-
-__all__ = ["Examined", "examine", "of_another_layout", "require_loadable", "restore", "save"]
 
 _LAYOUT = (
     "parallel.",

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from launch.data import dataset as data
+from launch.data.blend import parse_split
+from launch.data.dataset import build_datasets
+from launch.data.sampler import PretrainSampler, batches
 from launch.train.plan import Plan, as_typed
-
-__all__ = ["Batch", "Progress", "TokenData"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -49,7 +49,7 @@ class TokenData:
         self._plan, self._dp_rank, a = p, dp_rank, p.args
         asked = a.eval_steps * p.batch.micro * p.dp if a.eval_interval else 0
         with as_typed():
-            sets = data.build_datasets(
+            sets = build_datasets(
                 a.data,
                 a.split,
                 p.model.seq_length,
@@ -57,7 +57,7 @@ class TokenData:
                 if a.eval_only
                 else begun.consumed_samples + max(a.train_steps - begun.step, 0) * p.batch.total,
                 valid_samples=asked,
-                test_samples=asked if data.parse_split(a.split)[2] else 0,
+                test_samples=asked if parse_split(a.split)[2] else 0,
                 seed=a.seed,
                 cache_dir=a.data_cache,
                 without="give --eval-interval 0",
@@ -73,5 +73,5 @@ class TokenData:
         p, dataset = self._plan, self.sets[split]
         if dataset is None:
             return None
-        sampler = data.PretrainSampler(len(dataset), consumed, p.batch.micro, self._dp_rank, p.dp)
-        return data.batches(dataset, sampler, p.args.num_workers, p.eod)
+        sampler = PretrainSampler(len(dataset), consumed, p.batch.micro, self._dp_rank, p.dp)
+        return batches(dataset, sampler, p.args.num_workers, p.eod)

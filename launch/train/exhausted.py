@@ -1,6 +1,4 @@
-"""The message of a run that is out of memory: what took how much, and what other ZeRO stages and
-states would need.
-"""
+"""The message of a run that is out of memory: what it was doing, and what the first step held."""
 
 from __future__ import annotations
 
@@ -10,17 +8,13 @@ from typing import Any
 
 import torch
 
-from coat_dist import CoatConfigError
-from launch.plan.fit import choice_lines, choice_rows, table
-from launch.plan.run import Run
 from launch.train.plan import Plan
-
-__all__ = ["OutOfMemory", "explained", "is_out_of_memory"]
 
 _WORDS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """In errors that are no ``torch.OutOfMemoryError``: NCCL's, cuBLAS's, those of a CPU's
 allocator.
 """
+_ADVICE = "the same command with --dry-run prints what takes how much, and which settings fit"
 
 
 class OutOfMemory(RuntimeError):
@@ -46,19 +40,9 @@ def explained(p: Plan, loop: Callable[[], Any]) -> Iterator[None]:
     except RuntimeError as problem:
         if isinstance(problem, OutOfMemory) or not is_out_of_memory(problem):
             raise
-        raise OutOfMemory(_explanation(p, loop(), problem)) from None
-
-
-def _explanation(p: Plan, loop: Any, problem: BaseException) -> str:
-    """What was going on, what holds how much by the plan and as measured, what else would fit."""
-    doing = "while the engine was built" if loop is None else loop.doing
-    lines = [f"out of memory {doing}, with micro-batch {p.batch.micro}: {problem}"]
-    try:
-        run = Run.of_plan(p)
-        lines += ["by the plan:", table(run), "other choices, with this micro-batch:"]
-        lines += choice_lines(choice_rows(run))
-    except CoatConfigError as reason:
-        lines.append(f"there is no plan of what takes how much: {reason}")
-    if loop is not None and loop.memory is not None and loop.memory.to_dict():
-        lines += ["as measured in the first step:", loop.memory.table()]
-    return "\n".join(lines)
+        running = loop()
+        doing = "while the engine was built" if running is None else running.doing
+        lines = [f"out of memory {doing}, with micro-batch {p.batch.micro}: {problem}"]
+        if running is not None and running.memory is not None and running.memory.to_dict():
+            lines += ["as measured in the first step:", running.memory.table()]
+        raise OutOfMemory("\n".join([*lines, _ADVICE])) from None

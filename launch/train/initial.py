@@ -8,14 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 from coat_dist import CoatConfigError
+from launch.common.errors import DataError
+from launch.convert.sources import open_weights
+from launch.convert.weights import Weights
 from launch.data.blend import DataInfo, parse_blend, read_info
 from launch.data.tokenizer import tokenizer_digest
-from launch.model.config import ModelConfig, described_model, load_model_config
-from launch.prep import DataError
-from launch.train.arguments import PretrainOptions
-from launch.weights import Weights, open_weights
-
-__all__ = ["initial_weights", "length_note", "tokenizer_warning", "training_data"]
+from launch.model.model_config import ModelConfig, described_model, load_model_config
+from launch.train.pretrain_options import PretrainOptions
 
 
 def initial_weights(args: PretrainOptions) -> tuple[ModelConfig, Weights | None]:

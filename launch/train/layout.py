@@ -1,9 +1,34 @@
 """Continuing on other ranks: ``--load auto`` where another parallel layout saved the newest
 checkpoint.
 
-A step keeps its samples. Rank 0 converts the checkpoint to a universal one in the folder
-:data:`FOLDER` of ``--save``, which is removed when the first checkpoint of the new layout is
-complete.
+How a run's state lies on its ranks
+    A rank of tensor parallelism has a slice of every matrix, one of a pipeline stage the layers of
+    that stage, one of expert parallelism some of the experts. What such a rank has it shares with
+    its data-parallel peers, and ZeRO divides it among them: stages 1 and 2 lay all parameters of an
+    optimizer group one behind the other and give each peer an equal run of elements, whatever
+    parameter they belong to; stage 3 gives each peer an equal part of every parameter. Master
+    weights, moments and FP8 codes follow the same division, and an FP8 group is 128 consecutive
+    elements of such a part. DeepSpeed writes one file of states for each rank, as it holds them.
+
+Why another layout cannot load them
+    With another number of ranks, ZeRO stage, tensor-parallel size or number of pipeline stages the
+    parts begin elsewhere, so files of one layout are of no use to another. A universal checkpoint
+    has whole tensors by the names that they have in the whole model, and a rank of any layout cuts
+    its part out of them. Codes of groups that the new layout has as well keep their bytes; others
+    are decoded and encoded again (``coat_dist/checkpoint/universal``).
+
+What happens here
+    A run that is started again with fewer or more ranks (torchrun after a node was lost, a queue
+    that gave another number) is to go on without a person. ``checkpoint.of_another_layout`` finds
+    whether only the layout differs; a checkpoint of another model is an error. Rank 0 then converts
+    into the folder :data:`FOLDER` of ``--save``; the others wait, longer than a collective may
+    take. The folder goes when the first checkpoint of the new layout is complete: until then a
+    second start finds the same source again, and converts it again.
+
+What stays as it was
+    A step keeps its samples: :func:`keep_batch` makes micro-batch and accumulation follow the new
+    number of data-parallel ranks. The schedule and the noise of FP8 moments go by steps, the order
+    of the data by samples, so the loss goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -16,12 +41,10 @@ from typing import Any, NamedTuple
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, read_manifest
 from coat_dist.ranks import alone, on_rank_0
-from launch.log_level import say
+from launch.common.log_level import say
+from launch.common.settings import MICRO, STEPS, TOTAL
 from launch.train import checkpoint
-from launch.train.arguments import PretrainOptions
-from launch.train.settings import MICRO, STEPS, TOTAL
-
-__all__ = ["FOLDER", "KeptBatch", "fitting", "forget", "keep_batch"]
+from launch.train.pretrain_options import PretrainOptions
 
 FOLDER = ".converted"
 """In ``--save``; may be removed at any time."""

@@ -14,16 +14,14 @@ import torch.distributed as dist
 
 from coat_dist.deepspeed.step.step import norm_known
 from coat_dist.flow.graphs.graph_pool import pool_bytes
-from launch.train.arguments import PretrainOptions
 from launch.train.data_source import Progress, TokenData
-from launch.train.memory import MemoryReport
+from launch.train.memory_report import MemoryReport
 from launch.train.metrics import peak_memory_bytes
 from launch.train.plan import Schedule
+from launch.train.pretrain_options import PretrainOptions
 from launch.train.reporters import Reporters
 from launch.train.runtime import StopSignal, mean_over_ranks
 from launch.train.steps import MicroBatches, PipelineSteps
-
-__all__ = ["BadSteps", "Loop"]
 
 
 class BadSteps(RuntimeError):

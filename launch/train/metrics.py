@@ -6,7 +6,7 @@ import json
 import os
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,6 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.write.durable import write_text
-
-__all__ = [
-    "Summary",
-    "format_line",
-    "format_summary",
-    "peak_memory_bytes",
-    "put_aside",
-    "read_metrics",
-    "truncate_metrics",
-]
 
 
 def peak_memory_bytes() -> int:
@@ -44,7 +34,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         CoatConfigError: a line that is no record, named by its number.
         FileNotFoundError: no such file.
     """
-    path = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
+    path = Path(path)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines, 1):
@@ -147,40 +139,35 @@ def _duration(seconds: float) -> str:
 class Summary:
     """A few numbers of a run, from the records of its steps."""
 
-    steps: int = 0
-    seconds: float = 0.0
+    recorded_steps: int = 0
     tokens: float = 0.0
-    peak: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
     loss: float | None = None
+    best_valid_loss: float | None = None
+    best_valid_step: int | None = None
     test_loss: float | None = None
-    best: tuple[float | None, int | None] = (None, None)
-    """The lowest loss on the valid split, and its step."""
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one step; a number that is None was not finite."""
         seconds, valid = record.get("step_time") or 0.0, record.get("valid_loss")
-        self.steps += 1
+        self.recorded_steps += 1
         self.seconds += seconds
         self.tokens += seconds * (record.get("tokens_per_second") or 0.0)
-        self.peak = max(self.peak, record.get("peak_memory_bytes") or 0)
+        peak = record.get("peak_memory_bytes") or 0
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
         self.loss = record.get("loss")
         self.test_loss = record.get("test_loss", self.test_loss)
-        if valid is not None and (self.best[0] is None or valid < self.best[0]):
-            self.best = valid, record["step"]
+        best = self.best_valid_loss
+        if valid is not None and (best is None or valid < best):
+            self.best_valid_loss, self.best_valid_step = valid, record["step"]
 
     def to_dict(self, *, wall_seconds: float, ranks: int) -> dict[str, Any]:
         """The numbers. ``wall_seconds``: of this start, evaluation and saving included."""
         speed = self.tokens / self.seconds if self.seconds else None
-        return {
-            "recorded_steps": self.steps,
+        return asdict(self) | {
             "tokens": round(self.tokens),
-            "seconds": self.seconds,
             "wall_seconds": wall_seconds,
             "tokens_per_second": speed,
             "tokens_per_second_per_gpu": None if speed is None else speed / ranks,
-            "peak_memory_bytes": self.peak,
-            "loss": self.loss,
-            "best_valid_loss": self.best[0],
-            "best_valid_step": self.best[1],
-            "test_loss": self.test_loss,
         }

@@ -12,13 +12,8 @@ from typing import Any, Literal
 
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.config.validate import check_parallel
-from launch.data import dataset as data
-from launch.model.gpt import ModelConfig, parameter_count
-from launch.train.arguments import PretrainOptions
-from launch.train.initial import initial_weights, length_note, tokenizer_warning
-from launch.train.layout import KeptBatch, keep_batch
-from launch.train.recompute import recompute_options
-from launch.train.settings import (
+from launch.common.errors import DataError
+from launch.common.settings import (
     STEPS,
     TOTAL,
     BatchSizes,
@@ -27,9 +22,14 @@ from launch.train.settings import (
     load_settings,
     peak_lr,
 )
-from launch.weights.source import CARRIED, files_in
-
-__all__ = ["Plan", "Schedule", "as_typed", "assemble", "plan"]
+from launch.convert.weights import CARRIED, files_in
+from launch.data.blend import check_one_tokenizer, parse_blend, read_info, telling
+from launch.data.mixture import is_mixture, read_mixture
+from launch.model.gpt import ModelConfig, parameter_count
+from launch.train.initial import initial_weights, length_note, tokenizer_warning
+from launch.train.layout import KeptBatch, keep_batch
+from launch.train.pretrain_options import PretrainOptions
+from launch.train.recompute import recompute_options
 
 _OPTIONS = {"data": "--data", "split": "--split", "cache_dir": "--data-cache"}
 
@@ -82,8 +82,7 @@ class Plan:
     sources: dict[str, Any] = field(default_factory=dict)
     """What descriptions of token files among ``--data`` say, by the sources' names."""
     weights: Any = None
-    """What a fresh start begins with, :class:`launch.weights.Weights`; None = random numbers."""
-
+    """Weights of a fresh start, :class:`launch.convert.weights.Weights`; None = random ones."""
     warning: str | None = None
     """Lines for stderr."""
     kept: KeptBatch | None = None
@@ -155,9 +154,9 @@ def as_typed() -> Iterator[None]:
     """Errors of data name what was typed, not the parameter of a function that it became."""
     try:
         yield
-    except data.DataError as problem:
+    except DataError as problem:
         name, colon, rest = str(problem).partition(":")
-        raise data.DataError(f"{_OPTIONS.get(name, name)}{colon}{rest}") from None
+        raise DataError(f"{_OPTIONS.get(name, name)}{colon}{rest}") from None
 
 
 def plan(args: PretrainOptions, world: int) -> Plan:
@@ -170,23 +169,22 @@ def plan(args: PretrainOptions, world: int) -> Plan:
     settings, coat = load_settings(args.deepspeed_config, tp=tp)
     model, weights = initial_weights(args)
     with as_typed():
-        prefixes, _ = data.parse_blend(args.data)
-        infos = [data.read_info(prefix) for prefix in prefixes]
-        data.check_one_tokenizer(prefixes, infos)
-        mixtures = {p: data.read_mixture(p).identity() for p in prefixes if data.is_mixture(p)}
+        prefixes, _ = parse_blend(args.data)
+        infos = [read_info(prefix) for prefix in prefixes]
+        check_one_tokenizer(prefixes, infos)
+        mixtures = {p: read_mixture(p).identity() for p in prefixes if is_mixture(p)}
     model = model.with_vocab(max(info.vocab_size for info in infos))
     eod = infos[0].eod if args.separate_documents else None
     warnings = (
-        tokenizer_warning(weights, *data.telling(prefixes, infos)),
+        tokenizer_warning(weights, *telling(prefixes, infos)),
         length_note(model.seq_length, weights, "--init-from"),
     )
     warning = "\n".join(filter(None, warnings)) or None
-    sources = {
-        # Of several descriptions names may be the same.
-        (name if len(mixtures) == 1 else f"{path}#{name}"): source
-        for path, mixture in mixtures.items()
-        for name, source in mixture.items()
-    }
+    sources = {}
+    for path, mixture in mixtures.items():
+        for name, source in mixture.items():
+            # Of several descriptions names may be the same.
+            sources[name if len(mixtures) == 1 else f"{path}#{name}"] = source
     return assemble(
         args,
         world,

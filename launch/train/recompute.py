@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from launch.model.config import ModelConfig
-
-__all__ = ["recompute_options"]
+from launch.model.model_config import ModelConfig
 
 _MODULES = ("core_attn", "mlp", "layernorm")
 

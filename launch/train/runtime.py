@@ -18,18 +18,7 @@ import torch.distributed as dist
 
 from coat_dist import CoatConfigError
 from coat_dist.deepspeed.without_launcher import store_of_restart
-from launch.log_level import quiet_libraries
-
-__all__ = [
-    "StopSignal",
-    "finish",
-    "get_random_state",
-    "mean_over_ranks",
-    "reseed",
-    "seed_python_and_numpy",
-    "set_random_state",
-    "start",
-]
+from launch.common.log_level import quiet_libraries
 
 
 def start(local_rank: int | None, timeout_minutes: float | None = None) -> torch.device:

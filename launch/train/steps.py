@@ -12,25 +12,21 @@ from typing import Any
 
 import torch
 
-from launch.train import build
+from launch.train import training_engine
 from launch.train.data_source import Batch
-from launch.train.memory import MemoryReport
+from launch.train.memory_report import MemoryReport
 from launch.train.plan import Plan
-
-__all__ = ["MicroBatches", "PipelineSteps", "steps_of"]
 
 
 def steps_of(p: Plan, engine: Any, device: torch.device) -> MicroBatches | PipelineSteps:
     """The runner of a plan's micro-batches on its engine."""
-    tp = p.args.tensor_parallel
+    loss = training_engine.language_model_loss(p.args.tensor_parallel, device)
     if p.args.pipeline_parallel == 1:
-        return MicroBatches(
-            engine, build.language_model_loss(tp, device), p.batch.accumulation, device
-        )
+        return MicroBatches(engine, loss, p.batch.accumulation, device)
     shape = {"seq_length": p.model.seq_length, "micro_batch_size": p.batch.micro}
     if p.eod is not None:  # a micro-batch is one sequence then
         shape = {"seq_length": p.model.seq_length * p.batch.micro, "micro_batch_size": 1}
-    return PipelineSteps(engine, build.forward_step(tp, device), shape, p.eod is not None)
+    return PipelineSteps(engine, loss, shape, p.eod is not None)
 
 
 def _nan_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
@@ -47,7 +43,7 @@ class MicroBatches:
 
     engine: Any
     loss: Callable[[Any, Batch], torch.Tensor]
-    """``loss(engine, batch)``: the mean loss of a micro-batch, fp32 scalar."""
+    """Of :func:`launch.train.training_engine.language_model_loss`."""
     accumulation: int
     device: torch.device
 
@@ -61,7 +57,8 @@ class MicroBatches:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(self.accumulation):
             batch = next(batches)
-            with memory.forward() if memory and not index else contextlib.nullcontext():
+            watched = memory if index == 0 else None
+            with contextlib.nullcontext() if watched is None else watched.forward():
                 loss = self.loss(self.engine, batch)
             total += loss.detach().double() / self.accumulation
             self.engine.backward(_nan_if_not_finite(loss))
@@ -85,8 +82,8 @@ class PipelineSteps:
     """
 
     engine: Any
-    forward_step: Callable[..., Any]
-    """Of :func:`launch.train.build.forward_step`."""
+    loss: Callable[[Any, Batch | None], torch.Tensor]
+    """As :class:`MicroBatches` has it."""
     shape: dict[str, int]
     """Of what stages send one another."""
     documents: bool
@@ -101,11 +98,10 @@ class PipelineSteps:
         def forward(batches: Any, model: Any) -> Any:
             first = watched.pop() if watched else None
             with contextlib.nullcontext() if first is None else first.forward():
-                output, loss_of = self.forward_step(batches, model)
-                if not model.post_process:
-                    return output, loss_of
-                loss = _nan_if_not_finite(loss_of(output))
-            return loss, lambda loss: loss
+                output, same = self._forward(batches, model)
+                if model.post_process:
+                    output = _nan_if_not_finite(output)
+            return output, same
 
         done = None if memory is None else memory.backward_done
         return train_batch(
@@ -119,10 +115,17 @@ class PipelineSteps:
         return eval_batch(
             self.engine,
             self._read(batches),
-            self.forward_step,
+            self._forward,
             num_microbatches=count,
             **self.shape,
         )
+
+    def _forward(self, batches: Iterator[Batch] | None, model: Any) -> Any:
+        """Megatron's form of the loss: it takes an iterator, and returns the stage's output and a
+        function from it to the loss.
+        """
+        batch = None if batches is None else next(batches)
+        return self.loss(model, batch), lambda output: output
 
     def _read(self, batches: Iterator[Batch]) -> Any:
         """``batches`` for each part of the model that needs them: the first one and the last

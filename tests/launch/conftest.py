@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 import torch
 
-from launch import log_level
+from launch.common import log_level
 from tests.launch.pretrain_runs import MODEL
 from tests.support import megatron_on_one_rank
 

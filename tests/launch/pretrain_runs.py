@@ -55,12 +55,12 @@ def rank_main(rank, world, argv, poisoned=()):
         poisoned: (step, kind, rank) of what is to go wrong.
     """
     from launch import pretrain
-    from launch.train import arguments, runtime
+    from launch.train import pretrain_options, runtime
 
     def interfere(loop):
         if loop.options.eval_only:
             return
-        inner, seen = getattr(loop.steps, "loss", None), [-1]  # none of pipeline stages
+        inner, seen = loop.steps.loss, [-1]
 
         def loss(engine, batch):
             value = inner(engine, batch)
@@ -98,7 +98,7 @@ def rank_main(rank, world, argv, poisoned=()):
 
     try:
         device = runtime.start(rank)
-        args = arguments.parse([a.format(rank=rank) for a in argv])
+        args = pretrain_options.parse([a.format(rank=rank) for a in argv])
         return pretrain.train(pretrain.plan(args, world), device, interfere=interfere)
     except (*pretrain.USER_ERRORS, pretrain.BadSteps) as problem:
         return f"{type(problem).__name__}: {problem}"
@@ -106,18 +106,17 @@ def rank_main(rank, world, argv, poisoned=()):
 
 def without_a_model(rank, world, argv):
     """:func:`rank_main` of a run that is refused before a model is built, or fails here."""
-    from launch.train import build
+    from launch.train import training_engine
 
-    with mock.patch.object(
-        build, "build_engine", side_effect=AssertionError("a model was going to be built")
-    ):
+    no_model = AssertionError("a model was going to be built")
+    with mock.patch.object(training_engine, "build_engine", side_effect=no_model):
         return rank_main(rank, world, argv)
 
 
 def hyperparameters(rank, world, argv):
     """Hyperparameters of the optimizer's groups at the start of a run."""
     from launch import pretrain
-    from launch.train import arguments, runtime
+    from launch.train import pretrain_options, runtime
 
     seen = []
     device = runtime.start(rank)
@@ -130,7 +129,7 @@ def hyperparameters(rank, world, argv):
             ]
         )
 
-    pretrain.train(pretrain.plan(arguments.parse(argv), world), device, interfere=look)
+    pretrain.train(pretrain.plan(pretrain_options.parse(argv), world), device, interfere=look)
     return seen
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from coat_dist import CoatConfigError
-from launch.find_config import find_config
+from launch.common.find_config import find_config
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = (
     *("pretrain", "convert_hf", "planner"),
-    *("prepare_data", "index_tokens", "to_universal", "plot"),
+    *("prepare_data", "to_universal", "plot"),
 )
 CONFIGS = {
     kind: sorted(p.name for p in (ROOT / "configs" / kind).glob("*.json"))

@@ -17,8 +17,8 @@ CONFIG = engine_config(3, zero_optimization={"stage": 3, "stage3_param_persisten
 
 
 def _model(**changes):
-    from launch.model.config import ModelConfig
     from launch.model.gpt import build_model
+    from launch.model.model_config import ModelConfig
 
     model = ModelConfig(
         num_layers=16, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, seq_length=32,

@@ -1,0 +1,1 @@
+"""What several programs use: command lines, the DeepSpeed file, log levels, progress, errors."""

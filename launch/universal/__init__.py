@@ -1,1 +1,0 @@
-"""Parts of ``to_universal.py``: which checkpoint is converted, where the result goes."""

@@ -1,0 +1,16 @@
+"""A model in Hugging Face's layout and what it converts to, for the tests of files."""
+
+import pytest
+import torch
+
+from launch import convert_hf
+from tests.launch.convert.hf_folders import make
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory):
+    """``hf``, of several files, and ``back``, what it converts to."""
+    folder = tmp_path_factory.mktemp("made")
+    make("llama3", folder / "hf", dtype=torch.bfloat16, shard="60KB")
+    assert convert_hf.main(["--from", str(folder / "hf"), "--to", str(folder / "back")]) == 0
+    return folder

@@ -1,0 +1,106 @@
+"""Mixtures of experts: fused files of transformers 5, grouped weights, both names of a key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launch import convert_hf
+from launch.convert.checkpoint_weights import Ungrouped
+from launch.convert.config_json_out import config_for
+from launch.convert.fill import each_expert, fill, grouped
+from launch.convert.sources import open_weights
+from launch.model.gpt import build_model
+from tests.launch.convert.hf_folders import CASES, config, edit, make, tensors
+
+transformers = pytest.importorskip("transformers")
+
+MIXED = [name for name, (kind, _) in CASES.items() if "Mo" in kind or "Mixtral" in kind]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_stacked_experts_of_transformers_5(tmp_path, name):
+    """What ``save_original_format=False`` writes reads as what the hub has, and is written as
+    that.
+    """
+    model = make(name, tmp_path / "each", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert any(tensor.dim() == 3 for tensor in tensors(tmp_path / "stacked").values())
+    for folder in ("each", "stacked"):
+        argv = [
+            "--from",
+            str(tmp_path / folder),
+            "--to",
+            str(tmp_path / f"{folder}-again"),
+        ]
+        assert convert_hf.main(argv) == 0
+    one, other = tensors(tmp_path / "each-again"), tensors(tmp_path / "stacked-again")
+    assert one.keys() == other.keys() == tensors(tmp_path / "each").keys()
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_grouped_experts_hold_the_same_weights():
+    """In Megatron's memory of ``GroupedMLP``, out and in again, to the bit."""
+    fc1, fc2 = ([torch.randn(s) for _ in range(3)] for s in ((32, 8), (8, 16)))
+    held = {
+        "l.mlp.experts.weight1": grouped(fc1).view(8, 96),
+        "l.mlp.experts.weight2": grouped(fc2).view(48, 8),
+        "l.mlp.router.weight": torch.randn(3, 8),
+    }
+
+    class Source:
+        shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        tp = 1
+
+        def read(self, name):
+            return held[name]
+
+        def divided(self, name):
+            return self.tp > 1
+
+    each = Ungrouped(Source(), 3, 8)
+    for number, weights in ((1, fc1), (2, fc2)):
+        for name, weight in zip(
+            each_expert(f"l.mlp.experts.weight{number}", range(3)), weights, strict=True
+        ):
+            assert each.shapes[name] == tuple(weight.shape) and torch.equal(each.read(name), weight)
+    # As Megatron multiplies: tokens times [experts, h, out].
+    x = torch.randn(5, 8)
+    w1 = held["l.mlp.experts.weight1"].view(3, 8, -1)
+    torch.testing.assert_close(x @ w1[1], x @ fc1[1].t())
+    Source.tp = 2
+    with pytest.raises(
+        ValueError, match="l.mlp.experts.weight1: divided over tensor-parallel ranks, accepted"
+    ):
+        Ungrouped(Source(), 3, 8)
+
+
+def test_another_number_of_experts_replaces_both_spellings(tmp_path):
+    """transformers 4 and 5 call it by different names, and a file that came may have either."""
+    make("qwen3_moe", tmp_path)
+    known = config(edit(tmp_path, router_aux_loss_coef=0.5))
+    assert "num_local_experts" in known
+    model = open_weights(tmp_path).model
+    assert model.moe_aux_loss_coeff == 0.5
+    assert config_for(model, torch.float32, known)[0] == {**known, "dtype": "float32"}
+    written = config_for(model.model_copy(update={"num_moe_experts": 7}), torch.float32, known)[0]
+    assert written["num_experts"] == 7 and "num_local_experts" not in written
+    assert transformers.AutoConfig.for_model(**written).num_experts == 7
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_grouped_models_are_filled(one_rank, tmp_path):
+    """The same weights for experts in grouped products: logits are those of experts one by one."""
+    make("qwen2_moe", tmp_path)
+    weights, logits = open_weights(tmp_path), []
+    for grouped_gemm in (False, True):
+        model = build_model(
+            weights.model.model_copy(update={"moe_grouped_gemm": grouped_gemm}), dtype=torch.float32
+        )
+        fill(model, weights)
+        logits.append(
+            model(torch.arange(32).view(1, 32) * 37 % 100, torch.arange(32).expand(1, -1), None)
+        )
+    assert any("experts.weight1" in name for name, _ in model.named_parameters())
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5 * float(logits[0].abs().max()))

@@ -1,0 +1,176 @@
+"""The planner on models that transformers builds, against the models themselves and a GPU."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from coat_dist.config import CoatConfigError
+from coat_dist.flow.saved import saved_for_backward
+from coat_dist.hf import patch_model
+from launch import planner
+from launch.memory.peak import activations, peak_of
+from launch.memory.run import Run, parameters
+from tests.coat_dist.hf.tiny import SIZES, tiny
+
+
+def planned(argv):
+    """The planner's run of a command line."""
+    return Run.of_plan(*planner.parse(argv))
+
+
+BLOCK = {"activation": {"enabled": True}}
+WIDTHS = {"hidden_size": 384, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 8}
+"""Wide beside a head, whose tables of the rotation are there once, not for every sequence."""
+
+
+def options(folder, coat, config=None, **more):
+    """Of the planner, for a model of transformers and a block."""
+    AutoConfig.for_model(
+        **({"model_type": "llama", **SIZES} if config is None else config)
+    ).save_pretrained(folder)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW" if coat is None else "CoatAdamW", "params": {"lr": 1e-3}},
+        **({} if coat is None else {"coat": coat}),
+        **more,
+    }
+    (folder / "ds.json").write_text(json.dumps(settings))
+    return [
+        "--library",
+        "transformers",
+        "--model",
+        str(folder),
+        "--deepspeed_config",
+        str(folder / "ds.json"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *product(
+            ["llama", "qwen3", "olmo2", "gemma2"], [None, {}, {"bf16_layers": [0]}, "checkpointing"]
+        ),
+        *product(["llama", "qwen3"], [{"attention": "fp8"}]),  # fused attention
+    ],
+    ids=str,
+)
+def test_what_a_model_saves(tmp_path, name, more) -> None:
+    """Fused, with norms on queries and keys, generic, and with an eager attention."""
+    given = {**SIZES, **WIDTHS, "model_type": name, "use_cache": False}
+    block = (
+        None
+        if more is None
+        else {"activation": {"enabled": True, **(more if isinstance(more, dict) else {})}}
+    )
+    checkpointing = more == "checkpointing"
+    again = ["--recompute-granularity", "full"] if checkpointing else []
+    given = [*options(tmp_path, block, given), "--seq-length", "48", *again]
+    run = planned(given)
+    if more == {"attention": "fp8"} and name in ("olmo2", "gemma2"):  # no attention takes it
+        with pytest.raises(CoatConfigError, match="coat.activation.attention"):
+            activations(run)
+        return
+    model = tiny(name, torch.bfloat16, **WIDTHS, use_cache=False)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    if run.flow is not None:
+        patch_model(model, run.flow)
+    with saved_for_backward(model) as found:
+        model.base_model(input_ids=torch.zeros(2, 48, dtype=torch.long))
+    # And lm_head's input.
+    stream = 2 * run.model.hidden_size * run.tokens
+    assert activations(run) - stream == pytest.approx(sum(found.values()), rel=0.02)
+
+
+ANCHOR = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 50304,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("coat", "gib"),
+    [
+        (None, 52.9),
+        (BLOCK, 20.2),
+        ({"activation": {"enabled": True, "attention": "fp8"}}, 19.0),
+    ],
+)
+def test_a_gpu(tmp_path, coat, gib) -> None:
+    """Figures of one H100, docs/hugging-face.md."""
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}, "train_micro_batch_size_per_gpu": 8}
+    run = planned(options(tmp_path, coat, ANCHOR, **sums))
+    assert sum(p.numel for p in parameters(run)) == 1_176_832_000
+    assert peak_of(run).allocated / 2**30 == pytest.approx(gib, rel=0.03)
+
+
+def test_values_that_the_trainer_fills_in(tmp_path, capsys) -> None:
+    auto = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+        },
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    }
+    h = SIZES["hidden_size"]
+    plain = {
+        "stage": 3,
+        "reduce_bucket_size": h * h,
+        "stage3_prefetch_bucket_size": int(0.9 * h * h),
+    }
+    said = []
+    for given in (auto, {"zero_optimization": plain}):
+        assert (
+            planner.main([*options(tmp_path, BLOCK, **given), "--micro-batch", "4", "--json"]) == 0
+        )
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] == said[1] and said[0]["micro_batch"] == 4
+    assert planner.main(options(tmp_path, BLOCK, **auto)) == 0
+    largest = "micro-batch {largest_micro_batch}, ".format(**said[0])
+    assert largest in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "config", "said"),
+    [
+        (
+            ["--tensor-parallel", "2"],
+            None,
+            "--tensor-parallel: got 2, accepted: 1 with --library transformers",
+        ),
+        (
+            ["--model", "llama2-7b"],
+            None,
+            "--model: got llama2-7b, accepted: a folder with the config.json",
+        ),
+        (
+            [],
+            {"model_type": "mixtral", **SIZES},
+            "--model: got a model with 8 experts, accepted: one without",
+        ),
+        ([], {"model_type": "gpt2"}, "model.ffn_hidden_size: got null"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, argv, config, said) -> None:
+    assert planner.main([*options(tmp_path, BLOCK, config), *argv]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""Checkpoints under kills and errors, with an engine that only writes a file."""
+
+import errno
+import io
+import json
+import os
+
+import pytest
+
+from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
+from coat_dist.checkpoint.write.engine_writes import watch_writes
+from coat_dist.checkpoint.write.publish import find
+from launch.train import checkpoint
+from tests.launch.saved_steps import Engine, progress, start
+from tests.support import run_ranks
+
+
+def save_steps(rank, world, folder, steps, keep):
+    start()
+    return [
+        str(checkpoint.save(Engine(), folder, {"model": {"a": 1}}, progress(s), keep))
+        for s in steps
+    ]
+
+
+def test_keep_last_counts_by_time_of_writing(tmp_path):
+    run_ranks(2, save_steps, str(tmp_path), [5, 7, 9], 2)
+    assert sorted(p.name for p in tmp_path.glob("step*")) == ["step00000007", "step00000009"]
+    run_ranks(2, save_steps, str(tmp_path), [2, 7], 2)  # started anew: step 9 is the oldest now
+    assert sorted(p.name for p in tmp_path.glob("*")) == ["latest", "step00000002", "step00000007"]
+    assert (tmp_path / "latest").read_text() == "step00000007"
+    assert not list(tmp_path.glob(".unfinished*"))
+
+
+def test_find(tmp_path):
+    assert find(tmp_path) is None
+    assert checkpoint.require_loadable("auto", str(tmp_path)) is None
+    assert checkpoint.require_loadable(None, str(tmp_path)) is None
+    with pytest.raises(ValueError, match="--load: got .*accepted: a folder with a file `latest`"):
+        checkpoint.require_loadable(str(tmp_path), None)
+    (tmp_path / "step00000003").mkdir()
+    (tmp_path / "latest").write_text("step00000003\n")
+    with pytest.raises(
+        CheckpointError, match="names 'step00000003', which is no checkpoint; there are: none"
+    ):
+        find(tmp_path)
+    manifest = tmp_path / "step00000003" / "manifest.json"
+    manifest.write_text('{"format": 1}')
+    assert find(tmp_path) == find(tmp_path / "step00000003") == tmp_path / "step00000003"
+    for content in ('{"format": 2}', "[]", "{"):
+        manifest.write_text(content)
+        with pytest.raises(CheckpointError, match=r"manifest.json: (format|cannot be read)"):
+            read_manifest(tmp_path / "step00000003")
+
+
+def test_a_damaged_manifest_is_one_line(tmp_path):
+    good = {"format": 1, "progress": {"step": 3}, "run": {}, "files": {"a": [1, 2]}}
+    for key, values in {"progress": ("", 1), "run": (1, []), "files": ([], "a")}.items():
+        rest = {k: v for k, v in good.items() if k != key}
+        for damaged in (rest, *({**rest, key: value} for value in values)):
+            (tmp_path / "manifest.json").write_text(json.dumps(damaged))
+            with pytest.raises(
+                CheckpointError, match=rf"^\S+manifest.json: is damaged, {key} missing"
+            ):
+                read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(good))
+    assert read_manifest(tmp_path) == good
+
+
+def test_differences_name_the_key():
+    old = {
+        "model": {"layers": 2, "eps": 1e-5},
+        "deepspeed": {"coat": {"activation": {"bf16_layers": (1,)}}},
+    }
+    new = {
+        "model": {"layers": 4, "eps": 1e-5},
+        "deepspeed": {"coat": {"activation": {"bf16_layers": [1]}}},
+        "seed": 3,
+    }
+    assert list(differences(old, new)) == ["model.layers", "seed"]
+    assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
+    assert differences(old, new)["seed"] == "seed: checkpoint has nothing, this run has 3"
+
+
+def test_errors_name_the_file_however_deepspeed_passes_it():
+    class Full:
+        def save(self, state, path):
+            raise RuntimeError("unexpected pos 4992 vs 4886")
+
+        makedirs = _copy_recovery_script = _save_checkpoint = _save_zero_checkpoint = save
+
+    engine = Full()
+    engine.checkpoint_engine = Full()
+    with watch_writes(engine) as writes:
+        engine.checkpoint_engine.save({}, "a/model.pt")
+        engine.checkpoint_engine.save({}, path="a/model.pt")
+        engine.checkpoint_engine.save(state={}, path="a/model.pt")
+    assert [str(e) for e in writes.errors] == ["a/model.pt: No space left on device"] * 3
+
+
+def unsyncable_folders(rank, world, folder):
+    """A file system that cannot sync folders: EINVAL there, and only there."""
+    start()
+    original = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        original(descriptor)
+
+    os.fsync = fsync
+    try:
+        checkpoint.save(Engine(), folder, {}, progress(1), keep_last=1)
+        verify(find(folder), read_manifest(find(folder))["files"])
+        return find(folder).name
+    finally:
+        os.fsync = original
+
+
+def test_folders_that_cannot_be_synced_are_no_error(tmp_path):
+    assert run_ranks(1, unsyncable_folders, str(tmp_path)) == ["step00000001"]
+
+
+def bad_files(rank, world, folder):
+    """A file that cannot be read is told from a missing and a damaged one; an empty new one is
+    an error.
+    """
+    start()
+    checkpoint.save(Engine(), folder, {}, progress(1), keep_last=1)
+    found = find(folder)
+    files = read_manifest(found)["files"]
+    (found / "rank0.pt").unlink()
+    (found / "script.py").write_text("changed")
+    original = io.open
+
+    def cannot(path, *args, **kwargs):
+        if str(path).endswith("random_rank_00000.pt"):
+            raise OSError(errno.EIO, "Input/output error")
+        return original(path, *args, **kwargs)
+
+    io.open = cannot
+    try:
+        verify(found, files)
+    except CheckpointError as problem:
+        said = str(problem)
+    finally:
+        io.open = original
+    engine = Engine()
+    engine._copy_recovery_script = lambda path: open(f"{path}/script.py", "w").close()
+    try:
+        checkpoint.save(engine, folder, {}, progress(2), keep_last=1)
+    except CheckpointError as problem:
+        return said, str(problem), sorted(n for n in os.listdir(folder) if not n.startswith("."))
+    return None
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path):
+    said, empty, left = run_ranks(1, bad_files, str(tmp_path))[0]
+    assert "rank0.pt: missing" in said and "script.py: damaged (is 7 bytes, was " in said
+    assert "random_rank_00000.pt: cannot be read (" in said and "Input/output error" in said
+    assert "step00000002/script.py: is empty" in empty and left == ["latest", "step00000001"]
+
+
+def test_changed_bytes_are_not_said_to_be_a_length(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"abc")
+    with pytest.raises(
+        CheckpointError, match=r"x.pt: damaged \(its checksum is not that of the manifest\)"
+    ):
+        verify(tmp_path, {"x.pt": [3, 1]})
+
+
+RUN = {
+    "model": {"num_layers": 2},
+    "parallel": {"data": 2},
+    "deepspeed": {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "CoatAdamW"},
+        "coat": {"optimizer": {"stochastic_rounding": "auto", "first_moment": "e4m3"}},
+    },
+}
+STAGE = "deepspeed.zero_optimization.stage"
+KIND = "deepspeed.optimizer.type"
+FORMAT = "deepspeed.coat.optimizer.first_moment"
+ROUNDING = "deepspeed.coat.optimizer.stochastic_rounding"
+
+
+def but(changes):
+    """RUN with other values of dotted keys."""
+    run = json.loads(json.dumps(RUN))
+    for key, value in changes.items():
+        *blocks, last = key.split(".")
+        inner = run
+        for block in blocks:
+            inner = inner[block]
+        inner[last] = value
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "converted"),
+    [
+        ({ROUNDING: False}, []),  # no stored number depends on it
+        ({ROUNDING: True, "parallel.data": 4}, ["parallel.data: checkpoint has 2, this run has 4"]),
+        ({STAGE: 3}, [f"{STAGE}: checkpoint has 2, this run has 3"]),
+        ({STAGE: 3, KIND: "AdamW", FORMAT: "int8"}, []),
+        ({FORMAT: "int8"}, []),
+        ({"model.num_layers": 4, STAGE: 3}, []),
+    ],
+)
+def test_of_another_layout_says_what_auto_converts(changes, converted):
+    assert checkpoint.of_another_layout({"run": RUN}, but(changes)) == converted
