@@ -14,13 +14,20 @@ from typing import Any
 
 import torch
 
-from .counts import as_count, is_count
 from .host import on_host, to_host, wait
 from .master import export_master
 from .moments import export_moments, import_moments, regroup
 from .seeds import name_of
 from .sharded import cuts_groups, from_global, is_dtensor, to_global
-from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
+from .state import (
+    FP32_KEYS,
+    LAYOUT_KEYS,
+    as_count,
+    check_group,
+    check_state,
+    has_remainder,
+    is_count,
+)
 
 __all__ = ["FP32States", "check_and_box", "fp32_state_dict", "gather", "unbox"]
 

@@ -53,13 +53,12 @@ def enable_universal_load(engine: Any) -> None:
     checked: dict[Path, Request] = {}
 
     def check(request: Request) -> list[str]:
-        if not engine.load_universal_checkpoint():
-            return []
         loader = _Loader(engine, request.folder)
-        found = loader.misfits(request.states) or (
-            loader.strangers(others) if request.strict else []
-        )
-        found += _schedule_problems(engine, request.folder) if request.schedule else []
+        found = loader.misfits(request.states)
+        if request.strict and not found:
+            found = loader.strangers(others)
+        if request.schedule:
+            found += _schedule_problems(engine, request.folder)
         checked.clear()
         if not found:
             checked[request.folder] = request
@@ -76,7 +75,7 @@ def enable_universal_load(engine: Any) -> None:
             _renew_rates(engine)
 
     zero._load_universal_checkpoint = load
-    check_before_load(engine, "universal", check)
+    check_before_load(engine, "universal", check, universal=True)
 
 
 class _Loader:
