@@ -188,14 +188,11 @@ class Team:
 
     def agree(self, values: Callable[[], Mapping[str, Any]]) -> None:
         """Refuse named values, such as arguments, that differ between ranks."""
-        by_rank, wrong = self.each(values), []
-        for key in by_rank[0]:
-            given = [repr(mine[key]) for mine in by_rank]
-            if len(set(given)) > 1:
-                who = _who_has_what(given)
-                wrong.append(f"{key}: got {who}, accepted: the same on all ranks")
+        by_rank = self.each(lambda: {key: repr(value) for key, value in values().items()})
+        wrong = _differing(by_rank)
         if wrong:
-            raise self.error("\n".join(wrong))
+            lines = [f"{key}: got {who}, accepted: the same on all ranks" for key, who in wrong]
+            raise self.error("\n".join(lines))
 
     def refuse(
         self, check: Callable[[], Sequence[str]], heading: str = "", accepted: str = ""
@@ -236,14 +233,8 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     nodes.meet(list(places))
     if len(set(digests)) == 1:
         return
-    held = gather(dict(_leaves("", json.loads(text))))
-    differing: dict[str, str] = {}  # the first key of each list
-    for key in dict.fromkeys(key for one in held for key in one):
-        if len({one.get(key) for one in held}) > 1:
-            differing.setdefault(key.partition("[")[0], key)
-    lines = [
-        f"{key}: {_who_has_what([one.get(key) for one in held])}" for key in differing.values()
-    ]
+    wrong = _differing(gather(dict(_leaves("", json.loads(text)))))
+    lines = [f"{key}: {who}" for key, who in wrong]
     lines = _some(lines, _SHOWN_KEYS, f"and {len(lines) - _SHOWN_KEYS} more keys")
     raise CoatConfigError("ranks were started differently: " + "; ".join(lines))
 
@@ -263,6 +254,16 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield from ((f"{key}[{i}]", json.dumps(inner)) for i, inner in enumerate(value))
     else:
         yield key, json.dumps(value)
+
+
+def _differing(by_rank: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+    """Keys whose values differ between ranks, of each list the first one, and who has which."""
+    found: dict[str, tuple[str, str]] = {}
+    for key in dict.fromkeys(key for mine in by_rank for key in mine):
+        texts = [mine.get(key) for mine in by_rank]
+        if len(set(texts)) > 1:
+            found.setdefault(key.partition("[")[0], (key, _who_has_what(texts)))
+    return list(found.values())
 
 
 def _who_has_what(texts: Sequence[str | None]) -> str:

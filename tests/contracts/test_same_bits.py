@@ -39,7 +39,8 @@ class Run:
     """Parameters by name and their optimizer, or several optimizers."""
 
     def __init__(self, options: Mapping[str, Any], order: Callable = list, apart: bool = False):
-        dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+        halves = options.get("master_weights") == "bf16_remainder"
+        dtype = torch.bfloat16 if halves else torch.float32
         self.params = {}
         for i, (name, shape) in enumerate(SHAPES.items()):
             start = torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16()
