@@ -273,19 +273,14 @@ def _same_layout(
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue
         if saved.get(key) != group[key]:
-            given = (
-                repr(saved[key])
-                if key in saved
-                else "none"
-                if known
-                else "none (saved by another optimizer)"
-            )
+            given = "none" if known else "none (saved by another optimizer)"
+            if key in saved:
+                given = repr(saved[key])
             raise ValueError(
                 f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: "
-                f"{group[key]!r}, as this "
-                "optimizer was built with; build it with the saved setting, or convert the moments "
-                "with "
-                "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
+                f"{group[key]!r}, as this optimizer was built with; build it with the saved "
+                "setting, or convert the moments with coat_dist.optim.fp32_state_dict, or "
+                "export_moments and import_moments"
             )
     present = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     return {**present, **saved, **{k: v for k, v in present.items() if k == "state_device"}}

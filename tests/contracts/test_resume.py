@@ -217,6 +217,9 @@ def load_converted(engine, mpu, folder, row, wanted, there):
     wrong += unequal(contents(engine), wanted, exact=not ours)
     if ours:
         wrong += wrong_codes(engine, wanted)
+        for state in stepped(engine).state.values():
+            if {"coat_m_q", "exp_avg"} <= state.keys():
+                wrong.append("fp32 moments beside codes")
     if scales and engine.optimizer.loss_scaler.cur_scale != 1.0:
         wrong.append("loss scale")
     if source.tp == target.tp and source.coat == target.coat and there:
