@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import shutil
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ranks import gather, of_another_rank, rank_and_world
-from .manifest import FORMAT, TEAM, CheckpointError, describe, readable, sync_files
+from .manifest import FORMAT, MANIFEST, TEAM, CheckpointError, describe, sync_files
 from .names import info_of
 from .write.durable import make_folder, write_text
 from .write.engine_writes import Writes, watch_writes
@@ -170,7 +171,7 @@ class _Save:
     def _check_shared(self, begun: float) -> None:
         """Refuse a folder of a node's own disk: each node would keep a part of the checkpoint."""
         end = time.monotonic() + PATIENCE
-        while readable(self.temporary).get("begun") != begun:
+        while self._begun() != begun:
             if time.monotonic() > end:
                 raise CheckpointError(
                     "not the folder of rank 0, accepted: a folder that all nodes share"
@@ -178,6 +179,14 @@ class _Save:
             time.sleep(0.1)
             with suppress(OSError):
                 os.listdir(self.save_dir)  # asks the file server; a lookup of the name may not
+
+    def _begun(self) -> float | None:
+        """When the save began whose folder this rank finds; None where it finds none."""
+        try:
+            text = (self.temporary / MANIFEST).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        return json.loads(text).get("begun")
 
     def write(
         self, original: Callable[..., Any], client_state: Mapping[str, Any], exclude_frozen: Any

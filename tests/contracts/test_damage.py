@@ -255,8 +255,8 @@ def full_disk_by_torch(engine):
 
 
 def a_disk_of_its_own(engine):
-    """Rank 0's folder is not there."""
-    return mock.patch.object(save, "readable", lambda path: {})
+    """What rank 0 made is not there."""
+    return mock.patch.object(save, "MANIFEST", "nothing.json")
 
 
 @contextlib.contextmanager
