@@ -1,5 +1,7 @@
-"""Ranks that go on together or stop together. Without torch.distributed, this process is the
-only rank.
+"""Ranks that go on together or stop together: an error of one rank is raised on all.
+
+:class:`Team` is how every part of the project does this. Without torch.distributed, this process is
+the only rank.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -19,6 +22,7 @@ from . import nodes
 from .config import CoatConfigError
 
 __all__ = [
+    "Team",
     "alone",
     "attempt",
     "check_same_on_all_ranks",
@@ -26,8 +30,12 @@ __all__ = [
     "of_another_rank",
     "on_first_ranks",
     "on_rank_0",
+    "rank_and_world",
+    "say_ranks",
+    "share",
+    "tell_torchrun",
+    "wait_for",
 ]
-__all__ += ["raise_everywhere", "rank_and_world", "say_ranks", "tell_torchrun", "wait_for"]
 
 T = TypeVar("T")
 _alone = False
@@ -35,9 +43,9 @@ _alone = False
 
 def rank_and_world() -> tuple[int, int]:
     """This rank, and how many there are."""
-    return (
-        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not _alone else (0, 1)
-    )
+    if _alone or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 @contextmanager
@@ -60,6 +68,12 @@ def gather(mine: T, group: Any = None) -> list[T]:
     if world > 1:
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def share(things: Sequence[T]) -> Sequence[T]:
+    """This rank's share of ``things``, the same sequence on all ranks, dealt out in turns."""
+    rank, world = rank_and_world()
+    return things[rank::world]
 
 
 def on_rank_0(function: Callable[[], T], patient: bool = False) -> T:
@@ -134,40 +148,70 @@ def attempt(work: Callable[[], T]) -> tuple[list[T | None], dict[int, str]]:
     result, text = None, None
     try:
         result = work()
+    except ValueError as problem:
+        text = str(problem)
     except Exception as problem:
-        text = (
-            str(problem)
-            if isinstance(problem, ValueError)
-            else f"{type(problem).__name__}: {problem}"
-        )
-    everyone = gather((result, text))
-    return [r for r, _ in everyone], {
-        rank: t for rank, (_, t) in enumerate(everyone) if t is not None
-    }
+        text = f"{type(problem).__name__}: {problem}"
+    results, texts = zip(*gather((result, text)), strict=True)
+    return list(results), {rank: text for rank, text in enumerate(texts) if text is not None}
 
 
-def raise_everywhere(
-    check: Callable[[], list[str]],
-    accepted: str = "",
-    error: Callable[[str], Exception] = ValueError,
-) -> None:
-    """Raise on every rank what any rank finds, so that none waits in a collective for one that
-    raised.
+@dataclass(frozen=True)
+class Team:
+    """All ranks, and the error that each of them raises where any of them fails.
 
-    Args:
-        check: returns one line for each problem, or raises. Must not use collectives.
-        accepted: last line of the error, behind at most four different lines.
-        error: makes it.
+    Every method is a collective. The functions that they are given run between collectives and must
+    not use any: a rank that raised would leave the others waiting.
     """
-    found, errors = attempt(check)
-    lines = [
-        line
-        for rank, mine in enumerate(found)
-        for line in ([errors[rank]] if mine is None else mine)
-    ]
-    lines = list(dict.fromkeys(lines))
-    if lines:
-        raise error("\n".join([*lines[:4], accepted]).strip())
+
+    error: Callable[[str], Exception] = ValueError
+    """Makes the error of its text."""
+
+    def each(self, work: Callable[[], T], doing: str = "") -> list[T]:
+        """What ``work`` returns on each rank, in rank order.
+
+        Raises:
+            error: any rank's part raised. With ``doing``, its first words, it names the ranks.
+        """
+        results, errors = attempt(work)
+        if errors and doing:
+            lines = [f"rank {i}{nodes.say_host(i)}: {text}" for i, text in errors.items()]
+            raise self.error(f"{doing}: {'; '.join(lines)}")
+        if errors:
+            raise self.error("\n".join(dict.fromkeys(errors.values())))
+        return cast(list[T], results)
+
+    def on_rank_0(self, work: Callable[[], T], doing: str = "") -> T:
+        """:meth:`each`, where rank 0 alone works; every rank gets its result."""
+        rank = rank_and_world()[0]
+        return cast(T, self.each(lambda: work() if rank == 0 else None, doing)[0])
+
+    def agree(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Refuse named values, such as arguments, that differ between ranks."""
+        by_rank = self.each(lambda: {key: repr(value) for key, value in values().items()})
+        wrong = _differing(by_rank)
+        if wrong:
+            lines = [f"{key}: got {who}, accepted: the same on all ranks" for key, who in wrong]
+            raise self.error("\n".join(lines))
+
+    def refuse(
+        self, check: Callable[[], Sequence[str]], heading: str = "", accepted: str = ""
+    ) -> None:
+        """Raise on all ranks the problems that any rank finds.
+
+        Args:
+            check: returns a line for each problem, or raises one.
+            heading: first line of the error.
+            accepted: last line of the error, behind at most eight different problems.
+        """
+        found, errors = attempt(check)
+        lines: list[str] = []
+        for rank, mine in enumerate(found):
+            lines += [errors[rank]] if mine is None else mine
+        lines = list(dict.fromkeys(lines))
+        if lines:
+            lines = _some(lines, _SHOWN_KEYS, f"and {len(lines) - _SHOWN_KEYS} more")
+            raise self.error("\n".join([heading, *lines, accepted]).strip())
 
 
 def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
@@ -189,14 +233,8 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     nodes.meet(list(places))
     if len(set(digests)) == 1:
         return
-    held = gather(dict(_leaves("", json.loads(text))))
-    differing: dict[str, str] = {}  # the first key of each list
-    for key in dict.fromkeys(key for one in held for key in one):
-        if len({one.get(key) for one in held}) > 1:
-            differing.setdefault(key.partition("[")[0], key)
-    lines = [
-        f"{key}: {_who_has_what([one.get(key) for one in held])}" for key in differing.values()
-    ]
+    wrong = _differing(gather(dict(_leaves("", json.loads(text)))))
+    lines = [f"{key}: {who}" for key, who in wrong]
     lines = _some(lines, _SHOWN_KEYS, f"and {len(lines) - _SHOWN_KEYS} more keys")
     raise CoatConfigError("ranks were started differently: " + "; ".join(lines))
 
@@ -218,21 +256,31 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield key, json.dumps(value)
 
 
-def _who_has_what(texts: list[str | None]) -> str:
+def _differing(by_rank: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+    """Keys whose values differ between ranks, of each list the first one, and who has which."""
+    found: dict[str, tuple[str, str]] = {}
+    for key in dict.fromkeys(key for mine in by_rank for key in mine):
+        texts = [mine.get(key) for mine in by_rank]
+        if len(set(texts)) > 1:
+            found.setdefault(key.partition("[")[0], (key, _who_has_what(texts)))
+    return list(found.values())
+
+
+def _who_has_what(texts: Sequence[str | None]) -> str:
     """``1.0 on rank 0, 0.5 on ranks 1-3``, the value of most ranks first."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault("absent" if text is None else text, []).append(rank)
-    parts = [
-        f"{text if len(text) <= _SHOWN_CHARACTERS else f'{text[:_SHOWN_CHARACTERS]}...'} on "
-        f"{say_ranks(having)}"
-        for text, having in sorted(ranks.items(), key=lambda item: -len(item[1]))
-    ]
+    parts = []
+    for text, having in sorted(ranks.items(), key=lambda item: -len(item[1])):
+        if len(text) > _SHOWN_CHARACTERS:
+            text = f"{text[:_SHOWN_CHARACTERS]}..."
+        parts.append(f"{text} on {say_ranks(having)}")
     return ", ".join(_some(parts, _SHOWN_VALUES, f"{len(parts) - _SHOWN_VALUES} more values"))
 
 
 def _some(texts: Sequence[str], most: int, rest: str = "...") -> list[str]:
-    return [*texts[:most], *([rest] if len(texts) > most else [])]
+    return [*texts[:most], rest] if len(texts) > most else [*texts]
 
 
 def of_another_rank(problem: BaseException) -> bool:

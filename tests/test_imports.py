@@ -44,6 +44,7 @@ LAYERS = (
     ("coat_dist.kernels",),
     ("coat_dist.reference",),
     ("coat_dist.devices",),
+    ("coat_dist.shared_folders",),
     ("coat_dist.ranks",),
     ("coat_dist.nodes",),
     ("coat_dist.config",),

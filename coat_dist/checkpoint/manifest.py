@@ -12,15 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..ranks import gather
-from .team import CheckpointError, Team, everyone
+from ..optim import CoatAdamW
+from ..ranks import Team, gather, rank_and_world, say_ranks, share
+from .names import divided_experts, info_of, place_in_pipeline
 from .write.durable import walk
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "TEAM",
     "UNFINISHED",
     "CheckpointError",
+    "describe",
     "differences",
     "read_manifest",
     "readable",
@@ -32,6 +35,35 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 UNFINISHED = {"format": FORMAT, "unfinished": True}
 """The manifest of a folder that is being written."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used or written; the message names it and the reason."""
+
+
+TEAM = Team(CheckpointError)
+"""The ranks, which write to one folder and read from it."""
+
+
+def describe(engine: Any) -> dict[str, Any]:
+    """The engine's part of a manifest; loading compares it with the engine that is there then."""
+    info, size = info_of(engine), getattr(engine, "mp_world_size", None)
+    stages = place_in_pipeline(info)[1]
+    stepped = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in ZeRO's, or itself
+    name = CoatAdamW.__name__ if isinstance(stepped, CoatAdamW) else type(stepped).__name__
+    stage = getattr(engine, "zero_optimization_stage", None)
+    return {
+        "world_size": rank_and_world()[1],
+        "zero_stage": stage and stage(),
+        # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times
+        # sequence-parallel ranks.
+        "data_parallel": getattr(engine, "seq_dp_world_size", None),
+        "tensor_parallel": size and size // stages,
+        "pipeline_stages": stages,
+        "expert_parallel": divided_experts(info)[0],
+        "global_steps": getattr(engine, "global_steps", None),
+        "optimizer": None if stepped is None else name,
+    }
 
 
 def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
@@ -56,6 +88,12 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
     if manifest.get("unfinished"):
         raise CheckpointError(
             f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended"
+        )
+    if part := manifest.get("part"):  # older versions could save on the nodes' own disks
+        raise CheckpointError(
+            f"{checkpoint}: holds the files of {say_ranks(list(part['ranks']))} of "
+            f"{part['world_size']} alone, accepted: a checkpoint in a folder that all nodes shared "
+            "(the version that saved it can load it and save it into one)"
         )
     missing = [
         key for key in ("progress", "run", "files") if not isinstance(manifest.get(key), dict)
@@ -83,92 +121,88 @@ def readable(checkpoint: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def verify(
-    checkpoint: Path,
-    files: Mapping[str, list[int]],
-    team: Team | None = None,
-    checksums: bool = True,
-) -> None:
+def verify(checkpoint: Path, files: Mapping[str, list[int]], checksums: bool = True) -> None:
     """Compare size and checksum of every file with the manifest; ranks share the work.
 
     Args:
         checkpoint: its folder.
         files: of the manifest.
-        team: the ranks that have this folder before them; None = all.
         checksums: false compares sizes only and reads no file.
 
     Raises:
         CheckpointError: on every rank; lists files that are missing, damaged or of another
             checkpoint.
     """
-    team = team or everyone()
-    # Dealt out in turns, every rank gets as much.
-    by_size = sorted(files, key=lambda name: (-files[name][0], name))
-    found = _gather(
-        team, {name: _read(checkpoint / name, checksums) for name in team.share(by_size)}
-    )
-    wrong = []
-    for name, (size, checksum) in files.items():
-        now = found[name]
-        if isinstance(now, str):
-            wrong.append(f"{checkpoint / name}: {now}")
-        elif now != [size, checksum][: len(now)]:
-            why = (
-                f"is {now[0]} bytes, was {size}"
-                if now[0] != size
-                else "its checksum is not that of the manifest"
-            )
-            wrong.append(f"{checkpoint / name}: damaged ({why})")
-    # DeepSpeed would take them all.
-    there = team.ask_leader(lambda: [p.name for p in checkpoint.glob("*_states.pt")])
-    wrong += [
-        f"{checkpoint / name}: is of another checkpoint"
-        for name in sorted(set(there) - files.keys())
-    ]
-    team.refuse(wrong, f"{checkpoint} is damaged, load another one:")
+
+    def problems() -> list[str]:
+        wrong = []
+        # Dealt out in turns by size, every rank gets as much.
+        for name in share(sorted(files, key=lambda name: (-files[name][0], name))):
+            size, checksum = files[name]
+            now = _read(checkpoint / name, checksums)
+            if isinstance(now, str):
+                wrong.append(f"{checkpoint / name}: {now}")
+            elif now[0] != size:
+                wrong.append(f"{checkpoint / name}: damaged (is {now[0]} bytes, was {size})")
+            elif checksums and now[1] != checksum:
+                wrong.append(
+                    f"{checkpoint / name}: damaged (its checksum is not that of the manifest)"
+                )
+        if rank_and_world()[0] == 0:  # DeepSpeed would take them all
+            there = {path.name for path in checkpoint.glob("*_states.pt")}
+            for name in sorted(there - files.keys()):
+                wrong.append(f"{checkpoint / name}: is of another checkpoint")
+        return wrong
+
+    TEAM.refuse(problems, f"{checkpoint} is damaged, load another one:")
 
 
-def sync_files(
-    folder: Path, own: Iterable[Path] = (), team: Team | None = None
-) -> dict[str, list[int]]:
+def sync_files(folder: Path, own: Iterable[Path] = ()) -> dict[str, list[int]]:
     """Wait until every file in ``folder`` and the folders in it is on disk; [bytes, CRC-32] by path
     in ``folder``.
 
     Args:
         folder: a manifest in it is left out.
-        own: files that this rank wrote and therefore reads, from its host's memory; the team shares
+        own: files that this rank wrote and therefore reads, from its host's memory; the ranks share
             the others.
-        team: the ranks that have this folder before them; None = all.
 
     Raises:
         CheckpointError: on every rank; lists the files that a rank could not read or bring to disk,
             and empty ones.
     """
-    team = team or everyone()
 
     def listed() -> list[str]:
         paths = sorted(inner / name for inner, files in walk(folder) for name in files)
-        return [p.relative_to(folder).as_posix() for p in paths if p != folder / MANIFEST]
+        names = [p.relative_to(folder).as_posix() for p in paths if p != folder / MANIFEST]
+        if not names:
+            raise CheckpointError(f"{folder}: holds no files")
+        return names
 
-    names, mine = team.ask_leader(listed), {os.path.relpath(path, folder) for path in own}
-    written = {name for part in team.members(gather(mine)) for name in part}
-    mine |= set(team.share([name for name in names if name not in written]))
-    found = _gather(team, {name: _read(folder / name, sync=True) for name in sorted(mine)})
-    found |= {name: "is missing" for name in written - set(names)}
-    wrong = [
-        f"{folder / name}: {problem}"
-        for name, problem in sorted(found.items())
-        if isinstance(problem, str)
-    ]
-    wrong += [
-        f"{folder / name}: is empty" for name, numbers in sorted(found.items()) if numbers[0] == 0
-    ]
-    team.refuse(wrong if found else [f"{folder}: holds no files"], "cannot finish a checkpoint:")
-    return dict(sorted(found.items()))  # type: ignore[arg-type]  # no text is left in it
+    names, mine = TEAM.on_rank_0(listed, _UNFINISHABLE), {os.path.relpath(p, folder) for p in own}
+    written = set().union(*gather(mine))
+    mine |= set(share([name for name in names if name not in written]))
+    found: dict[str, list[int]] = {}
+
+    def problems() -> list[str]:
+        wrong = []
+        for name in sorted(mine):
+            now = _read(folder / name, sync=True)
+            if isinstance(now, str):
+                wrong.append(f"{folder / name}: {now}")
+            elif now[0] == 0:
+                wrong.append(f"{folder / name}: is empty")
+            else:
+                found[name] = now
+        return wrong
+
+    TEAM.refuse(problems, f"{_UNFINISHABLE}:")
+    every: dict[str, list[int]] = {}
+    for part in gather(found):
+        every |= part
+    return dict(sorted(every.items()))
 
 
-def _gather(team: Team, mine: dict[str, list[int] | str]) -> dict[str, list[int] | str]:
-    return {name: result for part in team.members(gather(mine)) for name, result in part.items()}
+_UNFINISHABLE = "cannot finish a checkpoint"
 
 
 def _read(path: Path, checksums: bool = True, sync: bool = False) -> list[int] | str:
@@ -192,23 +226,21 @@ def _read(path: Path, checksums: bool = True, sync: bool = False) -> list[int] |
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
     """A line for every value in which two nested mappings differ, by dotted key."""
-    old, new = _flat(saved), _flat(current)
-
-    def said(value: Any) -> str:
-        return "nothing" if value is None else repr(value)
-
-    return {
-        key: f"{key}: checkpoint has {said(old.get(key))}, this run has {said(new.get(key))}"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    }
+    old, new, found = _flat(saved), _flat(current), {}
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key) != new.get(key):
+            given, now = (
+                "nothing" if value is None else repr(value)
+                for value in (old.get(key), new.get(key))
+            )
+            found[key] = f"{key}: checkpoint has {given}, this run has {now}"
+    return found
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {prefix: list(value) if isinstance(value, tuple) else value}
-    return {
-        k: v
-        for key, inner in value.items()
-        for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return found

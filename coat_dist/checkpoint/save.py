@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..optim import CoatAdamW
 from ..ranks import gather, of_another_rank, rank_and_world
-from .manifest import FORMAT, sync_files
-from .names import divided_experts, info_of, place_in_pipeline
-from .team import CheckpointError, Team, check_shared, nodes_of_ranks, part_of, team_of
+from .manifest import FORMAT, MANIFEST, TEAM, CheckpointError, describe, sync_files
+from .names import info_of
 from .write.durable import make_folder, write_text
 from .write.engine_writes import Writes, watch_writes
 from .write.publish import LATEST, begin, finish, retire, unfinished
 
-__all__ = ["Extras", "describe", "save_whole_checkpoints"]
+__all__ = ["Extras", "save_whole_checkpoints"]
 
 _DEEPSPEED_KEYS = frozenset(
     {
@@ -60,6 +60,10 @@ DeepSpeed's value.
 
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "unexpected pos")
 """What errors say of a full disk; the last is torch.save's."""
+PATIENCE = 3.0
+"""Seconds that a folder of another host has to appear: network file systems cache names for a
+moment.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,17 +104,17 @@ def save_whole_checkpoints(engine: Any) -> None:
         extras: Extras | None = None,
     ) -> bool:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        save = _Save(engine, team_of(engine), save_dir, tag, bool(save_latest), extras or Extras())
+        save = _Save(engine, save_dir, tag, bool(save_latest), extras or Extras())
         state = save.prepare(client_state, bool(exclude_frozen_parameters))
         free = shutil.disk_usage(save_dir).free  # now: what a failed torch.save wrote stays open
         writes = save.write(original, state, exclude_frozen_parameters)
         try:
             save.publish(writes)
         except CheckpointError as problem:  # on every rank
-            if save.team.leads:
+            if rank_and_world()[0] == 0:
                 shutil.rmtree(save.temporary, ignore_errors=True)
             if any(text in str(problem) for text in _FULL):
-                needed = sum(save.team.members(gather(writes.size)))
+                needed = sum(gather(writes.size))
                 room = f"{needed:,} bytes are needed, {free:,} were free"
                 problem = CheckpointError(f"{problem}\n{save_dir}: {room}")
             # Its traceback shows where.
@@ -128,7 +132,6 @@ class _Save:
     """
 
     engine: Any
-    team: Team
     save_dir: Any
     tag: str
     save_latest: bool
@@ -158,13 +161,32 @@ class _Save:
             flags = {"save_latest": self.save_latest, "exclude_frozen_parameters": exclude_frozen}
             return {"tag": self.tag, "folder": os.path.abspath(self.save_dir), **flags}
 
-        self.team.agree(arguments)
+        TEAM.agree(arguments)
         folder = Path(self.save_dir)
-        self.team.ask_leader(lambda: make_folder(folder), f"cannot write {folder}")
-        nodes = nodes_of_ranks(getattr(self.engine, "local_rank", None))
-        check_shared(folder, "save_dir", nodes, not self.team.whole, CheckpointError)
-        self.team.ask_leader(lambda: begin(self.final), f"cannot write {folder}")
+        TEAM.on_rank_0(lambda: make_folder(folder), f"cannot write {folder}")
+        begun = TEAM.on_rank_0(lambda: begin(self.final), f"cannot write {folder}")
+        TEAM.each(lambda: self._check_shared(begun), f"save_dir: got {folder}")
         return state
+
+    def _check_shared(self, begun: float) -> None:
+        """Refuse a folder of a node's own disk: each node would keep a part of the checkpoint."""
+        end = time.monotonic() + PATIENCE
+        while self._begun() != begun:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    "not the folder of rank 0, accepted: a folder that all nodes share"
+                )
+            time.sleep(0.1)
+            with suppress(OSError):
+                os.listdir(self.save_dir)  # asks the file server; a lookup of the name may not
+
+    def _begun(self) -> float | None:
+        """When the save began whose folder this rank finds; None where it finds none."""
+        try:
+            text = (self.temporary / MANIFEST).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        return json.loads(text).get("begun")
 
     def write(
         self, original: Callable[..., Any], client_state: Mapping[str, Any], exclude_frozen: Any
@@ -191,7 +213,7 @@ class _Save:
         """Add the program's files, bring all to disk, give the folder its name, and remove old
         checkpoints.
         """
-        extras, team, final, temporary = self.extras, self.team, self.final, self.temporary
+        extras, final, temporary = self.extras, self.final, self.temporary
 
         def own_files() -> None:
             if writes.errors:
@@ -199,28 +221,25 @@ class _Save:
             if extras.add_files is not None:
                 extras.add_files(temporary)
 
-        team.each(own_files, f"cannot write {temporary}")
-        files = sync_files(temporary, writes.files, team)
+        TEAM.each(own_files, f"cannot write {temporary}")
+        files = sync_files(temporary, writes.files)
         manifest = {
             **extras.content,
-            **{
-                "format": FORMAT,
-                "tag": self.tag,
-                "saved": gather(time.time())[0],
-                LATEST: self.save_latest,
-            },
-            **{
-                "engine": describe(self.engine),
-                "part": None if team.whole else part_of(team),
-                "files": files,
-            },
+            "format": FORMAT,
+            "tag": self.tag,
+            "saved": gather(time.time())[0],
+            LATEST: self.save_latest,
+            "engine": describe(self.engine),
+            "files": files,
         }
-        team.ask_leader(lambda: finish(temporary, final, manifest), f"cannot finish {final}")
-        if self.save_latest:  # when every node has the checkpoint
-            team.ask_leader(
-                lambda: write_text(final.parent / LATEST, self.tag), f"cannot finish {final}"
-            )
-        if team.leads:
+
+        def finish_on_rank_0() -> None:
+            finish(temporary, final, manifest)
+            if self.save_latest:
+                write_text(final.parent / LATEST, self.tag)
+
+        TEAM.on_rank_0(finish_on_rank_0, f"cannot finish {final}")
+        if rank_and_world()[0] == 0:
             for problem in retire(final.parent, final, extras.keep_last, extras.supersedes):
                 print(
                     f"warning: cannot remove an old checkpoint: {problem}",
@@ -235,8 +254,7 @@ def _check_tag(tag: str) -> None:
     if not one_name or tag == LATEST or tag.startswith("."):
         raise CheckpointError(
             f"tag: got {tag!r}, accepted: the name of one folder that is not {LATEST!r}, does not "
-            "begin with a dot and "
-            "has no spaces around it"
+            "begin with a dot and has no spaces around it"
         )
 
 
@@ -256,24 +274,3 @@ def _without_deepspeed_keys(client_state: Mapping[str, Any], engine: Any) -> Map
             "other names"
         )
     return client_state
-
-
-def describe(engine: Any) -> dict[str, Any]:
-    """The engine's part of a manifest; loading compares it with the engine that is there then."""
-    info, size = info_of(engine), getattr(engine, "mp_world_size", None)
-    stages = place_in_pipeline(info)[1]
-    stepped = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in ZeRO's, or itself
-    name = CoatAdamW.__name__ if isinstance(stepped, CoatAdamW) else type(stepped).__name__
-    stage = getattr(engine, "zero_optimization_stage", None)
-    return {
-        "world_size": rank_and_world()[1],
-        "zero_stage": stage and stage(),
-        # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times
-        # sequence-parallel ranks.
-        "data_parallel": getattr(engine, "seq_dp_world_size", None),
-        "tensor_parallel": size and size // stages,
-        "pipeline_stages": stages,
-        "expert_parallel": divided_experts(info)[0],
-        "global_steps": getattr(engine, "global_steps", None),
-        "optimizer": None if stepped is None else name,
-    }

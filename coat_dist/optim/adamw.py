@@ -203,11 +203,9 @@ class CoatAdamW(torch.optim.Optimizer):
             RuntimeError: a CUDA graph is being captured, and a group is not ``capturable``.
         """
         # Under torch.compile a step is what it is without, to the bit: outside graphs.
-        return (
-            self._step_outside_graphs(closure)
-            if torch.compiler.is_compiling()
-            else self._step(closure)
-        )
+        if torch.compiler.is_compiling():
+            return self._step_outside_graphs(closure)
+        return self._step(closure)
 
     @torch._disable_dynamo
     def _step_outside_graphs(self, closure: Callable[[], Any] | None) -> Any:
@@ -222,15 +220,12 @@ class CoatAdamW(torch.optim.Optimizer):
         forget_written()
         states = self.__dict__["state"]  # without waiting
         plans: Plans = self.__dict__.setdefault("_plans", Plans())
-        found = [
-            plans.find(i, group, states, self.copies, self.grad_factor)
-            for i, group in enumerate(self.param_groups)
-        ]
-        unknown = [
-            [] if one.plan else list(zip(one.params, one.grads, strict=True)) for one in found
-        ]
-        for group, pairs in zip(self.param_groups, unknown, strict=True):
-            for p, _ in pairs:
+        found, unknown = [], []
+        for i, group in enumerate(self.param_groups):
+            one = plans.find(i, group, states, self.copies, self.grad_factor)
+            found.append(one)
+            unknown.append([] if one.plan else list(zip(one.params, one.grads, strict=True)))
+            for p, _ in unknown[-1]:
                 to_home(states.get(p) or {}, p, group)
         check_step(self.param_groups, states, unknown, self.copies, self.grad_factor)
         for group, pairs, one in zip(self.param_groups, unknown, found, strict=True):
@@ -252,28 +247,36 @@ class CoatAdamW(torch.optim.Optimizer):
                 adamw_fp32_steps(batch, numbers)
 
     def _step_group(self, group: Mapping[str, Any], pairs: Pairs) -> None:
-        fp8 = group["moments"] == "fp8"
-        noisy = any(stochastic(group))
-        # From the first step on, even while "auto" rounds to nearest: keys of a state must not
-        # depend on the betas.
-        seeded = fp8 and group["stochastic_rounding"] is not False
-        taken: set[int] | None = None
+        """Step those parameters of a group, all checked before, for which there is no plan.
+
+        First each parameter in turn, in the group's order:
+
+        * Its state is made if this is its first step. Only then is a seed chosen, in this order, so
+          that parameters without names draw the same noise in every run.
+        * Its step is counted, before the update: bias correction counts from one.
+        * Of a DTensor the shard is stepped, which is a plain tensor.
+        * Whatever is not contiguous is copied, because codes are in the order of the shape's
+          elements, whatever their order in memory. With FP8 moments such a parameter, and one whose
+          state is in host memory, is stepped at once: otherwise copies of all of them would be held
+          together. All others wait.
+
+        Then those that waited, in as few launches as possible. A launch has one step number and one
+        device, and parameters of a group may differ in both: each had its first gradient at some
+        time. Where the step is counted on the device, one launch takes all of a device.
+
+        Last, 16-bit copies that are not contiguous get their values, and autograd learns that
+        shards have changed: it saves the DTensor, whose counter is not that of the tensor in it.
+        """
+        states = self.__dict__["state"]
         capturable = bool(group.get("capturable"))
-        places: dict[torch.Tensor, int] = {}
-        # Parameters of a group may differ in the steps they have taken, and in their device.
+        noisy = any(stochastic(group))
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
-        shards: list[torch.Tensor] = []
-        states = self.__dict__["state"]
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        shards: list[torch.Tensor] = []
+        self._seed_states(group, pairs)
         for p, grad in pairs:
-            state = ensure_state(states, p, group)
-            if seeded and "coat_seed" not in state:
-                if taken is None:
-                    taken = taken_seeds(states)
-                    places = {p: i for i, p in enumerate(group["params"])}
-                first = self._first_ordinal if steps_in_backward(p) else 0
-                state["coat_seed"] = new_seed(name_of(group, places[p]), taken, first)
+            state = states[p]
             state["step"] += 1
             count = state["step"] if capturable else None
             key = (1 if capturable else state["step"]), p.device
@@ -283,15 +286,13 @@ class CoatAdamW(torch.optim.Optimizer):
                 shards.append(p)
                 grad, p = local_grad(p, grad), local(p)
             low = low_half(state, p.numel())
-            if not fp8:
-                moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
-                plain.setdefault(key, []).append(FP32Tensors(p, grad, *moments, low, copy, count))
+            if group["moments"] != "fp8":
+                m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+                plain.setdefault(key, []).append(FP32Tensors(p, grad, m, v, low, copy, count))
                 if target is not None and copy is not None and copy is not target:
                     copied.append((target, copy))
                 continue
             seed = noise_seed(state["coat_seed"]) if noisy else None
-            # In the order of the shape's elements, whatever their order in memory: so are codes in
-            # every checkpoint.
             dense, g = p.contiguous(), grad.contiguous()
             one = AdamWTensors(
                 dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy, count
@@ -299,7 +300,6 @@ class CoatAdamW(torch.optim.Optimizer):
             if dense is p and g is grad and copy is target and not streamed:
                 compressed.setdefault(key, []).append(one)
                 continue
-            # some are copies, not to be held for all parameters at once
             run = stream_steps if streamed else adamw_steps
             run([one], *codecs(group), _numbers(group, *key, self.grad_factor))
             if dense is not p:
@@ -312,8 +312,26 @@ class CoatAdamW(torch.optim.Optimizer):
             adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
         for target, copy in copied:
             target.copy_(copy)
-        # Autograd saves the DTensor, whose counter is not that of the tensor in it.
         increment_version(shards)
+
+    def _seed_states(self, group: Mapping[str, Any], pairs: Pairs) -> None:
+        """Make states that are not there, each with a seed.
+
+        A state has its seed from the first step on, even while "auto" rounds to nearest: keys of a
+        state must not depend on the betas.
+        """
+        states = self.__dict__["state"]
+        seeded = group["moments"] == "fp8" and group["stochastic_rounding"] is not False
+        taken: set[int] | None = None
+        places: dict[torch.Tensor, int] = {}
+        for p, _ in pairs:
+            state = ensure_state(states, p, group)
+            if seeded and "coat_seed" not in state:
+                if taken is None:
+                    taken = taken_seeds(states)
+                    places = {p: i for i, p in enumerate(group["params"])}
+                first = self._first_ordinal if steps_in_backward(p) else 0
+                state["coat_seed"] = new_seed(name_of(group, places[p]), taken, first)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to the byte; of DTensor parameters as DTensors, which

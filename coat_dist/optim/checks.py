@@ -14,10 +14,17 @@ from typing import Any
 import torch
 
 from ..ops.dispatch import use_kernels
-from .counts import is_count
 from .seeds import name_of
 from .sharded import is_dtensor, local, refusal
-from .state import DTYPES, check_master, check_state, has_remainder, state_layout
+from .state import (
+    DTYPES,
+    check_master,
+    check_state,
+    has_remainder,
+    is_count,
+    state_layout,
+    tensors_of,
+)
 
 __all__ = ["Pairs", "check_capturable", "check_capture", "check_step"]
 
@@ -35,15 +42,8 @@ _NO_KERNELS = (
 
 def check_capturable(group: Mapping[str, Any]) -> None:
     """Raise ValueError where a new group cannot be ``capturable``."""
-    params = group["params"]
-    for p in [params] if isinstance(params, torch.Tensor) else params:
-        p = p[1] if isinstance(p, tuple) else p
-        if (
-            group["capturable"]
-            and isinstance(p, torch.Tensor)
-            and p.device.type == "cpu"
-            and not use_kernels(p)
-        ):
+    for p in tensors_of(group) if group["capturable"] else ():
+        if p.device.type == "cpu" and not use_kernels(p):
             raise ValueError(f"CoatAdamW capturable: got True {_NO_KERNELS.format(p.device)}")
 
 

@@ -67,11 +67,9 @@ def read_master(
     """Master weights ``start`` to ``start + numel`` of a flat parameter: a new fp32 tensor."""
     part = flat.detach()[start : start + numel]
     low = remainder(state, start + numel)
-    return (
-        part.to(torch.float32, copy=True)
-        if low is None
-        else join(part, low[start:].to(part.device))
-    )
+    if low is None:
+        return part.to(torch.float32, copy=True)
+    return join(part, low[start:].to(part.device))
 
 
 def write_master(
@@ -80,10 +78,8 @@ def write_master(
     """Replace the master weights of a flat parameter from ``start`` on by ``values``, flat, on
     any device.
     """
-    part, low = (
-        flat.detach()[start : start + values.numel()],
-        remainder(state, start + values.numel()),
-    )
+    end = start + values.numel()
+    part, low = flat.detach()[start:end], remainder(state, end)
     if low is None:
         part.copy_(values)
         return

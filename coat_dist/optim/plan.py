@@ -144,27 +144,24 @@ class Plan:
             yield step, device, self._batch(columns, positions, kept)
 
     def _batch(self, columns: Columns, positions: list[int], kept: dict) -> Batch:
-        counts = columns.counts if self._capturable else None
-        names = "params", "grads", "moments", "seeds", "lows", "copies", "counts", "addresses"
-        values: tuple = (
-            columns.params,
-            columns.grads,
-            columns.moments,
-            self._seeds,
-            columns.lows,
-            columns.copies,
-        )
-        values = (*values, counts, columns.addresses)
+        fields: dict[str, list[Any] | None] = {
+            "params": columns.params,
+            "grads": columns.grads,
+            "moments": columns.moments,
+            "seeds": self._seeds,
+            "lows": columns.lows,
+            "copies": columns.copies,
+            "counts": columns.counts if self._capturable else None,
+            "addresses": columns.addresses,
+        }
         if len(positions) < len(columns.params):
             wide = len(columns.moments) // len(columns.params)
             of_moments = [wide * i + j for i in positions for j in range(wide)]
-            values = tuple(
-                None
-                if x is None
-                else [x[i] for i in (of_moments if x is columns.moments else positions)]
-                for x in values
-            )
-        return Batch(**dict(zip(names, values, strict=True)), kept=kept)
+            for name, column in fields.items():
+                if column is not None:
+                    chosen = of_moments if name == "moments" else positions
+                    fields[name] = [column[i] for i in chosen]
+        return Batch(**fields, kept=kept)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -32,7 +32,7 @@ without a word.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from numbers import Real
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -42,7 +42,6 @@ import torch
 from ..config_errors import Problem
 from ..formats import ALWAYS_EXPANDED
 from ..ops import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
-from .counts import as_count, is_count
 from .host import on_host, to_host
 from .sharded import local, refusal
 
@@ -54,12 +53,14 @@ __all__ = [
     "MOMENTS",
     "MOMENT_OF",
     "WhichMoment",
+    "as_count",
     "check_group",
     "check_master",
     "check_state",
     "codecs",
     "ensure_state",
     "has_remainder",
+    "is_count",
     "moment",
     "new_remainder",
     "new_state",
@@ -67,6 +68,7 @@ __all__ = [
     "remainder",
     "state_layout",
     "stochastic",
+    "tensors_of",
 ]
 
 WhichMoment = Literal["first", "second"]
@@ -135,7 +137,9 @@ def codecs(group: Mapping[str, Any]) -> Codecs:
 def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a parameter group's first and second moment are rounded stochastically."""
     option = group["stochastic_rounding"]
-    return (group["first_moment"] in EQUALLY_SPACED, True) if option == "auto" else (option, option)
+    if option == "auto":
+        return group["first_moment"] in EQUALLY_SPACED, True
+    return option, option
 
 
 def moment(state: Mapping[str, Any], which: WhichMoment) -> Moment:
@@ -242,6 +246,28 @@ def ensure_state(
     return state
 
 
+def as_count(
+    steps: int | torch.Tensor, param: torch.Tensor, group: Mapping[str, Any]
+) -> int | torch.Tensor:
+    """A number of steps as the group says: an int, or with ``capturable`` an fp32 scalar on the
+    parameter's device.
+
+    Waits for the device only where a tensor becomes an int.
+    """
+    if not group.get("capturable"):
+        return int(steps) if isinstance(steps, torch.Tensor) else steps
+    if isinstance(steps, torch.Tensor):
+        return steps.to(param.device, torch.float32).reshape(())
+    return torch.full((), float(steps), dtype=torch.float32, device=param.device)
+
+
+def is_count(steps: Any) -> bool:
+    """Whether this is a number of steps, as far as can be said without reading a tensor."""
+    if isinstance(steps, torch.Tensor):
+        return steps.numel() == 1 and steps.dtype == torch.float32
+    return type(steps) is int and steps >= 0
+
+
 def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     """Check the options and parameters of a group with all its defaults filled in.
 
@@ -311,19 +337,24 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     for key in _UNSUPPORTED:
         if group.get(key):
             require(key, "False, this optimizer does not have it", False)
-    params = group["params"]
-    for p in [params] if isinstance(params, torch.Tensor) else params:
-        p = p[1] if isinstance(p, tuple) else p  # torch also takes (name, parameter)
-        if isinstance(p, torch.Tensor) and (p.dtype not in DTYPES or p.layout is not torch.strided):
+    for p in tensors_of(group):
+        if p.dtype not in DTYPES or p.layout is not torch.strided:
             raise TypeError(
                 f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape "
-                f"{tuple(p.shape)}, "
-                "accepted: dense float32, bfloat16 or float16"
+                f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16"
             )
-        if isinstance(p, torch.Tensor) and (reason := refusal(p)):
+        if reason := refusal(p):
             raise TypeError(f"CoatAdamW params: got {reason}")
-        if isinstance(p, torch.Tensor):
-            check_master(p, group)
+        check_master(p, group)
+
+
+def tensors_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Parameters of a new group, which torch also takes as one tensor, or with their names."""
+    params = group["params"]
+    for p in [params] if isinstance(params, torch.Tensor) else params:
+        p = p[1] if isinstance(p, tuple) else p
+        if isinstance(p, torch.Tensor):  # torch itself refuses what is not
+            yield p
 
 
 def check_master(param: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -333,11 +364,9 @@ def check_master(param: torch.Tensor, group: Mapping[str, Any]) -> None:
     if has_remainder(group) and param.dtype != torch.bfloat16:
         raise TypeError(
             f"CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter of "
-            "shape "
-            f"{tuple(param.shape)}, accepted: bfloat16 parameters, or master_weights='parameter'; "
-            "DeepSpeed hands over "
-            'bfloat16 with "bf16": {"bf16_master_weights_and_grads": true, '
-            '"bf16_optimizer_states": true}'
+            f"shape {tuple(param.shape)}, accepted: bfloat16 parameters, or "
+            "master_weights='parameter'; DeepSpeed hands over bfloat16 with \"bf16\": "
+            '{"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}'
         )
 
 
@@ -349,41 +378,34 @@ def check_state(
     Raises:
         ValueError: names ``what``, the key at fault, and what to do.
     """
-    expected = new_state(torch.empty(local(param).shape, device="meta"), group)
-    if group["moments"] == "fp32":  # of a DTensor's whole shape
-        expected |= new_state(
-            torch.empty(param.shape, device="meta"), {**group, "master_weights": "parameter"}
-        )
+    expected: dict[str, Any] = {"step": None}
+    for key, shape, dtype in state_layout(group, local(param).numel(), param.shape):
+        expected[key] = shape, dtype
     found = set(saved) - {"coat_seed"}
     if found != set(expected):
         raise ValueError(
             f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}, "
             f"master_weights={group.get('master_weights', 'parameter')!r}: "
-            f"{', '.join(sorted(expected))}. Moments of "
-            "another optimizer or setting are converted with coat_dist.optim.export_moments and "
-            "import_moments; to "
-            "start with empty ones, do not load optimizer states"
+            f"{', '.join(sorted(expected))}. Moments of another optimizer or setting are converted "
+            "with coat_dist.optim.export_moments and import_moments; to start with empty ones, do "
+            "not load optimizer states"
         )
     seed = saved.get("coat_seed", 0)
     if type(seed) is not int or seed < 0:
         raise ValueError(
             f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, checksum of a name or ordinal"
         )
-    for key, wanted in expected.items():
+    if not is_count(saved["step"]):
+        raise ValueError(f"{what}, step: got {saved['step']!r}, accepted: a count of steps")
+    del expected["step"]
+    for key, (shape, dtype) in expected.items():
         value = saved[key]
-        if key == "step":
-            if not is_count(value):
-                raise ValueError(f"{what}, {key}: got {value!r}, accepted: a count of steps")
-        elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
-            wanted.shape,
-            wanted.dtype,
-        ):
-            given = (
-                f"{value.dtype} {list(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            raise ValueError(
-                f"{what}, {key}: got {given}, accepted: {wanted.dtype} {list(wanted.shape)} "
-                f"for {param.numel()} elements; saved from a parameter of another shape or sharding"
-            )
+        given = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            if (value.shape, value.dtype) == (shape, dtype):
+                continue
+            given = f"{value.dtype} {list(value.shape)}"
+        raise ValueError(
+            f"{what}, {key}: got {given}, accepted: {dtype} {list(shape)} for {param.numel()} "
+            "elements; saved from a parameter of another shape or sharding"
+        )

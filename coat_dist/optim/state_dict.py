@@ -14,13 +14,20 @@ from typing import Any
 
 import torch
 
-from .counts import as_count, is_count
 from .host import on_host, to_host, wait
 from .master import export_master
 from .moments import export_moments, import_moments, regroup
 from .seeds import name_of
 from .sharded import cuts_groups, from_global, is_dtensor, to_global
-from .state import FP32_KEYS, LAYOUT_KEYS, check_group, check_state, has_remainder
+from .state import (
+    FP32_KEYS,
+    LAYOUT_KEYS,
+    as_count,
+    check_group,
+    check_state,
+    has_remainder,
+    is_count,
+)
 
 __all__ = ["FP32States", "check_and_box", "fp32_state_dict", "gather", "unbox"]
 
@@ -266,19 +273,14 @@ def _same_layout(
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue
         if saved.get(key) != group[key]:
-            given = (
-                repr(saved[key])
-                if key in saved
-                else "none"
-                if known
-                else "none (saved by another optimizer)"
-            )
+            given = "none" if known else "none (saved by another optimizer)"
+            if key in saved:
+                given = repr(saved[key])
             raise ValueError(
                 f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: "
-                f"{group[key]!r}, as this "
-                "optimizer was built with; build it with the saved setting, or convert the moments "
-                "with "
-                "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
+                f"{group[key]!r}, as this optimizer was built with; build it with the saved "
+                "setting, or convert the moments with coat_dist.optim.fp32_state_dict, or "
+                "export_moments and import_moments"
             )
     present = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     return {**present, **saved, **{k: v for k, v in present.items() if k == "state_device"}}

@@ -4,9 +4,9 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -44,29 +44,22 @@ class Batch(Sequence):
     def __len__(self) -> int:
         return len(self.params)
 
-    @overload
-    def __getitem__(self, i: int) -> Any: ...
-    @overload
-    def __getitem__(self, i: slice) -> list: ...
-    def __getitem__(self, i: int | slice) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        param = self.params[i]
-        low = (
-            None if self.lows is None else self.lows[i].view(torch.int16).view(-1)[: param.numel()]
-        )
-        rest = (
-            low,
-            *(None if column is None else column[i] for column in (self.copies, self.counts)),
-        )
+    def __getitem__(self, i: Any) -> Any:
+        """One parameter's tensors; ``i`` is an index and no slice."""
+        param, grad = self.params[i], self.grads[i]
+        low = None
+        if self.lows is not None:
+            low = self.lows[i].view(torch.int16).view(-1)[: param.numel()]
+        copy = None if self.copies is None else self.copies[i]
+        count = None if self.counts is None else self.counts[i]
         if len(self.moments) == 2 * len(self.params):
-            return FP32Tensors(param, self.grads[i], *self.moments[2 * i : 2 * i + 2], *rest)
-        first, second = (Moment(*self.moments[j : j + 3]) for j in (6 * i, 6 * i + 3))
+            first, second = self.moments[2 * i : 2 * i + 2]
+            return FP32Tensors(param, grad, first, second, low, copy, count)
+        q, a, k, *second_moment = self.moments[6 * i : 6 * i + 6]
         seed = None if self.seeds is None else self.seeds[i]
-        return AdamWTensors(param, self.grads[i], first, second, seed, *rest)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self.params)))
+        return AdamWTensors(
+            param, grad, Moment(q, a, k), Moment(*second_moment), seed, low, copy, count
+        )
 
 
 def written(tensors: Sequence[Any]) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from coat_dist.checkpoint.team import KEY, say_part
 from coat_dist.checkpoint.write import publish as tags
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.checkpoint.write.lock import locked_folder
@@ -45,12 +44,6 @@ class Source:
         if self.manifest.get("universal") or (path / "zero" / "optimizer_state.pt").is_file():
             raise CheckpointError(
                 f"{path}: is universal already, accepted: what engine.save_checkpoint wrote"
-            )
-        if part := self.manifest.get("part"):
-            raise CheckpointError(
-                f"{path}: holds the files of {say_part(part)}, saved with {KEY}, accepted: a "
-                "checkpoint in a folder "
-                "that all nodes shared"
             )
 
     @property

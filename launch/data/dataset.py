@@ -24,8 +24,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
-from coat_dist.checkpoint.team import nodes_of_ranks, sharing
 from coat_dist.ranks import on_first_ranks
+from coat_dist.shared_folders import nodes_of_ranks, sharing
 from launch.common.errors import DataError
 from launch.data.blend import check_one_tokenizer, parse_blend, parse_split, read_info
 from launch.data.endless import EndlessBlend, EndlessGPTDataset, cached_indices

@@ -20,7 +20,6 @@ from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
 from coat_dist.checkpoint.read.load_checks import load_whole_checkpoints
 from coat_dist.checkpoint.save import Extras, save_whole_checkpoints
-from coat_dist.checkpoint.team import everyone
 from coat_dist.checkpoint.write.publish import find, name_of, own_name
 from coat_dist.ranks import on_rank_0
 from launch.convert.weights import CARRIED
@@ -128,7 +127,7 @@ def examine(checkpoint: Path, run: Mapping[str, Any]) -> Examined:
                 "DIR"
             )
         raise CheckpointError("\n".join(lines))
-    verify(checkpoint, manifest["files"], everyone())
+    verify(checkpoint, manifest["files"])
     told = [
         line for key, line in changed.items() if not _among(key, structure) and key != "batch.given"
     ]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
-from coat_dist.checkpoint.team import check_there, nodes_of_ranks, sharing
 from coat_dist.checkpoint.write.durable import make_folder
 from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import LATEST, own_name, published
 from coat_dist.ranks import on_rank_0, say_ranks
+from coat_dist.shared_folders import check_there, nodes_of_ranks, sharing
 from launch.train.checkpoint import require_loadable
 from launch.train.metrics import read_metrics
 from launch.train.pretrain_options import PretrainOptions

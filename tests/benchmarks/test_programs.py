@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import ROOT
 from benchmarks.convergence import flow, long
-from launch.train.train_options import parse
+from launch.train.pretrain_options import parse
 from tests.support import Program
 
 CPU = {

@@ -18,3 +18,18 @@ def test_a_free_port_is_none_that_is_used_and_none_that_systems_give_away(monkey
         with pytest.raises(OSError, match="no free port: tried"):
             nodes.free_port()
     assert nodes.free_port() == port
+
+
+@pytest.mark.parametrize(
+    "places, found",
+    [
+        ([("a", None, 0), ("a", None, 1), ("b", None, 0)], [[0, 1], [2]]),
+        # srun --distribution=cyclic: ranks of a node do not follow one another.
+        ([("a", "0", 0), ("b", "1", 0), ("a", "0", 1), ("b", "1", 1)], [[0, 2], [1, 3]]),
+        # Two launchers on one host, or containers of one name.
+        ([("a", None, 0), ("a", None, 1), ("a", None, 0), ("a", None, 1)], [[0, 1], [2, 3]]),
+        ([("a", "0", 0), ("a", "1", 0), ("a", "1", 1)], [[0], [1, 2]]),
+    ],
+)
+def test_by_node_has_the_ranks_of_each_node(places, found):
+    assert nodes.by_node([nodes.Place(*place) for place in places]) == found

@@ -104,6 +104,61 @@ def test_patience_is_longer_than_the_timeout_of_collectives(tmp_path):
     assert run_ranks(2, patient_rank, str(tmp_path)) == [["done", "no"]] * 2
 
 
+def errors_of_a_team(rank, world):
+    """What each method of a team raises on this rank, where rank 1 alone is at fault."""
+
+    def on_rank_1(problem):
+        if rank == 1:
+            raise problem
+
+    def error_of(method, *args):
+        with pytest.raises(CoatConfigError) as error:
+            method(*args)
+        return str(error.value)
+
+    team = ranks.Team(CoatConfigError)
+    return {
+        "each": error_of(team.each, lambda: on_rank_1(ValueError("x: got 1"))),
+        "doing": error_of(team.each, lambda: on_rank_1(OSError("full")), "cannot write"),
+        "on rank 0": error_of(team.on_rank_0, lambda: [][rank]),
+        "agree": error_of(team.agree, lambda: {"a": 1, "b": rank}),
+        "refuse": error_of(team.refuse, lambda: ["of all", f"of {rank}"], "first", "last"),
+        "raised": error_of(team.refuse, lambda: on_rank_1(ValueError("one")) or []),
+        "many": error_of(team.refuse, lambda: [f"{rank}.{i}" for i in range(5)]),
+    }
+
+
+def test_team_raises_what_one_rank_raises_on_all():
+    first, second = run_ranks(2, errors_of_a_team)
+    assert (
+        first
+        == second
+        == {
+            "each": "x: got 1",
+            "doing": "cannot write: rank 1: OSError: full",
+            "on rank 0": "IndexError: list index out of range",
+            "agree": "b: got 0 on rank 0, 1 on rank 1, accepted: the same on all ranks",
+            "refuse": "first\nof all\nof 0\nof 1\nlast",
+            "raised": "one",
+            "many": "\n".join(
+                ["0.0", "0.1", "0.2", "0.3", "0.4", "1.0", "1.1", "1.2", "and 2 more"]
+            ),
+        }
+    )
+
+
+def team_that_works(rank, world):
+    team = ranks.Team()
+    team.agree(lambda: {"same": 1})
+    team.refuse(lambda: [])
+    return team.each(lambda: rank), team.on_rank_0(lambda: f"of {rank}"), ranks.share([1, 2, 3])
+
+
+def test_team_returns_what_ranks_return():
+    first, second = run_ranks(2, team_that_works)
+    assert first == ([0, 1], "of 0", [1, 3]) and second == ([0, 1], "of 0", [2])
+
+
 def test_what_comes_from_another_rank():
     text = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24466"
     assert ranks.of_another_rank(RuntimeError(text)) and ranks.of_another_rank(

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...ranks import raise_everywhere, rank_and_world
-from ..manifest import MANIFEST, read_manifest, verify
+from ...ranks import Team, rank_and_world, share
+from ..manifest import MANIFEST, TEAM, CheckpointError, read_manifest, verify
 from ..names import divided_experts, info_of
-from ..team import CheckpointError, Team, check_part, check_there, team_of
 from ..universal.zero_files import read as read_file
 from ..write.publish import latest_of
 from ..zero_partitions import forget_second_shard
@@ -44,30 +43,45 @@ class Request(NamedTuple):
 
 def request_of(given: Mapping[str, Any], tag: str, manifest: Mapping[str, Any]) -> Request:
     """A request from DeepSpeed's arguments, and the checkpoint that was found."""
-    states, schedule = (
-        bool(given[name]) and not given["load_module_only"]
-        for name in ("load_optimizer_states", "load_lr_scheduler_states")
-    )
+    more = not given["load_module_only"]
     return Request(
-        Path(given["load_dir"]), tag, manifest, bool(given["load_module_strict"]), states, schedule
+        load_dir=Path(given["load_dir"]),
+        tag=tag,
+        manifest=manifest,
+        strict=bool(given["load_module_strict"]),
+        states=more and bool(given["load_optimizer_states"]),
+        schedule=more and bool(given["load_lr_scheduler_states"]),
     )
+
+
+class Check(NamedTuple):
+    """One check of :func:`check_before_load`."""
+
+    problems: Callable[[Request], list[str]]
+    accepted: str
+    universal: bool
 
 
 def check_before_load(
-    engine: Any, name: str, check: Callable[[Request], list[str]], accepted: str = ""
+    engine: Any,
+    name: str,
+    problems: Callable[[Request], list[str]],
+    accepted: str = "",
+    universal: bool = False,
 ) -> None:
-    """Let ``engine.load_checkpoint`` call ``check`` first, and raise a ``ValueError`` of what it
+    """Let ``engine.load_checkpoint`` call a check first, and raise a ``ValueError`` of what it
     finds on any rank.
 
     Args:
         engine: DeepSpeed's.
         name: of the check; a later one of the same name takes its place.
-        check: returns one line for each problem, or raises a ``ValueError``. Must not use
+        problems: returns one line for each problem, or raises a ``ValueError``. Must not use
             collectives.
         accepted: last line of the error; says what would be accepted.
+        universal: it checks universal checkpoints, and not those that DeepSpeed wrote.
     """
     load_whole_checkpoints(engine)
-    engine.load_checkpoint.coat_checks[name] = check, accepted
+    engine.load_checkpoint.coat_checks[name] = Check(problems, accepted, universal)
 
 
 def load_whole_checkpoints(engine: Any) -> None:
@@ -81,31 +95,25 @@ def load_whole_checkpoints(engine: Any) -> None:
         return
     original: Callable = engine.load_checkpoint
     signature = inspect.signature(original)
-    checks: dict[str, tuple[Callable[[Request], list[str]], str]] = {}
+    checks: dict[str, Check] = {}
 
     @functools.wraps(original)
     def load_checkpoint(*args: Any, verify: bool = True, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given, universal, team = call.arguments, engine.load_universal_checkpoint(), team_of(engine)
+        given, universal = call.arguments, engine.load_universal_checkpoint()
         given["tag"] = None if given["tag"] is None else str(given["tag"])
-        compared = {
-            name: value
-            for name, value in given.items()
-            if name not in ("load_dir", "custom_load_fn")
-        }
-        team.agree(
-            lambda: {**compared, "verify": verify, "folder": os.path.abspath(given["load_dir"])}
-        )
+        _agree(given, verify)
         folder = Path(given["load_dir"])
-        given["tag"] = tag = find_tag(folder, given["tag"], universal, team)
+        given["tag"] = tag = find_tag(folder, given["tag"], universal)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
-            check_there(folder / tag, "load_dir", CheckpointError)
-            request = request_of(given, tag, _check_files(folder / tag, team, verify))
+            request = request_of(given, tag, _check_files(folder / tag, verify))
+            misfit = Team(_does_not_fit())
             if not given["load_optimizer_states"] and not universal:
-                raise_everywhere(functools.partial(_weights_of_latest, engine, request))
-            for check, accepted in checks.values():
-                raise_everywhere(functools.partial(check, request), accepted, _does_not_fit())
+                TEAM.refuse(functools.partial(_weights_of_latest, engine, request))
+            for check in checks.values():
+                if check.universal == universal:
+                    misfit.refuse(functools.partial(check.problems, request), "", check.accepted)
         if "universal" in checks and universal:
             # The universal loader has learnt from its check whether moments are wanted. DeepSpeed
             # is told yes in any case: at stage 3 it would otherwise look for a checkpoint of its
@@ -122,6 +130,18 @@ def load_whole_checkpoints(engine: Any) -> None:
     engine.load_checkpoint = load_checkpoint
 
 
+def _agree(given: Mapping[str, Any], verify: bool) -> None:
+    """Refuse arguments that differ between ranks."""
+
+    def arguments() -> dict[str, Any]:
+        compared = {**given, "verify": verify, "folder": os.path.abspath(given["load_dir"])}
+        for name in ("load_dir", "custom_load_fn"):
+            del compared[name]
+        return compared
+
+    TEAM.agree(arguments)
+
+
 @functools.cache
 def _does_not_fit() -> type[CheckpointError]:
     """The error of a checkpoint that does not fit the engine: also DeepSpeed's own, for which
@@ -135,7 +155,7 @@ def _does_not_fit() -> type[CheckpointError]:
     return DoesNotFit
 
 
-def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
+def _check_files(folder: Path, checksums: bool) -> dict[str, Any]:
     """Refuse a checkpoint with missing, damaged or foreign files; collective. Its manifest.
 
     Plain DeepSpeed's has none and is loaded with a note on rank 0. Its files are only opened.
@@ -143,15 +163,23 @@ def _check_files(folder: Path, team: Team, checksums: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank; names the files.
     """
-    manifest = team.ask_leader(
-        lambda: read_manifest(folder, of_run=False) if (folder / MANIFEST).exists() else {}
-    )
-    check_part(folder, manifest, team)
-    if manifest:
-        verify(folder, manifest["files"], team, checksums)
+
+    def check_there() -> None:
+        if not folder.is_dir():
+            raise CheckpointError("not there, accepted: a folder that all nodes share")
+
+    def manifest_or_none() -> dict[str, Any] | None:
+        if not (folder / MANIFEST).exists():
+            return None
+        return read_manifest(folder, of_run=False)
+
+    TEAM.each(check_there, f"load_dir: got {folder}")
+    manifest = TEAM.on_rank_0(manifest_or_none)
+    if manifest is not None:
+        verify(folder, manifest["files"], checksums)
         return manifest
-    names = team.ask_leader(lambda: sorted(p.name for p in folder.glob("*.pt")))
-    team.each(lambda: [read_file(folder / name) for name in team.share(names)])
+    names = TEAM.on_rank_0(lambda: sorted(p.name for p in folder.glob("*.pt")))
+    TEAM.each(lambda: [read_file(folder / name) for name in share(names)])
     if rank_and_world()[0] == 0:
         print(
             f"note: {folder} has no {MANIFEST}: it is loaded unverified",
@@ -171,7 +199,6 @@ def _weights_of_latest(engine: Any, request: Request) -> list[str]:
         return []
     return [
         f"load_optimizer_states: got False with tag {request.tag!r} and zero_optimization.stage 3, "
-        "where DeepSpeed "
-        f"reads what {request.load_dir}/latest names, {found!r}; accepted: that one, or "
-        "load_module_only=True alone"
+        f"where DeepSpeed reads what {request.load_dir}/latest names, {found!r}; accepted: that "
+        "one, or load_module_only=True alone"
     ]

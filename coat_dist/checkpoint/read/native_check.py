@@ -1,10 +1,28 @@
 """Checks before ``engine.load_checkpoint`` reads one of DeepSpeed's own (not universal)
 checkpoints.
 
-Such a checkpoint fits one layout only. DeepSpeed finds another stage, data-parallel size or
-optimizer only after it has replaced the model's weights, and flat shards in another order not at
-all. Here each mismatch is one line of one error, before anything is read into the model. A rank
-looks only at the files that it will load: a node may have no others.
+Such a checkpoint holds what each rank kept: flat shards of parameter groups, padded and cut by one
+layout. DeepSpeed loads it by position, and its own checks come late or not at all:
+
+* It finds another ZeRO stage, data-parallel size or optimizer only after it has replaced the
+  model's weights. A program that catches the error then trains on with new weights and old moments.
+* It does not find flat shards in another order at all, as after a change of parameter groups,
+  ``round_robin_gradients`` or ``sub_group_size``: sizes agree, and moments of one parameter go to
+  another one.
+* It does not know what FP8 codes mean. Codes of another format or group size have the shapes of the
+  present ones, and would be read back as other numbers.
+
+So three checks run first, in this order. Each has one line for each mismatch, with the key and both
+values, and raises on every rank before anything is read into the model:
+
+1. ``settings``: optimizer, ZeRO stage and numbers of ranks, by the manifest. No file is opened.
+2. ``model``: names and shapes of parameters, by the model's file. It comes before the third check
+   because no conversion helps another model, while all other mismatches are mended by one.
+3. ``layout``: storage options of each parameter group, and where each parameter lies in the flat
+   shards, by this rank's optimizer file. Checkpoints of plain DeepSpeed, which have no manifest,
+   are compared by this one alone.
+
+A rank opens only files that it will load.
 """
 
 from __future__ import annotations
@@ -17,9 +35,8 @@ from typing import Any
 
 from ...optim import CoatAdamW
 from ...optim.state import LAYOUT_KEYS
-from ...ranks import raise_everywhere
-from ..manifest import differences, readable
-from ..save import describe
+from ...ranks import Team
+from ..manifest import describe, differences, readable
 from ..universal.zero_files import read
 from ..write.publish import latest_of
 from ..zero_partitions import base_optimizer
@@ -29,8 +46,7 @@ __all__ = ["check_native_loads", "refuse_compressed_moments"]
 
 _ACCEPTED = (
     "accepted: what wrote it, or the checkpoint converted by coat_dist.convert_to_universal "
-    "(launch/to_universal.py) "
-    'and "checkpoint": {"load_universal": true}'
+    '(launch/to_universal.py) and "checkpoint": {"load_universal": true}'
 )
 _COMPARED = {
     "optimizer": "optimizer.type",
@@ -56,9 +72,7 @@ def check_native_loads(engine: Any) -> None:
         ("model", _model, "accepted: a checkpoint of this model, or the model that wrote it"),
         ("layout", _shards, _ACCEPTED),
     ):
-        check_before_load(
-            engine, name, functools.partial(_unless_universal, engine, check), accepted
-        )
+        check_before_load(engine, name, functools.partial(check, engine), accepted)
 
 
 def refuse_compressed_moments(engine: Any) -> None:
@@ -69,13 +83,9 @@ def refuse_compressed_moments(engine: Any) -> None:
     rank, before anything is loaded. DeepSpeed would begin to load one, and end with an error about
     the number of groups.
     """
+    check = functools.partial(_optimizer, engine)
     if hasattr(engine.load_checkpoint, "coat_checks"):  # finds and verifies the checkpoint first
-        check_before_load(
-            engine,
-            "other optimizer",
-            functools.partial(_unless_universal, engine, _optimizer),
-            _ACCEPTED,
-        )
+        check_before_load(engine, "other optimizer", check, _ACCEPTED)
         return
     original: Callable = engine.load_checkpoint
     signature = inspect.signature(original)
@@ -84,9 +94,8 @@ def refuse_compressed_moments(engine: Any) -> None:
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        raise_everywhere(
-            lambda: _unless_universal(engine, _optimizer, _unverified(call.arguments)), _ACCEPTED
-        )
+        if not engine.load_universal_checkpoint():
+            Team().refuse(lambda: check(_unverified(call.arguments)), accepted=_ACCEPTED)
         return original(*args, **kwargs)
 
     engine.load_checkpoint = load_checkpoint
@@ -97,14 +106,10 @@ def _unverified(given: Mapping[str, Any]) -> Request:
     itself.
     """
     folder = Path(given["load_dir"])
-    tag = latest_of(folder) or "" if given["tag"] is None else str(given["tag"])
-    return request_of(given, tag, readable(folder / tag))
-
-
-def _unless_universal(
-    engine: Any, check: Callable[[Any, Request], list[str]], request: Request
-) -> list[str]:
-    return [] if engine.load_universal_checkpoint() else check(engine, request)
+    tag = given["tag"]
+    if tag is None:
+        tag = latest_of(folder) or ""
+    return request_of(given, str(tag), readable(folder / str(tag)))
 
 
 def _optimizer(engine: Any, request: Request) -> list[str]:
@@ -131,13 +136,16 @@ def _settings(engine: Any, request: Request) -> list[str]:
         saved = {**saved, "zero_stage": ours["zero_stage"]}  # they write the same files
     keys = [key for key in _COMPARED if key in saved]
     if not request.states:
-        # DeepSpeed would take them for tensor-parallel ranks.
+        # DeepSpeed would take pipeline stages for tensor-parallel ranks. All else is part of the
+        # optimizer's files alone, but for experts.
         keys = ["pipeline_stages"] if saved else []
         if ours["expert_parallel"] > 1:
             lacking = "got False, and the experts of other ranks are in the optimizer's files alone"
             return [f"{request.folder}: load_optimizer_states: {lacking}"]
     return _differing(
-        request.folder, *({_COMPARED[key]: facts[key] for key in keys} for facts in (saved, ours))
+        request.folder,
+        {_COMPARED[key]: saved[key] for key in keys},
+        {_COMPARED[key]: ours[key] for key in keys},
     )
 
 
@@ -151,24 +159,25 @@ def _model(engine: Any, request: Request) -> list[str]:
     if not request.states or not path.is_file():
         return []
     saved = read(path)
-    theirs, ours = (
-        _shapes(groups) for groups in (saved.get("param_shapes"), engine._get_zero_param_shapes())
-    )
-    if not theirs:
+    theirs = _shapes(saved.get("param_shapes"))
+    ours = _shapes(engine._get_zero_param_shapes())
+    if not theirs:  # not written by ZeRO
         return []
-    there = (
-        theirs.keys()
-        | (saved.get("frozen_param_shapes") or {}).keys()
-        | (saved.get("module") or {}).keys()
-    )
-    here = ours.keys() | {
-        name for name, _ in engine.module.named_parameters(remove_duplicate=False)
-    }
-    wrong = [n for n, shape in theirs.items() if n not in here or shape != ours.get(n, shape)]
-    wrong += [n for n in ours if n not in there]
+    there = set(theirs)
+    for key in ("frozen_param_shapes", "module"):
+        there |= (saved.get(key) or {}).keys()
+    here = set(ours)
+    here |= {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    wrong = []
+    for name, shape in theirs.items():
+        if name not in here or shape != ours.get(name, shape):
+            wrong.append(name)
+    wrong += [name for name in ours if name not in there]
     if not wrong:
         return []
-    key = f"model: {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
+    key = f"model: {wrong[0]}"
+    if len(wrong) > 1:
+        key += f" (and {len(wrong) - 1} more)"
     return _differing(request.folder, {key: theirs.get(wrong[0])}, {key: ours.get(wrong[0])})
 
 
@@ -177,8 +186,12 @@ def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
 
 
 def _shards(engine: Any, request: Request) -> list[str]:
-    """Whether what the optimizer's file of this rank holds lies where it does in this run, and
-    is stored so.
+    """Whether the optimizer's file of this rank stores its groups as this run does, and holds each
+    parameter where this run has it.
+
+    At stages 1 and 2 DeepSpeed saves the place of each parameter, and the first difference is
+    reported: all that follow are moved by it. At stage 3 it does not, and sizes of sub-groups are
+    compared.
     """
     if not request.states:
         return []
@@ -188,43 +201,44 @@ def _shards(engine: Any, request: Request) -> list[str]:
     saved, zero = read(path)["optimizer_state_dict"], engine.optimizer
     stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
     if ("fp32_flat_groups" in saved) is not stage3:  # of a checkpoint without a manifest
-        stages = [
-            {_COMPARED["zero_stage"]: "3" if is3 else "1 or 2"} for is3 in (not stage3, stage3)
-        ]
-        return _differing(path, *stages)
-    states, optimizer = (
-        saved["optimizer_state_dict" if stage3 else "base_optimizer_state"],
-        base_optimizer(zero),
-    )
+        key = _COMPARED["zero_stage"]
+        there, here = ("1 or 2", "3") if stage3 else ("3", "1 or 2")
+        return _differing(path, {key: there}, {key: here})
+    states = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"]
+    optimizer = base_optimizer(zero)
     if optimizer is not None and isinstance(states, Mapping):
         theirs, ours = states["param_groups"], optimizer.param_groups
         if states["state"] and not any(key in group for group in theirs for key in LAYOUT_KEYS):
             return _differing(
                 path, {"optimizer.type": "another one"}, {"optimizer.type": CoatAdamW.__name__}
             )
+        # Another number of groups is a difference of places, below.
         if wrong := _differing(path, _storage(theirs[: len(ours)]), _storage(ours[: len(theirs)])):
             return wrong
     others = "or other groups or frozen parameters"
     if stage3:
         key = f"zero_optimization.sub_group_size, {others}: elements of sub-groups"
-        flats = saved["fp32_flat_groups"], zero.fp32_partitioned_groups_flat
-        return _differing(path, *({key: [t.numel() for t in flat]} for flat in flats))
+        return _differing(
+            path,
+            {key: [flat.numel() for flat in saved["fp32_flat_groups"]]},
+            {key: [flat.numel() for flat in zero.fp32_partitioned_groups_flat]},
+        )
     key = (
         f"zero_optimization.round_robin_gradients or parameter_alignment, {others}: (group, "
         "start, numel) of "
     )
-    places = (saved["param_slice_mappings"], zero._param_slice_mappings)
-    return _differing(path, *(_places(mappings, key) for mappings in places))[:1]
+    there, here = saved["param_slice_mappings"], zero._param_slice_mappings
+    return _differing(path, _places(there, key), _places(here, key))[:1]
 
 
 def _storage(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """How moments and master weights are stored."""
-    return {
-        f"{key} of parameter group {i}": group[key]
-        for i, group in enumerate(groups)
-        for key in LAYOUT_KEYS
-        if key in group
-    }
+    found = {}
+    for i, group in enumerate(groups):
+        for key in LAYOUT_KEYS:
+            if key in group:
+                found[f"{key} of parameter group {i}"] = group[key]
+    return found
 
 
 def _places(mappings: Iterable[Mapping[str, Any]], key: str) -> dict[str, tuple[int, int, int]]:

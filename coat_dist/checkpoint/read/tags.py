@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from ...ranks import rank_and_world
-from ..manifest import MANIFEST, readable
-from ..team import CheckpointError, Team
+from ..manifest import MANIFEST, TEAM, CheckpointError, readable
 from ..write.publish import (
     HIDDEN,
     LATEST,
@@ -26,7 +25,7 @@ __all__ = ["find_tag", "is_checkpoint"]
 _LATEST_UNIVERSAL = "latest_universal"
 
 
-def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> str | None:
+def find_tag(load_dir: Path, tag: str | None, universal: bool) -> str | None:
     """The name of the folder in ``load_dir`` that is meant, None where there is no checkpoint;
     collective.
 
@@ -38,9 +37,7 @@ def find_tag(load_dir: Path, tag: str | None, universal: bool, team: Team) -> st
         CheckpointError: on every rank; ``latest`` or ``tag`` names something other than a finished
             checkpoint.
     """
-    found = team.ask_leader(lambda: _find(load_dir, tag, universal))
-    team.agree(lambda: {LATEST: found and own_name(Path(found))})
-    return found
+    return TEAM.on_rank_0(lambda: _find(load_dir, tag, universal))
 
 
 def _find(load_dir: Path, tag: str | None, universal: bool) -> str | None:
@@ -74,8 +71,7 @@ def _without_latest(load_dir: Path, universal: bool) -> str | None:
     if universal:
         raise CheckpointError(
             "checkpoint.load_universal: got true, accepted: false, or a folder with "
-            f"{_LATEST_UNIVERSAL}, as "
-            f"launch/to_universal.py writes it: {load_dir} has none"
+            f"{_LATEST_UNIVERSAL}, as launch/to_universal.py writes it: {load_dir} has none"
         )
     found = last_saved(checkpoints(load_dir), universal=False)
     if found is None:
@@ -125,9 +121,8 @@ def _check_not_overtaken(load_dir: Path, universal: str) -> None:
     if not saved.get("universal") and steps > begun_at:
         raise CheckpointError(
             f"checkpoint.load_universal: got true, which means {load_dir / universal} of step "
-            f"{begun_at}, but {latest} "
-            f"of step {steps} is there too; accepted: false, which loads {latest}, or "
-            f"tag={universal!r}"
+            f"{begun_at}, but {latest} of step {steps} is there too; accepted: false, which loads "
+            f"{latest}, or tag={universal!r}"
         )
 
 

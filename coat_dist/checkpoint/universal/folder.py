@@ -85,8 +85,7 @@ class UniversalFolder:
         if not all(_same(value, values[0]) for value in values):
             raise ValueError(
                 f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} "
-                "tensor-parallel ranks, "
-                f"accepted with {self.tp[1]}: the same on all"
+                f"tensor-parallel ranks, accepted with {self.tp[1]}: the same on all"
             )
         return values[0]
 
@@ -104,16 +103,12 @@ class UniversalFolder:
                 for piece in whole.chunk(saved.get("param_n_sub_params", 1), dim)
             ]
             if all(len(pieces) == size for pieces in divided):
-                local = (
-                    torch.cat([pieces[rank] for pieces in divided], dim)
-                    if len(divided) > 1
-                    else divided[0][rank]
-                )
+                mine = [pieces[rank] for pieces in divided]
+                local = mine[0] if len(mine) == 1 else torch.cat(mine, dim)
         if local.shape != shape:
             raise ValueError(
                 f"{where}: got shape {list(whole.shape)}, accepted: one that gives {list(shape)} "
-                "on tensor-parallel "
-                f"rank {rank} of {size}"
+                f"on tensor-parallel rank {rank} of {size}"
             )
         return local
 

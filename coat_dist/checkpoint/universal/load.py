@@ -53,13 +53,12 @@ def enable_universal_load(engine: Any) -> None:
     checked: dict[Path, Request] = {}
 
     def check(request: Request) -> list[str]:
-        if not engine.load_universal_checkpoint():
-            return []
         loader = _Loader(engine, request.folder)
-        found = loader.misfits(request.states) or (
-            loader.strangers(others) if request.strict else []
-        )
-        found += _schedule_problems(engine, request.folder) if request.schedule else []
+        found = loader.misfits(request.states)
+        if request.strict and not found:
+            found = loader.strangers(others)
+        if request.schedule:
+            found += _schedule_problems(engine, request.folder)
         checked.clear()
         if not found:
             checked[request.folder] = request
@@ -76,7 +75,7 @@ def enable_universal_load(engine: Any) -> None:
             _renew_rates(engine)
 
     zero._load_universal_checkpoint = load
-    check_before_load(engine, "universal", check)
+    check_before_load(engine, "universal", check, universal=True)
 
 
 class _Loader:
@@ -109,18 +108,13 @@ class _Loader:
             ValueError: the first file that is missing, cannot be read or holds another shape.
         """
         source, found = self.source, []
-        new = [
-            self.names[f.param]
-            for part in self.parts
-            for f in part.fragments
-            if self.names[f.param] in source.rest
-        ]
+        held_here = [self.names[f.param] for part in self.parts for f in part.fragments]
+        new = [name for name in held_here if name in source.rest]
         if new and moments:
             return [
                 f"{source.folder}: {_some(new)} had no moments when this was saved and would have "
-                "some now, accepted: "
-                "the same frozen parameters, or load_optimizer_states=False, which loads weights "
-                "alone"
+                "some now, accepted: the same frozen parameters, or load_optimizer_states=False, "
+                "which loads weights alone"
             ]
         for part, params in zip(self.parts, self.params, strict=True):
             for f in part.fragments:
@@ -131,16 +125,13 @@ class _Loader:
                     for key in KEYS[1:]:
                         source.local(name, key, shape)
                     load_codes(source.codes(name))
-            held = (
-                [self.names[p] for p in [f.param for f in part.fragments] or params[:1]]
-                if moments
-                else []
-            )
+            held: list[str] = []
+            if moments:
+                held = [self.names[p] for p in [f.param for f in part.fragments] or params[:1]]
             if len(steps := {source.step(name) for name in held}) > 1:
                 found.append(
                     f"{source.folder}: got steps {sorted(steps)} of {_some(held)}, accepted: one, "
-                    "as ZeRO counts them "
-                    "together"
+                    "as ZeRO counts them together"
                 )
         for name, target in (self.frozen | self.buffers).items():
             if source.has(name):
@@ -263,14 +254,12 @@ class _Loader:
         for f in part.fragments:
             name = self.names[f.param]
             shape, mine = part_of_joined(self.engine, name, f.shape)
-            values = (
-                self.source.weights(name, shape)
-                if key == "fp32"
-                else self.source.local(name, key, shape)
-            )
-            flat[f.start : f.start + f.numel] = values.reshape(-1)[mine][
-                f.first : f.first + f.numel
-            ]
+            if key == "fp32":
+                values = self.source.weights(name, shape)
+            else:
+                values = self.source.local(name, key, shape)
+            values = values.reshape(-1)[mine]
+            flat[f.start : f.start + f.numel] = values[f.first : f.first + f.numel]
         return flat
 
     def _relink(self) -> None:
@@ -316,14 +305,13 @@ def _schedule_problems(engine: Any, folder: Path) -> list[str]:
     if schedule is None or file is None:
         return []
     saved = read(file).get("lr_scheduler")
-    if saved is not None and ("last_batch_iteration" in saved) == (
-        "last_batch_iteration" in schedule.state_dict()
-    ):
+    mark = "last_batch_iteration"  # of DeepSpeed's
+    if saved is not None and (mark in saved) == (mark in schedule.state_dict()):
         return []
     return [
         f"scheduler: got {type(schedule).__name__}, accepted: the schedule that {folder} was saved "
-        "with, if any, or "
-        "load_lr_scheduler_states=False, with which the schedule starts from its beginning"
+        "with, if any, or load_lr_scheduler_states=False, with which the schedule starts from its "
+        "beginning"
     ]
 
 

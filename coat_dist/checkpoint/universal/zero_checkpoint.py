@@ -66,15 +66,14 @@ class ZeroCheckpoint:
             kind = "model" if stages > 1 else "tensor"
             raise ValueError(
                 f"{source}: got optimizer files of {given[0]} {kind}- x {given[1]} data-parallel "
-                "ranks, accepted: of "
-                f"{wanted[0]} x {wanted[1]}, which wrote it, and model files of {wanted[0]}"
+                f"ranks, accepted: of {wanted[0]} x {wanted[1]}, which wrote it, and model files "
+                f"of {wanted[0]}"
             )
         if len(self.models) > 1 and rules is None:
             raise ValueError(
                 f"{model_files[0][0]}: of {len(self.models)} tensor-parallel ranks and without "
                 "universal_checkpoint_info, accepted: one rank, or a model whose attribute of that "
-                "name was set before "
-                "it was saved"
+                "name was set before it was saved"
             )
         self.shards = [
             [Shard(path, d, len(row), models[0]["param_shapes"]) for d, path in enumerate(row)]
@@ -161,8 +160,7 @@ class ZeroCheckpoint:
             if flat.numel() != shapes[name].numel():
                 raise ValueError(
                     f"{self.source}: {name} {key}: got {flat.numel()} elements over all ranks, "
-                    "accepted: "
-                    f"{shapes[name].numel()}"
+                    f"accepted: {shapes[name].numel()}"
                 )
             pieces.append(flat.view(shapes[name]))
         return self.join(name, pieces)
@@ -253,10 +251,8 @@ def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
         if held.shape != low.shape or not ((held == low) | (held.isnan() & low.isnan())).all():
             raise ValueError(
                 f"{row[0].path}: zero_optimization.round_robin_gradients: got true, and places of "
-                "parameters as "
-                "DeepSpeed records them then, which are wrong; accepted: false, or a checkpoint of "
-                "an engine of "
-                "coat_dist.initialize"
+                "parameters as DeepSpeed records them then, which are wrong; accepted: false, or a "
+                "checkpoint of an engine of coat_dist.initialize"
             )
 
 

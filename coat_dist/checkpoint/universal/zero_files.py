@@ -120,9 +120,9 @@ class Shard:
         nothing of it.
         """
         place = self.place(name)
-        return (
-            self.group_of[place.flat] if place.numel and "coat_m_q" in self._state(name) else None
-        )
+        if not place.numel or "coat_m_q" not in self._state(name):
+            return None
+        return self.group_of[place.flat]
 
     def codes(self, name: str, first: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Groups of a parameter's part that begins at ``first``, with nothing else in them; and
@@ -154,8 +154,7 @@ class Shard:
             found = ", ".join(sorted(state)) or "nothing (saved before the first step)"
             raise ValueError(
                 f"{self.path}: state of {name}: got {found}, accepted: that of CoatAdamW, or step, "
-                "exp_avg and "
-                "exp_avg_sq"
+                "exp_avg and exp_avg_sq"
             )
         return state
 

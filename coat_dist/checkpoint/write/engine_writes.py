@@ -56,11 +56,9 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
                         _name_converter(one)
                 result = write(*args, **kwargs)
             except Exception as error:  # a value that cannot be pickled may raise anything
-                text = (
-                    str(error)
-                    if isinstance(error, OSError | RuntimeError)
-                    else f"{type(error).__name__}: {error}"
-                )
+                text = str(error)
+                if not isinstance(error, OSError | RuntimeError):
+                    text = f"{type(error).__name__}: {error}"
                 if "unexpected pos" in text:  # torch.save's words for a full disk
                     text = os.strerror(errno.ENOSPC)
                 kept = OSError(f"{path}: {text}")
@@ -89,8 +87,10 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
         yield writes
     finally:
         for (owner, name), own in zip(places, before, strict=True):
-            # Without one, its class's is found.
-            delattr(owner, name) if own is None else setattr(owner, name, own)
+            if own is None:  # its class's is found again
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 def _size(given: Any) -> int:

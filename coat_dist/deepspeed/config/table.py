@@ -234,9 +234,8 @@ RULES = (
     Key("datastates_ckpt", _ON_DISK, lambda v, f: v not in (None, False)),
     Key(
         "checkpoint.use_node_local_storage",
-        "false with tensor parallelism {f.tp}: DeepSpeed then writes the model states of each "
-        "node's first rank alone",
-        lambda v, f: f.tp > 1 and v,
+        "false: all ranks save into one folder, which all nodes share",
+        _on,
     ),
     *(
         Key(
@@ -335,12 +334,6 @@ STAGES = (
     Key(f"{_ZERO}.overlap_comm", f"false with pipeline stages {_LATE}", _on),
     Key(f"{OFFLOAD}.device", '"none" with pipeline stages', _off_gpu),
     Key("fp16.enabled", "false with pipeline stages (bf16 needs no loss scaling)", _on),
-    Key(
-        "checkpoint.use_node_local_storage",
-        "false with pipeline stages (DeepSpeed would write the model states of each node's first "
-        "rank alone)",
-        _on,
-    ),
 )
 """Settings that Megatron's pipeline stages cannot honour."""
 

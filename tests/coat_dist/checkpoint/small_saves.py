@@ -1,8 +1,15 @@
-"""A small engine for tests of saving: built, stepped, its weights, and what lies in a folder."""
+"""Engines for tests of saving and loading: what they hold, what a folder holds, and what a call
+says.
+"""
 
 from pathlib import Path
 
 import torch
+
+from coat_dist.checkpoint.manifest import CheckpointError
+from tests.coat_dist.checkpoint.universal_runs import WithBuffer
+from tests.coat_dist.deepspeed.zero_runs import differences as changes
+from tests.coat_dist.deepspeed.zero_runs import snapshot
 
 ONE = {
     "train_micro_batch_size_per_gpu": 2,
@@ -34,9 +41,93 @@ def listed(folder):
     return sorted(p.name for p in Path(folder).iterdir() if not p.name.startswith("zero_to_"))
 
 
-class Killed(BaseException):
-    pass
+def told(function, *args, **kwargs):
+    """The error's type and text, or what the call returned."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
-def fail(*args):
-    raise KeyError("of one rank")
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+class Extra(torch.nn.Module):
+    """Keeps a value in the model's state dict that is no parameter and no buffer."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, value):
+        self.value = value
+
+
+class Stateful(WithBuffer):
+    def __init__(self):
+        super().__init__()
+        self.amaxes = Extra(torch.zeros(4))
+        self.counts = Extra({"seen": 0, "names": []})
+        self.nothing = Extra(None)
+
+
+def build(settings, model=Stateful, frozen=("frozen",), universal=False, mpu=None, **more):
+    import deepspeed
+
+    import coat_dist
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}},
+        "checkpoint": {"load_universal": universal},
+        **settings,
+        **more,
+    }
+    with deepspeed.zero.Init(
+        config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
+    ):
+        net = model()
+    for name, p in net.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    return coat_dist.initialize(model=net, config=config, mpu=mpu)[0]
+
+
+def everything(engine):
+    """All that loading may change."""
+    extra = [m.value for m in engine.module.modules() if isinstance(m, Extra)]
+    return (
+        snapshot(engine),
+        [b.clone() for b in engine.module.buffers()],
+        repr(extra),
+        (engine.global_steps, engine.global_samples, engine.lr_scheduler.state_dict()),
+    )
+
+
+def on_rank_0(rank, do):
+    torch.distributed.barrier()
+    if rank == 0:
+        do()
+    torch.distributed.barrier()
+
+
+def refused(engine, **arguments):
+    """The error of loading, a ``CheckpointError`` that changes nothing."""
+    before = everything(engine)
+    try:
+        engine.load_checkpoint(**arguments)
+        return "loaded"
+    except CheckpointError as error:
+        after = everything(engine)
+        assert not changes(before[0], after[0]), changes(before[0], after[0])
+        assert all(map(torch.equal, before[1], after[1])) and before[2:] == after[2:]
+        return str(error)

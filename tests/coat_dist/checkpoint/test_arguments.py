@@ -2,15 +2,16 @@
 loaded.
 """
 
+import inspect
+import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.coat_dist.checkpoint.small_saves import small, step
-from tests.coat_dist.checkpoint.test_loading import build, on_rank_0
-from tests.coat_dist.checkpoint.test_whole import told
+from tests.coat_dist.checkpoint.small_saves import build, listed, on_rank_0, small, step, told
 from tests.coat_dist.deepspeed.zero_runs import CASES, run
 from tests.support import run_ranks
 
@@ -54,6 +55,71 @@ def test_what_loading_returned_may_be_saved_again(tmp_path):
     assert run_ranks(1, handed_back, str(tmp_path)) == [[]]
 
 
+def arguments(rank, world, folder):
+    """DeepSpeed's arguments and defaults; what they write; tags; two ranks."""
+    engine, said = build(CASES["zero-2"]), {}
+    run(engine, rank, 0, 1)
+    original = type(engine).save_checkpoint
+    same = inspect.signature(engine.save_checkpoint) == inspect.signature(original.__get__(engine))
+    assert engine.save_checkpoint(folder) is True
+    assert (
+        listed(folder) == ["global_step1", "latest"]
+        and Path(folder, "latest").read_text() == "global_step1"
+    )
+    files = json.loads(Path(folder, "global_step1", "manifest.json").read_text())["files"]
+    for name, (size, checksum) in files.items():
+        data = Path(folder, "global_step1", name).read_bytes()
+        assert (len(data), zlib.crc32(data)) == (size, checksum), name
+    assert set(files) == set(listed(f"{folder}/global_step1")) - {"manifest.json"}
+    state = {"universal_checkpoint_info": {"a": 1}, "x": 2}  # as Megatron-DeepSpeed passes it
+    engine.save_checkpoint(folder, 7, state, False)
+    assert state.items() <= engine.load_checkpoint(folder, 7)[1].items()
+    for tag in ("", ".", "..", "/tmp/x", "a/b", "latest", ".lock", ".unfinished-a", " a", "a\n"):
+        said[tag] = told(engine.save_checkpoint, folder, tag=tag)
+    said["ranks"] = told(engine.save_checkpoint, folder, tag=f"rank{rank}")
+    said["flags"] = told(engine.save_checkpoint, folder, save_latest=rank == 0)
+    said["keys"] = told(
+        engine.save_checkpoint, folder, client_state={"x": 1, "lr_scheduler": None} if rank else {}
+    )
+    said["list"] = told(engine.save_checkpoint, folder, client_state=[1])
+    said["pickle"] = told(
+        engine.save_checkpoint, folder, client_state={"f": (lambda: 0) if rank == 0 else 1}
+    )
+    said["file"] = told(engine.save_checkpoint, __file__)
+    said["load"] = told(engine.load_checkpoint, folder, "")
+    torch.distributed.barrier()
+    return same, said, listed(folder)
+
+
+def test_arguments_are_deepspeeds(tmp_path):
+    first, second = run_ranks(2, arguments, str(tmp_path / "save"))
+    assert first == second
+    same, said, left = first
+    assert same and left == ["7", "global_step1", "latest"]
+    special = {"ranks", "flags", "keys", "list", "pickle", "file", "load"}
+    start = "CheckpointError: tag: got {!r}, accepted: "
+    assert all(
+        text.startswith(start.format(tag)) and text.count("tag: got") == 1
+        for tag, text in said.items()
+        if tag not in special
+    )
+    assert (
+        "tag: got 'rank0' on rank 0, 'rank1' on rank 1, accepted: the same on all ranks"
+        in said["ranks"]
+    )
+    assert (
+        "save_latest: got True on rank 0, False on rank 1, accepted: the same on all ranks"
+        in said["flags"]
+    )
+    assert said["keys"].startswith(
+        "CheckpointError: client_state: got keys lr_scheduler, which DeepSpeed writes itself"
+    )
+    assert said["list"].startswith("CheckpointError: AttributeError")
+    assert "rank 0: " in said["pickle"] and "mp_rank_00_model_states.pt" in said["pickle"]
+    assert f"cannot write {__file__}" in said["file"]
+    assert said["load"].startswith("CheckpointError: tag: got '', which is not the name of")
+
+
 def loading(rank, world, folder):
     engine, said = build(CASES["zero-2"]), {}
     run(engine, rank, 0, 1)
@@ -95,10 +161,25 @@ def test_what_holds_no_checkpoints_is_not_taken_for_a_new_run(tmp_path):
         "holds checkpoints",
         "outer": f"tag: got 'b', which is no checkpoint in {tmp_path}, accepted: a",
         "nothing": "TypeError: ",
-        "different": "load_optimizer_states: got True on rank 0; False on rank 1, accepted: the "
+        "different": "load_optimizer_states: got True on rank 0, False on rank 1, accepted: the "
         "same on",
     }.items():
         assert str(said[name]).startswith(f"CheckpointError: {text}"), said[name]
+
+
+def weights_of_another_tag(rank, world, folder):
+    engine = build(CASES["zero-3"])
+    for tag in ("a", "b"):
+        engine.save_checkpoint(folder, tag=tag)
+    return told(engine.load_checkpoint, folder, tag="a", load_optimizer_states=False)
+
+
+def test_weights_alone_at_stage_3_are_those_of_latest(tmp_path):
+    for said in run_ranks(2, weights_of_another_tag, str(tmp_path)):
+        assert said.startswith(
+            "CheckpointError: load_optimizer_states: got False with tag 'a' and "
+            f"zero_optimization.stage 3, where DeepSpeed reads what {tmp_path}/latest names, 'b'; "
+        )
 
 
 class Sized(torch.nn.Sequential):

@@ -5,7 +5,7 @@ coat_dist.
 import pytest
 import torch
 
-from tests.coat_dist.checkpoint.test_whole import told
+from tests.coat_dist.checkpoint.small_saves import told
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 from tests.support import run_ranks
 
@@ -58,5 +58,5 @@ def test_states_of_coat_adamw_are_refused_by_key_on_every_rank(tmp_path, whole):
     )
     for said, same, theirs, weights in run_ranks(2, loads, str(tmp_path), whole):
         assert all(key in text for text in said[:2]) and same, said
-        assert ("tag: got 'ours' on rank 0; 'theirs' on rank 1" if whole else key) in said[2]
+        assert ("tag: got 'ours' on rank 0, 'theirs' on rank 1" if whole else key) in said[2]
         assert "theirs" in theirs and "ours" in weights, "what fits is loaded"

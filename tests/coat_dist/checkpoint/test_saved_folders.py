@@ -15,7 +15,7 @@ from coat_dist.checkpoint.save import Extras
 from coat_dist.checkpoint.write.durable import write_text
 from coat_dist.checkpoint.write.lock import LOCK, locked
 from coat_dist.checkpoint.write.publish import begin, find, finish, retire, unfinished
-from tests.coat_dist.checkpoint.small_saves import Killed, listed, small, step
+from tests.coat_dist.checkpoint.small_saves import listed, small, step
 from tests.support import run_ranks
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
@@ -144,7 +144,10 @@ def unpublished(rank, world, folder):
     engine = small(BF16)
     step(engine)
     found = {}
-    with mock.patch.object(os, "rename", side_effect=Killed), contextlib.suppress(Killed):
+    with (
+        mock.patch.object(os, "rename", side_effect=KeyboardInterrupt),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         engine.save_checkpoint(f"{folder}/first", tag="t")  # written, and never given its name
     found["manifest"] = Path(folder, "first", ".unfinished-t", "manifest.json").is_file()
     found["first"] = engine.load_checkpoint(f"{folder}/first")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist import convert_to_universal
-from tests.coat_dist.checkpoint.test_whole import told
+from tests.coat_dist.checkpoint.small_saves import told
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
 from tests.support import run_ranks
 

@@ -1,38 +1,20 @@
-"""Universal checkpoints: BF16_Optimizer and sub-groups (``test_matrix.py`` has the rest), and
-what is not converted.
+"""Universal checkpoints: models that train other parameters, files of DeepSpeed's converter, codes,
+and what is not converted. ``tests/contracts/test_resume.py`` has kinds of engines.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from coat_dist import convert_to_universal
+from coat_dist.checkpoint.universal.codes import read_codes, select_codes, write_codes
 from coat_dist.optim import CoatAdamW
-from tests.coat_dist.checkpoint.universal_runs import build, load_and_compare, train_and_save
-from tests.coat_dist.deepspeed.zero_runs import CASES
+from tests.coat_dist.checkpoint.small_saves import build, refused
+from tests.coat_dist.checkpoint.universal_runs import WithBuffer, load_and_compare, train_and_save
+from tests.coat_dist.deepspeed.zero_runs import CASES, run
 from tests.support import run_ranks
-
-
-@pytest.mark.parametrize(
-    ("source", "ranks", "target", "to"),
-    [
-        ("zero-3, sub-groups", 2, "zero-3", 1),
-        ("zero-3", 2, "zero-1, BF16_Optimizer", 2),
-        ("zero-1, BF16_Optimizer", 2, "zero-2", 1),
-    ],
-)
-def test_other_optimizers_of_deepspeed_and_sub_groups(source, ranks, target, to, tmp_path):
-    saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path))[0]
-    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
-    for r in run_ranks(
-        to, load_and_compare, CASES[target], str(tmp_path), saved, "BF16" not in source
-    ):
-        assert r["problems"] == []
-        # Of groups with fp32 moments; no fp32 copy of the others.
-        assert r["linked"] <= {"exp_avg", "exp_avg_sq"}
-        codes = {f"coat_{m}_{t}" for m in "mv" for t in "qak"}
-        assert set(r["keys"]) - {"coat_seed"} == {"exp_avg", "exp_avg_sq", "step"} | codes
 
 
 def test_what_deepspeeds_converter_writes_loads(tmp_path):
@@ -90,3 +72,157 @@ def test_fp32_moments_stop_the_first_step():
         ValueError, match="got exp_avg, exp_avg_sq, step, accepted with moments='fp8'"
     ):
         optimizer.step()
+
+
+def weights(engine):
+    """The model's own, whole, and masters in fp32 of what is trained."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(
+        list(named.values()), enabled=hasattr(named["scale"], "ds_id")
+    ):
+        held = {n: p.detach().clone() for n, p in named.items()}
+    return held, {
+        n: safe_get_full_fp32_param(p).clone() for n, p in named.items() if p.requires_grad
+    }
+
+
+def frozen_now_and_then(rank, world, settings, folder):
+    """A universal checkpoint loaded by models that train less, more and other things."""
+    engine = build(settings)
+    engine.module.amaxes.value, engine.module.counts.value = (
+        torch.arange(4.0),
+        {"seen": 7, "names": ["a"]},
+    )
+    engine.module.seen += torch.tensor([1, 2, 3])
+    run(engine, rank, 0, 3)
+    held, masters = weights(engine)
+    engine.save_checkpoint(folder, tag="plain")
+    engine.destroy()
+    if rank == 0:
+        convert_to_universal(f"{folder}/plain", f"{folder}/universal")
+    torch.distributed.barrier()
+    arguments, wrong = {"load_dir": Path(folder), "tag": "universal"}, []
+
+    engine = build(settings, frozen=("frozen", "up", "norm.weight"), universal=True)
+    run(engine, rank, 5, 6)
+    engine.load_checkpoint(**arguments)
+    got, trained = weights(engine)
+    wrong += [f"frozen now: {n}" for n, x in got.items() if not torch.equal(x, held[n])]
+    wrong += [
+        f"frozen now: {n}"
+        for n, x in got.items()
+        if n in masters and not torch.equal(x, masters[n].bfloat16())
+    ]
+    wrong += [
+        f"frozen now: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])
+    ]
+    wrong += (
+        []
+        if len(trained) == 4 and torch.equal(engine.module.seen, torch.tensor([1, 2, 3]))
+        else ["buffer"]
+    )
+    wrong += [] if torch.equal(engine.module.amaxes.value, torch.arange(4.0)) else ["amaxes"]
+    wrong += [] if engine.module.counts.value == {"seen": 7, "names": ["a"]} else ["counts"]
+    wrong += [] if all(0 < x < 10 for x in run(engine, rank, 6, 7)) else ["loss"]
+    engine.destroy()
+
+    engine = build(settings, frozen=("nothing",), universal=True)
+    run(engine, rank, 5, 6)
+    messages = [refused(engine, **arguments)]
+    engine.load_checkpoint(**arguments, load_optimizer_states=False)
+    got, trained = weights(engine)
+    wrong += [f"frozen then: {n}" for n, x in got.items() if not torch.equal(x, held[n])]
+    masters |= {n: x.float() for n, x in held.items() if n not in masters}
+    wrong += [
+        f"frozen then: master {n}" for n, x in trained.items() if not torch.equal(x, masters[n])
+    ]
+    wrong += [] if len(trained) == len(held) else ["frozen then: not all are trained"]
+    engine.destroy()
+    return wrong, messages
+
+
+@pytest.mark.parametrize("case", ["zero-1", "zero-1, BF16_Optimizer", "zero-3"])
+def test_what_was_trained_and_is_frozen_and_the_other_way_round(case, tmp_path):
+    for wrong, (message,) in run_ranks(2, frozen_now_and_then, CASES[case], str(tmp_path)):
+        assert wrong == []
+        assert "frozen.weight, frozen.bias had no moments when this was saved" in message or (
+            "frozen." in message
+            and "load_optimizer_states=False, which loads weights alone" in message
+        )
+
+
+class Fewer(WithBuffer):
+    """Without extra states, and with a buffer that was not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("newer", torch.ones(2))
+        self.amaxes = self.counts = None
+
+
+def other_names(rank, world, settings, folder):
+    """A model without two modules of the checkpoint, and with a buffer that it does not have."""
+    engine = build(settings)
+    run(engine, rank, 0, 2)
+    engine.save_checkpoint(folder, tag="plain")
+    if rank == 0:
+        convert_to_universal(f"{folder}/plain", f"{folder}/universal")
+    engine.destroy()
+    engine = build(settings, model=Fewer, universal=True)
+    run(engine, rank, 5, 6)
+    said = refused(engine, load_dir=folder, tag="universal")
+    engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
+    return said, engine.global_steps
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_names_of_another_model_are_refused_unless_load_module_strict_is_false(case, tmp_path):
+    for said, steps in run_ranks(2, other_names, CASES[case], str(tmp_path)):
+        assert "got amaxes._extra_state, counts._extra_state" in said
+        assert "missing newer, accepted: " in said and "load_module_strict" in said
+        assert steps == 2
+
+
+def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
+    """Gate and up of a frozen gated MLP, joined by [gate; gate; up; up] of two ranks; extra
+    states of each rank.
+    """
+    from coat_dist.checkpoint.universal.folder import UniversalFolder
+
+    zero = tmp_path / "zero"
+    zero.mkdir()
+    torch.save({}, zero / "optimizer_state.pt")
+    entry = {"param": torch.arange(8.0).view(8, 1), "cat_dim": 0, "param_n_sub_params": 2}
+    torch.save({"fc1.weight": entry}, zero / "rest.pt")
+    torch.save(
+        {"a._extra_state": [{"x": 1}, {"x": 2}], "b._extra_state": [3, 3]}, zero / "extra_state.pt"
+    )
+    for rank, rows in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
+        source = UniversalFolder(tmp_path, (rank, 2))
+        assert source.weights("fc1.weight", torch.Size([4, 1])).flatten().tolist() == rows
+        assert source.extra_state("a._extra_state") == {"x": rank + 1}
+    one = UniversalFolder(tmp_path, (0, 1))
+    assert one.extra_state("b._extra_state") == 3
+    with pytest.raises(
+        ValueError, match="a._extra_state: got one for each of 2 tensor-parallel ranks, accepted"
+    ):
+        one.extra_state("a._extra_state")
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_codes_are_taken_over_where_they_mean_the_same(normalize, tmp_path):
+    p, q = (torch.nn.Parameter(torch.zeros(256)) for _ in range(2))
+    saved, other = CoatAdamW([p], normalize=False), CoatAdamW([q], normalize=normalize)
+    for optimizer, x in ((saved, p), (other, q)):
+        x.grad = torch.randn(256)
+        optimizer.step()
+    path, starts = tmp_path / "codes.coat", torch.tensor([0, 128])
+    write_codes(
+        path, saved.param_groups[0], [[(starts, select_codes(saved.state[p], slice(0, 2)))]]
+    )
+    found = read_codes(path, other.state[q], other.param_groups[0], (0, 0, 256), (0, 1))
+    assert found == (0 if normalize else 2)
+    assert torch.equal(other.state[q]["coat_m_q"], saved.state[p]["coat_m_q"]) is not normalize

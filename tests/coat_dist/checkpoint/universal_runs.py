@@ -1,7 +1,10 @@
 """Engines that save and load universal checkpoints, and how what they hold is compared."""
 
+import functools
+
 import torch
 
+from coat_dist.optim.state import FP32_KEYS
 from tests.coat_dist.deepspeed.zero_runs import Model, run
 
 
@@ -55,16 +58,34 @@ def contents(engine):
     with deepspeed.zero.GatheredParameters(everything, enabled=hasattr(everything[0], "ds_id")):
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     weights["seen"] = engine.module.seen.clone()
+    moment = coat_dist.safe_get_full_moment
+    if not isinstance(engine.optimizer.optimizer, coat_dist.CoatAdamW):
+        moment = functools.partial(moment_of_adamw, engine)
     return {
         "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
-        "first": {n: coat_dist.safe_get_full_moment(p, "first") for n, p in trained.items()},
-        "second": {n: coat_dist.safe_get_full_moment(p, "second") for n, p in trained.items()},
+        "first": {n: moment(p, "first") for n, p in trained.items()},
+        "second": {n: moment(p, "second") for n, p in trained.items()},
         "weights": weights,
-        "steps": sorted({s["step"] for s in engine.optimizer.optimizer.state.values()}),
+        "steps": sorted({int(s["step"]) for s in engine.optimizer.optimizer.state.values()}),
         "groups": [
-            (g["lr"], g["weight_decay"], g["moments"]) for g in engine.optimizer.param_groups
+            (g["lr"], g["weight_decay"], g.get("moments")) for g in engine.optimizer.param_groups
         ],
     }
+
+
+def moment_of_adamw(engine, p, which):
+    """A moment of torch's AdamW, put together from every rank's partitions."""
+    from coat_dist.checkpoint.zero_partitions import partitions
+
+    whole = torch.zeros(getattr(p, "ds_shape", p.shape))
+    for part in partitions(engine.optimizer):
+        held = engine.optimizer.optimizer.state[part.flat][FP32_KEYS[which]]
+        for f in part.fragments:
+            if f.param is p:
+                mine = held[f.start : f.start + f.numel]
+                whole.view(-1)[f.first : f.first + f.numel] = mine
+    torch.distributed.all_reduce(whole)
+    return whole
 
 
 def train_and_save(rank, world, settings, folder):

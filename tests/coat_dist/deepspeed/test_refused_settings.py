@@ -91,7 +91,7 @@ FEATURES = [
         )
     ),
     ("checkpoint.writer", {"type": "fast"}, {}),
-    ("checkpoint.use_node_local_storage", True, TP),
+    ("checkpoint.use_node_local_storage", True, {}),
     ("datastates_ckpt", {}, {}),
     ("datastates_ckpt", True, {}),
     ("optimizer.params.adam_w_mode", False, {}),

@@ -102,17 +102,17 @@ def run(engine, rank, first, last):
 
 
 def snapshot(engine):
-    """Every byte of the optimizer's state, in order of creation, and of the weights."""
+    """Every byte of the optimizer's state, in order of creation, of weights and of buffers."""
     state = [
         {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
-        for s in engine.optimizer.optimizer.state.values()
+        for s in getattr(engine.optimizer, "optimizer", engine.optimizer).state.values()
     ]
     import deepspeed
 
     params = list(engine.module.parameters())
     # Shards end in stray padding.
     with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
-        return state, [p.detach().clone() for p in params]
+        return state, [p.detach().clone() for p in (*params, *engine.module.buffers())]
 
 
 def differences(a, b):

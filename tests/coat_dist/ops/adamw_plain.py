@@ -73,11 +73,9 @@ def check_fp32_steps(
     low=False,
     copy=None,
 ):
-    """Many tensors with fp32 moments: batches of mixed sizes, an empty one and one larger than a
-    batch.
-    """
+    """Many tensors with fp32 moments: of several sizes and types, empty, and not contiguous."""
     g = torch.Generator().manual_seed(0)
-    sizes = [(3, 5), (0,), (7,), (), (adamw_fp32.BATCH_ELEMENTS + 1,), (40,), (4, 6)]
+    sizes = [(3, 5), (0,), (7,), (), ((1 << 16) + 1,), (40,), (4, 6)]
 
     def build():
         g.manual_seed(0)

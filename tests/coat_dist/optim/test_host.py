@@ -8,7 +8,6 @@ GPU.
 import contextlib
 import copy
 import gc
-import pickle
 import random
 import types
 
@@ -246,35 +245,6 @@ def test_chunks_before_one_that_fails_are_stored_before_anybody_reads_them(late,
     assert all(
         equal_bytes(v, found[k]) for k, v in optimizer.state[p].items() if torch.is_tensor(v)
     )
-
-
-def test_state_dicts_go_from_one_place_to_the_other_and_the_place_stays(small_chunks):
-    resident, hosted = pair(**BOTH)
-    train(resident, hosted)
-    saved = pickle.loads(pickle.dumps(hosted[1].state_dict()))
-    back, there = pair(**BOTH)
-    for p, trained in zip([*back[0], *there[0]], 2 * hosted[0], strict=True):
-        p.data.copy_(trained.data)
-    back[1].load_state_dict(saved)
-    there[1].load_state_dict(resident[1].state_dict())
-    assert [x[1].param_groups[0]["state_device"] for x in (back, there)] == ["parameter", "cpu"]
-    for more in (back, there):
-        assert_equal(resident, more)
-    train(resident, hosted, back, there)
-    for more in (hosted, back, there):
-        assert_equal(resident, more)
-
-
-@pytest.mark.parametrize(
-    "make", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
-)
-def test_copies_go_on_as_the_original(small_chunks, make):
-    resident, hosted = pair(**BOTH)
-    train(resident, hosted)
-    again = make(hosted)
-    train(resident, hosted, again)
-    assert_equal(resident, hosted)
-    assert_equal(resident, again)
 
 
 def test_moments_and_master_weights_read_and_write_as_those_on_the_device(small_chunks):

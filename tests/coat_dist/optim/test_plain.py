@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict
 from tests.coat_dist.optim.common import assert_same_state, equal_bytes, make, train
 
-KINDS = ["fp8", "fp32"]
-
 
 def pair(**options):
     """Two equal problems with FP8 and fp32 moments."""
@@ -24,22 +22,6 @@ def pair(**options):
         groups = [{"params": params[:2]}, {"params": params[2:], "moments": "fp32"}]
         found.append((params, CoatAdamW(groups, **{"lr": 0.01, **options})))
     return found
-
-
-@pytest.mark.parametrize("moments", KINDS)
-def test_a_learning_rate_tensor_is_read_in_every_step(moments):
-    lr = torch.tensor(0.125)
-    (params, one), (others, two) = pair(lr=lr)[0], pair(lr=0.125)[1]
-    for optimizer in (one, two):
-        optimizer.param_groups[0]["moments"] = moments
-    train(one, params, 2)
-    train(two, others, 2)
-    lr.fill_(0.5)
-    for g in two.param_groups:
-        g["lr"] = 0.5
-    train(one, params, 2, seed=4)
-    train(two, others, 2, seed=4)
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
 SCHEDULERS = {
@@ -75,32 +57,6 @@ def test_schedulers_drive_lr_and_betas_and_resume(name):
     assert (rates[0][0][1] != (0.9, 0.999)) == (name == "OneCycleLR")
     assert_same_state(one, two)
     assert all(equal_bytes(a, b) for a, b in zip(params, others, strict=True))
-
-
-def test_parameters_of_different_age_in_one_group():
-    """What shares a launch must share the step: a parameter that sat out a step has its own bias
-    correction.
-    """
-    for moments in KINDS:
-        params = [torch.nn.Parameter(torch.zeros(64)) for _ in range(3)]
-        together = CoatAdamW(
-            [{"params": params, "moments": moments}], lr=0.1, stochastic_rounding=False
-        )
-        copies = [torch.nn.Parameter(torch.zeros(64)) for _ in range(3)]
-        alone = [
-            CoatAdamW([{"params": [p], "moments": moments}], lr=0.1, stochastic_rounding=False)
-            for p in copies
-        ]
-        for step, present in enumerate([(1, 1, 0), (1, 0, 0), (1, 0, 1), (1, 1, 1)]):
-            for i, (p, q) in enumerate(zip(params, copies, strict=True)):
-                torch.manual_seed(10 * step + i)
-                p.grad = torch.randn(64) if present[i] else None
-                q.grad = None if p.grad is None else p.grad.clone()
-            together.step()
-            for optimizer in alone:
-                optimizer.step()
-        assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-        assert [together.state[p]["step"] for p in params] == [4, 2, 2]
 
 
 def test_fp32_state_dict_changes_the_layout():

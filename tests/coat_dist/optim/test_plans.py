@@ -2,7 +2,6 @@
 counted on the device.
 """
 
-import copy
 import gc
 import weakref
 
@@ -36,47 +35,10 @@ def no_plans(monkeypatch):
     monkeypatch.setattr(plan.Plan, "of", classmethod(lambda *_: None))
 
 
-OPTIONS = [{}, {"betas": (0.9, 0.95)}, {"stochastic_rounding": True}, {"maximize": True}]
-GAPS = [
-    lambda i, j: False,
-    lambda i, j: (i + j) % 3 == 0,
-    lambda i, j: i == 2 and j == 1,
-    lambda i, j: j == i,
-]
-
-
-@pytest.mark.parametrize("gaps", GAPS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_steps_with_plans_have_the_bits_of_steps_without(monkeypatch, options, gaps):
-    """Whatever gradients are there; parameters of one group then differ in the steps they have
-    taken.
-    """
-    params, optimizer = build(**options)
-    train(params, optimizer, 0, 6, gaps)
-    assert optimizer._plans._plans
-    no_plans(monkeypatch)
-    others, other = build(**options)
-    train(others, other, 0, 6, gaps)
-    assert not other._plans._plans
-    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-    assert_same_state(optimizer, other)
-
-
 def changes():
-    def replace_state(params, optimizer):
-        state = optimizer.state[params[0]]
-        optimizer.state[params[0]] = {
-            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
-        }
 
     def forget(params, optimizer):
         del optimizer.state[params[1]]
-
-    def move_weights(params, optimizer):
-        params[0].data = params[0].data.clone()
-
-    def load(params, optimizer):
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     def add(params, optimizer):
         params.append(torch.nn.Parameter(torch.ones(64)))
@@ -88,9 +50,6 @@ def changes():
 
     def count(params, optimizer):
         optimizer.state[params[2]]["step"] = 7
-
-    def round_otherwise(params, optimizer):
-        optimizer.param_groups[0]["betas"] = (0.9, 0.95)
 
     def other_seed(params, optimizer):
         optimizer.state[params[0]]["coat_seed"] = 77

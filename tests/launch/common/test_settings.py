@@ -69,7 +69,7 @@ ADAMW = {
         ),
         (
             {"checkpoint": {"use_node_local_storage": True}},
-            "checkpoint.use_node_local_storage: got True, accepted: fal",
+            "checkpoint.use_node_local_storage: got [Tt]rue, accepted: fal",
         ),
         ({"coat": {"optimiser": {}}}, "coat.optimiser: unknown key"),
     ],

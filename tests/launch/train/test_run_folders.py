@@ -15,7 +15,7 @@ from coat_dist.ranks import check_same_on_all_ranks
 from launch.train import pretrain_options
 from launch.train.metrics import read_metrics
 from launch.train.run_folders import open_folders, open_on_nodes
-from tests.coat_dist.checkpoint.test_team import error_of, on_a_node
+from tests.coat_dist.test_shared_folders import error_of, on_a_node
 from tests.launch.pretrain_runs import command, configuration, rank_main
 from tests.support import held_elsewhere, run_ranks
 
