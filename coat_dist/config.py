@@ -2,7 +2,7 @@
 
 Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and
 what is accepted, before anything is built. Keys and defaults are the fields below. Which of
-DeepSpeed's own settings are refused beside the block is the table in ``deepspeed/config/table.py``.
+DeepSpeed's own settings are refused beside the block is the table in ``settings.py``.
 """
 
 from __future__ import annotations

@@ -31,8 +31,12 @@ LAYERS = (
     ("megatron_patches", "coat_dist.children"),
     ("coat_dist", "coat_dist.report", "coat_dist.__main__"),
     ("coat_dist.deepspeed",),
+    ("coat_dist.deepspeed.parallel",),
+    ("coat_dist.deepspeed.step",),
     ("coat_dist.checkpoint", "coat_dist.hf"),
     ("coat_dist.patching",),
+    ("coat_dist.settings",),
+    ("coat_dist.known_keys",),
     ("coat_dist.optim", "coat_dist.flow"),
     ("coat_dist.ops",),
     ("coat_dist.kernels",),
@@ -49,7 +53,13 @@ another.
 SAME_ROW = {("benchmarks", "launch")}
 """But benchmarks build their models as ``launch`` does."""
 MAY_IMPORT = {
-    "deepspeed": ("coat_dist.deepspeed", "coat_dist.checkpoint", "launch", "benchmarks.speed.hf"),
+    "deepspeed": (
+        "coat_dist.deepspeed",
+        "coat_dist.known_keys",
+        "coat_dist.checkpoint",
+        "launch",
+        "benchmarks.speed.hf",
+    ),
     "megatron": ("megatron_patches", "launch", "benchmarks"),
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.deepspeed.config.validate import check_parallel
+from coat_dist.settings import Settings
 from launch.data import dataset as data
 from launch.model.gpt import ModelConfig, parameter_count
 from launch.train.arguments import PretrainOptions
@@ -68,7 +68,7 @@ class Plan:
 
     args: PretrainOptions
     settings: dict[str, Any]
-    """The DeepSpeed configuration, "coat" block included."""
+    """The DeepSpeed configuration, without the "coat" block."""
     coat: CoatConfig | None
     model: ModelConfig
     schedule: Schedule
@@ -126,7 +126,7 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """Plain values that say what this run is; kept in checkpoints."""
-        settings = {k: v for k, v in self.settings.items() if k != "coat"}
+        settings = dict(self.settings)
         if self.coat is not None:
             settings["coat"] = self.coat.model_dump()
         a = self.args
@@ -221,7 +221,7 @@ def assemble(
     model.check_parallel(tp, args.sequence_parallel)
     dp = world // tp // args.pipeline_parallel
     model.check_expert_parallel(args.expert_parallel, dp)
-    check_parallel(settings, ep=args.expert_parallel, stages=args.pipeline_parallel)
+    Settings.read(settings).check_parallel(stages=args.pipeline_parallel, ep=args.expert_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(

@@ -34,9 +34,8 @@ from ...ops import split
 from ...optim.master import read_master, write_master
 from ...optim.moments import read_moment, write_moment
 from ...optim.state import MOMENT_OF, MOMENTS, WhichMoment, ensure_state
-from ..build.round_robin import after_linking
 from .fp8_gather import let_go
-from .master_weights import keeps_remainders
+from .links import after_linking
 
 __all__ = [
     "answer_on_optimizer",
@@ -242,11 +241,11 @@ def _device(zero: Any) -> torch.device:
 # DeepSpeed's accessors.
 
 
-def answer_on_parameters(zero: Any) -> None:
+def answer_on_parameters(zero: Any, remainders: bool) -> None:
     """Answer for a ZeRO-1, 2 or BF16_Optimizer with a CoatAdamW: by methods of every parameter,
     which DeepSpeed puts there whenever it links them.
     """
-    after_linking(zero, functools.partial(_answer, keeps_remainders(zero)))
+    after_linking(zero, functools.partial(_answer, remainders))
 
 
 def _answer(remainders: bool, zero: Any) -> None:
@@ -260,14 +259,14 @@ def _answer(remainders: bool, zero: Any) -> None:
         )
 
 
-def answer_on_optimizer(zero: Any) -> None:
+def answer_on_optimizer(zero: Any, remainders: bool) -> None:
     """Answer for a ZeRO-3 optimizer with a CoatAdamW, by its methods."""
     for getter, setter, get, put in (
         ("get_full_hp_param", "set_full_hp_param", _get_full, _set_full),
         ("get_local_fp32_param", "set_local_hp_param", _get_local, _set_local),
     ):
         set_master = functools.partial(_in_order_of_stage_3, getattr(zero, setter))
-        get, put = _accessors(getattr(zero, getter), set_master, keeps_remainders(zero), get, put)
+        get, put = _accessors(getattr(zero, getter), set_master, remainders, get, put)
         setattr(zero, getter, get)
         setattr(zero, setter, functools.partial(_in_order_of_stage_3, put))
 

@@ -9,7 +9,6 @@ weights without optimizer states is replaced here.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -17,9 +16,15 @@ import torch
 from ...checkpoint.zero_partitions import partitions
 from ...config import CoatConfigError, Problem
 from ...optim.state import has_remainder
-from ..reviewed import is_verified_build
+from .reviewed import is_verified_build
 
-__all__ = ["check_master_weights", "keeps_remainders", "pairs_of_copies", "share_memory"]
+__all__ = [
+    "check_master_weights",
+    "keeps_remainders",
+    "pairs_of_copies",
+    "restore_from_bit16_weights",
+    "share_memory",
+]
 
 
 def check_master_weights(zero: Any) -> None:
@@ -59,7 +64,6 @@ def share_memory(zero: Any) -> None:
     if is_verified_build():
         for flat, weights in pairs_of_copies(zero):
             flat.data = weights.data
-    zero._restore_from_bit16_weights = types.MethodType(_restore_from_bit16_weights, zero)
 
 
 def pairs_of_copies(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -72,8 +76,10 @@ def pairs_of_copies(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats)]
 
 
-def _restore_from_bit16_weights(zero: Any) -> None:
-    """Weights were loaded without optimizer states: they are the master weights."""
+def restore_from_bit16_weights(zero: Any) -> None:
+    """In place of the method of that name: weights were loaded without optimizer states, and
+    are the master weights.
+    """
     type(zero)._restore_from_bit16_weights(zero)
     for state in zero.optimizer.state.values():
         if "coat_p_low" in state:

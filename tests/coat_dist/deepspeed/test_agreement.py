@@ -71,13 +71,12 @@ def test_every_rank_raises_what_one_has_found(configs, late, words, tmp_path):
 
 def alone(rank, world):
     """One rank builds an engine that the other does not build."""
-    from coat_dist.deepspeed.config import agreement
-    from coat_dist.deepspeed.config.validate import Request
+    from coat_dist.deepspeed import request
 
-    agreement.PATIENCE = 0.2
+    request.PATIENCE = 0.2
     started = time.monotonic()
     if rank == 1:
-        agreement.agree(Request({}, passed_on=True))
+        request.agree(request.Request({}, passed_on=True))
     waited = time.monotonic() - started
     dist.barrier()
     return waited

@@ -168,6 +168,7 @@ def test_what_is_replaced_is_what_the_list_says():
         assert same, "a second time nothing changes"
     seen = {name for attached, *_ in found.values() for name in attached}
     unseen = {
+        "ranks hear of one another",  # of several ranks: test_heartbeat.py
         "step: the host does not wait for reductions",  # on a GPU
         # test_pipeline_module.py.
         "gradient norm of a PipelineModule with other groups on other stages",

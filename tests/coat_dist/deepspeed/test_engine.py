@@ -5,14 +5,13 @@ ranks.
 import contextlib
 import copy
 import io
-import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 from coat_dist import CoatConfigError
+from coat_dist.settings import Settings
 from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed
 from tests.support import run_ranks
 
@@ -71,12 +70,7 @@ OFF = {"enabled": False}
             "ranks were started differently: coat.optimizer.expand: true on rank 0, false on rank "
             "1",
         ),
-        ({"coat": {}}, "coat.activation.enabled: got true"),
         ({"coat": {"optimizer": {"group_size": 3}}}, "coat.optimizer.group_size: got 3"),
-        (
-            {"optimizer": {"type": "AdamW8bit"}, "coat": {"activation": OFF}},
-            "coat: got a block that compresses nothing",
-        ),
     ],
 )
 def test_errors_reach_every_rank(changes, words):
@@ -130,49 +124,6 @@ def test_groups_that_differ_between_ranks_are_named():
     assert same == [1, 1], "iterators are read once, and split into both kinds"
 
 
-def made_by_callables(rank, world):
-    """Messages for optimizers that come from a callable, and how often it was called."""
-    quiet_deepspeed()
-    import coat_dist
-
-    calls, messages = [], []
-
-    def ours(params):
-        calls.append(1)
-        return coat_dist.CoatAdamW(params, lr=1e-3)
-
-    plain = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
-    block = {"coat": {"optimizer": {"expand": False}, "activation": {"enabled": False}}}
-    for make, config in (
-        (ours, {**plain, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}),
-        (torch.optim.AdamW, {**plain, "coat": {"activation": {"enabled": False}}}),
-        (ours, {**plain, **block}),
-        (torch.optim.AdamW, {**plain, **block}),
-        (None, {**plain, **block}),
-    ):
-        try:
-            coat_dist.initialize(model=model(), optimizer=make, config=config)
-        except coat_dist.CoatConfigError as error:
-            messages.append(str(error))
-    return messages, len(calls)
-
-
-def test_an_optimizer_of_a_callable_is_checked_before_zero_is_built():
-    for messages, calls in run_ranks(2, made_by_callables):
-        elastic, effect, expand, foreign, nothing = messages
-        assert (
-            effect.startswith("coat: got a block that compresses nothing") and '"AdamW"' in effect
-        )
-        assert calls == 2 and elastic.startswith(
-            "zero_optimization.elastic_checkpoint: got true, accepted: false"
-        )
-        assert expand.startswith(
-            "coat.optimizer.expand: got false beside a CoatAdamW that has true"
-        )
-        assert foreign.startswith("coat.optimizer: got a block beside optimizer=AdamW")
-        assert nothing.startswith("optimizer.type: got null, accepted: ")
-
-
 def test_a_file_that_cannot_be_read_is_named_by_either_call(tmp_path):
     deepspeed = quiet_deepspeed()
     import coat_dist
@@ -181,17 +132,6 @@ def test_a_file_that_cannot_be_read_is_named_by_either_call(tmp_path):
     for call in (deepspeed.initialize, coat_dist.initialize):
         with pytest.raises(coat_dist.CoatConfigError, match="^config: .*ds.json is not JSON: "):
             call(model=torch.nn.Linear(3, 3), config=str(tmp_path / "ds.json"))
-
-
-def test_exactly_one_configuration():
-    import coat_dist
-
-    with pytest.raises(coat_dist.CoatConfigError, match="got 0 of"):
-        coat_dist.initialize(model=model())
-    with pytest.raises(coat_dist.CoatConfigError, match="got 2 of"):
-        coat_dist.initialize(model=model(), config=CONFIG, config_params=CONFIG)
-    with pytest.raises(ValueError, match="model: got None"):
-        coat_dist.initialize(config=CONFIG)
 
 
 ALONE = {
@@ -215,21 +155,29 @@ def built(net, config=ALONE, **given):
     return engine, [line for line in said.getvalue().splitlines() if line.startswith("coat_dist: ")]
 
 
+HOSTED = {**ALONE, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
 def start_line(rank, world):
-    given, lightning = copy.deepcopy(ALONE), copy.deepcopy(ALONE)
-    lines = built(torch.nn.Linear(128, 128), given)[1]
-    with mock.patch.dict(sys.modules, {"lightning": object()}):
-        built(torch.nn.Linear(64, 64), lightning)
-    return lines, given, lightning
+    """What an engine prints, its configuration for other libraries, and the caller's own."""
+    given, settings = copy.deepcopy(HOSTED), Settings.read(ALONE)
+    lines = built(torch.nn.Linear(128, 128), settings)[1]
+    engine, more = built(torch.nn.Linear(64, 64), given)
+    plain = {k: v for k, v in ALONE.items() if k not in ("coat", "optimizer")}
+    net = torch.nn.Linear(64, 64)
+    adamw = torch.optim.AdamW(net.parameters())
+    built(net, Settings.read(plain), optimizer=adamw)
+    return lines + more, engine.config["zero_optimization"], given
 
 
-def test_one_line_says_what_runs():
-    lines, given, lightning = run_ranks(1, start_line)[0]
-    assert lines == ["coat_dist: CoatAdamW; no layers in the FP8 flow"]
-    assert given == ALONE, "the caller's configuration was changed"
-    assert lightning == ALONE | {"zero_allow_untested_optimizer": True}, (
-        "where trainer.test looks that key up"
-    )
+def test_initialize_says_what_runs_and_leaves_the_callers_configuration():
+    lines, zero, given = run_ranks(1, start_line)[0]
+    flow = "no layers in the FP8 flow"
+    assert lines == [
+        f"coat_dist: CoatAdamW; {flow}",
+        f"coat_dist: CoatAdamW, states in host memory; {flow}",
+    ]
+    assert given == HOSTED and zero == HOSTED["zero_optimization"]
 
 
 def reference(rank, world, frozen, bf16):

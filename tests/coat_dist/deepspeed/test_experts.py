@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist import CoatConfigError
-from coat_dist.deepspeed.expert_parallel import announced_experts
+from coat_dist.deepspeed.parallel.experts import announced_experts
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.coat_dist.deepspeed.zero_runs import run, snapshot
 from tests.support import run_ranks

@@ -5,7 +5,7 @@ DeepSpeed skips it.
 import pytest
 import torch
 
-from coat_dist.deepspeed import reviewed
+from coat_dist.deepspeed.step import reviewed
 from tests.support import run_ranks
 
 STEPS, BAD = 5, 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coat_dist.deepspeed.build.pipeline import check_noise_of_tied
+from coat_dist.deepspeed.parallel.pipeline import check_noise_of_tied
 from tests.support import run_ranks
 
 

@@ -2,8 +2,8 @@
 steps.
 """
 
-import itertools
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_dist.deepspeed import reviewed
+from coat_dist.deepspeed.step import reviewed
 from tests.support import run_ranks
 
 
@@ -120,7 +120,7 @@ def test_what_lies_in_a_row():
 
 def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
     """Zeros of a step before are forgotten where a new partition lies in their memory."""
-    from coat_dist.deepspeed.step.step_gradients import add_without_a_copy
+    from coat_dist.deepspeed.step.step_gradients import add_without_a_copy, build_zeros
 
     memory = torch.zeros(100)
 
@@ -134,7 +134,8 @@ def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
             )
 
     zero = Bare(micro_step_id=0, averaged_gradients={})
-    add_without_a_copy(zero)
+    zero._add_to_grad_partition_buffer = partial(add_without_a_copy, zero)
+    zero._build_compact_grad_partition_buffer = partial(build_zeros, zero)
     one, two = torch.full((5,), 1.5).bfloat16(), torch.full((5,), 2.0).bfloat16()
     zero.build(2)
     zero._add_to_grad_partition_buffer(None, one)
@@ -188,7 +189,7 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
     """
     from deepspeed.accelerator import get_accelerator
 
-    from coat_dist.deepspeed.step.step_gradients import has_reduction_stream, wait_on_the_gpu
+    from coat_dist.deepspeed.step.step_gradients import wait_on_the_gpu
 
     accelerator, order = get_accelerator(), []
     current = SimpleNamespace(wait_stream=lambda other: order.append(other))
@@ -206,25 +207,16 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
 
     zero = Zero()
     wait_on_the_gpu(zero)
-    zero.independent_gradient_partition_epilogue()
     zero.boundary = False
-    zero.independent_gradient_partition_epilogue()
+    wait_on_the_gpu(zero)
     assert order == ["reductions", "host"] and "synchronize" not in vars(accelerator)
-    with mock.patch("coat_dist.deepspeed.step.step.may_leave_out_passes", lambda _: True):
-        for overlap, contiguous, stream in itertools.product(
-            (True, False), (True, False), ("s", None)
-        ):
-            given = SimpleNamespace(
-                overlap_comm=overlap, contiguous_gradients=contiguous, reduction_stream=stream
-            )
-            assert has_reduction_stream(given) == (overlap and contiguous and stream is not None)
 
 
 def test_when_the_norm_is_known() -> None:
     """A norm forgets the event of the step before, and after a call that changed nothing there
     is none.
     """
-    from coat_dist.deepspeed.step.step import _norm, norm_known
+    from coat_dist.deepspeed.step.step import gradient_norm, norm_known
 
     zero = SimpleNamespace(coat_norm_known="event", device="cpu", dp_process_group=None)
     zero._model_parallel_all_reduce = lambda **_: None
@@ -233,6 +225,6 @@ def test_when_the_norm_is_known() -> None:
         for a in (True, False)
     ]
     with mock.patch("deepspeed.comm.all_reduce"):
-        assert float(_norm(zero, [], [])) == 0.0
+        assert float(gradient_norm(zero, [], [])) == 0.0
     known.append(norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda: True)))
     assert known == ["event", None, None]

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from pathlib import Path
 
-from ..ranks import rank_and_world
+from ...ranks import rank_and_world
 
 __all__ = ["VERIFIED", "build_hash", "is_verified_build"]
 
