@@ -6,8 +6,8 @@ DeepSpeed's objects.
   makes the optimizer that a configuration names. What is refused is the table in
   ``coat_dist/settings.py``.
 - ``attach.py``: the ordered list of what is replaced on DeepSpeed's objects, and why.
-- ``parallel/``: pipelines, divided experts, replicated gradients. ``step/``, below it: passes of the
-  step, master weights, accessors, FP8 gathers; ``step/reviewed.py`` lists the verified DeepSpeed
+- ``parallel/``: pipelines, divided experts, replicated gradients. ``step/``, below it: passes of
+  the step, master weights, accessors, FP8 gathers; ``step/step.py`` lists the verified DeepSpeed
   builds, by file hash.
 - ``heartbeat.py`` names ranks that hang or have ended. ``zero_init.py`` builds ZeRO-3 models in
   shards, and ``without_launcher.py`` starts ranks: both before the engine.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,7 +28,7 @@ from ..optim import CoatAdamW
 from ..ranks import rank_and_world
 from . import heartbeat
 from .parallel import experts, pipeline, pipeline_module
-from .step import accessors, fp8_gather, links, master_weights, offload_states, step, step_gradients
+from .step import accessors, fp8_gather, master_weights, offload_states, step, step_gradients
 
 __all__ = ["ATTACHMENTS", "FOR_NEW_ENGINES", "Attachment", "Built", "attach"]
 
@@ -150,10 +151,10 @@ def attach_for_rooms_above(b: Built) -> None:
 ATTACHMENTS = (
     Attachment(
         "places under round_robin_gradients",
-        lambda b: links.deals_out(b.zero),
+        lambda b: accessors.deals_out(b.zero),
         put("zero._link_all_hp_params"),
         "first: everything below asks where parameters lie; right for any optimizer",
-        lambda b: links.relink(b.zero),
+        lambda b: accessors.relink(b.zero),
     ),
     Attachment(
         "safe_get_full_moment and its companions",
@@ -320,7 +321,10 @@ ATTACHMENTS = (
     Attachment(
         "a pipeline stage, driven by a schedule",
         lambda b: b.is_zero and b.staged,
-        put("engine.forward", "engine.backward"),
+        {
+            "engine.forward": partial(pipeline.refuse_part, "forward"),
+            "engine.backward": partial(pipeline.refuse_part, "backward"),
+        },
         "anywhere: nothing else is put around these",
         lambda b: pipeline.attach_stage(b.engine),
     ),
@@ -333,19 +337,9 @@ ATTACHMENTS = (
     ),
     Attachment(
         "a pipeline stage steps with reduced gradients",
-        lambda b: b.is_zero and b.staged and not b.engine_reduces,
-        put("engine.step", "zero.reduce_gradients"),
-        "anywhere: nothing else is put around these",
-        lambda b: pipeline.refuse_unreduced_steps(b.engine, b.zero, "reduce_gradients"),
-    ),
-    Attachment(
-        "a pipeline stage steps with reduced gradients (BF16_Optimizer)",
-        lambda b: b.is_zero and b.staged and b.engine_reduces,
-        put("engine.step", "engine.buffered_allreduce_fallback"),
-        "after what else is put around the fallback",
-        lambda b: pipeline.refuse_unreduced_steps(
-            b.engine, b.engine, "buffered_allreduce_fallback"
-        ),
+        lambda b: b.is_zero and b.staged,
+        {"engine.step": pipeline.step_reduced_gradients},
+        "before Megatron's jobs, which wrap `step`",
     ),
     Attachment(
         "gradient norm over pipeline stages",

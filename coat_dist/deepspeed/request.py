@@ -14,13 +14,13 @@ collective would.
 from __future__ import annotations
 
 import functools
-import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ __all__ = ["Request", "agree", "given_configurations", "validate"]
 # numbers of engines.
 PATIENCE = 20.0
 HEARD = 5.0  # seconds that a rank with an error waits for the others to read it, before it raises
+
+_ERROR = "error: "
 
 _NOTHING = Settings.read({})
 _calls = 0  # of this process: all ranks of a program build their engines in the same order
@@ -82,9 +84,7 @@ class Request:
             if facts.block:
                 key, what = "coat.optimizer", "a block"
             accepted = "no optimizer argument, or a CoatAdamW"
-            if name == "DeepSpeedCPUAdam":  # Accelerate puts it in the place of an object
-                accepted += f' with "zero_force_ds_cpu_optimizer": false beside {OFFLOAD}'
-            raise CoatConfigError(Problem(key, f"got {what} beside optimizer={name}", accepted))
+            _refuse(key, f"got {what} beside optimizer={name}", accepted)
         else:
             _check_effect(facts.coat, name)
 
@@ -99,7 +99,7 @@ class Request:
             # DeepSpeed, which is being built, would step there.
             if on_cpu and not self.facts.hosted and isinstance(optimizer, CoatAdamW):
                 accepted = '"none" with a callable, or "optimizer.type": "CoatAdamW"'
-                raise CoatConfigError(Problem(f"{OFFLOAD}.device", 'got "cpu"', accepted))
+                _refuse(f"{OFFLOAD}.device", 'got "cpu"', accepted)
             self.settings.check(tp=self.facts.tp, optimizer=optimizer)
             return optimizer
 
@@ -140,24 +140,24 @@ def _validate(request: Request, explicit: bool) -> None:
         request.passed_on = True
         return
     if model is None:
-        raise CoatConfigError(Problem("model", "got None", "a torch.nn.Module"))
+        _refuse("model", "got None", "a torch.nn.Module")
     if len(read) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
-        accepted = "exactly one of them"
-        raise CoatConfigError(Problem("config", f"got {len(read)} of {ways}", accepted))
+        _refuse("config", f"got {len(read)} of {ways}", "exactly one of them")
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     facts = request.facts = request.settings.check(
         optimizer=object_given,
         tp=tp,
         cp=_size(mpu, "get_context_parallel_world_size"),
-        stages=stages(mpu),
+        stages=1 if mpu is None else stages(mpu),
         ep=_size(mpu, "get_expert_model_parallel_world_size"),
         pipeline=pipeline,
         frozen=not any(p.requires_grad for p in model.parameters()),
     )
     coat = facts.coat
-    if not pipeline:
+    # Other models than Megatron's are not tensor-parallel.
+    if not pipeline and (tp > 1 or (mpu is None and "megatron.core" in sys.modules)):
         check_replicated_grads(model, mpu, tp)
     if coat is not None:
         request.to_patch = _to_patch(model, coat)
@@ -181,6 +181,10 @@ def _validate(request: Request, explicit: bool) -> None:
             request.groups = tied_apart(request.groups, request.tied)
 
 
+def _refuse(key: str, given: str, accepted: str) -> NoReturn:
+    raise CoatConfigError(Problem(key, given, accepted))
+
+
 def given_configurations(given: Mapping[str, Any]) -> list[Any]:
     """What is given as configuration, in each of the ways that ``deepspeed.initialize`` knows;
     :class:`Settings` stand for what they were read from.
@@ -199,8 +203,7 @@ def _check_type(facts: Facts, coat: CoatConfig, given: Mapping[str, Any]) -> Non
         # "optimizer" out.
         evaluates = "optimizer" not in facts.values and "model_parameters" not in given
         if facts.stage in (1, 2) or (facts.block and not (facts.stage3 and evaluates)):
-            accepted = '"CoatAdamW", or an optimizer argument'
-            raise CoatConfigError(Problem("optimizer.type", "got null", accepted))
+            _refuse("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument')
     elif name != "CoatAdamW":
         _check_effect(coat, name)
 
@@ -215,7 +218,7 @@ def _check_effect(coat: CoatConfig | None, optimizer: str) -> None:
             f'is "{optimizer}")'
         )
         accepted = '"optimizer": {"type": "CoatAdamW"}, activation.enabled true, or no block'
-        raise CoatConfigError(Problem("coat", given, accepted))
+        _refuse("coat", given, accepted)
 
 
 def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
@@ -232,13 +235,9 @@ def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
             "a transformers model, megatron_patches.initialize instead for a Megatron "
             "model, or false"
         )
-        raise CoatConfigError(
-            Problem(key, f"got true, but no module of {type(model).__name__} is patched", accepted)
-        )
+        _refuse(key, f"got true, but no module of {type(model).__name__} is patched", accepted)
     if patched and not coat.activation.enabled:
-        raise CoatConfigError(
-            Problem(key, "got false, but the model is patched", "true, or an unpatched model")
-        )
+        _refuse(key, "got false, but the model is patched", "true, or an unpatched model")
     check_settings(model, coat.activation)
     return False
 
@@ -306,41 +305,37 @@ def _exchange(request: Request) -> None:
         return
     store, error = dist.distributed_c10d._get_default_store(), request.error
     keys = [f"coat_dist/initialize/{call}/{one}" for one in range(world)]
-    kind = "refused" if error else "with" if request.facts.ours else "without"
-    store.set(keys[rank], json.dumps([kind, str(error)]))
-    wait_for(keys, HEARD if error else group_timeout() if request.facts.ours else PATIENCE)
-    ranks = [one for one in range(world) if store.check([keys[one]])]
-    left = dict(
-        zip(ranks, map(json.loads, store.multi_get([keys[one] for one in ranks])), strict=True)
-    )
-    if error or len({kind for kind, _ in left.values()}) > 1:
+    mine, patience = "without", PATIENCE
+    if error:
+        mine, patience = f"{_ERROR}{error}", HEARD
+    elif request.facts.ours:
+        mine, patience = "with", group_timeout()
+    store.set(keys[rank], mine)
+    wait_for(keys, patience)
+    there = [one for one in range(world) if store.check([keys[one]])]
+    left: dict[str, list[int]] = {}
+    for one, text in zip(there, store.multi_get([keys[one] for one in there]), strict=True):
+        left.setdefault(text.decode(), []).append(one)
+    if error or len(left) > 1:
         time.sleep(1.0)  # until all have read: the store ends with the process of rank 0
         if not error:
             _raise(left)
 
 
-def _raise(left: Mapping[int, tuple[str, str]]) -> None:
-    """Raise what ranks have left in the store: their kinds and errors."""
-    errors: dict[str, list[int]] = {}
-    for rank, (kind, text) in left.items():
-        if kind == "refused":
-            errors.setdefault(text, []).append(rank)
-    if errors:
-        lines = (
-            f"{line} (on {say_ranks(ranks)})"
-            for text, ranks in errors.items()
-            for line in text.splitlines()
+def _raise(left: Mapping[str, list[int]]) -> NoReturn:
+    """Raise what ranks have left in the store."""
+    lines = []
+    for text, ranks in left.items():
+        if text.startswith(_ERROR):
+            for line in text.removeprefix(_ERROR).splitlines():
+                lines.append(f"{line} (on {say_ranks(ranks)})")
+    if not lines:
+        given = f"on {say_ranks(left['with'])}, neither on {say_ranks(left['without'])}"
+        lines.append(
+            f'ranks were started differently: a "coat" block or a CoatAdamW {given}; '
+            "accepted: the same configuration on all ranks"
         )
-        raise CoatConfigError(*lines)
-    with_, without = (
-        say_ranks([rank for rank, one in left.items() if one[0] == kind])
-        for kind in ("with", "without")
-    )
-    text = (
-        f'ranks were started differently: a "coat" block or a CoatAdamW on {with_}, neither on '
-        f"{without}; accepted: "
-    )
-    raise CoatConfigError(f"{text}the same configuration on all ranks")
+    raise CoatConfigError(*lines)
 
 
 def _compare(request: Request) -> None:

@@ -9,7 +9,6 @@ a model, so calling them is an error.
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any, NoReturn
 
@@ -17,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
-from ...config import CoatConfigError, Problem
+from ...config import CoatConfigError
+from ...config_errors import Problem
 from ...ranks import gather
 from ..step.step import by_what_the_norm_counts
 
@@ -28,8 +28,13 @@ __all__ = [
     "attach_stage",
     "check_noise_of_tied",
     "has_groups_of_norms",
+    "is_stage",
+    "norm_over_stages",
+    "reduce_gradients",
+    "refuse_part",
+    "stages",
+    "step_reduced_gradients",
 ]
-__all__ += ["is_stage", "norm_over_stages", "reduce_gradients", "refuse_unreduced_steps", "stages"]
 
 TIED = "/tied"
 """End of the name of the parameter group of a weight that two stages hold
@@ -54,8 +59,8 @@ def is_stage(engine: Any) -> bool:
 
 
 def attach_stage(engine: Any) -> None:
-    """Make an engine one of a stage; CoatConfigError where its FP8 moments would let a tied
-    weight's copies drift apart.
+    """Let gradients be reduced after all micro-batches; CoatConfigError where FP8 moments would let
+    a tied weight's copies drift apart.
     """
     zero = engine.optimizer
     _check_tied(zero)
@@ -64,9 +69,6 @@ def attach_stage(engine: Any) -> None:
         hook.remove()
     if not has_groups_of_norms(zero):
         _accumulate_in_fp32(zero)
-    engine.forward, engine.backward = (
-        functools.partial(_refuse, name, engine) for name in ("forward", "backward")
-    )
 
 
 def has_groups_of_norms(zero: Any) -> bool:
@@ -88,7 +90,8 @@ def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
     return RuntimeError(f"engine.{name}: called on {where}, {what}; accepted: {accepted}")
 
 
-def _refuse(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse_part(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """In place of ``engine.forward`` and ``backward``, for ``name``."""
     raise _refusal(engine, name, "which is a part of a model")
 
 
@@ -199,29 +202,17 @@ def reduce_gradients(engine: Any) -> None:
         zero.reduce_gradients()
     else:
         engine.buffered_allreduce_fallback()
+    engine.coat_reduced = True
     engine.micro_steps += engine.gradient_accumulation_steps() - 1  # `step` counts the last one
 
 
-def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
-    """Let ``engine.step`` raise RuntimeError where ``owner.name``, which reduces, was not called
+def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of ``engine.step``: RuntimeError where :func:`reduce_gradients` was not called
     before it.
     """
-    reduce, step, reduced = getattr(owner, name), engine.step, [False]
-
-    @functools.wraps(reduce)
-    def reduce_and_note(*args: Any, **kwargs: Any) -> Any:
-        reduced[0] = True
-        return reduce(*args, **kwargs)
-
-    @functools.wraps(step)
-    def checked_step(*args: Any, **kwargs: Any) -> Any:
-        if not reduced[0]:
-            raise _refusal(engine, "step", "whose gradients nothing has reduced")
-        reduced[0] = False
-        return step(*args, **kwargs)
-
-    setattr(owner, name, reduce_and_note)
-    engine.step = checked_step
+    if not vars(engine).pop("coat_reduced", False):
+        raise _refusal(engine, "step", "whose gradients nothing has reduced")
+    return type(engine).step(engine, *args, **kwargs)
 
 
 def check_noise_of_tied(engine: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from ...checkpoint.zero_partitions import partitions
 from ...config import CoatConfigError, Problem
 from ...optim.state import has_remainder
-from .reviewed import is_verified_build
+from .step import is_verified_build
 
 __all__ = [
     "check_master_weights",
@@ -59,7 +59,7 @@ def keeps_remainders(zero: Any) -> bool:
 
 def share_memory(zero: Any) -> None:
     """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was
-    built. With an unverified DeepSpeed (``reviewed.py``) they stay two copies.
+    built. With an unverified DeepSpeed (``step.py``) they stay two copies.
     """
     if is_verified_build():
         for flat, weights in pairs_of_copies(zero):

@@ -18,7 +18,7 @@ import torch
 from ...checkpoint.zero_partitions import members, partitions
 from ...optim import host
 from .master_weights import keeps_remainders, pairs_of_copies
-from .reviewed import is_verified_build
+from .step import is_verified_build
 
 __all__ = ["offload_states", "reload_states"]
 

@@ -14,23 +14,30 @@ started what comes next. One wait is left, for the norm: the host has to know wh
 skipped. After the update ZeRO copies its fp32 partition to the 16-bit one; the step writes both.
 
 The entries of ``attach.py`` whose names begin with "step" leave this out, only with a verified
-DeepSpeed (``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU,
+DeepSpeed (:data:`VERIFIED`). Results are the same bits, with two exceptions: the norm on a GPU,
 whose fp64 sums have another order; and clipping with ``bf16_remainder``, where DeepSpeed rounds the
 clipped gradients to bf16 and the step, which clips in fp32, does not.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...checkpoint.zero_partitions import base_optimizer
-from .reviewed import is_verified_build
+from ...ranks import rank_and_world
 
 __all__ = [
+    "VERIFIED",
+    "build_hash",
     "by_what_the_norm_counts",
     "gradient_norm",
+    "is_verified_build",
     "leave_to_the_norm",
     "may_leave_out_passes",
     "norm_known",
@@ -40,6 +47,46 @@ __all__ = [
     "step_with_copy",
     "unscale_and_clip_in_the_step",
 ]
+
+
+logger = logging.getLogger("coat_dist")
+
+_FILES = ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/utils.py")
+
+VERIFIED = {"0.19.8": "bd01c9d9d4a1d1cfc9b19c2c4e5489b6ffc3f2002ca61158e164c0abd190e116"}
+"""The hash of ``_FILES`` of each DeepSpeed version that was read and that the tests run. To add
+one: read what ``step*.py`` and ``master_weights.py`` rely on, install that version and run
+``tests/coat_dist``.
+"""
+
+
+def build_hash() -> str:
+    """Hash of the installed DeepSpeed's ``_FILES``."""
+    import deepspeed
+
+    folder = Path(deepspeed.__file__).parent
+    digests = (hashlib.sha256((folder / name).read_bytes()).digest() for name in _FILES)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+@functools.cache
+def is_verified_build() -> bool:
+    """Whether the installed DeepSpeed's ZeRO is one that was read; rank 0 warns once where it is
+    not.
+    """
+    verified = build_hash() in VERIFIED.values()
+    if not verified and rank_and_world()[0] == 0:
+        import deepspeed
+
+        logger.warning(
+            "DeepSpeed %s is not a verified build (%s): engine.step() keeps all of DeepSpeed's "
+            "passes over gradients "
+            "and weights and takes 2 to 3.4 times as long; results are the same. docs/support.md "
+            "says how to add one",
+            deepspeed.__version__,
+            ", ".join(VERIFIED),
+        )
+    return verified
 
 
 def may_leave_out_passes(zero: Any) -> bool:

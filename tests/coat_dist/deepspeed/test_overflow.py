@@ -5,7 +5,7 @@ DeepSpeed skips it.
 import pytest
 import torch
 
-from coat_dist.deepspeed.step import reviewed
+from coat_dist.deepspeed.step import step as reviewed
 from tests.support import run_ranks
 
 STEPS, BAD = 5, 2

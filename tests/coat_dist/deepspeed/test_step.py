@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_dist.deepspeed.step import reviewed
+from coat_dist.deepspeed.step import step as reviewed
 from tests.support import run_ranks
 
 
