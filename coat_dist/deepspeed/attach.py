@@ -21,8 +21,7 @@ from ..checkpoint.read.native_check import check_native_loads, refuse_compressed
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
-from ..config import CoatConfig, CoatConfigError
-from ..config_errors import Problem
+from ..config import CoatConfig, refuse
 from ..flow.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
 from ..ranks import rank_and_world
@@ -104,7 +103,7 @@ class Built:
 
 
 class Attachment(NamedTuple):
-    """One line of the list."""
+    """One line of the list. The comment above its name is the reason of its place in the order."""
 
     name: str
     applies: Callable[[Built], Any]
@@ -112,8 +111,6 @@ class Attachment(NamedTuple):
     """Methods: "engine.", "zero." (engine.optimizer) or "param." (every parameter), the name; each
     with the function that takes its place, or None where ``attach`` puts it there.
     """
-    why_here: str
-    """The reason of its place in the order."""
     attach: Callable[[Built], object] | None = None
     every_engine: bool = False
     """Also for a call of deepspeed.initialize that has nothing of this project."""
@@ -139,7 +136,7 @@ def drop_when_weights_change(engine: Any) -> None:
 def refuse_training(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """In place of methods that train, of an engine that has no optimizer."""
     given = "got 0, at which an engine with CoatAdamW only evaluates"
-    raise CoatConfigError(Problem("zero_optimization.stage", given, "1, 2 or 3 to train"))
+    refuse("zero_optimization.stage", given, "1, 2 or 3 to train")
 
 
 def attach_for_rooms_above(b: Built) -> None:
@@ -150,52 +147,53 @@ def attach_for_rooms_above(b: Built) -> None:
 
 ATTACHMENTS = (
     Attachment(
+        # First: everything below asks where parameters lie; right for any optimizer.
         "places under round_robin_gradients",
         lambda b: accessors.deals_out(b.zero),
         put("zero._link_all_hp_params"),
-        "first: everything below asks where parameters lie; right for any optimizer",
         lambda b: accessors.relink(b.zero),
     ),
     Attachment(
+        # Before DeepSpeed's accessors, which are answered by ours; of another optimizer it
+        # forgets the parameters.
         "safe_get_full_moment and its companions",
         lambda b: b.is_zero,
         {},
-        "before DeepSpeed's accessors, which are answered by ours; of another optimizer it forgets "
-        "the parameters",
         lambda b: accessors.register(b.zero),
     ),
     Attachment(
+        # Before anything for CoatAdamW is replaced: it may refuse.
         "master_weights fit what ZeRO hands over",
         lambda b: b.ours,
         {},
-        "before anything for CoatAdamW is replaced: it may refuse",
         lambda b: master_weights.check_master_weights(b.zero),
     ),
     Attachment(
+        # Before the accessors: parameters are then linked anew, to the shared memory.
         "one memory for weights and master weights",
         lambda b: b.remainders,
         {"zero._restore_from_bit16_weights": master_weights.restore_from_bit16_weights},
-        "before the accessors: parameters are then linked anew, to the shared memory",
         lambda b: master_weights.share_memory(b.zero),
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "states are moved to host memory and back",
         lambda b: b.ours and hasattr(b.zero, "offload_states"),
         {
             "zero.offload_states": offload_states.offload_states,
             "zero.reload_states": offload_states.reload_states,
         },
-        "anywhere: nothing else is put around these",
     ),
     Attachment(
+        # After the places: whenever ZeRO links parameters, places are corrected first and
+        # accessors put on them next.
         "DeepSpeed's accessors, stages 1 and 2",
         lambda b: b.ours and not b.stage3,
         put("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
-        "after the places: whenever ZeRO links parameters, places are corrected first and "
-        "accessors put on them next",
         lambda b: accessors.answer_on_parameters(b.zero, b.remainders),
     ),
     Attachment(
+        # As at stages 1 and 2; nothing is linked here.
         "DeepSpeed's accessors, stage 3",
         lambda b: b.ours and b.stage3,
         put(
@@ -204,48 +202,48 @@ ATTACHMENTS = (
             "zero.get_local_fp32_param",
             "zero.set_local_hp_param",
         ),
-        "as at stages 1 and 2; nothing is linked here",
         lambda b: accessors.answer_on_optimizer(b.zero, b.remainders),
     ),
     Attachment(
+        # Anywhere: nothing else is put around saving.
         "checkpoints that are whole: saving",
         lambda b: b.any_coat,
         put("engine.save_checkpoint"),
-        "anywhere: nothing else is put around saving",
         lambda b: save_whole_checkpoints(b.engine),
     ),
     Attachment(
+        # Before all below that add their checks to it.
         "checkpoints that are whole: loading",
         lambda b: b.any_coat,
         put("engine.load_checkpoint"),
-        "before all below that add their checks to it",
         lambda b: load_whole_checkpoints(b.engine),
     ),
     Attachment(
+        # After the places, which it compares; before the universal loader, whose check is asked
+        # second.
         "checks of DeepSpeed's own checkpoints",
         lambda b: b.ours,
         put("engine.load_checkpoint"),
-        "after the places, which it compares; before the universal loader, whose check is asked "
-        "second",
         lambda b: check_native_loads(b.engine),
     ),
     Attachment(
+        # After what finds and verifies the checkpoint: where that is there, this is one more
+        # check of it.
         "checkpoints of CoatAdamW are refused",
         lambda b: b.is_zero and not b.ours,
         put("engine.load_checkpoint"),
-        "after what finds and verifies the checkpoint: where that is there, this is one more check "
-        "of it",
         lambda b: refuse_compressed_moments(b.engine),
         every_engine=True,
     ),
     Attachment(
+        # After the places, which say what part of a parameter this rank loads.
         "universal checkpoints",
         lambda b: b.universal,
         put("engine.load_checkpoint", "zero._load_universal_checkpoint"),
-        "after the places, which say what part of a parameter this rank loads",
         lambda b: enable_universal_load(b.engine),
     ),
     Attachment(
+        # Anywhere: nothing else is put around it.
         "experts are reduced with BF16_Optimizer",
         lambda b: (
             b.engine_reduces
@@ -253,144 +251,144 @@ ATTACHMENTS = (
             and not b.engine.has_moe_layers
         ),
         {"engine.buffered_allreduce_fallback": experts.reduce_experts},
-        "anywhere: nothing else is put around it",
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "experts or layers of other ranks are missed",
         lambda b: b.staged or b.divided,
         {
             "engine.save_16bit_model": experts.refuse_single_file,
             "engine.save_fp16_model": experts.refuse_single_file,
         },
-        "anywhere: nothing else is put around these",
     ),
     Attachment(
+        # Anywhere before the last: needs nothing from above.
         "step: infinities are found by the gradient norm",
         lambda b: b.bf16 and not b.uncounted,
         {"zero.check_overflow": step.leave_to_the_norm},
-        "anywhere before the last: needs nothing from above",
     ),
     Attachment(
+        # With the one before it, which relies on it where some gradients are not counted.
         "step: the gradient norm reads gradients once",
         lambda b: b.bf16 and not b.staged,
         {"zero.get_grad_norm_direct": step.gradient_norm},
-        "with the one before it, which relies on it where some gradients are not counted",
     ),
     Attachment(
+        # Instead of the two before it, never with them.
         "step: infinities are looked for where the norm does not count",
         lambda b: b.uncounted,
         {"zero.has_overflow_partitioned_grads_serial": step.overflow_outside_the_norm},
-        "instead of the two before it, never with them",
     ),
     Attachment(
+        # Anywhere: needs nothing from above.
         "step: gradients are added without a copy",
         lambda b: b.passes,
         {
             "zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy,
             "zero._build_compact_grad_partition_buffer": step_gradients.build_zeros,
         },
-        "anywhere: needs nothing from above",
     ),
     Attachment(
+        # After the one before it, by whose sum it adds.
         "step: buckets are reduced where they are",
         lambda b: b.passes,
         {
             "zero.average_tensor": step_gradients.average_later,
             "zero.allreduce_and_copy_with_multiple_ranks": step_gradients.reduce_in_place,
         },
-        "after the one before it, by whose sum it adds",
     ),
     Attachment(
+        # Anywhere: nothing else is put around it.
         "step: the host does not wait for reductions",
         lambda b: b.overlaps,
         {"zero.independent_gradient_partition_epilogue": step_gradients.wait_on_the_gpu},
-        "anywhere: nothing else is put around it",
     ),
     Attachment(
+        # Anywhere before the last: needs nothing from above.
         "step: CoatAdamW unscales and clips",
         lambda b: b.passes,
         {"zero.unscale_and_clip_grads": step.unscale_and_clip_in_the_step},
-        "anywhere before the last: needs nothing from above",
     ),
     Attachment(
+        # Before the last, which wraps `step`: it would be lost here.
         "step: CoatAdamW writes the 16-bit weights",
         lambda b: b.copies and b.zero.dtype in (torch.bfloat16, torch.float16),
         {"zero._optimizer_step": step.step_with_copy, "zero.step": step.step_and_restore},
-        "before the last, which wraps `step`: it would be lost here",
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "a pipeline stage, driven by a schedule",
         lambda b: b.is_zero and b.staged,
         {
             "engine.forward": partial(pipeline.refuse_part, "forward"),
             "engine.backward": partial(pipeline.refuse_part, "backward"),
         },
-        "anywhere: nothing else is put around these",
         lambda b: pipeline.attach_stage(b.engine),
     ),
     Attachment(
+        # Anywhere: replaces nothing.
         "a tied embedding draws the same noise on both stages",
         lambda b: b.ours and b.staged,
         {},
-        "anywhere: replaces nothing",
         lambda b: pipeline.check_noise_of_tied(b.engine),
     ),
     Attachment(
+        # Before Megatron's jobs, which wrap `step`.
         "a pipeline stage steps with reduced gradients",
         lambda b: b.is_zero and b.staged,
         {"engine.step": pipeline.step_reduced_gradients},
-        "before Megatron's jobs, which wrap `step`",
     ),
     Attachment(
+        # Anywhere: nothing else is put around it.
         "gradient norm over pipeline stages",
         lambda b: b.is_zero and b.staged and pipeline.has_groups_of_norms(b.zero),
         put("zero.scaled_global_norm"),
-        "anywhere: nothing else is put around it",
         lambda b: pipeline.norm_over_stages(b.engine),
     ),
     Attachment(
+        # Anywhere: never with the one before it.
         "gradient norm of a PipelineModule with other groups on other stages",
         lambda b: b.ours and hasattr(b.engine, "grid") and pipeline_module.groups_differ(b.engine),
         put("zero.scaled_global_norm"),
-        "anywhere: never with the one before it",
         lambda b: pipeline_module.call_norms_alike(b.engine),
     ),
     Attachment(
+        # After the checks of a pipeline stage's calls: jobs are done where a call is accepted.
         "Megatron's jobs around a step's micro-batches",
         lambda b: any(applies(b.engine) for applies, _ in FOR_NEW_ENGINES),
         put("engine.forward", "engine.backward", "engine.step"),
-        "after the checks of a pipeline stage's calls: jobs are done where a call is accepted",
         attach_for_rooms_above,
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "an engine of stage 0 evaluates",
         lambda b: b.evaluates,
         {"engine.backward": refuse_training, "engine.step": refuse_training},
-        "anywhere: nothing else is put around these",
     ),
     Attachment(
+        # Anywhere: replaces nothing.
         "ranks hear of one another",
         lambda b: (b.ours or b.coat is not None) and rank_and_world()[1] > 1,
         {},
-        "anywhere: replaces nothing",
         lambda b: heartbeat.start(b.engine),
     ),
     Attachment(
+        # Anywhere: replaces nothing.
         "ZeRO-3 fetches weights for the patched modules that read them",
         lambda b: b.readers,
         {},
-        "anywhere: replaces nothing",
         lambda b: fp8_gather.fetch_for_readers(b.module),
         every_engine=True,
     ),
     Attachment(
+        # Anywhere: needs nothing from above, and nothing else replaces what fetches parameters.
         "ZeRO-3 gathers weights of the flow as FP8 codes",
         lambda b: b.readers and fp8_gather.has_flow_weights(b.module),
         put("param.all_gather_coalesced", "param.all_gather", "param.partition"),
-        "anywhere: needs nothing from above, and nothing else replaces what fetches parameters",
         lambda b: fp8_gather.gather_codes(b.module),
     ),
     Attachment(
+        # Last: it wraps methods as they stand, replaced or not.
         "cached FP8 weights are dropped",
         lambda b: (
             b.coat is not None
@@ -404,7 +402,6 @@ ATTACHMENTS = (
             "zero.load_state_dict",
             "zero.update_lp_params",
         ),
-        "last: it wraps methods as they stand, replaced or not",
         lambda b: drop_when_weights_change(b.engine),
     ),
 )

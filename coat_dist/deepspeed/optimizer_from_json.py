@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config import CoatConfig, CoatConfigError
-from ..config_errors import Problem
+from ..config import CoatConfig, refuse
 from ..known_keys import OF_ADAM
 from ..optim import CoatAdamW, param_groups, split_groups
 from .parallel.pipeline_module import parameter_of
@@ -53,7 +52,7 @@ def build_coat_adamw(
     if strange := len((chosen or set()) - {id(p) for _, p in named}):
         given = f"got {strange} that are not parameters of the model"
         accepted = "its parameters, or groups of them"
-        raise CoatConfigError(Problem("model_parameters", given, accepted))
+        refuse("model_parameters", given, accepted)
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place

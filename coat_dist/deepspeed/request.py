@@ -25,8 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..config import CoatConfig, CoatConfigError
-from ..config_errors import Problem
+from ..config import CoatConfig, CoatConfigError, refuse
 from ..optim import CoatAdamW
 from ..patching.report import check_settings
 from ..ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
@@ -84,7 +83,7 @@ class Request:
             if facts.block:
                 key, what = "coat.optimizer", "a block"
             accepted = "no optimizer argument, or a CoatAdamW"
-            _refuse(key, f"got {what} beside optimizer={name}", accepted)
+            refuse(key, f"got {what} beside optimizer={name}", accepted)
         else:
             _check_effect(facts.coat, name)
 
@@ -99,7 +98,7 @@ class Request:
             # DeepSpeed, which is being built, would step there.
             if on_cpu and not self.facts.hosted and isinstance(optimizer, CoatAdamW):
                 accepted = '"none" with a callable, or "optimizer.type": "CoatAdamW"'
-                _refuse(f"{OFFLOAD}.device", 'got "cpu"', accepted)
+                refuse(f"{OFFLOAD}.device", 'got "cpu"', accepted)
             self.settings.check(tp=self.facts.tp, optimizer=optimizer)
             return optimizer
 
@@ -140,10 +139,10 @@ def _validate(request: Request, explicit: bool) -> None:
         request.passed_on = True
         return
     if model is None:
-        _refuse("model", "got None", "a torch.nn.Module")
+        refuse("model", "got None", "a torch.nn.Module")
     if len(read) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
-        _refuse("config", f"got {len(read)} of {ways}", "exactly one of them")
+        refuse("config", f"got {len(read)} of {ways}", "exactly one of them")
     tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     facts = request.facts = request.settings.check(
@@ -181,10 +180,6 @@ def _validate(request: Request, explicit: bool) -> None:
             request.groups = tied_apart(request.groups, request.tied)
 
 
-def _refuse(key: str, given: str, accepted: str) -> NoReturn:
-    raise CoatConfigError(Problem(key, given, accepted))
-
-
 def given_configurations(given: Mapping[str, Any]) -> list[Any]:
     """What is given as configuration, in each of the ways that ``deepspeed.initialize`` knows;
     :class:`Settings` stand for what they were read from.
@@ -203,7 +198,7 @@ def _check_type(facts: Facts, coat: CoatConfig, given: Mapping[str, Any]) -> Non
         # "optimizer" out.
         evaluates = "optimizer" not in facts.values and "model_parameters" not in given
         if facts.stage in (1, 2) or (facts.block and not (facts.stage3 and evaluates)):
-            _refuse("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument')
+            refuse("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument')
     elif name != "CoatAdamW":
         _check_effect(coat, name)
 
@@ -218,7 +213,7 @@ def _check_effect(coat: CoatConfig | None, optimizer: str) -> None:
             f'is "{optimizer}")'
         )
         accepted = '"optimizer": {"type": "CoatAdamW"}, activation.enabled true, or no block'
-        _refuse("coat", given, accepted)
+        refuse("coat", given, accepted)
 
 
 def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
@@ -235,9 +230,9 @@ def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
             "a transformers model, megatron_patches.initialize instead for a Megatron "
             "model, or false"
         )
-        _refuse(key, f"got true, but no module of {type(model).__name__} is patched", accepted)
+        refuse(key, f"got true, but no module of {type(model).__name__} is patched", accepted)
     if patched and not coat.activation.enabled:
-        _refuse(key, "got false, but the model is patched", "true, or an unpatched model")
+        refuse(key, "got false, but the model is patched", "true, or an unpatched model")
     check_settings(model, coat.activation)
     return False
 

@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import coat_dist
 from coat_dist import CoatAdamW, CoatConfig, CoatConfigError
 from coat_dist.config import Problem
+from coat_dist.deepspeed.parallel.experts import announced_experts
 from coat_dist.deepspeed.request import validate
 from coat_dist.known_keys import known_keys
 from coat_dist.settings import Settings
 from tests.coat_dist.configurations import config
+from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed
+from tests.coat_dist.deepspeed.test_pipeline_module import build as build_pipeline
+from tests.coat_dist.deepspeed.test_pipeline_module import settings as pipeline_settings
+from tests.coat_dist.deepspeed.test_pipeline_module import tied_layers
+from tests.support import run_ranks
 
 ZERO, PARAMS, MOMENTS, FLOW = (
     "zero_optimization",
@@ -418,3 +425,97 @@ def test_validate_refuses_a_call(call, key, given):
 
     ((found, said),) = problems(refuse).items()
     assert found == key and said.startswith(given)
+
+
+def small(**changes):
+    coat_dist.initialize(model=model(), config={**CONFIG, **changes})
+
+
+def tied(changes, **given):
+    """A PipelineModule of two stages that both hold a weight."""
+    build_pipeline(tied_layers(), changes, **given)
+
+
+def with_fp8(parameters):
+    return [{"params": parameters, "moments": "fp8"}]
+
+
+def frozen_experts():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for p in net[1].parameters():
+        p.allreduce = False
+    net[1].bias.requires_grad_(False)
+    with announced_experts(net, None, 2):
+        pass
+
+
+def mixed_master_weights():
+    net = model().bfloat16()
+    first, *others = net.parameters()
+    groups = [{"params": [first]}, {"params": others, "master_weights": "bf16_remainder"}]
+    plain = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, ZERO: {"stage": 2}}
+    coat_dist.initialize(model=net, optimizer=CoatAdamW(groups), config=plain)
+
+
+NO_TYPE = {**pipeline_settings(), "coat": {"activation": {"enabled": False}}}
+del NO_TYPE["optimizer"]
+DIFFERENT, DRIFT = (
+    "ranks were started differently: ",
+    'moments: got "fp8" for a weight that several',
+)
+ON_ALL_RANKS = [
+    # The lower halves of some weights would be lost.
+    ("CoatAdamW master_weights: got 'bf16_remainder'", lambda rank: mixed_master_weights()),
+    # Each rank would step its shards with options of its own.
+    (
+        f"{DIFFERENT}gradient_clipping: 1.0 on rank 0, 2.0 on rank 1",
+        lambda rank: small(gradient_clipping=1.0 + rank),
+    ),
+    (
+        f"{DIFFERENT}coat.optimizer.expand: true on rank 0, false on rank 1",
+        lambda rank: small(
+            coat={"optimizer": {"expand": not rank}, "activation": {"enabled": False}}
+        ),
+    ),
+    # Copies of a weight on two stages would drift apart.
+    (
+        f"model_parameters.0.{DRIFT}",
+        lambda rank: tied(
+            pipeline_settings(), model_parameters=lambda net: with_fp8(net.parameters())
+        ),
+    ),
+    (
+        f"optimizer.param_groups.0.{DRIFT}",
+        lambda rank: tied(NO_TYPE, optimizer=lambda net: CoatAdamW(with_fp8(net.parameters()))),
+    ),
+    (
+        f"optimizer.param_groups.0.{DRIFT}",
+        lambda rank: tied(
+            NO_TYPE,
+            optimizer=lambda net: CoatAdamW,
+            model_parameters=lambda net: net.parameters(),
+        ),
+    ),
+    # Stage 0 would step on zero gradients.
+    (f"{ZERO}.stage: got 0, accepted: 1, 2 or 3", lambda rank: tied(pipeline_settings(stage=0))),
+    # The model's file would hold the experts of one rank, which every rank would load.
+    ("1.bias: got requires_grad False, accepted: True with", lambda rank: frozen_experts()),
+]
+
+
+def refused_on(rank, world):
+    quiet_deepspeed()
+    found = []
+    for _, call in ON_ALL_RANKS:
+        try:
+            call(rank)
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_initialize_refuses_on_all_ranks():
+    for found in run_ranks(2, refused_on):
+        for (expected, _), text in zip(ON_ALL_RANKS, found, strict=True):
+            assert text.startswith(expected), text

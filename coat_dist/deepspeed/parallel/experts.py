@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from ...config import CoatConfigError
-from ...config_errors import Problem
+from ...config import refuse
 from .pipeline import is_stage
 
 __all__ = ["announced_experts", "mark_experts", "reduce_experts", "refuse_single_file"]
@@ -79,7 +78,7 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[N
                 "True with expert parallelism (no checkpoint would hold the frozen experts "
                 "of all ranks)"
             )
-            raise CoatConfigError(Problem(name, "got requires_grad False", accepted))
+            refuse(name, "got requires_grad False", accepted)
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
-from ...config import CoatConfigError
-from ...config_errors import Problem
+from ...config import refuse
 from ...ranks import gather
 from ..step.step import by_what_the_norm_counts
 
@@ -99,13 +98,12 @@ def _check_tied(zero: Any) -> None:
     for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
         if tied and len(params) > 1 and options.get("moments") == "fp8":
-            given = (
-                "got a group with FP8 moments that holds the tied embedding among other "
-                "weights, whose copies on "
+            refuse(
+                "model_parameters",
+                "got a group with FP8 moments that holds the tied embedding among other weights, "
+                "whose copies on two pipeline stages would drift apart",
+                '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)',
             )
-            given += "two pipeline stages would drift apart"
-            accepted = '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)'
-            raise CoatConfigError(Problem("model_parameters", given, accepted))
 
 
 def norm_over_stages(engine: Any) -> None:
@@ -222,24 +220,19 @@ def check_noise_of_tied(engine: Any) -> None:
     of its own, or with frozen ones, has none before its copy, where the first stage has one.
     """
     zero = engine.optimizer
-    drawing = [
-        any(getattr(p, "shared_embedding", False) for p in params)
-        for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True)
-        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False
-    ]
+    drawing = []
+    for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True):
+        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False:
+            drawing.append(any(getattr(p, "shared_embedding", False) for p in params))
     own = drawing.index(True) if True in drawing else None
     places = gather(own, engine.mpu.get_pipeline_model_parallel_group())
-    if len(places_of_copies := {place for place in places if place is not None}) > 1:
-        given = (
-            "got a tied embedding behind another number of groups with FP8 moments on the "
-            "first stage than on the "
+    different = sorted({place for place in places if place is not None})
+    if len(different) > 1:
+        refuse(
+            "model_parameters",
+            "got a tied embedding behind another number of groups with FP8 moments on the first "
+            f"stage than on the last {different}, so that its copies would draw other noise and "
+            "drift apart",
+            'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": '
+            "false",
         )
-        given += (
-            f"last {sorted(places_of_copies)}, so that its copies would draw other noise and "
-            "drift apart"
-        )
-        accepted = (
-            'layers to train on both stages, "moments": "fp32" for it, or '
-            '"stochastic_rounding": false'
-        )
-        raise CoatConfigError(Problem("model_parameters", given, accepted))

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...config import CoatConfigError
-from ...config_errors import Problem
+from ...config import refuse
 from ...ranks import gather
 from .pipeline import TIED, has_groups_of_norms
 
@@ -76,7 +75,7 @@ def check_tied(groups: Iterable[Mapping[str, Any]], tied: Collection[int], what:
                 'got "fp8" for a weight that several stages of a PipelineModule hold: copies '
                 "would drift apart"
             )
-            raise CoatConfigError(Problem(f"{what}.{i}.moments", given, '"fp32"'))
+            refuse(f"{what}.{i}.moments", given, '"fp32"')
 
 
 def groups_differ(engine: Any) -> bool:

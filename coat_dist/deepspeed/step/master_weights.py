@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.zero_partitions import partitions
-from ...config import CoatConfigError, Problem
+from ...config import refuse
 from ...optim.state import has_remainder
 from .step import is_verified_build
 
@@ -34,15 +34,12 @@ def check_master_weights(zero: Any) -> None:
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
             own, name = part.group["master_weights"], part.group.get("name", "")
-            given = (
-                f"got {own!r} in group {name!r}, and {part.flat.dtype} from {type(zero).__name__}"
-            )
-            accepted = (
+            refuse(
+                "CoatAdamW master_weights",
+                f"got {own!r} in group {name!r}, and {part.flat.dtype} from {type(zero).__name__}",
                 "'bf16_remainder' with bf16.bf16_master_weights_and_grads and "
-                "bf16.bf16_optimizer_states true, "
+                "bf16.bf16_optimizer_states true, or 'parameter' without them",
             )
-            accepted += "or 'parameter' without them"
-            raise CoatConfigError(Problem("CoatAdamW master_weights", given, accepted))
 
 
 def keeps_remainders(zero: Any) -> bool:

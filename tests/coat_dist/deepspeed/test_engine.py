@@ -44,40 +44,6 @@ def test_each_rank_takes_deepspeeds_device_before_ranks_are_compared():
         assert found == [([n], {n}) for n in (rank, rank, 5)], "DeepSpeed then chooses the same"
 
 
-def failing(rank, world, changes):
-    quiet_deepspeed()
-    import coat_dist
-
-    config = copy.deepcopy(CONFIG)
-    for key, value in changes.items():
-        config[key] = value[rank] if isinstance(value, list) else value
-    try:
-        coat_dist.initialize(model=model(), config=config)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-OFF = {"enabled": False}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"gradient_clipping": [1.0, 0.5]}, "gradient_clipping: 1.0 on rank 0, 0.5 on rank 1"),
-        (
-            {"coat": [{"activation": OFF}, {"optimizer": {"expand": False}, "activation": OFF}]},
-            "ranks were started differently: coat.optimizer.expand: true on rank 0, false on rank "
-            "1",
-        ),
-        ({"coat": {"optimizer": {"group_size": 3}}}, "coat.optimizer.group_size: got 3"),
-    ],
-)
-def test_errors_reach_every_rank(changes, words):
-    for message in run_ranks(2, failing, changes):
-        assert words in message
-
-
 def other_groups(rank, world):
     """Messages for parameter groups that differ between ranks, given as groups or as those of an
     optimizer.

@@ -243,27 +243,3 @@ def weights_only(rank, world, settings, folder):
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
 def test_weights_without_optimizer_states_are_the_masters(case, tmp_path):
     assert run_ranks(2, weights_only, CASES[case], str(tmp_path)) == [[], []]
-
-
-def mixed_groups(rank, world):
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    net = Given().bfloat16()
-    first, *others = net.parameters()
-    optimizer = coat_dist.CoatAdamW(
-        [{"params": [first]}, {"params": others, "master_weights": "bf16_remainder"}]
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True},
-    }
-    with pytest.raises(ValueError, match="master_weights: got 'bf16_remainder'") as error:
-        coat_dist.initialize(model=net, optimizer=optimizer, config=config)
-    return str(error.value)
-
-
-def test_groups_whose_weights_are_no_bfloat16_are_refused():
-    first, second = run_ranks(2, mixed_groups)
-    assert first == second
