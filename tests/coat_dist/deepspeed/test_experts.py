@@ -4,6 +4,7 @@ two ranks.
 
 import torch
 
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.coat_dist.deepspeed.zero_runs import run, snapshot
 from tests.support import run_ranks
@@ -41,11 +42,9 @@ def model():
 
 def build(rank, settings, listed):
     """``listed``: groups are handed over, without names; otherwise they are ours."""
-    import deepspeed
-
     import coat_dist
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    quiet_deepspeed()
     torch.manual_seed(rank)  # other experts on each rank; the rest is broadcast
     net = model()
     groups = [{"params": list(net.parameters()), "weight_decay": 0.1}]
@@ -100,7 +99,7 @@ def experts(rank, world, folder):
     return found
 
 
-def test_experts_train_resume_and_skip_nan(tmp_path):
+def test_divided_experts_train_resume_and_skip_nan(tmp_path):
     for found in run_ranks(2, experts, str(tmp_path)):
         for name, (groups, resumed, skipped) in found.items():
             assert resumed == [] and skipped == [], name

@@ -76,7 +76,7 @@ def of_other_groups(rank, world, sums):
 
 
 @pytest.mark.parametrize("sums", ["bf16", "fp32"])
-def test_stages_with_another_number_of_groups(sums):
+def test_pipeline_module_with_other_groups_on_a_stage(sums):
     results = run_ranks(2, of_other_groups, sums)
     assert [groups for _, groups, _, _ in results] == [2, 1] and {
         count for *_, count in results
@@ -115,7 +115,7 @@ def of_tied_weights(rank, world, sums, coat, alone):
 @pytest.mark.parametrize(
     ("sums", "coat", "alone"), [("fp32", {}, False), ("bf16", {"stochastic_rounding": False}, True)]
 )
-def test_copies_of_a_tied_weight_stay_equal(sums, coat, alone):
+def test_pipeline_module_keeps_tied_copies_equal(sums, coat, alone):
     (first, same), (last, _) = run_ranks(2, of_tied_weights, sums, coat, alone)
     assert same
     assert first == [("decay/fp8", "fp8"), ("decay/fp8/tied", "fp32"), ("no_decay/fp32", "fp32")]
@@ -131,6 +131,6 @@ def of_given_groups(rank, world):
     return [(g["moments"], g["lr"]) for g in engine.optimizer.optimizer.param_groups]
 
 
-def test_given_groups_are_split_at_tied_weights():
+def test_pipeline_module_splits_given_groups_at_tied_weights():
     expected = [("fp8", 0.5), ("fp32", 0.5), ("fp32", 0.5)]
     assert run_ranks(2, of_given_groups) == [expected, expected]

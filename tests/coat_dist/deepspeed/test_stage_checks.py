@@ -49,5 +49,5 @@ def checked(rank, world):
         check_noise_of_tied(stage(([LAYERS, TIED], [TIED])[rank]))
 
 
-def test_copies_that_would_draw_other_noise_are_refused():
+def test_check_noise_of_tied_refuses_other_noise():
     run_ranks(2, checked)
