@@ -123,7 +123,7 @@ def load_settings(
     else:
         settings = read_config("--deepspeed_config", given, "deepspeed")
     read = Settings.read(settings)
-    settings = dict(read.config)
+    settings = read.for_deepspeed()
     checked = read.changed(scheduler={})  # which is refused below, whatever it holds
     if settings.get(MICRO) == "auto":
         checked = checked.changed(**{MICRO: 1})

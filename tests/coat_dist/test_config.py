@@ -8,9 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from coat_dist.config import CoatConfig, CoatConfigError, load_json
-from coat_dist.patching.settings import REFUSED
+from coat_dist.deepspeed.request import validate
+from coat_dist.deepspeed.zero_init import zero_init
+from coat_dist.patching.settings import REFUSED, coat_block
 from coat_dist.settings import Settings
 from tests.coat_dist.configurations import BASE
 
@@ -82,3 +85,24 @@ def test_docs_config_lists_every_key_with_its_default():
                 assert {w for w in ways if w in " ".join(row[2:-1])} == {
                     w for w in ways if key not in REFUSED[ways[w]]
                 }
+
+
+def test_settings_are_read_once_and_accepted_everywhere(tmp_path, monkeypatch):
+    given = {**BASE, "_comment": "", "coat": {"activation": {"enabled": False}}}
+    (tmp_path / "ds.json").write_text(json.dumps(given))
+    parsed, parse = [], CoatConfig.model_validate
+    monkeypatch.setattr(
+        CoatConfig, "model_validate", lambda block: parsed.append(block) or parse(block)
+    )
+    settings = Settings.read(tmp_path / "ds.json")
+    monkeypatch.setattr("coat_dist.settings.load_json", None)
+    assert Settings.read(settings) is settings
+    assert coat_block(settings) is settings.coat
+    with zero_init(settings) as divided:
+        assert not divided
+    request = validate({"model": torch.nn.Linear(3, 3), "config": settings}, explicit=True)
+    assert request.error is None and request.facts.coat is settings.coat and len(parsed) == 1
+    engines = settings.for_deepspeed(request.facts)
+    engines["optimizer"]["params"]["lr"] = 1.0
+    assert settings.values["optimizer.params.lr"] == 3e-4, "the engine has a copy"
+    assert "coat" not in engines and "_comment" not in engines
