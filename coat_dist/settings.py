@@ -88,8 +88,8 @@ class Settings:
         return self._made({**self.config, **blocks}, coat, self.problems, self.source)
 
     def _with_remainders(self) -> Settings:
-        """16-bit remainders where states are offloaded and nothing is said of master weights: only
-        remainders can be in host memory.
+        """Add 16-bit remainders where the configuration offloads states and does not mention master
+        weights: fp32 master weights cannot be in host memory.
         """
         value, coat = self.values.get, self.coat
         keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
@@ -238,6 +238,7 @@ class Facts:
 
 
 def _as_deepspeed_reads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The top level without keys that are null, with "bfloat16" as "bf16"."""
     read = {key: v for key, v in config.items() if v is not None or key not in _UNSET}
     old = read.pop("bfloat16", None)
     if old is not None:
@@ -246,6 +247,7 @@ def _as_deepspeed_reads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(owner: str, block: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The keys of ``block`` and of all blocks in it, as in ``Settings.entries``."""
     drops_auto = owner.startswith(_DROP_AUTO)
     for key, value in block.items():
         if not (drops_auto and value == "auto"):
@@ -255,6 +257,7 @@ def _entries(owner: str, block: Mapping[str, Any]) -> Iterator[tuple[str, str, A
 
 
 def _raise(found: Iterable[Problem | str]) -> None:
+    """Raise the first problem of each key, if there are any."""
     first: dict[str, Problem | str] = {}
     for one in found:
         first.setdefault(getattr(one, "key", str(one)), one)
@@ -263,6 +266,7 @@ def _raise(found: Iterable[Problem | str]) -> None:
 
 
 def _parallel_problems(facts: Facts) -> list[Problem]:
+    """What pipeline stages and divided experts cannot be trained with."""
     found = [*_refused(PARALLEL, facts)]
     if facts.staged and facts.divided:
         accepted = "1 with expert parallelism"
@@ -320,6 +324,7 @@ class Row(NamedTuple):
 
 
 def _refused(rows: Iterable[Row], facts: Facts) -> Iterator[Problem]:
+    """The problems that rows find."""
     for row in rows:
         if getattr(facts, row.when):
             value = facts.values.get(row.key, row.absent)
@@ -389,7 +394,7 @@ ROWS = (
         "node's first rank alone",
         "tensor_parallel",
     ),
-    # CoatAdamW has a loader of its own.
+    # For CoatAdamW this project loads universal checkpoints itself.
     Row(
         "checkpoint.load_universal",
         OFF,

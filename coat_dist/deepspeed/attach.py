@@ -95,7 +95,7 @@ class Built:
             and zero.overlap_comm
             and zero.contiguous_gradients
         )
-        """Gradients are reduced on a stream of their own."""
+        """Gradients are reduced on a second stream."""
         self.readers = self.stage3 and any(
             hasattr(type(m), "coat_flow_weights") for m in engine.module.modules()
         )
@@ -140,6 +140,7 @@ def refuse_training(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def attach_for_rooms_above(b: Built) -> None:
+    """Call the functions of :data:`FOR_NEW_ENGINES` that apply."""
     for applies, work in FOR_NEW_ENGINES:
         if applies(b.engine):
             work(b.engine)

@@ -88,8 +88,8 @@ def list_parameters(parameters: Iterable[Any]) -> list[Any]:
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put parameters of experts that ranks divide in groups of their own: they are sharded over
-    other ranks. DeepSpeed does so for the optimizers that it builds from JSON, and not for
+    """Put parameters of experts that ranks divide in separate groups: they are sharded over other
+    ranks. DeepSpeed does so for the optimizers that it builds from JSON, and not for
     callables like ours.
     """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param

@@ -244,7 +244,7 @@ def _is_patched(model: Any) -> bool:
 
 
 def _size(mpu: Any, *names: str) -> int:
-    """What the first of these methods that an mpu has returns; 1 without any."""
+    """Call the first of the named methods that the mpu has; 1 where it has none."""
     for name in names:
         if callable(method := getattr(mpu, name, None)):
             return int(method())

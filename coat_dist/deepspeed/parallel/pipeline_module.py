@@ -45,8 +45,8 @@ def tied_weights(model: Any) -> set[int]:
 
 
 def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[dict[str, Any]]:
-    """Groups in which ``tied`` weights have fp32 moments, in a group of their own behind the one
-    that held them.
+    """Groups in which ``tied`` weights have fp32 moments, in a separate group behind the one that
+    held them.
 
     FP8 moments depend on where a weight lies in its shard, and on noise; their copies on two stages
     would drift apart. fp32 moments depend on nothing but the gradient, which DeepSpeed sums over
