@@ -68,7 +68,7 @@ class Plan:
 
     args: PretrainOptions
     settings: dict[str, Any]
-    """The DeepSpeed configuration, without the "coat" block."""
+    """The DeepSpeed configuration, "coat" block included."""
     coat: CoatConfig | None
     model: ModelConfig
     schedule: Schedule
@@ -126,7 +126,7 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """Plain values that say what this run is; kept in checkpoints."""
-        settings = dict(self.settings)
+        settings = {k: v for k, v in self.settings.items() if k != "coat"}
         if self.coat is not None:
             settings["coat"] = self.coat.model_dump()
         a = self.args
@@ -221,7 +221,9 @@ def assemble(
     model.check_parallel(tp, args.sequence_parallel)
     dp = world // tp // args.pipeline_parallel
     model.check_expert_parallel(args.expert_parallel, dp)
-    Settings.read(settings).check_parallel(stages=args.pipeline_parallel, ep=args.expert_parallel)
+    parsed = {} if coat is None else {"coat": coat}  # which is not parsed again
+    read = Settings.read({**settings, **parsed})
+    read.check_parallel(stages=args.pipeline_parallel, ep=args.expert_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(

@@ -124,6 +124,8 @@ def load_settings(
         settings = read_config("--deepspeed_config", given, "deepspeed")
     read = Settings.read(settings)
     settings = read.for_deepspeed()
+    if read.coat is not None:
+        settings["coat"] = read.coat.model_dump(mode="json", exclude_unset=True)
     checked = read.changed(scheduler={})  # which is refused below, whatever it holds
     if settings.get(MICRO) == "auto":
         checked = checked.changed(**{MICRO: 1})
