@@ -2,7 +2,7 @@
 
 Every problem is reported as one :class:`CoatConfigError` that names the key, what was given and
 what is accepted, before anything is built. Keys and defaults are the fields below. Which of
-DeepSpeed's own settings are refused beside the block is the table in ``deepspeed/config/table.py``.
+DeepSpeed's own settings are refused beside the block is the table in ``settings.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ __all__ = [
     "explain",
     "load_json",
     "look_up",
+    "refuse",
 ]
 __all__ += ["COMMENTS", "Problem", "decode_base64", "misspells_coat", "without_comments"]
 
@@ -47,6 +48,11 @@ class CoatConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
+
+
+def refuse(key: str, given: str, accepted: str) -> NoReturn:
+    """Raise the CoatConfigError of one key."""
+    raise CoatConfigError(Problem(key, given, accepted))
 
 
 class _Block(BaseModel):
@@ -244,7 +250,7 @@ class CoatConfig(_Block):
             return block
         if not isinstance(block, Mapping):
             accepted = f"an object with keys {keys_of(cls)}, or no such key"
-            raise CoatConfigError(Problem("coat", got(block), accepted))
+            refuse("coat", got(block), accepted)
         try:
             return cls.model_validate(without_comments(block))
         except ValidationError as error:
@@ -290,22 +296,20 @@ def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     accepted = "a dict or the path of a JSON file"
     if not isinstance(config, str | os.PathLike):
-        raise CoatConfigError(Problem("config", f"got {type(config).__name__}", accepted))
+        refuse("config", f"got {type(config).__name__}", accepted)
     given = os.fspath(config)
     try:
         loaded = _parse(decode_base64(given) or Path(given).read_text(encoding="utf-8-sig"))
     except OSError as problem:
-        raise CoatConfigError(
-            Problem("config", f"cannot read {given!r} ({problem.strerror})", accepted)
-        ) from None
+        why = f"cannot read {given!r} ({problem.strerror})"
     except (UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise CoatConfigError(
-            Problem("config", f"{given} is not JSON: {problem}", accepted)
-        ) from None
-    if not isinstance(loaded, dict):
-        kind = "nothing" if loaded is None else type(loaded).__name__
-        raise CoatConfigError(Problem("config", f"{given} holds {kind}", "a JSON object"))
-    return loaded
+        why = f"{given} is not JSON: {problem}"
+    else:
+        if isinstance(loaded, dict):
+            return loaded
+        why = f"{given} holds {'nothing' if loaded is None else type(loaded).__name__}"
+        accepted = "a JSON object"
+    refuse("config", why, accepted)
 
 
 def _parse(text: str) -> Any:
@@ -343,7 +347,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise CoatConfigError(Problem("config", f"key {key!r} is given twice", "once"))
+            refuse("config", f"key {key!r} is given twice", "once")
         seen[key] = value
     return seen
 

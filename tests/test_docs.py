@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coat_dist.config import CoatConfig
-from coat_dist.deepspeed.config.validate import check_deepspeed
+from coat_dist.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -82,7 +82,7 @@ def test_readme_links_every_example():
 
 def test_the_configuration_of_docs_config_is_accepted():
     (code,) = blocks((ROOT / "docs" / "config.md").read_text(encoding="utf-8"), "json")
-    check_deepspeed(json.loads(code))
+    Settings.read(json.loads(code)).check()
     assert CoatConfig.from_deepspeed(json.loads(code)) == CoatConfig(), "nothing has to be set"
 
 

@@ -37,8 +37,12 @@ LAYERS = (
     ("megatron_patches.cpu",),
     ("coat_dist", "coat_dist.report", "coat_dist.__main__"),
     ("coat_dist.deepspeed",),
+    ("coat_dist.deepspeed.parallel",),
+    ("coat_dist.deepspeed.step",),
     ("coat_dist.checkpoint", "coat_dist.hf"),
     ("coat_dist.patching",),
+    ("coat_dist.settings",),
+    ("coat_dist.known_keys",),
     ("coat_dist.optim", "coat_dist.flow"),
     ("coat_dist.ops",),
     ("coat_dist.kernels",),
@@ -56,7 +60,13 @@ another.
 SAME_ROW = {("benchmarks", "launch")}
 """But benchmarks build their models as ``launch`` does."""
 MAY_IMPORT = {
-    "deepspeed": ("coat_dist.deepspeed", "coat_dist.checkpoint", "launch", "benchmarks.speed.hf"),
+    "deepspeed": (
+        "coat_dist.deepspeed",
+        "coat_dist.known_keys",
+        "coat_dist.checkpoint",
+        "launch",
+        "benchmarks.speed.hf",
+    ),
     "megatron": ("megatron_patches", "launch", "benchmarks"),
 }
 

@@ -8,8 +8,10 @@ real engines with this list. ``engine.coat_attached`` holds the names of what wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -19,11 +21,12 @@ from ..checkpoint.read.native_check import check_native_loads, refuse_compressed
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
-from ..config import CoatConfig, CoatConfigError, Problem
+from ..config import CoatConfig, refuse
 from ..flow.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
-from . import expert_parallel, heartbeat
-from .build import pipeline, pipeline_module, round_robin
+from ..ranks import rank_and_world
+from . import heartbeat
+from .parallel import experts, pipeline, pipeline_module
 from .step import accessors, fp8_gather, master_weights, offload_states, step, step_gradients
 
 __all__ = ["ATTACHMENTS", "FOR_NEW_ENGINES", "Attachment", "Built", "attach"]
@@ -34,57 +37,88 @@ FOR_NEW_ENGINES: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
 """
 
 
-class Built(NamedTuple):
-    """What ``deepspeed.initialize`` has built."""
+class Built:
+    """What ``deepspeed.initialize`` has built, and the facts that conditions below ask about.
 
-    engine: Any
-    # engine.optimizer: one of DeepSpeed's ZeRO optimizers or something else, such as None.
-    zero: Any
-    coat: CoatConfig | None
-    evaluates: bool = False  # built without the CoatAdamW that the configuration names (stage 0)
+    Args:
+        engine: DeepSpeed's.
+        coat: the parsed block.
+        evaluates: it was built without the CoatAdamW that the configuration names (stage 0).
+    """
 
-    @property
-    def ours(self) -> bool:
-        """ZeRO drives a CoatAdamW, wherever that came from: JSON, an object, a callable."""
-        return is_zero(self.zero) and base_optimizer(self.zero) is not None
-
-    @property
-    def any_coat(self) -> bool:
-        """There is a "coat" block or a CoatAdamW, with ZeRO or without."""
-        return (
-            self.coat is not None
-            or isinstance(self.zero, CoatAdamW)
-            or base_optimizer(self.zero) is not None
+    def __init__(self, engine: Any, coat: CoatConfig | None, evaluates: bool) -> None:
+        self.engine, self.module, self.coat, self.evaluates = (
+            engine,
+            engine.module,
+            coat,
+            evaluates,
         )
-
-    @property
-    def stage3(self) -> bool:
-        """ZeRO-3, whose accessors are methods of the optimizer; at other stages they are methods
-        of each parameter.
+        zero = self.zero = engine.optimizer
+        """One of DeepSpeed's ZeRO optimizers or something else, such as None."""
+        self.is_zero = is_zero(zero)
+        inside = base_optimizer(zero)
+        self.ours = self.is_zero and inside is not None
+        """ZeRO drives a CoatAdamW, wherever that came from: JSON, an object, a callable."""
+        self.any_coat = coat is not None or isinstance(zero, CoatAdamW) or inside is not None
+        """There is a "coat" block or a CoatAdamW, with ZeRO or without."""
+        self.stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+        """ZeRO-3, whose accessors are methods of the optimizer; at other stages they are methods of
+        each parameter.
         """
-        return hasattr(self.zero, "fp32_partitioned_groups_flat")
-
-    @property
-    def universal(self) -> bool:
-        """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and
-        AdamW where asked for.
+        torchs = self.is_zero and isinstance(zero.optimizer, torch.optim.Adam)  # AdamW is an Adam
+        self.universal = self.ours or (torchs and bool(engine.load_universal_checkpoint()))
+        """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW
+        where asked for.
         """
-        # AdamW is an Adam.
-        torchs = is_zero(self.zero) and isinstance(self.zero.optimizer, torch.optim.Adam)
-        return self.ours or (torchs and bool(self.engine.load_universal_checkpoint()))
+        mpu, info = (
+            getattr(engine, "mpu", None),
+            getattr(engine.module, "universal_checkpoint_info", None),
+        )
+        self.staged = mpu is not None and pipeline.stages(mpu) > 1
+        """The model is one stage of a pipeline."""
+        self.divided = info is not None and divided_experts(info)[0] > 1
+        """Other ranks hold other experts."""
+        self.engine_reduces = hasattr(zero, "get_grads_for_reduction")
+        """BF16_Optimizer, whose gradients the engine reduces."""
+        self.remainders = self.ours and master_weights.keeps_remainders(zero)
+        self.passes = step.may_leave_out_passes(zero)
+        """Passes of ZeRO's step may be left out."""
+        self.bf16 = self.passes and zero.dtype == torch.bfloat16
+        self.uncounted = self.bf16 and self.staged and step.some_are_not_counted(zero)
+        """The norm does not count some gradients."""
+        self.copies = self.passes and not zero.low_precision_master_weights_and_grads
+        """ZeRO copies its fp32 partition to a 16-bit one after the step."""
+        # Only with contiguous buckets, whose reduction first waits for the stream that computes.
+        self.overlaps = (
+            self.passes
+            and zero.reduction_stream is not None
+            and zero.overlap_comm
+            and zero.contiguous_gradients
+        )
+        """Gradients are reduced on a second stream."""
+        self.readers = self.stage3 and any(
+            hasattr(type(m), "coat_flow_weights") for m in engine.module.modules()
+        )
+        """Patched modules read weights that ZeRO-3 gathers."""
 
 
 class Attachment(NamedTuple):
-    """One line of the list."""
+    """One line of the list. The comment above its name is the reason of its place in the order."""
 
     name: str
-    applies: Callable[[Built], bool]
-    attach: Callable[[Built], object]
-    # Methods: "engine.", "zero." (engine.optimizer) or "param." (every parameter), the name.
-    replaces: tuple[str, ...]
-    why_here: str  # the reason of its place in the order
-    # Also for a call of deepspeed.initialize that has nothing of this project.
+    applies: Callable[[Built], Any]
+    replaces: Mapping[str, Callable | None]
+    """Methods: "engine.", "zero." (engine.optimizer) or "param." (every parameter), the name; each
+    with the function that takes its place, or None where ``attach`` puts it there.
+    """
+    attach: Callable[[Built], object] | None = None
     every_engine: bool = False
+    """Also for a call of deepspeed.initialize that has nothing of this project."""
+
+
+def put(*names: str) -> dict[str, Callable | None]:
+    """Methods that an attachment's function replaces."""
+    return dict.fromkeys(names)
 
 
 def drop_when_weights_change(engine: Any) -> None:
@@ -99,288 +133,277 @@ def drop_when_weights_change(engine: Any) -> None:
     invalidate_after(engine.optimizer, "step", "load_state_dict", "update_lp_params")
 
 
-def refuse_training(engine: Any) -> None:
-    """Let an engine that has no optimizer say why."""
+def refuse_training(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """In place of methods that train, of an engine that has no optimizer."""
+    given = "got 0, at which an engine with CoatAdamW only evaluates"
+    refuse("zero_optimization.stage", given, "1, 2 or 3 to train")
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        given = "got 0, at which an engine with CoatAdamW only evaluates"
-        raise CoatConfigError(Problem("zero_optimization.stage", given, "1, 2 or 3 to train"))
 
-    engine.backward = engine.step = refuse
+def attach_for_rooms_above(b: Built) -> None:
+    """Call the functions of :data:`FOR_NEW_ENGINES` that apply."""
+    for applies, work in FOR_NEW_ENGINES:
+        if applies(b.engine):
+            work(b.engine)
 
 
 ATTACHMENTS = (
     Attachment(
+        # First: everything below asks where parameters lie; right for any optimizer.
         "places under round_robin_gradients",
-        lambda b: round_robin.deals_out(b.zero),
-        lambda b: round_robin.relink(b.zero),
-        ("zero._link_all_hp_params",),
-        "first: everything below asks where parameters lie; right for any optimizer",
+        lambda b: accessors.deals_out(b.zero),
+        put("zero._link_all_hp_params"),
+        lambda b: accessors.relink(b.zero),
     ),
     Attachment(
+        # Before DeepSpeed's accessors, which are answered by ours; of another optimizer it
+        # forgets the parameters.
         "safe_get_full_moment and its companions",
-        lambda b: is_zero(b.zero),
+        lambda b: b.is_zero,
+        {},
         lambda b: accessors.register(b.zero),
-        (),
-        "before DeepSpeed's accessors, which are answered by ours; of another optimizer it forgets "
-        "the parameters",
     ),
     Attachment(
+        # Before anything for CoatAdamW is replaced: it may refuse.
         "master_weights fit what ZeRO hands over",
         lambda b: b.ours,
+        {},
         lambda b: master_weights.check_master_weights(b.zero),
-        (),
-        "before anything for CoatAdamW is replaced: it may refuse",
     ),
     Attachment(
+        # Before the accessors: parameters are then linked anew, to the shared memory.
         "one memory for weights and master weights",
-        lambda b: b.ours and master_weights.keeps_remainders(b.zero),
+        lambda b: b.remainders,
+        {"zero._restore_from_bit16_weights": master_weights.restore_from_bit16_weights},
         lambda b: master_weights.share_memory(b.zero),
-        ("zero._restore_from_bit16_weights",),
-        "before the accessors: parameters are then linked anew, to the shared memory",
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "states are moved to host memory and back",
         lambda b: b.ours and hasattr(b.zero, "offload_states"),
-        lambda b: offload_states.move_states_by_ours(b.zero),
-        ("zero.offload_states", "zero.reload_states"),
-        "anywhere: nothing else is put around these",
+        {
+            "zero.offload_states": offload_states.offload_states,
+            "zero.reload_states": offload_states.reload_states,
+        },
     ),
     Attachment(
+        # After the places: whenever ZeRO links parameters, places are corrected first and
+        # accessors put on them next.
         "DeepSpeed's accessors, stages 1 and 2",
         lambda b: b.ours and not b.stage3,
-        lambda b: accessors.answer_on_parameters(b.zero),
-        ("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
-        "after the places: whenever ZeRO links parameters, places are corrected first and "
-        "accessors put on them next",
+        put("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
+        lambda b: accessors.answer_on_parameters(b.zero, b.remainders),
     ),
     Attachment(
+        # As at stages 1 and 2; nothing is linked here.
         "DeepSpeed's accessors, stage 3",
         lambda b: b.ours and b.stage3,
-        lambda b: accessors.answer_on_optimizer(b.zero),
-        (
+        put(
             "zero.get_full_hp_param",
             "zero.set_full_hp_param",
             "zero.get_local_fp32_param",
             "zero.set_local_hp_param",
         ),
-        "as at stages 1 and 2; nothing is linked here",
+        lambda b: accessors.answer_on_optimizer(b.zero, b.remainders),
     ),
     Attachment(
+        # Anywhere: nothing else is put around saving.
         "checkpoints that are whole: saving",
         lambda b: b.any_coat,
+        put("engine.save_checkpoint"),
         lambda b: save_whole_checkpoints(b.engine),
-        ("engine.save_checkpoint",),
-        "anywhere: nothing else is put around saving",
     ),
     Attachment(
+        # Before all below that add their checks to it.
         "checkpoints that are whole: loading",
         lambda b: b.any_coat,
+        put("engine.load_checkpoint"),
         lambda b: load_whole_checkpoints(b.engine),
-        ("engine.load_checkpoint",),
-        "before all below that add their checks to it",
     ),
     Attachment(
+        # After the places, which it compares; before the universal loader, whose check is asked
+        # second.
         "checks of DeepSpeed's own checkpoints",
         lambda b: b.ours,
+        put("engine.load_checkpoint"),
         lambda b: check_native_loads(b.engine),
-        ("engine.load_checkpoint",),
-        "after the places, which it compares; before the universal loader, whose check is asked "
-        "second",
     ),
     Attachment(
+        # After what finds and verifies the checkpoint: where that is there, this is one more
+        # check of it.
         "checkpoints of CoatAdamW are refused",
-        lambda b: is_zero(b.zero) and not b.ours,
+        lambda b: b.is_zero and not b.ours,
+        put("engine.load_checkpoint"),
         lambda b: refuse_compressed_moments(b.engine),
-        ("engine.load_checkpoint",),
-        "after what finds and verifies the checkpoint: where that is there, this is one more check "
-        "of it",
         every_engine=True,
     ),
     Attachment(
+        # After the places, which say what part of a parameter this rank loads.
         "universal checkpoints",
         lambda b: b.universal,
+        put("engine.load_checkpoint", "zero._load_universal_checkpoint"),
         lambda b: enable_universal_load(b.engine),
-        ("engine.load_checkpoint", "zero._load_universal_checkpoint"),
-        "after the places, which say what part of a parameter this rank loads",
     ),
     Attachment(
+        # Anywhere: nothing else is put around it.
         "experts are reduced with BF16_Optimizer",
-        lambda b: expert_parallel.left_unreduced(b.engine),
-        lambda b: expert_parallel.reduce_experts(b.engine),
-        ("engine.buffered_allreduce_fallback",),
-        "anywhere: nothing else is put around it",
+        lambda b: (
+            b.engine_reduces
+            and getattr(b.zero, "expert_gradients", None)
+            and not b.engine.has_moe_layers
+        ),
+        {"engine.buffered_allreduce_fallback": experts.reduce_experts},
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "experts or layers of other ranks are missed",
-        lambda b: (
-            pipeline.is_stage(b.engine)
-            or divided_experts(getattr(b.engine.module, "universal_checkpoint_info", None))[0] > 1
-        ),
-        lambda b: expert_parallel.refuse_single_files(b.engine),
-        ("engine.save_16bit_model", "engine.save_fp16_model"),
-        "anywhere: nothing else is put around these",
+        lambda b: b.staged or b.divided,
+        {
+            "engine.save_16bit_model": experts.refuse_single_file,
+            "engine.save_fp16_model": experts.refuse_single_file,
+        },
     ),
     Attachment(
+        # Anywhere before the last: needs nothing from above.
         "step: infinities are found by the gradient norm",
-        lambda b: step.norm_finds_all(b.zero, pipeline.is_stage(b.engine)),
-        lambda b: step.leave_all_to_the_norm(b.zero),
-        ("zero.check_overflow",),
-        "anywhere before the last: needs nothing from above",
+        lambda b: b.bf16 and not b.uncounted,
+        {"zero.check_overflow": step.leave_to_the_norm},
     ),
     Attachment(
+        # With the one before it, which relies on it where some gradients are not counted.
         "step: the gradient norm reads gradients once",
-        lambda b: step.norm_is_ours(b.zero, pipeline.is_stage(b.engine)),
-        lambda b: step.read_gradients_once(b.zero),
-        ("zero.get_grad_norm_direct",),
-        "with the one before it, which relies on it where some gradients are not counted",
+        lambda b: b.bf16 and not b.staged,
+        {"zero.get_grad_norm_direct": step.gradient_norm},
     ),
     Attachment(
+        # Instead of the two before it, never with them.
         "step: infinities are looked for where the norm does not count",
-        lambda b: step.norm_leaves_out(b.zero, pipeline.is_stage(b.engine)),
-        lambda b: step.check_what_the_norm_leaves_out(b.zero),
-        ("zero.has_overflow_partitioned_grads_serial",),
-        "instead of the two before it, never with them",
+        lambda b: b.uncounted,
+        {"zero.has_overflow_partitioned_grads_serial": step.overflow_outside_the_norm},
     ),
     Attachment(
+        # Anywhere: needs nothing from above.
         "step: gradients are added without a copy",
-        lambda b: step.may_leave_out_passes(b.zero),
-        lambda b: step_gradients.add_without_a_copy(b.zero),
-        ("zero._add_to_grad_partition_buffer", "zero._build_compact_grad_partition_buffer"),
-        "anywhere: needs nothing from above",
+        lambda b: b.passes,
+        {
+            "zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy,
+            "zero._build_compact_grad_partition_buffer": step_gradients.build_zeros,
+        },
     ),
     Attachment(
+        # After the one before it, by whose sum it adds.
         "step: buckets are reduced where they are",
-        lambda b: step.may_leave_out_passes(b.zero),
-        lambda b: step_gradients.reduce_where_they_are(b.zero),
-        ("zero.average_tensor", "zero.allreduce_and_copy_with_multiple_ranks"),
-        "after the one before it, by whose sum it adds",
+        lambda b: b.passes,
+        {
+            "zero.average_tensor": step_gradients.average_later,
+            "zero.allreduce_and_copy_with_multiple_ranks": step_gradients.reduce_in_place,
+        },
     ),
     Attachment(
+        # Anywhere: nothing else is put around it.
         "step: the host does not wait for reductions",
-        lambda b: step_gradients.has_reduction_stream(b.zero),
-        lambda b: step_gradients.wait_on_the_gpu(b.zero),
-        ("zero.independent_gradient_partition_epilogue",),
-        "anywhere: nothing else is put around it",
+        lambda b: b.overlaps,
+        {"zero.independent_gradient_partition_epilogue": step_gradients.wait_on_the_gpu},
     ),
     Attachment(
+        # Anywhere before the last: needs nothing from above.
         "step: CoatAdamW unscales and clips",
-        lambda b: step.may_leave_out_passes(b.zero),
-        lambda b: step.unscale_and_clip_in_the_step(b.zero),
-        ("zero.unscale_and_clip_grads",),
-        "anywhere before the last: needs nothing from above",
+        lambda b: b.passes,
+        {"zero.unscale_and_clip_grads": step.unscale_and_clip_in_the_step},
     ),
     Attachment(
+        # Before the last, which wraps `step`: it would be lost here.
         "step: CoatAdamW writes the 16-bit weights",
-        lambda b: step.has_16_bit_copy(b.zero),
-        lambda b: step.write_16_bit_weights_in_the_step(b.zero),
-        ("zero._optimizer_step", "zero.step"),
-        "before the last, which wraps `step`: it would be lost here",
+        lambda b: b.copies and b.zero.dtype in (torch.bfloat16, torch.float16),
+        {"zero._optimizer_step": step.step_with_copy, "zero.step": step.step_and_restore},
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "a pipeline stage, driven by a schedule",
-        lambda b: is_zero(b.zero) and pipeline.is_stage(b.engine),
+        lambda b: b.is_zero and b.staged,
+        {
+            "engine.forward": partial(pipeline.refuse_part, "forward"),
+            "engine.backward": partial(pipeline.refuse_part, "backward"),
+        },
         lambda b: pipeline.attach_stage(b.engine),
-        ("engine.forward", "engine.backward"),
-        "anywhere: nothing else is put around these",
     ),
     Attachment(
+        # Anywhere: replaces nothing.
         "a tied embedding draws the same noise on both stages",
-        lambda b: b.ours and pipeline.is_stage(b.engine),
+        lambda b: b.ours and b.staged,
+        {},
         lambda b: pipeline.check_noise_of_tied(b.engine),
-        (),
-        "anywhere: replaces nothing",
     ),
     Attachment(
+        # Before Megatron's jobs, which wrap `step`.
         "a pipeline stage steps with reduced gradients",
-        lambda b: (
-            is_zero(b.zero) and pipeline.is_stage(b.engine) and hasattr(b.zero, "reduce_gradients")
-        ),
-        lambda b: pipeline.refuse_unreduced_steps(b.engine, b.zero, "reduce_gradients"),
-        ("engine.step", "zero.reduce_gradients"),
-        "anywhere: nothing else is put around these",
+        lambda b: b.is_zero and b.staged,
+        {"engine.step": pipeline.step_reduced_gradients},
     ),
     Attachment(
-        "a pipeline stage steps with reduced gradients (BF16_Optimizer)",
-        lambda b: (
-            is_zero(b.zero)
-            and pipeline.is_stage(b.engine)
-            and not hasattr(b.zero, "reduce_gradients")
-        ),
-        lambda b: pipeline.refuse_unreduced_steps(
-            b.engine, b.engine, "buffered_allreduce_fallback"
-        ),
-        ("engine.step", "engine.buffered_allreduce_fallback"),
-        "after what else is put around the fallback",
-    ),
-    Attachment(
+        # Anywhere: nothing else is put around it.
         "gradient norm over pipeline stages",
-        lambda b: (
-            is_zero(b.zero) and pipeline.is_stage(b.engine) and pipeline.has_groups_of_norms(b.zero)
-        ),
+        lambda b: b.is_zero and b.staged and pipeline.has_groups_of_norms(b.zero),
+        put("zero.scaled_global_norm"),
         lambda b: pipeline.norm_over_stages(b.engine),
-        ("zero.scaled_global_norm",),
-        "anywhere: nothing else is put around it",
     ),
     Attachment(
+        # Anywhere: never with the one before it.
         "gradient norm of a PipelineModule with other groups on other stages",
-        lambda b: b.ours and pipeline_module.groups_differ(b.engine),
+        lambda b: b.ours and hasattr(b.engine, "grid") and pipeline_module.groups_differ(b.engine),
+        put("zero.scaled_global_norm"),
         lambda b: pipeline_module.call_norms_alike(b.engine),
-        ("zero.scaled_global_norm",),
-        "anywhere: never with the one before it",
     ),
     Attachment(
+        # After the checks of a pipeline stage's calls: jobs are done where a call is accepted.
         "Megatron's jobs around a step's micro-batches",
         lambda b: any(applies(b.engine) for applies, _ in FOR_NEW_ENGINES),
-        lambda b: [work(b.engine) for applies, work in FOR_NEW_ENGINES if applies(b.engine)],
-        ("engine.forward", "engine.backward", "engine.step"),
-        "after the checks of a pipeline stage's calls: jobs are done where a call is accepted",
+        put("engine.forward", "engine.backward", "engine.step"),
+        attach_for_rooms_above,
     ),
     Attachment(
+        # Anywhere: nothing else is put around these.
         "an engine of stage 0 evaluates",
         lambda b: b.evaluates,
-        lambda b: refuse_training(b.engine),
-        ("engine.backward", "engine.step"),
-        "anywhere: nothing else is put around these",
+        {"engine.backward": refuse_training, "engine.step": refuse_training},
     ),
     Attachment(
+        # Anywhere: replaces nothing.
         "ranks hear of one another",
-        lambda b: b.ours or b.coat is not None,
+        lambda b: (b.ours or b.coat is not None) and rank_and_world()[1] > 1,
+        {},
         lambda b: heartbeat.start(b.engine),
-        (),
-        "anywhere: replaces nothing",
     ),
     Attachment(
+        # Anywhere: replaces nothing.
         "ZeRO-3 fetches weights for the patched modules that read them",
-        lambda b: (
-            b.stage3
-            and any(hasattr(type(m), "coat_flow_weights") for m in b.engine.module.modules())
-        ),
-        lambda b: fp8_gather.fetch_for_readers(b.engine.module),
-        (),
-        "anywhere: replaces nothing",
+        lambda b: b.readers,
+        {},
+        lambda b: fp8_gather.fetch_for_readers(b.module),
         every_engine=True,
     ),
     Attachment(
+        # Anywhere: needs nothing from above, and nothing else replaces what fetches parameters.
         "ZeRO-3 gathers weights of the flow as FP8 codes",
-        lambda b: fp8_gather.has_flow_weights(b.engine.module),
-        lambda b: fp8_gather.gather_codes(b.engine.module),
-        ("param.all_gather_coalesced", "param.all_gather", "param.partition"),
-        "anywhere: needs nothing from above, and nothing else replaces what fetches parameters",
+        lambda b: b.readers and fp8_gather.has_flow_weights(b.module),
+        put("param.all_gather_coalesced", "param.all_gather", "param.partition"),
+        lambda b: fp8_gather.gather_codes(b.module),
     ),
     Attachment(
+        # Last: it wraps methods as they stand, replaced or not.
         "cached FP8 weights are dropped",
         lambda b: (
             b.coat is not None
             and b.coat.activation.enabled
             and b.coat.activation.weights == "cached"
         ),
-        lambda b: drop_when_weights_change(b.engine),
-        (
-            *("engine.load_checkpoint", "engine.load_module_state_dict"),
-            *("zero.step", "zero.load_state_dict", "zero.update_lp_params"),
+        put(
+            "engine.load_checkpoint",
+            "engine.load_module_state_dict",
+            "zero.step",
+            "zero.load_state_dict",
+            "zero.update_lp_params",
         ),
-        "last: it wraps methods as they stand, replaced or not",
+        lambda b: drop_when_weights_change(b.engine),
     ),
 )
 
@@ -398,10 +421,16 @@ def attach(
         evaluates: as in :class:`Built`.
     """
     if "coat_attached" not in vars(engine):
-        built, names = Built(engine, engine.optimizer, coat, evaluates), []
-        for attachment in ATTACHMENTS:
-            if (ours or attachment.every_engine) and attachment.applies(built):
-                attachment.attach(built)
-                names.append(attachment.name)
+        built, names = Built(engine, coat, evaluates), []
+        for one in ATTACHMENTS:
+            if (ours or one.every_engine) and one.applies(built):
+                for name, function in one.replaces.items():
+                    owner, _, method = name.partition(".")
+                    if function is not None:
+                        instance = getattr(built, owner)
+                        setattr(instance, method, types.MethodType(function, instance))
+                if one.attach is not None:
+                    one.attach(built)
+                names.append(one.name)
         engine.coat_attached = tuple(names)
     return engine.coat_attached

@@ -1,10 +1,10 @@
 """``coat_dist.initialize``, and ``deepspeed.initialize`` after ``import coat_dist``: the ``"coat"``
 block applied.
 
-Three steps: ``validate`` (``config/validate.py``) checks the call on this rank, ``agree``
-(``config/agreement.py``) raises on every rank what any has found, and :func:`build` makes
-DeepSpeed's public call with a copy of the configuration without the block. ``attach.py`` lists the
-methods that are then replaced on the engine.
+Three steps: ``validate`` checks the call on this rank, ``agree`` raises on every rank what any has
+found (``request.py``), and :func:`build` makes DeepSpeed's public call with a copy of the
+configuration without the block. ``attach.py`` lists the methods that are then replaced on the
+engine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..extras import need
 from ..optim import CoatAdamW
 from ..patching.report import PatchReport, reports_of
 from ..ranks import rank_and_world
+from ..settings import Settings
 from .attach import attach
-from .config.agreement import agree
-from .config.validate import Request, configurations, validate
-from .expert_parallel import announced_experts
+from .parallel.experts import announced_experts
+from .request import Request, agree, validate
 
-__all__ = ["called_as_deepspeed", "configurations", "initialize"]
+__all__ = ["called_as_deepspeed", "initialize"]
 
 
 def initialize(
@@ -97,54 +97,43 @@ def original() -> Callable[..., Any]:
 
 def build(request: Request) -> tuple[Any, Any, Any, Any]:
     """Make DeepSpeed's own call, and attach to its engine what belongs there."""
-    given, facts = {**request.given}, request.facts
+    given, facts, settings = {**request.given}, request.facts, request.settings
     optimizer = given.get("optimizer")
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given["optimizer"] = request.checked(optimizer)
     if request.passed_on:
+        if isinstance(given.get("config"), Settings):
+            given["config"] = settings.for_deepspeed()
         engine, *others = original()(**given)
         attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
         return engine, *others
-    settings = dict(request.settings)
-    if request.to_patch and facts.coat is not None:
+    if request.to_patch:
         from ..hf import patch_model
 
-        patch_model(given["model"], facts.coat.activation)
-    if facts.compressed:
-        settings["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for "not one of ours"
-        lightning = not sys.modules.keys().isdisjoint(("lightning", "pytorch_lightning"))
-        # Its trainer.test looks the key up there.
-        if lightning and isinstance(request.source, dict):
-            request.source.setdefault("zero_allow_untested_optimizer", True)
-    if facts.hosted:  # by CoatAdamW itself: DeepSpeed would step on the CPU
-        zero = settings["zero_optimization"]
-        settings["zero_optimization"] = {
-            **zero,
-            "offload_optimizer": {**zero["offload_optimizer"], "device": "none"},
-        }
-    # As a reference model: an engine of stage 0 with bf16 would step while it is built.
+        patch_model(given["model"], settings)
     if facts.only_evaluates:
-        for key in ("optimizer", "scheduler"):
-            settings.pop(key, None)
-        for key in ("model_parameters", "lr_scheduler"):
-            given.pop(key, None)
+        given.pop("model_parameters", None)
+        given.pop("lr_scheduler", None)
     elif request.make is not None:
         given["optimizer"], given["model_parameters"] = request.make, request.groups
-    given.pop("config_params", None)
     # DeepSpeed refuses a configuration that is given twice.
+    given.pop("config_params", None)
     if hasattr(args := given.get("args"), "deepspeed_config"):
         given["args"] = copy.copy(args)  # the caller's stays as it is
         given["args"].deepspeed_config = None
-    with announced_experts(given["model"], given.get("mpu"), facts.ep):
-        engine, *others = original()(**{**given, "config": settings})
+    given["config"] = settings.for_deepspeed(facts)
+    if facts.divided:
+        with announced_experts(given["model"], given["mpu"], facts.ep):
+            engine, *others = original()(**given)
+        # DeepSpeed would save and load experts by names of its own layers.
+        engine.has_moe_layers, engine.num_experts = False, []
+    else:
+        engine, *others = original()(**given)
     if facts.hosted:
-        # `engine.config`, which others read.
-        settings["zero_optimization"] = request.settings["zero_optimization"]
+        engine.config = settings.for_deepspeed()  # other libraries read it, and expect "cpu"
         for group in getattr(base_optimizer(engine.optimizer), "param_groups", ()):
             group["state_device"] = "cpu"
-    if facts.ep > 1:  # else it would save and load experts by names of DeepSpeed's own layers
-        engine.has_moe_layers, engine.num_experts = False, []
-    attach(engine, request.coat, evaluates=facts.only_evaluates)
+    attach(engine, facts.coat, evaluates=facts.only_evaluates)
     if rank_and_world()[0] == 0:
         print(f"coat_dist: {_describe(engine)}", file=sys.stderr, flush=True)
     return engine, *others

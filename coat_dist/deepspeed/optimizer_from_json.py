@@ -9,49 +9,22 @@ from typing import Any
 
 import torch
 
-from ..config import CoatConfig, CoatConfigError, Problem
-from ..config_errors import got
+from ..config import CoatConfig, refuse
+from ..known_keys import OF_ADAM
 from ..optim import CoatAdamW, param_groups, split_groups
-from ..optim.state import check_group
-from .config.keys import OF_ADAM, defaults_of_coat_adamw
+from .parallel.pipeline_module import parameter_of
 
-__all__ = ["build_coat_adamw", "experts_apart", "list_parameters", "parameter_of", "wrong_params"]
-
-
-def wrong_params(params: Mapping[str, Any], coat: CoatConfig | None) -> list[Problem]:
-    """What is wrong with the values in ``optimizer.params``: options in two places, or else the
-    first wrong value.
-    """
-    own = (
-        coat.optimizer.model_dump()
-        if coat is not None and "optimizer" in coat.model_fields_set
-        else {}
-    )
-    params = {name: value for name, value in params.items() if name not in OF_ADAM}
-    key, accepted = "optimizer.params.", "one of the two"
-    if twice := [
-        Problem(f"{key}{name}", "given beside coat.optimizer", accepted)
-        for name in params
-        if name in own
-    ]:
-        return twice
-    try:
-        check_group(
-            {**defaults_of_coat_adamw(), **own, **params, "moments": "fp8", "params": []}, key
-        )
-    except ValueError as error:
-        problem: Problem = error.args[0]
-        return [problem._replace(got=got(params.get(problem.key.removeprefix(key))))]
-    return []
+__all__ = ["build_coat_adamw", "experts_apart", "list_parameters"]
 
 
 def build_coat_adamw(
-    settings: Mapping[str, Any],
+    params: Mapping[str, Any],
     coat: CoatConfig,
     model: torch.nn.Module,
     parameters: Iterable | None,
 ) -> tuple[Callable[[list[dict[str, Any]]], CoatAdamW], list[dict[str, Any]]]:
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with.
+    ``params``: those of the configuration's "optimizer".
 
     Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for these
     ``parameters`` of it, with or without names; of a list of groups those of
@@ -61,11 +34,9 @@ def build_coat_adamw(
         CoatConfigError: some of ``parameters`` are not the model's, and would silently not be
             trained.
     """
-    params = settings["optimizer"].get("params") or {}
-    options = {
-        **coat.optimizer.model_dump(),
-        **{name: v for name, v in params.items() if name not in OF_ADAM},
-    }
+    options = {**coat.optimizer.model_dump(), **params}
+    for name in OF_ADAM:
+        options.pop(name, None)
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
 
@@ -79,20 +50,13 @@ def build_coat_adamw(
     chosen = None if listed is None else {id(parameter_of(p)) for p in listed}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if strange := len((chosen or set()) - {id(p) for _, p in named}):
-        given, accepted = (
-            f"got {strange} that are not parameters of the model",
-            "its parameters, or groups of them",
-        )
-        raise CoatConfigError(Problem("model_parameters", given, accepted))
+        given = f"got {strange} that are not parameters of the model"
+        accepted = "its parameters, or groups of them"
+        refuse("model_parameters", given, accepted)
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place
     return make, groups
-
-
-def parameter_of(p: Any) -> Any:
-    """A parameter of a group or list, which may stand there with its name."""
-    return p[1] if isinstance(p, tuple) and len(p) == 2 else p
 
 
 def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, Any]]:
@@ -124,8 +88,8 @@ def list_parameters(parameters: Iterable[Any]) -> list[Any]:
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put parameters of experts that ranks divide in groups of their own: they are sharded over
-    other ranks. DeepSpeed does so for the optimizers that it builds from JSON, and not for
+    """Put parameters of experts that ranks divide in separate groups: they are sharded over other
+    ranks. DeepSpeed does so for the optimizers that it builds from JSON, and not for
     callables like ours.
     """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import CoatConfigError, Problem
+from ..config import refuse
 from ..nodes import free_port
 
 __all__ = ["in_a_step", "leave_out_compiled_operation", "prepare", "store_of_restart", "take_ranks"]
@@ -126,8 +126,8 @@ def take_ranks() -> bool:
     step, and a port that follows from the numbers of job and step.
 
     Raises:
-        CoatConfigError: a variable is missing; or this is a batch script's own process, which would
-            wait for others.
+        CoatConfigError: this is a batch script's own process, which would wait for others; or the
+            list of hosts cannot be read.
     """
     if (
         "RANK" in os.environ
@@ -135,22 +135,18 @@ def take_ranks() -> bool:
         or "OMPI_COMM_WORLD_SIZE" in os.environ
     ):
         return False
-    world = _number(
-        "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
-    )
-    rank, local = (_number(name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    world = int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ["SLURM_NTASKS"])
+    rank, local = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_LOCALID"])
     if world > 1 and not in_a_step():
         accepted = f"a program that `srun` has started (srun python), for {world} tasks"
-        raise CoatConfigError(Problem("SLURM_STEP_ID", "not set", accepted))
+        refuse("SLURM_STEP_ID", "not set", accepted)
     ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local}
     counts = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2),3
-    here = [
-        int(n)
-        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-        for _ in range(int(times or 1))
-    ]
+    here: list[int] = []
+    for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        here += [int(n)] * int(times or 1)
     if sum(here) == world and "SLURM_NODEID" in os.environ:
-        ranks["LOCAL_WORLD_SIZE"] = ranks["LOCAL_SIZE"] = here[_number("SLURM_NODEID")]
+        ranks["LOCAL_WORLD_SIZE"] = ranks["LOCAL_SIZE"] = here[int(os.environ["SLURM_NODEID"])]
     if "MASTER_ADDR" not in os.environ:  # else SLURM's list of hosts may be missing, or of any form
         os.environ["MASTER_ADDR"] = _first_host() if world > 1 else "127.0.0.1"
     job, step = (os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -160,16 +156,6 @@ def take_ranks() -> bool:
     return True
 
 
-def _number(name: str) -> int:
-    text = os.environ.get(name)
-    if text is None or not text.isdigit():
-        accepted = "the number that `srun` sets (srun python)"
-        raise CoatConfigError(
-            Problem(name, "not set" if text is None else f"got {text!r}", accepted)
-        )
-    return int(text)
-
-
 def _first_host() -> str:
     """The first of a list such as ``node[01-03,07],login``."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -177,7 +163,5 @@ def _first_host() -> str:
     first = re.match(r"((?:[^,\[\]\s]|\[[0-9,-]+\])+)(?:,|$)", text)
     if first is None:
         given = f"not set, and the list of hosts is {text!r}"
-        raise CoatConfigError(
-            Problem("MASTER_ADDR", given, "the host of rank 0 (export MASTER_ADDR=...)")
-        )
+        refuse("MASTER_ADDR", given, "the host of rank 0 (export MASTER_ADDR=...)")
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[1])

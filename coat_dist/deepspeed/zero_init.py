@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_partitions import copy_into
-from ..config import load_json, look_up, without_comments
-from .config.validate import check_deepspeed
+from ..settings import Settings
 
 __all__ = ["copy_into", "zero_init"]
 
@@ -34,7 +33,8 @@ def zero_init(
     configuration to ``initialize``.
 
     Args:
-        config: what ``initialize`` takes: a dict, the path of a JSON file, or base64 of JSON.
+        config: what ``initialize`` takes: a dict, the path of a JSON file, base64 of JSON, or
+            :class:`Settings`.
         mpu: whose data-parallel group divides the parameters; None = all ranks do.
         dtype: of floating-point parameters, as ``model.to(dtype)`` would leave them; None = as they
             are built.
@@ -42,13 +42,11 @@ def zero_init(
     Raises:
         CoatConfigError: the configuration cannot be read, or has what ``initialize`` refuses.
     """
-    settings = without_comments(config if isinstance(config, dict) else load_json(config))
-    if look_up(settings, "zero_optimization.stage") != 3:
+    settings = Settings.read(config)
+    if settings.values.get("zero_optimization.stage") != 3:
         yield False
         return
-    tp = 1 if mpu is None else mpu.get_model_parallel_world_size()
-    check_deepspeed(settings, tp=tp)
-    settings.pop("coat", None)
+    settings.check(tp=1 if mpu is None else mpu.get_model_parallel_world_size())
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
@@ -64,5 +62,5 @@ def zero_init(
     # Two engines may be built in one process: DeepSpeed makes hpZ's groups once.
     second = groups._get_zero_param_intra_parallel_group()
     divided = {"mpu": mpu, "data_parallel_group": group, "zero_param_parallel_group": second}
-    with InitAs(tensor_overrides=[], config_dict_or_path=settings, **divided):
+    with InitAs(tensor_overrides=[], config_dict_or_path=settings.for_deepspeed(), **divided):
         yield True

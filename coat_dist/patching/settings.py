@@ -9,8 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from ..config import ActivationConfig, CoatConfig, CoatConfigError, Problem
-from ..config_errors import got
+from ..config import ActivationConfig, CoatConfig, CoatConfigError
+from ..config_errors import Problem, got
+from ..settings import Settings
 
 __all__ = [
     "REFUSED",
@@ -22,9 +23,9 @@ __all__ = [
     "coat_block",
 ]
 
-Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | CoatConfig
-"""What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; or
-the parsed block.
+Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | Settings | CoatConfig
+"""What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; the
+same, read; or the parsed block.
 """
 
 
@@ -49,7 +50,7 @@ REFUSED: Mapping[str, Rows] = {
     },
 }
 """What each way to train cannot honour; docs/config.md has the table. DeepSpeed's ZeRO stages have
-rows of their own in ``deepspeed/config/table.py``, Megatron models in
+rows of their own in ``coat_dist/settings.py``, Megatron models in
 ``megatron_patches/patch/plan.py``.
 """
 
@@ -74,12 +75,7 @@ def coat_block(config: Config, name: str = "config") -> CoatConfig:
     Raises:
         CoatConfigError: nothing there, no block in it, or a wrong one.
     """
-    block = config if isinstance(config, CoatConfig) else CoatConfig.from_deepspeed(config)
-    if block is None:
-        raise CoatConfigError(
-            f'{name}: got one without a "coat" block, accepted: a DeepSpeed configuration with it'
-        )
-    return block
+    return config if isinstance(config, CoatConfig) else Settings.read(config).block(name)
 
 
 def bf16_layers(settings: ActivationConfig, layers: int) -> set[int]:

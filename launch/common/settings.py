@@ -14,8 +14,7 @@ from typing import Any
 from coat_dist import CoatConfig, CoatConfigError
 from coat_dist.config import Problem, decode_base64, load_json, look_up
 from coat_dist.config_errors import got
-from coat_dist.deepspeed.config.table import with_remainders
-from coat_dist.deepspeed.config.validate import check_deepspeed
+from coat_dist.settings import Settings
 from launch.common.find_config import read_config
 
 MICRO, STEPS, TOTAL = (
@@ -112,11 +111,14 @@ def load_settings(
         settings = load_json(given)
     else:
         settings = read_config("--deepspeed_config", given, "deepspeed")
-    settings = with_remainders(settings)
-    checked = {key: value for key, value in settings.items() if key != "scheduler"}
-    coat = check_deepspeed(
-        {**checked, MICRO: 1} if checked.get(MICRO) == "auto" else checked, tp=tp
-    )
+    read = Settings.read(settings)
+    settings = read.for_deepspeed()
+    if read.coat is not None:
+        settings["coat"] = read.coat.model_dump(mode="json", exclude_unset=True)
+    checked = read.changed(scheduler={})  # which is refused below, whatever it holds
+    if settings.get(MICRO) == "auto":
+        checked = checked.changed(**{MICRO: 1})
+    coat = checked.check(tp=tp).coat
     wrong = [
         (key, accepted)
         for key, possible, accepted in _ACCEPTED

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.deepspeed.config.validate import check_parallel
+from coat_dist.settings import Settings
 from launch.common.errors import DataError
 from launch.common.settings import (
     STEPS,
@@ -219,7 +219,9 @@ def assemble(
     model.check_parallel(tp, args.sequence_parallel)
     dp = world // tp // args.pipeline_parallel
     model.check_expert_parallel(args.expert_parallel, dp)
-    check_parallel(settings, ep=args.expert_parallel, stages=args.pipeline_parallel)
+    parsed = {} if coat is None else {"coat": coat}  # which is not parsed again
+    read = Settings.read({**settings, **parsed})
+    read.check_parallel(stages=args.pipeline_parallel, ep=args.expert_parallel)
     lr = peak_lr(args, settings)
     if args.min_lr > lr:
         raise CoatConfigError(

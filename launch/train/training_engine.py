@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from coat_dist.config import ActivationConfig, CoatConfig
-from coat_dist.deepspeed.expert_parallel import mark_experts
 from coat_dist.deepspeed.optimizer_from_json import experts_apart
+from coat_dist.deepspeed.parallel.experts import mark_experts
+from coat_dist.settings import Settings
 from launch.convert.fill import fill
 from launch.data.packed import packed_documents
 from launch.model.gpt import build_model
@@ -51,7 +52,8 @@ def build_engine(
             "optimizer": {"type": "CoatAdamW"},
             "coat": CoatConfig(activation=flow),
         }
-    with megatron_patches.zero_init(settings):
+    read = Settings.read(settings)
+    with megatron_patches.zero_init(read):
         model = build_model(
             p.model,
             tp=a.tensor_parallel,
@@ -74,7 +76,7 @@ def build_engine(
     # Some of DeepSpeed's optimizers print while they are built.
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = megatron_patches.initialize(
-            model=model, optimizer=optimizer, config=settings, dist_init_required=False
+            model=model, optimizer=optimizer, config=read, dist_init_required=False
         )
     if engine.coat_patch_report is not None:
         note(str(engine.coat_patch_report))

@@ -13,12 +13,12 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 import coat_dist
-from coat_dist.config import CoatConfig, CoatConfigError, load_json
-from coat_dist.deepspeed.build.replicated_grads import SUMMED
-from coat_dist.deepspeed.config.validate import read_block
-from coat_dist.deepspeed.engine import configurations
+from coat_dist.config import CoatConfigError
+from coat_dist.deepspeed.parallel.replicated_grads import SUMMED
+from coat_dist.deepspeed.request import given_configurations
 from coat_dist.patching.report import PatchReport, check_settings, is_patched, reports_of
 from coat_dist.ranks import gather
+from coat_dist.settings import Settings
 
 from ..groups import MPUAdapter
 from ..patch.blocks import language_models
@@ -78,10 +78,11 @@ def initialize(
     _check_stage(model)
     mark_stage(model)
     mpu = MPUAdapter() if mpu is None else mpu
-    sources = configurations({"args": args, "config": config, "config_params": config_params})
-    # Any other number is refused below.
-    coat = read_block(load_json(sources[0])) if len(sources) == 1 else None
-    report, patched_here = _patch(model, coat)
+    given = {"args": args, "config": config, "config_params": config_params}
+    sources = given_configurations(given)
+    if len(sources) == 1:  # any other number is refused below
+        config = Settings.read(sources[0])
+    report, patched_here = _patch(model, config)
     try:
         if not any(hasattr(p, SUMMED) for p in model.parameters()):
             install_replicated_grad_hooks(model)
@@ -168,9 +169,10 @@ def _check_stage(model: nn.Module) -> None:
         raise CoatConfigError("\n".join(dict.fromkeys(found)))
 
 
-def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | None, bool]:
+def _patch(model: nn.Module, settings: Any) -> tuple[PatchReport | None, bool]:
     """The report of the patched model, if it is patched, and whether it was patched just now."""
     before = next(iter(reports_of(model)), None)
+    coat = settings.coat if isinstance(settings, Settings) else None
     if coat is None or not coat.activation.enabled:
         return before, False
     if all(is_patched(chunk) for chunk in chunks_of(model)):

@@ -26,7 +26,7 @@ from torch import nn
 
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as MomentsConfig
-from coat_dist.deepspeed.build.replicated_grads import SUMMED
+from coat_dist.deepspeed.parallel.replicated_grads import SUMMED
 from coat_dist.optim import CoatAdamW
 from coat_dist.optim.moments import export_moments, import_moments
 from coat_dist.optim.state import LAYOUT_KEYS, check_state, ensure_state

@@ -22,7 +22,7 @@ from torch import nn
 
 from coat_dist.checkpoint.names import in_whole
 from coat_dist.config import CoatConfigError
-from coat_dist.deepspeed.build.pipeline import accumulate, accumulated, reduce_gradients
+from coat_dist.deepspeed.parallel.pipeline import accumulate, accumulated, reduce_gradients
 from coat_dist.ops.dispatch import use_kernels
 
 from ..patch.blocks import pipelined

@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
-from coat_dist.deepspeed.build.replicated_grads import SUMMED, is_head_norm, partial_over_tp
+from coat_dist.deepspeed.parallel.replicated_grads import SUMMED, is_head_norm, partial_over_tp
 
 from ..layers.norm import Norm
 

@@ -36,12 +36,16 @@ BASE = {
 }
 
 
-def config(**changes):
+def config(changes):
+    """A copy of BASE with other values at dotted keys; ``...`` removes a key."""
     made = copy.deepcopy(BASE)
     for key, value in changes.items():
+        *path, last = key.split(".")
         block = made
-        *path, last = key.split("__")
         for part in path:
             block = block.setdefault(part, {})
-        block[last] = value
+        if value is ...:
+            block.pop(last, None)
+        else:
+            block[last] = copy.deepcopy(value)
     return made

@@ -1,131 +1,36 @@
-"""The block: every wrong key or value is one problem, and files that cannot be read are named."""
+"""Reading a configuration: its forms, files that cannot be read, and the block's documented keys.
+
+Wrong keys and values: ``tests/contracts/test_refusals.py``.
+"""
 
 import base64
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from coat_dist.config import CoatConfig, CoatConfigError, load_json
-from coat_dist.deepspeed.config.validate import check_deepspeed
-from coat_dist.patching.settings import REFUSED
+from coat_dist.deepspeed.request import validate
+from coat_dist.deepspeed.zero_init import zero_init
+from coat_dist.patching.settings import REFUSED, coat_block
+from coat_dist.settings import Settings
 from tests.coat_dist.configurations import BASE
 
 
-def test_the_documented_block_is_accepted():
-    coat = check_deepspeed(BASE, tp=2)
+def test_check_accepts_the_documented_block():
+    coat = Settings.read(BASE).check(tp=2).coat
     assert coat.optimizer.first_moment == "e4m3" and coat.activation.bf16_layers == (0, -1)
     assert CoatConfig.parse(coat) is coat is CoatConfig.from_deepspeed({**BASE, "coat": coat})
 
 
-def test_defaults_are_those_of_the_documented_block():
+def test_parse_defaults_are_those_of_the_documented_block():
     assert CoatConfig.parse({}) == CoatConfig.parse(
         {**BASE["coat"], "activation": {**BASE["coat"]["activation"], "bf16_layers": []}}
     )
 
 
-OPTIMIZER = {"second_moment": "log8", "expand": False}
-
-
-@pytest.mark.parametrize(
-    ("block", "key", "given", "accepted"),
-    [
-        (3, "", "got 3", "optimizer, activation"),
-        (None, "", "got null", "or no such key"),
-        (
-            {"optimiser": {}},
-            ".optimiser",
-            "unknown key (did you mean 'optimizer'?)",
-            "optimizer, activation",
-        ),
-        ({"first_moment": "int8"}, ".first_moment", "unknown key", "optimizer, activation"),
-        ({"optimizer": 3}, ".optimizer", "got 3", "an object with keys first_moment"),
-        (
-            {"optimizer": {"expend": 1}},
-            ".optimizer.expend",
-            "unknown key (did you mean 'expand'?)",
-            "second_moment",
-        ),
-        (
-            {"optimizer": OPTIMIZER},
-            ".optimizer.expand",
-            'got false with second_moment "log8"',
-            "true",
-        ),
-        *(
-            ({part: {key: value}}, f".{part}.{key}", f"got {json.dumps(value)}", accepted)
-            for part, key, value, accepted in (
-                ("optimizer", "group_size", 100, "64, 128 or 256"),
-                ("optimizer", "expand", "yes", "true or false"),
-                ("optimizer", "second_moment", "int8", "'log8'"),
-                ("optimizer", "first_moment", "log8", "'int8'"),
-                ("optimizer", "stochastic_rounding", "on", "true, false"),
-                ("activation", "forward", "fast", "'exact' or 'quantized'"),
-                ("activation", "saved_format", "fp8", "'mixed', 'e3m4', 'int8', 'e4m3' or 'e5m2'"),
-                ("activation", "attention", "fp16", "'bf16' or 'fp8'"),
-                *(
-                    ("activation", "z_loss", value, "")
-                    for value in (-1e-4, float("nan"), "small", True)
-                ),
-            )
-        ),
-        (
-            {"activation": {"z_loss": 1, "loss": "plain"}},
-            ".activation.z_loss",
-            'got 1.0 with loss "plain"',
-            "0",
-        ),
-        (
-            {"activation": {"z_loss": 1, "enabled": False}},
-            ".activation.z_loss",
-            "got 1.0 with enabled false",
-            "0",
-        ),
-        (
-            {"activation": {"bf16_layers": ["first"]}},
-            ".activation.bf16_layers.0",
-            'got "first"',
-            "an integer",
-        ),
-        (
-            {"activation": {"bf16_layers": [0, 2, 0]}},
-            ".activation.bf16_layers",
-            "got [0, 2, 0]",
-            "each layer once",
-        ),
-        *(
-            (
-                {"activation": {"cuda_graphs": True, key: value}},
-                ".activation.cuda_graphs",
-                f"got true with {key}",
-                key,
-            )
-            for key, value in (
-                ("weights", "cached"),
-                ("wgrad", "main_grad"),
-                ("tp_invariant", True),
-            )
-        ),
-        (
-            {"activation": {"tp_invariant": True, "fp8_gather": False}},
-            ".activation.tp_invariant",
-            "got true",
-            "true",
-        ),
-    ],
-)
-def test_wrong_block(block, key, given, accepted):
-    with pytest.raises(CoatConfigError) as error:
-        CoatConfig.from_deepspeed({"coat": block})
-    (problem,) = error.value.problems
-    assert (
-        problem.key == f"coat{key}"
-        and problem.got.startswith(given)
-        and accepted in problem.accepted
-    )
-
-
-def test_config_sources(tmp_path):
+def test_load_json_reads_every_form(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(BASE))
     encoded = base64.urlsafe_b64encode(json.dumps(BASE).encode()).decode()
@@ -147,21 +52,21 @@ BROKEN += [('{"a": 1, "a": 2}', "twice")]
 
 
 @pytest.mark.parametrize(("text", "word"), [*BROKEN, (b"\xff\xfe{}", "not JSON: 'utf-8' codec")])
-def test_broken_files(tmp_path, text, word):
+def test_load_json_names_broken_files(tmp_path, text, word):
     path = tmp_path / "ds.json"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(CoatConfigError, match=word):
         load_json(path)
 
 
-def test_missing_file():
+def test_load_json_names_what_it_cannot_read():
     with pytest.raises(CoatConfigError, match="cannot read 'nowhere.json'"):
         load_json("nowhere.json")
     with pytest.raises(CoatConfigError, match="got int"):
         load_json(3)
 
 
-def test_the_page_lists_every_key_with_its_default():
+def test_docs_config_lists_every_key_with_its_default():
     page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
     for name, block in CoatConfig.model_fields.items():
         for key, field in block.annotation.model_fields.items():
@@ -180,3 +85,24 @@ def test_the_page_lists_every_key_with_its_default():
                 assert {w for w in ways if w in " ".join(row[2:-1])} == {
                     w for w in ways if key not in REFUSED[ways[w]]
                 }
+
+
+def test_settings_are_read_once_and_accepted_everywhere(tmp_path, monkeypatch):
+    given = {**BASE, "_comment": "", "coat": {"activation": {"enabled": False}}}
+    (tmp_path / "ds.json").write_text(json.dumps(given))
+    parsed, parse = [], CoatConfig.model_validate
+    monkeypatch.setattr(
+        CoatConfig, "model_validate", lambda block: parsed.append(block) or parse(block)
+    )
+    settings = Settings.read(tmp_path / "ds.json")
+    monkeypatch.setattr("coat_dist.settings.load_json", None)
+    assert Settings.read(settings) is settings
+    assert coat_block(settings) is settings.coat
+    with zero_init(settings) as divided:
+        assert not divided
+    request = validate({"model": torch.nn.Linear(3, 3), "config": settings}, explicit=True)
+    assert request.error is None and request.facts.coat is settings.coat and len(parsed) == 1
+    engines = settings.for_deepspeed(request.facts)
+    engines["optimizer"]["params"]["lr"] = 1.0
+    assert settings.values["optimizer.params.lr"] == 3e-4, "the engine has a copy"
+    assert "coat" not in engines and "_comment" not in engines

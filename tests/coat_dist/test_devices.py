@@ -64,7 +64,7 @@ def asked(*gpus):
         ((10, 0), True, True),
     ],
 )
-def test_capabilities(machine, capability, kernels, fp8):
+def test_devices_by_compute_capability(machine, capability, kernels, fp8):
     machine(capability)
     found, said = asked(0)
     assert found == [(kernels, fp8)] and len(said) == (0 if fp8 else 1)
@@ -73,14 +73,14 @@ def test_capabilities(machine, capability, kernels, fp8):
         assert "docs/support.md" in text and ("arithmetic" in text) == kernels
 
 
-def test_a_machine_with_two_kinds_of_gpus(machine):
+def test_devices_of_two_kinds_in_one_machine(machine):
     machine((9, 0), (8, 0), (8, 0))
     found, said = asked(0, 1, 2)
     assert found == [(True, True), (True, False), (True, False)]
     assert [text.partition(" (")[0] for text in said] == ["coat_dist: GPU 1", "coat_dist: GPU 2"]
 
 
-def test_the_switch_takes_a_gpu_for_an_older_one_and_says_so(machine, monkeypatch):
+def test_coat_fp8_arithmetic_takes_a_gpu_for_an_older_one(machine, monkeypatch):
     machine((9, 0))
     assert asked(0) == ([(True, True)], [])
     monkeypatch.setenv("COAT_FP8_ARITHMETIC", "1")
@@ -91,7 +91,7 @@ def test_the_switch_takes_a_gpu_for_an_older_one_and_says_so(machine, monkeypatc
     assert asked(0) == ([(True, True)], [])
 
 
-def test_the_cpu_has_neither_and_nothing_is_said():
+def test_devices_on_a_cpu_warns_of_nothing():
     x = torch.zeros(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

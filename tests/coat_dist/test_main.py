@@ -44,7 +44,7 @@ def run(folder, *arguments, **environment):
 
 
 @pytest.mark.long
-def test_a_file_a_module_and_their_children(tmp_path):
+def test_main_runs_files_modules_and_their_children(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").write_text(PROGRAM)
     (tmp_path / "site").mkdir()
@@ -95,7 +95,7 @@ LAUNCHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers(launcher, tmp_path):
+def test_main_under_launchers(launcher, tmp_path):
     (tmp_path / "train.py").write_text(RANK)
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     line = [sys.executable, *LAUNCHERS[launcher], "-m", "x"]
@@ -136,7 +136,7 @@ WAYS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
-def test_a_program_runs_as_under_python_alone(way, tmp_path):
+def test_main_runs_a_program_as_python_does(way, tmp_path):
     for name in ("train.py", "sub/linked.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(FACTS)
@@ -153,7 +153,7 @@ def test_a_program_runs_as_under_python_alone(way, tmp_path):
 
 
 @pytest.mark.long
-def test_a_folder_does_not_hide_a_command(tmp_path):
+def test_main_finds_a_command_beside_a_folder(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "tool").mkdir()
     (tmp_path / "bin" / "tool").write_text("import sys; print(len(sys.argv))")
@@ -165,7 +165,7 @@ def test_a_folder_does_not_hide_a_command(tmp_path):
 
 
 @pytest.mark.long
-def test_children_of_other_environments_are_left_alone(tmp_path):
+def test_main_leaves_children_of_other_environments_alone(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     next(tmp_path.glob("env/lib/*/site-packages")).joinpath("deepspeed.py").touch()
     child = [str(tmp_path / "env" / "bin" / "python"), "-c", "import deepspeed; print(1)"]
@@ -185,6 +185,6 @@ NOTHING += "command that is a Python script\n"
 @pytest.mark.parametrize(
     "arguments, text", [(["nothing.py"], NOTHING), (["-m", "missing"], MISSING), ([], f"{USAGE}\n")]
 )
-def test_what_cannot_be_run_is_named(arguments, text, tmp_path):
+def test_main_names_what_it_cannot_run(arguments, text, tmp_path):
     done, _ = run(tmp_path, *arguments)
     assert (done.returncode, done.stderr) == (1, text)

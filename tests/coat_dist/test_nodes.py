@@ -5,7 +5,7 @@ import pytest
 from coat_dist import nodes
 
 
-def test_a_free_port_is_none_that_is_used_and_none_that_systems_give_away(monkeypatch):
+def test_free_port_is_unused_and_not_ephemeral(monkeypatch):
     with socket.socket() as other:
         port = nodes.free_port()
         assert port < 32768

@@ -15,7 +15,7 @@ def problems(**changes):
     return list(report.check(installed))
 
 
-def test_supported_versions_raise_nothing():
+def test_check_of_supported_versions_finds_nothing():
     assert not [text for _, text in problems() if any(text.startswith(name) for name in GOOD)]
 
 
@@ -30,7 +30,7 @@ def test_supported_versions_raise_nothing():
         ("torch", "2.4.0+cu121", "problem"),
     ],
 )
-def test_versions_out_of_range(name, version, level):
+def test_check_names_versions_out_of_range(name, version, level):
     found = [
         (lev, text)
         for lev, text in problems(**{name: version})
@@ -40,7 +40,7 @@ def test_versions_out_of_range(name, version, level):
     assert "accepted" in found[0][1] and (version is None or version in found[0][1])
 
 
-def test_report_program():
+def test_report_prints_versions_and_paths():
     done = subprocess.run(
         [sys.executable, "-m", "coat_dist.report"], capture_output=True, text=True, check=False
     )
@@ -57,7 +57,7 @@ def test_report_program():
         assert word in done.stdout
 
 
-def test_paths_of_each_kind_of_gpu():
+def test_paths_with_each_kind_of_gpu():
     native, old, none = (
         report.paths_with(*has) for has in ((True, True), (True, False), (False, False))
     )
@@ -70,7 +70,7 @@ def test_paths_of_each_kind_of_gpu():
     assert "arithmetic" in old["optimizer step"] and "arithmetic" not in native["optimizer step"]
 
 
-def test_switches_of_the_environment_are_named(monkeypatch):
+def test_check_names_switches_of_the_environment(monkeypatch):
     monkeypatch.setenv("COAT_FP8_ARITHMETIC", "1")
     assert [
         level for level, text in report.check(GOOD) if text.startswith("COAT_FP8_ARITHMETIC=1")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig, CoatConfigError
-from coat_dist.deepspeed.build.replicated_grads import check_replicated_grads
+from coat_dist.deepspeed.parallel.replicated_grads import check_replicated_grads
 from megatron_patches import check_replicas, install_replicated_grad_hooks
 from tests.support import run_ranks
 

@@ -241,7 +241,7 @@ def is_extra_state(name: str) -> bool:
 
 def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
     """DeepSpeed alone records wrong places with round-robin gradients
-    (``deepspeed/build/round_robin.py``).
+    (``deepspeed/step/accessors.py``).
     """
     for name in row[0].names:
         low = model["module"][name].reshape(-1)

@@ -1,5 +1,5 @@
 """Accessors of moments and master weights of a parameter under ZeRO, in fp32, however they are
-stored.
+stored; and the links from parameters to their shards.
 
 ``safe_get_full_moment`` and ``safe_set_full_moment`` are public (``coat_dist``). DeepSpeed's own
 accessors give the same: ``safe_get_full_optimizer_state``, ``safe_get_full_fp32_param``, their
@@ -8,6 +8,13 @@ parameter's elements under the key that they are given. With FP8 moments there i
 holds part of the parameter would raise, and one that does not would hang. Here "exp_avg" and
 "exp_avg_sq" mean the moments, and other keys raise on every rank. With remainders, the master
 weight is read and written with its lower half, which DeepSpeed does not know.
+
+ZeRO-1, 2 and BF16_Optimizer link parameters to their shards of the master weights
+(``_link_all_hp_params``) when they are built and after loading; :func:`after_linking` adds what has
+to follow. ``"round_robin_gradients": true`` deals the parameters of a group out to the ranks in
+turn, but DeepSpeed's links, accessors and ``param_slice_mappings`` count in the order of the group,
+so they silently name elements of other parameters. :func:`relink` links them in the order of the
+flat tensor.
 """
 
 from __future__ import annotations
@@ -34,14 +41,15 @@ from ...ops import split
 from ...optim.master import read_master, write_master
 from ...optim.moments import read_moment, write_moment
 from ...optim.state import MOMENT_OF, MOMENTS, WhichMoment, ensure_state
-from ..build.round_robin import after_linking
 from .fp8_gather import let_go
-from .master_weights import keeps_remainders
 
 __all__ = [
+    "after_linking",
     "answer_on_optimizer",
     "answer_on_parameters",
+    "deals_out",
     "register",
+    "relink",
     "safe_get_full_moment",
     "safe_set_full_moment",
 ]
@@ -242,11 +250,11 @@ def _device(zero: Any) -> torch.device:
 # DeepSpeed's accessors.
 
 
-def answer_on_parameters(zero: Any) -> None:
+def answer_on_parameters(zero: Any, remainders: bool) -> None:
     """Answer for a ZeRO-1, 2 or BF16_Optimizer with a CoatAdamW: by methods of every parameter,
     which DeepSpeed puts there whenever it links them.
     """
-    after_linking(zero, functools.partial(_answer, keeps_remainders(zero)))
+    after_linking(zero, functools.partial(_answer, remainders))
 
 
 def _answer(remainders: bool, zero: Any) -> None:
@@ -260,14 +268,14 @@ def _answer(remainders: bool, zero: Any) -> None:
         )
 
 
-def answer_on_optimizer(zero: Any) -> None:
+def answer_on_optimizer(zero: Any, remainders: bool) -> None:
     """Answer for a ZeRO-3 optimizer with a CoatAdamW, by its methods."""
     for getter, setter, get, put in (
         ("get_full_hp_param", "set_full_hp_param", _get_full, _set_full),
         ("get_local_fp32_param", "set_local_hp_param", _get_local, _set_local),
     ):
         set_master = functools.partial(_in_order_of_stage_3, getattr(zero, setter))
-        get, put = _accessors(getattr(zero, getter), set_master, keeps_remainders(zero), get, put)
+        get, put = _accessors(getattr(zero, getter), set_master, remainders, get, put)
         setattr(zero, getter, get)
         setattr(zero, setter, functools.partial(_in_order_of_stage_3, put))
 
@@ -313,3 +321,67 @@ def _accessors(
             put(param, value, which)
 
     return answer, write
+
+
+# Links.
+
+
+def after_linking(zero: Any, action: Callable[[Any], None]) -> None:
+    """Call ``action(zero)`` now and after each time that a ZeRO-1, 2 or BF16_Optimizer links
+    parameters, after the actions that came before; its parameters are linked again now.
+    """
+    actions: list[Callable[[Any], None]] | None = getattr(zero, "coat_after_linking", None)
+    if actions is None:
+        actions = zero.coat_after_linking = []
+        link = zero._link_all_hp_params
+
+        def link_all() -> None:
+            link()
+            for action in actions:
+                action(zero)
+
+        zero._link_all_hp_params = link_all
+    actions.append(action)
+    zero._link_all_hp_params()
+
+
+def deals_out(zero: Any) -> bool:
+    """Whether one of DeepSpeed's ZeRO-1 and 2 optimizers deals parameters out in turn."""
+    return bool(getattr(zero, "round_robin_gradients", False)) and hasattr(
+        zero, "round_robin_bit16_groups"
+    )
+
+
+def relink(zero: Any) -> None:
+    """Correct the links of an optimizer that :func:`deals_out`, now and whenever it links
+    parameters again.
+    """
+    after_linking(zero, _link_all)
+    zero._param_slice_mappings = zero._create_param_mapping()
+
+
+def _link_all(zero: Any) -> None:
+    """What DeepSpeed's ``_link_all_hp_params`` does, with the offsets that parameters have in
+    the flat tensor.
+    """
+    from deepspeed.utils import link_hp_params
+
+    for i, params in enumerate(zero.bit16_groups):
+        group = zero.real_dp_process_group[i]
+        size = zero.bit16_groups_flat[i].numel() // dist.get_world_size(group)
+        starts = zip(
+            zero.round_robin_bit16_groups[i], zero.round_robin_bit16_offsets[i], strict=True
+        )
+        offset = {id(p): start for p, start in starts}
+        link_hp_params(
+            lp_param_list=params,
+            flat_hp_partition=zero.single_partition_of_fp32_groups[i],
+            gradient_dict=zero.averaged_gradients,
+            offload_gradient_dict=zero.offload_gradient_dict,
+            use_offload=zero.cpu_offload,
+            param_group_index=i,
+            partition_start=dist.get_rank(group) * size,
+            partition_size=size,
+            dp_group=group,
+            param_offsets=[offset[id(p)] for p in params],
+        )

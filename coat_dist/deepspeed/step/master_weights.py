@@ -9,17 +9,22 @@ weights without optimizer states is replaced here.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
 
 from ...checkpoint.zero_partitions import partitions
-from ...config import CoatConfigError, Problem
+from ...config import refuse
 from ...optim.state import has_remainder
-from ..reviewed import is_verified_build
+from .step import is_verified_build
 
-__all__ = ["check_master_weights", "keeps_remainders", "pairs_of_copies", "share_memory"]
+__all__ = [
+    "check_master_weights",
+    "keeps_remainders",
+    "pairs_of_copies",
+    "restore_from_bit16_weights",
+    "share_memory",
+]
 
 
 def check_master_weights(zero: Any) -> None:
@@ -29,15 +34,12 @@ def check_master_weights(zero: Any) -> None:
     for part in partitions(zero):
         if has_remainder(part.group) != (part.flat.dtype == torch.bfloat16):
             own, name = part.group["master_weights"], part.group.get("name", "")
-            given = (
-                f"got {own!r} in group {name!r}, and {part.flat.dtype} from {type(zero).__name__}"
-            )
-            accepted = (
+            refuse(
+                "CoatAdamW master_weights",
+                f"got {own!r} in group {name!r}, and {part.flat.dtype} from {type(zero).__name__}",
                 "'bf16_remainder' with bf16.bf16_master_weights_and_grads and "
-                "bf16.bf16_optimizer_states true, "
+                "bf16.bf16_optimizer_states true, or 'parameter' without them",
             )
-            accepted += "or 'parameter' without them"
-            raise CoatConfigError(Problem("CoatAdamW master_weights", given, accepted))
 
 
 def keeps_remainders(zero: Any) -> bool:
@@ -54,12 +56,11 @@ def keeps_remainders(zero: Any) -> bool:
 
 def share_memory(zero: Any) -> None:
     """Make weights and the partitions that are stepped one copy, right after a ZeRO optimizer was
-    built. With an unverified DeepSpeed (``reviewed.py``) they stay two copies.
+    built. With an unverified DeepSpeed (``step.py``) they stay two copies.
     """
     if is_verified_build():
         for flat, weights in pairs_of_copies(zero):
             flat.data = weights.data
-    zero._restore_from_bit16_weights = types.MethodType(_restore_from_bit16_weights, zero)
 
 
 def pairs_of_copies(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -72,8 +73,10 @@ def pairs_of_copies(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(flat, zero.get_bit16_param_group(i)[0]) for i, flat in enumerate(flats)]
 
 
-def _restore_from_bit16_weights(zero: Any) -> None:
-    """Weights were loaded without optimizer states: they are the master weights."""
+def restore_from_bit16_weights(zero: Any) -> None:
+    """In place of the method of that name: weights were loaded without optimizer states, and
+    are the master weights.
+    """
     type(zero)._restore_from_bit16_weights(zero)
     for state in zero.optimizer.state.values():
         if "coat_p_low" in state:

@@ -17,16 +17,10 @@ import torch
 
 from ...checkpoint.zero_partitions import members, partitions
 from ...optim import host
-from ..reviewed import is_verified_build
 from .master_weights import keeps_remainders, pairs_of_copies
+from .step import is_verified_build
 
-__all__ = ["move_states_by_ours"]
-
-
-def move_states_by_ours(zero: Any) -> None:
-    """Replace both methods of a ZeRO optimizer; the engine's call these."""
-    zero.offload_states = types.MethodType(_offload, zero)
-    zero.reload_states = types.MethodType(_reload, zero)
+__all__ = ["offload_states", "reload_states"]
 
 
 def _shared(zero: Any) -> bool:
@@ -43,7 +37,7 @@ def _ours(zero: Any) -> set[str]:
     return {"optim_states", *(["hp_params"] if _shared(zero) or _masters(zero) else [])}
 
 
-def _offload(
+def offload_states(
     zero: Any, include: Any = None, device: Any = None, pin_memory: bool = True, **more: Any
 ) -> None:
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -105,7 +99,7 @@ def _follow(zero: Any) -> None:
         flat.data = zero.get_data_parallel_partitions(zero.bit16_groups_flat[i], i)[rank]
 
 
-def _reload(zero: Any, non_blocking: bool = False) -> None:
+def reload_states(zero: Any, non_blocking: bool = False) -> None:
     ours = zero.offloaded_states & _ours(zero)
     zero.offloaded_states -= ours
     follow = _shared(zero) and "lp_params" in zero.offloaded_states

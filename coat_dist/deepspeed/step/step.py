@@ -14,39 +14,79 @@ started what comes next. One wait is left, for the norm: the host has to know wh
 skipped. After the update ZeRO copies its fp32 partition to the 16-bit one; the step writes both.
 
 The entries of ``attach.py`` whose names begin with "step" leave this out, only with a verified
-DeepSpeed (``reviewed.py``). Results are the same bits, with two exceptions: the norm on a GPU,
+DeepSpeed (:data:`VERIFIED`). Results are the same bits, with two exceptions: the norm on a GPU,
 whose fp64 sums have another order; and clipping with ``bf16_remainder``, where DeepSpeed rounds the
 clipped gradients to bf16 and the step, which clips in fp32, does not.
 """
 
 from __future__ import annotations
 
-import types
+import functools
+import hashlib
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...checkpoint.zero_partitions import base_optimizer
-from ..reviewed import is_verified_build
+from ...ranks import rank_and_world
 
 __all__ = [
+    "VERIFIED",
+    "build_hash",
     "by_what_the_norm_counts",
-    "check_what_the_norm_leaves_out",
-    "has_16_bit_copy",
-    "leave_all_to_the_norm",
-]
-__all__ += [
+    "gradient_norm",
+    "is_verified_build",
+    "leave_to_the_norm",
     "may_leave_out_passes",
-    "norm_finds_all",
-    "norm_is_ours",
     "norm_known",
-    "norm_leaves_out",
-]
-__all__ += [
-    "read_gradients_once",
+    "overflow_outside_the_norm",
+    "some_are_not_counted",
+    "step_and_restore",
+    "step_with_copy",
     "unscale_and_clip_in_the_step",
-    "write_16_bit_weights_in_the_step",
 ]
+
+
+logger = logging.getLogger("coat_dist")
+
+_FILES = ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/utils.py")
+
+VERIFIED = {"0.19.8": "bd01c9d9d4a1d1cfc9b19c2c4e5489b6ffc3f2002ca61158e164c0abd190e116"}
+"""The hash of ``_FILES`` of each DeepSpeed version that was read and that the tests run. To add
+one: read what ``step*.py`` and ``master_weights.py`` rely on, install that version and run
+``tests/coat_dist``.
+"""
+
+
+def build_hash() -> str:
+    """Hash of the installed DeepSpeed's ``_FILES``."""
+    import deepspeed
+
+    folder = Path(deepspeed.__file__).parent
+    digests = (hashlib.sha256((folder / name).read_bytes()).digest() for name in _FILES)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+@functools.cache
+def is_verified_build() -> bool:
+    """Whether the installed DeepSpeed's ZeRO is one that was read; rank 0 warns once where it is
+    not.
+    """
+    verified = build_hash() in VERIFIED.values()
+    if not verified and rank_and_world()[0] == 0:
+        import deepspeed
+
+        logger.warning(
+            "DeepSpeed %s is not a verified build (%s): engine.step() keeps all of DeepSpeed's "
+            "passes over gradients "
+            "and weights and takes 2 to 3.4 times as long; results are the same. docs/support.md "
+            "says how to add one",
+            deepspeed.__version__,
+            ", ".join(VERIFIED),
+        )
+    return verified
 
 
 def may_leave_out_passes(zero: Any) -> bool:
@@ -66,45 +106,16 @@ def may_leave_out_passes(zero: Any) -> bool:
 
 
 # The norm, and the check for infinities. Loss scaling (fp16) reacts to the check itself, ahead of
-# the norm; without it, the norm does all the work.
+# the norm; without it, the norm does all the work. A pipeline's stage has another norm
+# (``pipeline.py``).
 
 
-def norm_finds_all(zero: Any, stage: bool) -> bool:
-    """Whether a gradient that is not finite always makes the norm so: the check can be left out. A
-    pipeline's ``stage`` has another norm (``pipeline.py``).
-    """
-    return _in_bf16(zero) and not (stage and _some_are_not_counted(zero))
-
-
-def norm_is_ours(zero: Any, stage: bool) -> bool:
-    """Whether ZeRO's own norm can be replaced."""
-    return _in_bf16(zero) and not stage
-
-
-def leave_all_to_the_norm(zero: Any) -> None:
-    """Replace the check by nothing; ZeRO then looks at the norm."""
-    zero.check_overflow = types.MethodType(_no_check, zero)
-
-
-def norm_leaves_out(zero: Any, stage: bool) -> bool:
-    """Whether the norm does not count some gradients, so that these have to be checked still."""
-    return _in_bf16(zero) and stage and _some_are_not_counted(zero)
-
-
-def check_what_the_norm_leaves_out(zero: Any) -> None:
-    """Let the check look at no other gradients than those."""
-    zero.has_overflow_partitioned_grads_serial = types.MethodType(_overflow_outside_the_norm, zero)
-
-
-def _in_bf16(zero: Any) -> bool:
-    return may_leave_out_passes(zero) and zero.dtype == torch.bfloat16
-
-
-def _no_check(zero: Any, partition_gradients: bool = True) -> None:
+def leave_to_the_norm(zero: Any, partition_gradients: bool = True) -> None:
+    """In place of ``check_overflow``: ZeRO then looks at the norm."""
     zero.overflow = False
 
 
-def _some_are_not_counted(zero: Any) -> bool:
+def some_are_not_counted(zero: Any) -> bool:
     """Whether some rank's norm does not count all of its gradients. The same on all ranks, which
     then meet in the collectives of ZeRO's check: the size of a group is, and all of them hold the
     same parameters.
@@ -115,14 +126,7 @@ def _some_are_not_counted(zero: Any) -> bool:
     return replicated or pg_utils.is_parallel(zero.model_parallel_group)
 
 
-def read_gradients_once(zero: Any) -> None:
-    """Let the norm read each gradient once and in its own type, and be infinite where one that it
-    does not count is not finite.
-    """
-    zero.get_grad_norm_direct = types.MethodType(_norm, zero)
-
-
-def _norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
+def gradient_norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
     """In place of ``get_grad_norm_direct``: the same norm over ranks, fp32, -1 where it is not
     finite. ZeRO converts each gradient to fp64 first, and has the host wait where it looks for what
     is not finite.
@@ -174,7 +178,7 @@ def _in_a_pipeline(param: torch.nn.Parameter) -> bool:
     return bool(getattr(param, PIPE_REPLICATED, False))
 
 
-def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
+def overflow_outside_the_norm(zero: Any) -> torch.Tensor:
     """In place of ``has_overflow_partitioned_grads_serial``, which looks at all of a rank's
     gradients: only those that ``get_grad_norm_direct`` does not count. These are few: norms and
     biases that tensor-parallel ranks share.
@@ -189,14 +193,9 @@ def _overflow_outside_the_norm(zero: Any) -> torch.Tensor:
 # Unscaling and clipping.
 
 
-def unscale_and_clip_in_the_step(zero: Any) -> None:
-    """Hand the factor to CoatAdamW, which multiplies each gradient by it as it reads it."""
-    zero.unscale_and_clip_grads = types.MethodType(_leave_to_the_step, zero)
-
-
-def _leave_to_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
+def unscale_and_clip_in_the_step(zero: Any, gradients: list, total_norm: Any) -> None:
     """In place of ``unscale_and_clip_grads``: the same factor, computed the same way, handed to
-    the optimizer.
+    CoatAdamW, which multiplies each gradient by it as it reads it.
     """
     # The first group, after our norm.
     if total_norm.is_cuda and vars(zero).get("coat_norm_known", ...) is None:
@@ -228,21 +227,7 @@ def norm_known(engine: Any) -> torch.cuda.Event | None:
 # writes both, same bits.
 
 
-def has_16_bit_copy(zero: Any) -> bool:
-    """Whether ZeRO copies its fp32 partition to a 16-bit one after the step, so that CoatAdamW
-    can write both.
-    """
-    half = may_leave_out_passes(zero) and zero.dtype in (torch.bfloat16, torch.float16)
-    return bool(half and not zero.low_precision_master_weights_and_grads)
-
-
-def write_16_bit_weights_in_the_step(zero: Any) -> None:
-    """Let CoatAdamW write the 16-bit partition in the pass that writes the fp32 one."""
-    zero._optimizer_step = types.MethodType(_step_with_copy, zero)
-    zero.step = types.MethodType(_step_and_restore, zero)
-
-
-def _step_with_copy(zero: Any, group_no: int) -> None:
+def step_with_copy(zero: Any, group_no: int) -> None:
     """The step of one group, whose fp32 partition is copied to the 16-bit one in the same pass."""
     # What ZeRO copies next is `single_partition_of_fp32_groups[group_no]`. Until the end of ZeRO's
     # step the 16-bit partition itself stands there, and torch does not copy a tensor onto itself.
@@ -256,7 +241,7 @@ def _step_with_copy(zero: Any, group_no: int) -> None:
     masters[group_no] = weights
 
 
-def _step_and_restore(zero: Any, closure: Any = None) -> None:
+def step_and_restore(zero: Any, closure: Any = None) -> None:
     masters = list(zero.single_partition_of_fp32_groups)
     try:
         type(zero).step(zero, closure)

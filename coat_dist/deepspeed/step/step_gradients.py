@@ -10,29 +10,27 @@ here the GPU's stream waits. ``step.py`` says when results are the same.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from . import step
-
-__all__ = ["add_without_a_copy", "has_reduction_stream", "reduce_where_they_are", "wait_on_the_gpu"]
+__all__ = [
+    "add_without_a_copy",
+    "average_later",
+    "build_zeros",
+    "reduce_in_place",
+    "wait_on_the_gpu",
+]
 
 
 # Reduction.
 
 
-def reduce_where_they_are(zero: Any) -> None:
-    """Let buckets be reduced in place, and divided where they are added to the fp32 partition."""
-    zero.coat_undivided = 1
-    zero.average_tensor = types.MethodType(_average, zero)
-    zero.allreduce_and_copy_with_multiple_ranks = types.MethodType(_reduce, zero)
-
-
-def _average(zero: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-    """In place of ``average_tensor``, whose division :func:`_reduce` makes up for where it can."""
+def average_later(zero: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+    """In place of ``average_tensor``: leave the division to :func:`reduce_in_place` where that
+    can do it.
+    """
     from deepspeed import comm
 
     average, ranks = zero.gradient_average, comm.get_world_size(zero.dp_process_group)
@@ -45,23 +43,21 @@ def _average(zero: Any, tensor: torch.Tensor, communication_data_type: torch.dty
 
 
 def _alike(zero: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> bool:
-    """Whether all of a bucket goes through :func:`_reduce` and is reduced in place, over the same
-    ranks, and may be divided afterwards: by a power of two, in a type whose range is fp32's, that
-    gives the same bits.
+    """Whether all of a bucket goes through :func:`reduce_in_place` and is reduced in place, over
+    the same ranks, and may be divided afterwards: by a power of two, in a type whose range is
+    fp32's, that gives the same bits.
     """
-    every = (
+    return (
         zero.reduce_scatter
         and zero.use_multi_rank_bucket_allreduce
         and zero.sequence_parallel_size == 1
+        and communication_data_type == tensor.dtype
+        and tensor.dtype in (torch.bfloat16, torch.float32)
+        and not zero.ipg_buckets[communication_data_type].has_moe_params
     )
-    dtype = communication_data_type == tensor.dtype and tensor.dtype in (
-        torch.bfloat16,
-        torch.float32,
-    )
-    return every and dtype and not zero.ipg_buckets[communication_data_type].has_moe_params
 
 
-def _reduce(
+def reduce_in_place(
     zero: Any,
     small_bucket: Sequence[torch.Tensor],
     communication_data_type: torch.dtype,
@@ -78,26 +74,16 @@ def _reduce(
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
-    group, ranks = (
-        zero.dp_process_group if process_group is None else process_group,
-        zero.coat_undivided,
-    )
+    group = zero.dp_process_group if process_group is None else process_group
+    ranks = getattr(zero, "coat_undivided", 1)
     other = divide or zero.use_grad_accum_attribute or zero.sequence_parallel_size > 1
     whole = None if other else _in_a_row(small_bucket)
     if whole is None or communication_data_type != whole.dtype:
         for one in small_bucket if ranks > 1 else ():
             one.div_(ranks)
         original = type(zero).allreduce_and_copy_with_multiple_ranks
-        original(
-            zero,
-            small_bucket,
-            communication_data_type,
-            log,
-            divide,
-            group,
-            bucket_ranks,
-            output_bucket,
-        )
+        dtype = communication_data_type
+        original(zero, small_bucket, dtype, log, divide, group, bucket_ranks, output_bucket)
         return
     comm.all_reduce(whole, group=group)
     if zero.overlap_comm and not get_accelerator().resolves_data_dependency():
@@ -108,7 +94,7 @@ def _reduce(
         if own not in keepers if isinstance(keepers, frozenset) else own != keepers:
             continue
         if output is not None:
-            _add(zero, output, reduced, 1 / ranks)
+            add_without_a_copy(zero, output, reduced, 1 / ranks)
         elif ranks > 1:
             reduced.mul_(1 / ranks)
 
@@ -139,29 +125,27 @@ class _Zeros(NamedTuple):
     written: set[int]  # addresses of the parameters' slices to which a gradient was added since
 
 
-def add_without_a_copy(zero: Any) -> None:
-    """Let a sum read the gradient in its own type, and the first one not read the zeros that are
-    there.
-    """
-    zero.coat_zeros = {}
-    zero._build_compact_grad_partition_buffer = types.MethodType(_build, zero)
-    zero._add_to_grad_partition_buffer = types.MethodType(_add, zero)
+def _zeros(zero: Any) -> dict[int, _Zeros]:
+    return getattr(zero, "coat_zeros", {})
 
 
-def _build(zero: Any, group_idx: int) -> Any:
+def build_zeros(zero: Any, group_idx: int) -> Any:
     """In place of ``_build_compact_grad_partition_buffer``: the same zeros, remembered."""
     group = type(zero)._build_compact_grad_partition_buffer(zero, group_idx)
-    begin, end = (
-        group.flat_partition.data_ptr(),
-        group.flat_partition.data_ptr() + group.flat_partition.nbytes,
-    )
+    begin = group.flat_partition.data_ptr()
+    end = begin + group.flat_partition.nbytes
     # Those of the step before are gone, and the allocator may have given this group their memory.
-    apart = {i: one for i, one in zero.coat_zeros.items() if one.end <= begin or end <= one.begin}
-    zero.coat_zeros = apart | {group_idx: _Zeros(begin, end, zero.micro_step_id, set())}
+    kept = {group_idx: _Zeros(begin, end, zero.micro_step_id, set())}
+    for i, one in _zeros(zero).items():
+        if i != group_idx and (one.end <= begin or end <= one.begin):
+            kept[i] = one
+    zero.coat_zeros = kept
     return group
 
 
-def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor, factor: float = 1.0) -> None:
+def add_without_a_copy(
+    zero: Any, output: torch.Tensor | None, source: torch.Tensor, factor: float = 1.0
+) -> None:
     """In place of ``_add_to_grad_partition_buffer``: torch converts each element as it adds it, to
     the same bits. The first gradient of a parameter is written over the zeros, which is the same
     but for -0; only in the micro-batch in which they were made: between two, programs may write
@@ -170,7 +154,7 @@ def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor, factor: f
     if output is None:
         return
     at = output.data_ptr()
-    for group, one in zero.coat_zeros.items():
+    for group, one in _zeros(zero).items():
         if (
             one.begin <= at < one.end
             and at not in one.written
@@ -188,22 +172,7 @@ def _add(zero: Any, output: torch.Tensor | None, source: torch.Tensor, factor: f
 # Waiting.
 
 
-def has_reduction_stream(zero: Any) -> bool:
-    """Whether gradients are reduced on a stream of their own, for which the host waits at the end
-    of backward. Only with contiguous buckets, whose reduction first waits for the stream that
-    computes; without them the host has to wait.
-    """
-    if not step.may_leave_out_passes(zero) or zero.reduction_stream is None:
-        return False
-    return bool(zero.overlap_comm and zero.contiguous_gradients)
-
-
 def wait_on_the_gpu(zero: Any) -> None:
-    """Let the stream that computes wait at the end of a step's last backward, and not the host."""
-    zero.independent_gradient_partition_epilogue = types.MethodType(_epilogue, zero)
-
-
-def _epilogue(zero: Any) -> None:
     """In place of ``independent_gradient_partition_epilogue``, whose one wait is for the reductions
     that were started.
 

@@ -13,6 +13,8 @@ CONFIG = {
     },
     "coat": {"optimizer": {"second_moment": "e5m2"}, "activation": {"enabled": False}},
 }
+PLAIN = {key: value for key, value in CONFIG.items() if key not in ("coat", "optimizer")}
+"""Without a block and without an optimizer."""
 
 
 def model():

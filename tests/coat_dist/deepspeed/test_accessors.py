@@ -56,7 +56,7 @@ def set_and_get(rank, world, settings):
 
 
 @pytest.mark.parametrize("case", ["zero-1", "zero-1, BF16_Optimizer", "zero-3, sub-groups"])
-def test_what_is_set_is_read_back_and_no_more(case):
+def test_safe_set_full_moment_changes_one_parameter(case):
     assert run_ranks(2, set_and_get, CASES[case]) == [[], []]
 
 
@@ -116,13 +116,13 @@ def set_both(rank, world, settings, local):
 @pytest.mark.parametrize(
     ("case", "local"), [("zero-1", False), ("zero-2", False), ("zero-3", False), ("zero-3", True)]
 )
-def test_moments_are_set_in_either_order(case, local):
+def test_safe_set_full_optimizer_state_in_either_order(case, local):
     for errors in run_ranks(2, set_both, CASES[case], local):
         assert len(errors) == 8 and max(errors) < 0.03, errors
 
 
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
-def test_frozen_parameters_have_no_states(case):
+def test_accessors_of_frozen_parameters_have_no_states(case):
     for found, changed in run_ranks(2, frozen, CASES[case]):
         assert set(found) == {None} and not changed
 
@@ -186,7 +186,7 @@ def deepspeeds_own(rank, world, settings):
 
 
 @pytest.mark.parametrize("case", ["zero-1", "zero-2", "zero-1, BF16_Optimizer", "zero-3"])
-def test_deepspeeds_accessors_know_the_moments_and_nothing_else(case):
+def test_deepspeeds_accessors_give_moments_and_refuse_other_keys(case):
     assert run_ranks(2, deepspeeds_own, CASES[case]) == [[], []]
 
 
@@ -221,7 +221,7 @@ def refusals(rank, world):
             call()
 
 
-def test_bad_arguments_are_named():
+def test_safe_set_full_moment_names_wrong_arguments():
     run_ranks(1, refusals)
 
 
@@ -229,7 +229,7 @@ def two_engines(rank, world, stages):
     """What the accessors gave that is not of the latest of several engines on one model."""
     import deepspeed
 
-    from tests.coat_dist.deepspeed.small_engine import CONFIG, model, quiet_deepspeed, train
+    from tests.coat_dist.deepspeed.small_engine import CONFIG, PLAIN, model, quiet_deepspeed, train
 
     quiet_deepspeed()
     wrong, net = [], model()
@@ -253,13 +253,12 @@ def two_engines(rank, world, stages):
     train(third, rank, 1)
     if not coat_dist.safe_get_full_moment(p, "first").any():
         wrong.append("not of the third")
-    config = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
-    coat_dist.initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))
+    coat_dist.initialize(model=net, config=PLAIN, optimizer=torch.optim.AdamW(net.parameters()))
     with pytest.raises(ValueError, match="that no CoatAdamW under ZeRO trains"):
         coat_dist.safe_get_full_moment(p, "first")
     return wrong
 
 
 @pytest.mark.parametrize("stages", [(1, 2)])
-def test_of_two_engines_on_one_model_the_latest_answers(stages):
+def test_accessors_answer_from_the_latest_engine(stages):
     assert run_ranks(2, two_engines, stages) == [[], []]

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from tests.support import run_ranks
 
-from .small_engine import CONFIG, model, quiet_deepspeed, train
+from .small_engine import CONFIG, PLAIN, model, quiet_deepspeed, train
 
-PLAIN = {k: v for k, v in CONFIG.items() if k not in ("coat", "optimizer")}
 CUT = '{"coat": {'
 
 
@@ -64,25 +63,24 @@ def called(rank, world, configs, late, folder):
         ),
     ],
 )
-def test_every_rank_raises_what_one_has_found(configs, late, words, tmp_path):
+def test_agree_raises_on_every_rank_what_one_has_found(configs, late, words, tmp_path):
     for name, text, took in run_ranks(2, called, configs, late, tmp_path):
         assert name == "CoatConfigError" and words in text and took < 20
 
 
 def alone(rank, world):
     """One rank builds an engine that the other does not build."""
-    from coat_dist.deepspeed.config import agreement
-    from coat_dist.deepspeed.config.validate import Request
+    from coat_dist.deepspeed import request
 
-    agreement.PATIENCE = 0.2
+    request.PATIENCE = 0.2
     started = time.monotonic()
     if rank == 1:
-        agreement.agree(Request({}, passed_on=True))
+        request.agree(request.Request({}, passed_on=True))
     waited = time.monotonic() - started
     dist.barrier()
     return waited
 
 
-def test_a_rank_without_a_block_does_not_wait_for_long():
+def test_agree_without_a_block_waits_briefly():
     at_once, some = run_ranks(2, alone)
     assert at_once < 0.1 and 0.2 <= some < 5.0

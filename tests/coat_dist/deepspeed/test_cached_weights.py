@@ -4,12 +4,10 @@ bit.
 
 from __future__ import annotations
 
-import logging
-import os
-
 import pytest
 import torch
 
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 7, 2
@@ -41,15 +39,11 @@ def _train(rank, world, stage, grad_accum, weights, tp, folder, changes):
     """Losses of two training micro-batches a step, evaluation before and after steps, a
     checkpoint loaded between.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
     import coat_dist
     from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model
     from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    quiet_deepspeed()
     config = _config(stage, grad_accum, weights)
     settings = coat_dist.CoatConfig.from_deepspeed(config).activation
     model = tiny_gpt(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **SMALL | changes)
@@ -120,7 +114,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c == "BF16_Optimizer" else c for c in CASES]
 )
-def test_cached_losses_are_the_same_to_the_bit(case, tmp_path):
+def test_cached_weights_give_the_same_losses(case, tmp_path):
     for runs in run_ranks(2, _modes, *CASES[case], str(tmp_path)):
         (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
         assert cached == plain
@@ -156,6 +150,6 @@ def _replaced(rank, world, weights):
     return [*losses, loss.item()]
 
 
-def test_codes_of_a_weight_that_was_replaced_are_dropped():
+def test_cached_weights_are_dropped_when_a_weight_is_set():
     kept, quantized = (run_ranks(1, _replaced, weights)[0] for weights in ("cached", "on_use"))
     assert kept == quantized and kept[0] != kept[1]

@@ -37,7 +37,7 @@ def given_parameters(rank, world):
     return found
 
 
-def test_parameters_may_have_names_and_options_of_groups_are_those_of_coat_adamw():
+def test_initialize_with_named_parameters_and_groups():
     (found,) = run_ranks(1, given_parameters)
     assert found == {
         "named": [("decay/fp8", "fp8", None), ("no_decay/fp32", "fp32", None)],
@@ -70,6 +70,6 @@ def half_trained(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_given_group_of_which_one_kind_is_frozen_trains(stage):
+def test_initialize_with_a_half_frozen_group_trains(stage):
     ((all_matrices, matrices, all_vectors, vectors),) = run_ranks(1, half_trained, stage)
     assert all_matrices == matrices and all_vectors == vectors and len(set(matrices + vectors)) > 4

@@ -63,7 +63,7 @@ def one_is_stopped(rank, world, folder):
     return held
 
 
-def test_a_stopped_rank_is_named_by_all_others(tmp_path):
+def test_heartbeat_names_a_stopped_rank(tmp_path):
     """Also in torchrun's report."""
     ranks = start_ranks(3, one_is_stopped, str(tmp_path), out=str(tmp_path))
     for rank in (0, 2):
@@ -108,7 +108,7 @@ def hangs_here(seconds):
     time.sleep(seconds)
 
 
-def test_a_rank_that_hangs_in_python_is_named_when_collectives_time_out():
+def test_who_names_a_rank_that_hangs_in_python():
     first, second, _ = run_ranks(3, one_sleeps)
     for known, (line, _), took in (first, second):
         assert known and took < 8
@@ -131,7 +131,7 @@ def one_is_killed(rank, world, folder):
     os._exit(1)
 
 
-def test_a_programs_traceback_ends_with_the_rank(tmp_path):
+def test_excepthook_names_a_killed_rank(tmp_path):
     ranks = start_ranks(2, one_is_killed, str(tmp_path), out=str(tmp_path))
     ranks[0].join(60)
     first, *_, last = (tmp_path / "screen0").read_text().splitlines()
@@ -155,7 +155,7 @@ def one_waits_one_leaves(rank, world):
     return lines, alive, beats.is_alive()
 
 
-def test_ranks_that_wait_or_leave_and_strangers_end_nothing():
+def test_heartbeat_lets_ranks_wait_and_leave():
     assert run_ranks(2, one_waits_one_leaves) == [([], True, False)] * 2
 
 
@@ -168,7 +168,7 @@ def elsewhere(rank, world):
     return lines, held.global_steps
 
 
-def test_ranks_that_are_alive_at_different_steps_are_told_once():
+def test_heartbeat_notes_ranks_at_different_steps_once():
     ((note,), _), (second, _) = run_ranks(2, elsewhere)
     assert note.startswith("note: all ranks answer, but there was no step for ") and not second
     assert (
@@ -190,7 +190,7 @@ def alone(rank, world):
     return quiet, lines
 
 
-def test_silence_is_counted_in_ticks():
+def test_heartbeat_counts_silence_in_ticks():
     ((quiet, lines),) = run_ranks(1, alone)
     assert quiet and lines == ["rank 7 (host; after step 1 at x)"]
 
@@ -213,7 +213,7 @@ def engines(rank, world):
     return off, same, first.limit, first.is_alive(), engine.coat_attached
 
 
-def test_it_begins_with_an_engine():
+def test_heartbeat_starts_with_the_first_engine():
     for off, same, limit, alive, attached in run_ranks(2, engines):
         assert off and same and alive
         assert limit == heartbeat.SHARE * dist.default_pg_timeout.total_seconds()
@@ -221,7 +221,7 @@ def test_it_begins_with_an_engine():
 
 
 @pytest.mark.parametrize("master", ["localhost", "no-such-host"])
-def test_ranks_of_the_first_host_are_reached_at_the_master_address(master, monkeypatch):
+def test_meet_reaches_the_first_host_at_the_master_address(master, monkeypatch):
     """Their own way there may be the loopback; one host needs no address."""
     everyone = [("a", "127.0.0.1", 1, "ab"), ("b", "10.0.0.2", 2, "cd")]
     monkeypatch.setenv("MASTER_ADDR", master)

@@ -41,7 +41,7 @@ def calls(monkeypatch, package):
     return seen
 
 
-def test_a_name_that_was_bound_before_goes_the_same_way(package, calls):
+def test_honour_reaches_names_that_were_bound_before(package, calls):
     bound, signature = package.initialize, inspect.signature(package.initialize)
     arguments = inspect.getfullargspec(bound)
     for _ in range(2):  # a second time nothing is changed
@@ -56,7 +56,7 @@ def test_a_name_that_was_bound_before_goes_the_same_way(package, calls):
     assert engine.original()(3) == ("DeepSpeed's", 3, None, None)
 
 
-def test_what_others_wrapped_around_it_stays(package, calls):
+def test_honour_keeps_a_wrapper_of_another_library(package, calls):
     inner = package.initialize
 
     @functools.wraps(inner)
@@ -71,7 +71,7 @@ def test_what_others_wrapped_around_it_stays(package, calls):
     )
 
 
-def test_what_another_library_put_there_is_called_by_ours(package, calls):
+def test_honour_calls_what_another_library_put_there(package, calls):
     inner = package.initialize
     package.initialize = lambda *args: ("theirs", inner(*args))  # does not say what it wraps
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_what_another_library_put_there_is_called_by_ours(package, calls):
         assert engine.original()(2)[1][0] == "DeepSpeed's"
 
 
-def test_a_package_that_is_no_deepspeed_is_left_alone(package):
+def test_honour_leaves_another_package_alone(package):
     for given in (None, types.SimpleNamespace()):
         package.initialize = given
         hook.honour(package)
@@ -88,7 +88,7 @@ def test_a_package_that_is_no_deepspeed_is_left_alone(package):
     hook.honour(types.ModuleType("deepspeed"))
 
 
-def test_it_waits_for_the_import_and_survives_reloads(tmp_path):
+def test_install_waits_for_the_import_and_survives_reloads(tmp_path):
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text(SOURCE)
     program = """

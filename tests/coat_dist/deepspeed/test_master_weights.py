@@ -72,7 +72,7 @@ def contents_of_given(engine):
     ("case", "clip"),
     [("zero-1", 0.0), ("zero-2", 30.0), ("zero-3", 0.0), ("zero-3, sub-groups, persistent", 0.0)],
 )
-def test_given_equal_gradients_every_step_has_the_bits_of_fp32_master_weights(case, clip):
+def test_remainders_step_with_the_bits_of_fp32_masters(case, clip):
     """Where ZeRO clips, it is CoatAdamW that multiplies (ZeRO-1, 2); ZeRO-3 would round clipped
     gradients to bf16.
     """
@@ -106,7 +106,7 @@ def copies(engine):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_five_a_restart_and_five(case, tmp_path):
+def test_remainders_resume_to_the_bit(case, tmp_path):
     for rank, r in enumerate(
         run_ranks(2, straight_and_resumed, CASES[case], str(tmp_path), {}, build)
     ):
@@ -146,7 +146,7 @@ def load(rank, world, settings, folder, remainder):
         ("zero-1", 1, False, "zero-2", 2, True),
     ],
 )
-def test_universal_checkpoints_carry_masters_between_all_kinds(
+def test_universal_checkpoints_carry_master_weights(
     source, ranks, saved_as, target, to, loaded_as, tmp_path
 ):
     saved = run_ranks(ranks, train_and_save, CASES[source], str(tmp_path), saved_as)[0]
@@ -214,7 +214,7 @@ def local_accessors(engine):
 
 
 @pytest.mark.parametrize("case", ["zero-2", "zero-3", "zero-3, sub-groups, persistent"])
-def test_deepspeeds_accessors_give_and_take_fp32(case):
+def test_deepspeeds_accessors_give_and_set_fp32_masters(case):
     assert run_ranks(2, accessors, CASES[case]) == [[], []]
 
 
@@ -241,29 +241,5 @@ def weights_only(rank, world, settings, folder):
 
 
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
-def test_weights_without_optimizer_states_are_the_masters(case, tmp_path):
+def test_load_checkpoint_without_optimizer_states_resets_remainders(case, tmp_path):
     assert run_ranks(2, weights_only, CASES[case], str(tmp_path)) == [[], []]
-
-
-def mixed_groups(rank, world):
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    net = Given().bfloat16()
-    first, *others = net.parameters()
-    optimizer = coat_dist.CoatAdamW(
-        [{"params": [first]}, {"params": others, "master_weights": "bf16_remainder"}]
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True},
-    }
-    with pytest.raises(ValueError, match="master_weights: got 'bf16_remainder'") as error:
-        coat_dist.initialize(model=net, optimizer=optimizer, config=config)
-    return str(error.value)
-
-
-def test_groups_whose_weights_are_no_bfloat16_are_refused():
-    first, second = run_ranks(2, mixed_groups)
-    assert first == second

@@ -8,7 +8,7 @@ from tests.support import run_ranks
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_states_in_host_memory_change_no_bit_and_checkpoints_go_both_ways(case, tmp_path):
+def test_offload_optimizer_changes_no_bit_and_checkpoints_go_both_ways(case, tmp_path):
     resident, hosted = (
         run_ranks(2, trajectory, CASES[case], on, str(tmp_path / str(on))) for on in (False, True)
     )
@@ -25,7 +25,7 @@ def test_states_in_host_memory_change_no_bit_and_checkpoints_go_both_ways(case, 
 @pytest.mark.parametrize("include", ["all", "optim_states", "lp_params"])
 @pytest.mark.parametrize("remainder", [True, False])
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
-def test_states_weights_and_masters_that_were_away_are_the_same_bits(case, remainder, include):
+def test_offload_states_and_reload_states_change_no_bit(case, remainder, include):
     for offloaded in (True, False) if remainder else (False,):
         still, away = (
             run_ranks(2, moved, CASES[case], offloaded, remainder, x) for x in ("", include)

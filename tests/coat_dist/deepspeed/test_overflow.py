@@ -5,7 +5,7 @@ DeepSpeed skips it.
 import pytest
 import torch
 
-from coat_dist.deepspeed import reviewed
+from coat_dist.deepspeed.step import step as reviewed
 from tests.support import run_ranks
 
 STEPS, BAD = 5, 2
@@ -146,11 +146,11 @@ def ranks():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_gradient_is_skipped_as_by_plain_deepspeed(ranks, case):
+def test_step_skips_a_bad_gradient_as_plain_deepspeed(ranks, case):
     same_as_plain(ranks, case)
 
 
-def test_a_deepspeed_that_was_not_read_keeps_its_own_passes():
+def test_step_of_an_unverified_deepspeed_keeps_its_passes():
     cases = ["zero-1", "zero-2", "zero-3"]
     ranks = run_ranks(2, run, cases, float("inf"), False)
     for case in cases:
@@ -205,7 +205,7 @@ def tensor_parallel(rank, world):
     return found
 
 
-def test_gradients_that_the_norm_leaves_out_are_checked():
+def test_step_checks_gradients_that_the_norm_leaves_out():
     """Both ranks skip, and no gradient is looked at again: the norm has seen those that it does
     not count.
     """

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from coat_dist.config import ActivationConfig
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 from tests.support import run_ranks
 
 MONITORS = {
@@ -57,11 +58,9 @@ def train(folder, name, monitored, patched=True):
 
 
 def monitored(rank, world, folder):
-    import deepspeed
-
     from megatron_patches import initialize_model_parallel
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    quiet_deepspeed()
     initialize_model_parallel(1)
     functions = F.silu, F.gelu, F.linear, torch.matmul
     found = {name: [train(folder, name, on) for on in (False, True)] for name in MODELS}
@@ -70,7 +69,7 @@ def monitored(rank, world, folder):
     return found
 
 
-def test_monitors_change_nothing(tmp_path):
+def test_deepspeeds_monitors_change_no_bit(tmp_path):
     (found,) = run_ranks(1, monitored, str(tmp_path))
     plain = found["plain"][1][2]
     for name, ((losses, weights, _), (watched, same, flops)) in found.items():

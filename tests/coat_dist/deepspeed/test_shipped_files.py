@@ -152,7 +152,7 @@ def one_step(rank, world, files):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_file_trains_with_the_block_added():
+def test_shipped_files_train_with_the_block():
     for name, found in run_ranks(1, one_step, FILES)[0].items():
         assert not isinstance(found, str), f"{name}: {found}"
         optimizer, losses = found
@@ -164,7 +164,7 @@ def test_each_file_trains_with_the_block_added():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_files_that_offload_states_take_remainders_unless_they_name_other_master_weights():
+def test_shipped_files_that_offload_take_remainders():
     for name, (optimizer, losses) in run_ranks(1, one_step, OFFLOADED)[0].items():
         assert optimizer == "CoatAdamW" and losses[-1] < losses[0], name
     files = copy.deepcopy(OFFLOADED)

@@ -49,7 +49,7 @@ def now():
     return {name: os.environ[name] for name in SET if name in os.environ}
 
 
-def test_a_task_becomes_a_rank(task):
+def test_take_ranks_makes_a_task_a_rank(task):
     task()
     assert slurm.take_ranks()
     assert now() == {
@@ -73,13 +73,13 @@ def test_a_task_becomes_a_rank(task):
         ("host-1.site,host-2.site", "host-1.site"),
     ],
 )
-def test_the_first_host_is_the_master(task, hosts, first):
+def test_take_ranks_makes_the_first_host_the_master(task, hosts, first):
     task(SLURM_STEP_NODELIST=None, SLURM_JOB_NODELIST=hosts)
     slurm.take_ranks()
     assert os.environ["MASTER_ADDR"] == first
 
 
-def test_an_address_that_is_given_stays(task):
+def test_take_ranks_keeps_a_given_address(task):
     task(
         MASTER_ADDR="10.0.0.9", MASTER_PORT="4711", SLURM_JOB_NODELIST="[", SLURM_STEP_NODELIST=None
     )
@@ -90,7 +90,7 @@ def test_an_address_that_is_given_stays(task):
 @pytest.mark.parametrize(
     "names", [{"RANK": "2"}, {"SLURM_PROCID": None}, {"OMPI_COMM_WORLD_SIZE": "4"}]
 )
-def test_launchers_are_believed(task, names):
+def test_take_ranks_under_a_launcher_changes_nothing(task, names):
     task(**names)
     before = now()
     assert not slurm.take_ranks() and now() == before
@@ -99,18 +99,15 @@ def test_launchers_are_believed(task, names):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"SLURM_NTASKS": None, "SLURM_STEP_NUM_TASKS": None}, "SLURM_NTASKS"),
-        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID"),
-        ({"SLURM_LOCALID": None}, "SLURM_LOCALID"),
         # A batch script's own process, which would wait for others.
         ({"SLURM_STEP_ID": None}, "SLURM_STEP_ID"),
         ({"SLURM_JOB_NODELIST": None, "SLURM_STEP_NODELIST": None}, "MASTER_ADDR"),
         ({"SLURM_STEP_NODELIST": "node[a-b]"}, "MASTER_ADDR"),
     ],
 )
-def test_what_is_missing_is_named(task, changes, name):
+def test_take_ranks_names_what_is_missing(task, changes, name):
     task(**changes)
     before = now()
-    with pytest.raises(CoatConfigError) as error:
+    with pytest.raises(CoatConfigError, match=f"^{name}: "):
         slurm.take_ranks()
-    assert error.value.problems[0].key == name and now() == before, "nothing is set by halves"
+    assert now() == before, "nothing is set by halves"

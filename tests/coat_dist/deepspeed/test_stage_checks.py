@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coat_dist.deepspeed.build.pipeline import check_noise_of_tied
+from coat_dist.deepspeed.parallel.pipeline import check_noise_of_tied
 from tests.support import run_ranks
 
 
@@ -49,5 +49,5 @@ def checked(rank, world):
         check_noise_of_tied(stage(([LAYERS, TIED], [TIED])[rank]))
 
 
-def test_copies_that_would_draw_other_noise_are_refused():
+def test_check_noise_of_tied_refuses_other_noise():
     run_ranks(2, checked)

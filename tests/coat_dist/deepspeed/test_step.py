@@ -2,8 +2,8 @@
 steps.
 """
 
-import itertools
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,18 +11,17 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_dist.deepspeed import reviewed
+from coat_dist.deepspeed.step import step as reviewed
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 from tests.support import run_ranks
 
 
 def train(rank, world, stage, clip, fused):
-    import deepspeed
-
     from coat_dist import CoatAdamW, initialize
     from coat_dist.deepspeed.step import step as passes
     from coat_dist.optim import adamw
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    quiet_deepspeed()
     copied = set()
     original_steps = (adamw.adamw_steps, adamw.adamw_fp32_steps)
     adamw.adamw_steps = lambda many, *a: (
@@ -82,7 +81,7 @@ CASES = [(1, 0.0, 2), (1, 1e-3, 3), (2, 1e-3, 2), (2, 1e6, 2), (2, 0.0, 3)]
 
 
 @pytest.mark.parametrize(("stage", "clip", "world"), CASES)
-def test_fused_step_gives_the_same_bits(stage, clip, world):
+def test_step_without_deepspeeds_passes_gives_the_same_bits(stage, clip, world):
     for fused, plain in zip(
         run_ranks(world, train, stage, clip, True),
         run_ranks(world, train, stage, clip, False),
@@ -99,7 +98,7 @@ def test_fused_step_gives_the_same_bits(stage, clip, world):
             assert torch.equal(a, b)
 
 
-def test_what_lies_in_a_row():
+def test_in_a_row_finds_adjacent_slices():
     from coat_dist.deepspeed.step.step_gradients import _in_a_row
 
     memory = torch.arange(64, dtype=torch.bfloat16)
@@ -118,9 +117,9 @@ def test_what_lies_in_a_row():
         assert _in_a_row(apart) is None
 
 
-def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
+def test_add_without_a_copy_overwrites_zeros_once():
     """Zeros of a step before are forgotten where a new partition lies in their memory."""
-    from coat_dist.deepspeed.step.step_gradients import add_without_a_copy
+    from coat_dist.deepspeed.step.step_gradients import add_without_a_copy, build_zeros
 
     memory = torch.zeros(100)
 
@@ -134,7 +133,8 @@ def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
             )
 
     zero = Bare(micro_step_id=0, averaged_gradients={})
-    add_without_a_copy(zero)
+    zero._add_to_grad_partition_buffer = partial(add_without_a_copy, zero)
+    zero._build_compact_grad_partition_buffer = partial(build_zeros, zero)
     one, two = torch.full((5,), 1.5).bfloat16(), torch.full((5,), 2.0).bfloat16()
     zero.build(2)
     zero._add_to_grad_partition_buffer(None, one)
@@ -157,11 +157,7 @@ def test_the_first_gradient_is_copied_over_the_zeros_and_others_are_added():
     assert memory[30:35].eq(5.5).all()
 
 
-def test_stage_three_is_left_alone():
-    assert run_ranks(2, train, 3, 1.0, True)[0][0] == []
-
-
-def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_path, caplog):
+def test_is_verified_build_compares_file_hashes(monkeypatch, tmp_path, caplog):
     """What these tests do not run is no version that was read: another installed DeepSpeed fails
     here until it is.
     """
@@ -182,13 +178,13 @@ def test_every_deepspeed_that_is_fused_is_the_one_tested_here(monkeypatch, tmp_p
     assert record.levelname == "WARNING" and "docs/support.md" in record.message
 
 
-def test_the_host_waits_for_reductions_no_more(monkeypatch):
+def test_wait_on_the_gpu_waits_by_streams(monkeypatch):
     """The end of a step's last backward has a stream wait for the other, once; afterwards all is
     as before.
     """
     from deepspeed.accelerator import get_accelerator
 
-    from coat_dist.deepspeed.step.step_gradients import has_reduction_stream, wait_on_the_gpu
+    from coat_dist.deepspeed.step.step_gradients import wait_on_the_gpu
 
     accelerator, order = get_accelerator(), []
     current = SimpleNamespace(wait_stream=lambda other: order.append(other))
@@ -206,25 +202,16 @@ def test_the_host_waits_for_reductions_no_more(monkeypatch):
 
     zero = Zero()
     wait_on_the_gpu(zero)
-    zero.independent_gradient_partition_epilogue()
     zero.boundary = False
-    zero.independent_gradient_partition_epilogue()
+    wait_on_the_gpu(zero)
     assert order == ["reductions", "host"] and "synchronize" not in vars(accelerator)
-    with mock.patch("coat_dist.deepspeed.step.step.may_leave_out_passes", lambda _: True):
-        for overlap, contiguous, stream in itertools.product(
-            (True, False), (True, False), ("s", None)
-        ):
-            given = SimpleNamespace(
-                overlap_comm=overlap, contiguous_gradients=contiguous, reduction_stream=stream
-            )
-            assert has_reduction_stream(given) == (overlap and contiguous and stream is not None)
 
 
-def test_when_the_norm_is_known() -> None:
+def test_norm_known_after_steps_that_were_applied() -> None:
     """A norm forgets the event of the step before, and after a call that changed nothing there
     is none.
     """
-    from coat_dist.deepspeed.step.step import _norm, norm_known
+    from coat_dist.deepspeed.step.step import gradient_norm, norm_known
 
     zero = SimpleNamespace(coat_norm_known="event", device="cpu", dp_process_group=None)
     zero._model_parallel_all_reduce = lambda **_: None
@@ -233,6 +220,6 @@ def test_when_the_norm_is_known() -> None:
         for a in (True, False)
     ]
     with mock.patch("deepspeed.comm.all_reduce"):
-        assert float(_norm(zero, [], [])) == 0.0
+        assert float(gradient_norm(zero, [], [])) == 0.0
     known.append(norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda: True)))
     assert known == ["event", None, None]

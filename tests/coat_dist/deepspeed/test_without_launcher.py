@@ -24,7 +24,7 @@ def environment(monkeypatch):
     monkeypatch.setattr(without_launcher, "find_spec", lambda name: None)
 
 
-def test_a_process_of_its_own_is_the_only_rank(capsys):
+def test_prepare_makes_a_lone_process_the_only_rank(capsys):
     without_launcher.prepare()
     assert [os.environ[name] for name in NAMES[:4]] == ["0", "1", "0", "127.0.0.1"]
     assert int(os.environ["MASTER_PORT"]) > 0
@@ -34,7 +34,7 @@ def test_a_process_of_its_own_is_the_only_rank(capsys):
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "SLURM_NTASKS"])
-def test_what_a_launcher_says_is_left_alone(name, monkeypatch, capsys):
+def test_prepare_under_a_launcher_changes_nothing(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "4")
     without_launcher.prepare()
     assert {n: os.environ[n] for n in NAMES if n in os.environ} == {
@@ -42,7 +42,7 @@ def test_what_a_launcher_says_is_left_alone(name, monkeypatch, capsys):
     } and not capsys.readouterr().err
 
 
-def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
+def test_prepare_of_a_baseline_is_the_same(monkeypatch):
     """A BF16 baseline is started as the run that it is compared with."""
     deepspeed = pytest.importorskip("deepspeed")
     seen = {}
@@ -62,7 +62,7 @@ def test_a_call_without_block_or_coat_adamw_starts_the_same_way(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_no_operation_is_compiled_without_a_gpu():
+def test_prepare_leaves_out_the_compiled_operation():
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True

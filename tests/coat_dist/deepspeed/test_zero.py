@@ -35,7 +35,7 @@ def straight_and_resumed(rank, world, settings, folder, options, build=build):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_five_a_restart_and_five(case, tmp_path):
+def test_coat_adamw_resumes_to_the_bit_under_zero(case, tmp_path):
     options = {"stochastic_rounding": case == "zero-2"}
     for rank, r in enumerate(
         run_ranks(2, straight_and_resumed, CASES[case], str(tmp_path), options)
@@ -58,6 +58,6 @@ def refused(rank, world, folder):
         return str(error)
 
 
-def test_a_checkpoint_with_another_group_size_is_refused(tmp_path):
+def test_load_checkpoint_refuses_another_group_size(tmp_path):
     for message in run_ranks(2, refused, str(tmp_path)):
         assert message is not None and "group_size: got 128, accepted: 64" in message

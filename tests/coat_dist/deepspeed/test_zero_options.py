@@ -53,7 +53,7 @@ def four_steps(rank, world, stage, cases):
 
 
 @pytest.mark.parametrize("stage", MOVES_BY_STAGE)
-def test_options_that_only_move_data_change_no_bit(stage):
+def test_zero_options_that_move_data_change_no_bit(stage):
     for found in run_ranks(2, four_steps, stage, MOVES_BY_STAGE[stage]):
         assert found == dict.fromkeys(MOVES_BY_STAGE[stage], [])
 
@@ -77,7 +77,7 @@ def one_step_each(rank, world, cases):
     return {name: moments_of_one_step(rank, world, settings) for name, settings in cases.items()}
 
 
-def test_every_moment_is_where_it_belongs():
+def test_zero_options_leave_moments_at_their_parameters():
     """By name: (1 - beta) times the accumulated gradient, and of its square. Two ranks with
     different micro-batches.
     """
@@ -100,7 +100,7 @@ def load_natively(rank, world, folder, cases):
     return found
 
 
-def test_round_robin_checkpoints_convert_and_load_where_they_fit(tmp_path):
+def test_round_robin_gradients_checkpoints_convert_and_load(tmp_path):
     from coat_dist import convert_to_universal
 
     saved = run_ranks(2, train_and_save, PLACES["2, round robin"], str(tmp_path))[0]
@@ -125,7 +125,7 @@ def save_without_us(rank, world, folder):
     engine.save_checkpoint(folder, tag="plain")
 
 
-def test_wrong_places_in_deepspeeds_files_are_noticed(tmp_path):
+def test_convert_to_universal_refuses_wrong_places_of_round_robin(tmp_path):
     from coat_dist import convert_to_universal
 
     run_ranks(2, save_without_us, str(tmp_path))
@@ -144,7 +144,7 @@ def sub_groups(rank, world, folder):
     return count, load_natively(rank, world, folder, {"one": zero(3)})["one"]
 
 
-def test_checkpoints_of_other_sub_groups_are_refused(tmp_path):
+def test_load_checkpoint_refuses_other_sub_groups(tmp_path):
     for count, message in run_ranks(2, sub_groups, str(tmp_path)):
         assert count == 5  # three matrices, the vectors, and one element
         assert (

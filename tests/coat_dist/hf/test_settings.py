@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from coat_dist.config import ActivationConfig, CoatConfigError
-from coat_dist.deepspeed.config.validate import validate
+from coat_dist.deepspeed.request import validate
 from coat_dist.hf import patch_model
 from coat_dist.patching.report import is_patched
 from tests.coat_dist.configurations import config
@@ -72,7 +72,7 @@ def test_patch_model_refuses_options_without_effect(name, changes, key, value):
     assert not is_patched(model)
     harmless = ActivationConfig(fp8_gather=False, expert_dispatch="bf16")
     assert patch_model(model, harmless).patched
-    changed = validate({"model": model, "config": config()}).error
+    changed = validate({"model": model, "config": config({})}).error
     assert str(changed).startswith(
         "coat.activation: got a model that is patched already with fp8_gather False where"
     )

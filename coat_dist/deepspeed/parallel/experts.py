@@ -21,16 +21,10 @@ from typing import Any
 
 import torch
 
-from ..config import CoatConfigError, Problem
-from .build.pipeline import is_stage
+from ...config import refuse
+from .pipeline import is_stage
 
-__all__ = [
-    "announced_experts",
-    "left_unreduced",
-    "mark_experts",
-    "reduce_experts",
-    "refuse_single_files",
-]
+__all__ = ["announced_experts", "mark_experts", "reduce_experts", "refuse_single_file"]
 
 _MARKER = "coat_experts"
 
@@ -47,61 +41,35 @@ def mark_experts(model: torch.nn.Module, size: int) -> list[torch.nn.Parameter]:
     return found
 
 
-def left_unreduced(engine: Any) -> bool:
-    """Whether the engine reduces gradients (BF16_Optimizer), and would leave out those of
-    experts.
+def reduce_experts(engine: Any, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+    """In place of the engine's ``buffered_allreduce_fallback``, which would leave out experts:
+    their sums over the ranks that hold them, divided by the number of all data-parallel ranks.
     """
-    experts = getattr(engine.optimizer, "expert_gradients", None)
-    return (
-        bool(experts)
-        and hasattr(engine.optimizer, "get_grads_for_reduction")
-        and not engine.has_moe_layers
+    type(engine).buffered_allreduce_fallback(engine, grads, elements_per_buffer)
+    engine._reduce_expert_gradients(engine.optimizer.expert_gradients, elements_per_buffer)
+
+
+def refuse_single_file(engine: Any, *_: Any, **__: Any) -> None:
+    """In place of methods of the engine that write one rank's weights as those of the model."""
+    divided = "experts are divided over ranks"
+    if is_stage(engine):
+        divided = "layers are divided over pipeline stages"
+    accepted = (
+        "save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
     )
-
-
-def reduce_experts(engine: Any) -> None:
-    """Let the engine's reduction take experts, too: sums over the ranks that hold them, divided by
-    the number of all data-parallel ranks.
-    """
-    others = engine.buffered_allreduce_fallback
-
-    def reduce(grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        others(grads=grads, elements_per_buffer=elements_per_buffer)
-        engine._reduce_expert_gradients(engine.optimizer.expert_gradients, elements_per_buffer)
-
-    engine.buffered_allreduce_fallback = reduce
-
-
-def refuse_single_files(engine: Any) -> None:
-    """Let methods of the engine that write one rank's weights as those of the model raise a
-    ``ValueError``.
-    """
-    divided = (
-        "layers are divided over pipeline stages"
-        if is_stage(engine)
-        else "experts are divided over ranks"
-    )
-
-    def refuse(*_: Any, **__: Any) -> None:
-        accepted = (
-            "save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal "
-            "for its folder"
-        )
-        raise ValueError(f"save_16bit_model: got a model whose {divided}, accepted: {accepted}")
-
-    engine.save_16bit_model = engine.save_fp16_model = refuse
+    raise ValueError(f"save_16bit_model: got a model whose {divided}, accepted: {accepted}")
 
 
 @contextmanager
 def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[None]:
     """Let ``deepspeed.initialize``, called inside, know the experts of a model that ``size`` ranks
-    divide.
+    divide; nothing where the model has none.
 
     Raises:
         CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the
             optimizer's files none.
     """
-    if size == 1 or not mark_experts(model, size):
+    if not mark_experts(model, size):
         yield
         return
     for name, p in model.named_parameters():
@@ -110,7 +78,7 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[N
                 "True with expert parallelism (no checkpoint would hold the frozen experts "
                 "of all ranks)"
             )
-            raise CoatConfigError(Problem(name, "got requires_grad False", accepted))
+            refuse(name, "got requires_grad False", accepted)
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...config import CoatConfigError, Problem
+from ...config import refuse
 
 __all__ = ["SUMMED", "check_replicated_grads", "is_head_norm", "partial_over_tp"]
 
@@ -50,36 +50,28 @@ def check_replicated_grads(model: torch.nn.Module, mpu: Any, tp: int) -> None:
             that need the sum.
     """
     if mpu is None:
-        configs = (getattr(module, "config", None) for module in model.modules())
-        sizes = (getattr(config, "tensor_model_parallel_size", 1) for config in configs)
-        tp = max((size for size in sizes if isinstance(size, int)), default=1)
-        if tp > 1:
-            given = (
-                f"got none for a model with tensor_model_parallel_size {tp}, whose gradients "
-                "DeepSpeed would "
-            )
-            given += "average over tensor-parallel ranks"
-            accepted = (
-                "megatron_patches.MPUAdapter(), or megatron_patches.initialize, which makes one"
-            )
-            raise CoatConfigError(Problem("mpu", given, accepted))
-    missing = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and partial_over_tp(name, parameter)
-        and not getattr(parameter, SUMMED, False)
-    ]
+        for module in model.modules():
+            size = getattr(getattr(module, "config", None), "tensor_model_parallel_size", 1)
+            if isinstance(size, int) and size > 1:
+                refuse(
+                    "mpu",
+                    f"got none for a model with tensor_model_parallel_size {size}, whose gradients "
+                    "DeepSpeed would average over tensor-parallel ranks",
+                    "megatron_patches.MPUAdapter(), or megatron_patches.initialize, which makes "
+                    "one",
+                )
+    missing = []
+    for name, parameter in model.named_parameters():
+        summed = getattr(parameter, SUMMED, False) or not partial_over_tp(name, parameter)
+        if parameter.requires_grad and not summed:
+            missing.append(name)
     if tp > 1 and missing:
-        first = f"{missing[0]}{', ...' if len(missing) > 1 else ''}"
-        given = (
-            f"got {len(missing)} parameters ({first}) that the {tp} tensor-parallel ranks each "
-            "hold and whose"
-        )
-        given += " gradients nobody sums over these ranks, so that their copies would drift apart"
-        accepted = "megatron_patches.install_replicated_grad_hooks(model) before initialize, or "
-        accepted += (
+        refuse(
+            "model",
+            f"got {len(missing)} parameters ({missing[0]}{', ...' * (len(missing) > 1)}) that the "
+            f"{tp} tensor-parallel ranks each hold and whose gradients nobody sums over these "
+            "ranks, so that their copies would drift apart",
+            "megatron_patches.install_replicated_grad_hooks(model) before initialize, or "
             "megatron_patches.initialize; or, where this program sums them, "
-            f"parameter.{SUMMED} = True on each"
+            f"parameter.{SUMMED} = True on each",
         )
-        raise CoatConfigError(Problem("model", given, accepted))

@@ -14,31 +14,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...config import CoatConfigError, Problem
+from ...config import refuse
 from ...ranks import gather
-from ..optimizer_from_json import parameter_of
 from .pipeline import TIED, has_groups_of_norms
 
-__all__ = ["call_norms_alike", "check_tied", "groups_differ", "tied_apart", "tied_weights"]
+__all__ = [
+    "call_norms_alike",
+    "check_tied",
+    "groups_differ",
+    "parameter_of",
+    "tied_apart",
+    "tied_weights",
+]
+
+
+def parameter_of(p: Any) -> Any:
+    """A parameter of a group or list, which may stand there with its name."""
+    return p[1] if isinstance(p, tuple) and len(p) == 2 else p
 
 
 def tied_weights(model: Any) -> set[int]:
-    """Identities of the trained weights of ``TiedLayerSpec`` that another stage holds, too; none
-    of other models.
+    """Identities of a PipelineModule's trained weights of ``TiedLayerSpec`` that another stage
+    holds, too.
     """
-    listed = getattr(model, "get_tied_weights_and_groups", None)
-    if not callable(listed):
-        return set()
-    return {
-        id(weight)
-        for weight, group in listed()
-        if weight.requires_grad and dist.get_world_size(group) > 1
-    }
+    found = set()
+    for weight, group in model.get_tied_weights_and_groups():
+        if weight.requires_grad and dist.get_world_size(group) > 1:
+            found.add(id(weight))
+    return found
 
 
 def tied_apart(groups: Iterable[dict[str, Any]], tied: Collection[int]) -> list[dict[str, Any]]:
-    """Groups in which ``tied`` weights have fp32 moments, in a group of their own behind the one
-    that held them.
+    """Groups in which ``tied`` weights have fp32 moments, in a separate group behind the one that
+    held them.
 
     FP8 moments depend on where a weight lies in its shard, and on noise; their copies on two stages
     would drift apart. fp32 moments depend on nothing but the gradient, which DeepSpeed sums over
@@ -67,7 +75,7 @@ def check_tied(groups: Iterable[Mapping[str, Any]], tied: Collection[int], what:
                 'got "fp8" for a weight that several stages of a PipelineModule hold: copies '
                 "would drift apart"
             )
-            raise CoatConfigError(Problem(f"{what}.{i}.moments", given, '"fp32"'))
+            refuse(f"{what}.{i}.moments", given, '"fp32"')
 
 
 def groups_differ(engine: Any) -> bool:

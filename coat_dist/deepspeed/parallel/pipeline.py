@@ -9,7 +9,6 @@ a model, so calling them is an error.
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any, NoReturn
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
-from ...config import CoatConfigError, Problem
+from ...config import refuse
 from ...ranks import gather
 from ..step.step import by_what_the_norm_counts
 
@@ -28,8 +27,13 @@ __all__ = [
     "attach_stage",
     "check_noise_of_tied",
     "has_groups_of_norms",
+    "is_stage",
+    "norm_over_stages",
+    "reduce_gradients",
+    "refuse_part",
+    "stages",
+    "step_reduced_gradients",
 ]
-__all__ += ["is_stage", "norm_over_stages", "reduce_gradients", "refuse_unreduced_steps", "stages"]
 
 TIED = "/tied"
 """End of the name of the parameter group of a weight that two stages hold
@@ -54,8 +58,8 @@ def is_stage(engine: Any) -> bool:
 
 
 def attach_stage(engine: Any) -> None:
-    """Make an engine one of a stage; CoatConfigError where its FP8 moments would let a tied
-    weight's copies drift apart.
+    """Let gradients be reduced after all micro-batches; CoatConfigError where FP8 moments would let
+    a tied weight's copies drift apart.
     """
     zero = engine.optimizer
     _check_tied(zero)
@@ -64,9 +68,6 @@ def attach_stage(engine: Any) -> None:
         hook.remove()
     if not has_groups_of_norms(zero):
         _accumulate_in_fp32(zero)
-    engine.forward, engine.backward = (
-        functools.partial(_refuse, name, engine) for name in ("forward", "backward")
-    )
 
 
 def has_groups_of_norms(zero: Any) -> bool:
@@ -88,7 +89,8 @@ def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
     return RuntimeError(f"engine.{name}: called on {where}, {what}; accepted: {accepted}")
 
 
-def _refuse(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse_part(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """In place of ``engine.forward`` and ``backward``, for ``name``."""
     raise _refusal(engine, name, "which is a part of a model")
 
 
@@ -96,13 +98,12 @@ def _check_tied(zero: Any) -> None:
     for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
         if tied and len(params) > 1 and options.get("moments") == "fp8":
-            given = (
-                "got a group with FP8 moments that holds the tied embedding among other "
-                "weights, whose copies on "
+            refuse(
+                "model_parameters",
+                "got a group with FP8 moments that holds the tied embedding among other weights, "
+                "whose copies on two pipeline stages would drift apart",
+                '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)',
             )
-            given += "two pipeline stages would drift apart"
-            accepted = '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)'
-            raise CoatConfigError(Problem("model_parameters", given, accepted))
 
 
 def norm_over_stages(engine: Any) -> None:
@@ -199,29 +200,17 @@ def reduce_gradients(engine: Any) -> None:
         zero.reduce_gradients()
     else:
         engine.buffered_allreduce_fallback()
+    engine.coat_reduced = True
     engine.micro_steps += engine.gradient_accumulation_steps() - 1  # `step` counts the last one
 
 
-def refuse_unreduced_steps(engine: Any, owner: Any, name: str) -> None:
-    """Let ``engine.step`` raise RuntimeError where ``owner.name``, which reduces, was not called
+def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of ``engine.step``: RuntimeError where :func:`reduce_gradients` was not called
     before it.
     """
-    reduce, step, reduced = getattr(owner, name), engine.step, [False]
-
-    @functools.wraps(reduce)
-    def reduce_and_note(*args: Any, **kwargs: Any) -> Any:
-        reduced[0] = True
-        return reduce(*args, **kwargs)
-
-    @functools.wraps(step)
-    def checked_step(*args: Any, **kwargs: Any) -> Any:
-        if not reduced[0]:
-            raise _refusal(engine, "step", "whose gradients nothing has reduced")
-        reduced[0] = False
-        return step(*args, **kwargs)
-
-    setattr(owner, name, reduce_and_note)
-    engine.step = checked_step
+    if not vars(engine).pop("coat_reduced", False):
+        raise _refusal(engine, "step", "whose gradients nothing has reduced")
+    return type(engine).step(engine, *args, **kwargs)
 
 
 def check_noise_of_tied(engine: Any) -> None:
@@ -231,24 +220,19 @@ def check_noise_of_tied(engine: Any) -> None:
     of its own, or with frozen ones, has none before its copy, where the first stage has one.
     """
     zero = engine.optimizer
-    drawing = [
-        any(getattr(p, "shared_embedding", False) for p in params)
-        for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True)
-        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False
-    ]
+    drawing = []
+    for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True):
+        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False:
+            drawing.append(any(getattr(p, "shared_embedding", False) for p in params))
     own = drawing.index(True) if True in drawing else None
     places = gather(own, engine.mpu.get_pipeline_model_parallel_group())
-    if len(places_of_copies := {place for place in places if place is not None}) > 1:
-        given = (
-            "got a tied embedding behind another number of groups with FP8 moments on the "
-            "first stage than on the "
+    different = sorted({place for place in places if place is not None})
+    if len(different) > 1:
+        refuse(
+            "model_parameters",
+            "got a tied embedding behind another number of groups with FP8 moments on the first "
+            f"stage than on the last {different}, so that its copies would draw other noise and "
+            "drift apart",
+            'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": '
+            "false",
         )
-        given += (
-            f"last {sorted(places_of_copies)}, so that its copies would draw other noise and "
-            "drift apart"
-        )
-        accepted = (
-            'layers to train on both stages, "moments": "fp32" for it, or '
-            '"stochastic_rounding": false'
-        )
-        raise CoatConfigError(Problem("model_parameters", given, accepted))

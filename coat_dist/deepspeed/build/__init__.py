@@ -1,3 +1,0 @@
-"""What is decided before or while DeepSpeed builds an engine: groups of ranks, pipelines,
-replicated gradients.
-"""

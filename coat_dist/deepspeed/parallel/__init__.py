@@ -1,0 +1,1 @@
+"""Ranks that divide a model: pipelines, experts, replicated gradients."""

@@ -1,0 +1,493 @@
+"""A DeepSpeed configuration and its ``"coat"`` block, read once.
+
+The first function that is handed a configuration makes a :class:`Settings` of it, and every later
+one accepts that: ``coat_dist.initialize`` and ``deepspeed.initialize``, ``patch_model``,
+``zero_init``, the functions of ``megatron_patches``, the programs in ``launch``. Reading parses the
+file and the block and drops comments. :meth:`Settings.check` compares the values with :data:`ROWS`,
+the one table of settings that are refused. What the caller gave is never changed: DeepSpeed gets a
+copy (:meth:`Settings.for_deepspeed`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .config import CoatConfig, CoatConfigError, load_json, without_comments
+from .config_errors import Problem, got
+from .known_keys import OF_ADAM, defaults_of_coat_adamw, misspelt, unknown
+from .optim import CoatAdamW
+from .optim.state import check_group
+
+__all__ = ["OFFLOAD", "Facts", "Settings"]
+
+ZERO = "zero_optimization"
+OFFLOAD = f"{ZERO}.offload_optimizer"
+_UNSET = ("bf16", "bfloat16", "aio")
+"""Keys that may be null, which means to DeepSpeed that they are not given."""
+_DROP_AUTO = (ZERO, "fp16", "bf16", "tensor_parallel", "compile")
+"""Blocks in which DeepSpeed ignores what is "auto"."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One configuration. Make it with :meth:`read`."""
+
+    config: Mapping[str, Any]
+    """DeepSpeed's keys as the user wrote them, without comments and without the block."""
+    coat: CoatConfig | None
+    """The parsed block; None where there is none, or a wrong one."""
+    problems: tuple[Problem | str, ...]
+    """What is wrong with the block or its name."""
+    source: Any
+    """What was read."""
+    entries: tuple[tuple[str, str, Any], ...]
+    """Every key of DeepSpeed's at every level: what stands before it ("optimizer.", "" at the
+    top), the key, the value. As DeepSpeed reads them: without null and "auto" where these mean
+    that nothing is given, and "bfloat16", which DeepSpeed ignores beside "bf16", as "bf16".
+    """
+    values: Mapping[str, Any]
+    """Values by dotted key, those of the block included."""
+
+    @classmethod
+    def read(cls, source: Any) -> Settings:
+        """Read a path, a dict or base64 of JSON. A wrong block is reported by :meth:`block` and
+        :meth:`check`.
+
+        Raises:
+            CoatConfigError: the configuration cannot be read.
+        """
+        if isinstance(source, Settings):
+            return source
+        given = source if isinstance(source, Mapping) else load_json(source)
+        coat: CoatConfig | None = None
+        problems: tuple[Problem | str, ...] = ()
+        try:
+            coat = CoatConfig.from_deepspeed(given)
+        except CoatConfigError as error:
+            problems = error.problems
+        own = without_comments({key: value for key, value in given.items() if key != "coat"})
+        return cls._made(own, coat, problems, source)._with_remainders()
+
+    @classmethod
+    def _made(
+        cls, config: Mapping[str, Any], coat: CoatConfig | None, problems: Any, source: Any
+    ) -> Settings:
+        entries = tuple(_entries("", _as_deepspeed_reads(config)))
+        values = {f"{owner}{key}": value for owner, key, value in entries}
+        for name, block in () if coat is None else coat:
+            values |= {f"coat.{name}.{key}": value for key, value in block}
+        return cls(config, coat, problems, source, entries, values)
+
+    def changed(self, **blocks: Any) -> Settings:
+        """The same with other top-level keys of DeepSpeed, and with ``coat=`` another block."""
+        coat = blocks.pop("coat", self.coat)
+        return self._made({**self.config, **blocks}, coat, self.problems, self.source)
+
+    def _with_remainders(self) -> Settings:
+        """Add 16-bit remainders where the configuration offloads states and does not mention master
+        weights: fp32 master weights cannot be in host memory.
+        """
+        value, coat = self.values.get, self.coat
+        keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        said = [value(f"bf16.{key}") for key in keys] + [value("optimizer.params.master_weights")]
+        if coat is not None and "master_weights" in coat.optimizer.model_fields_set:
+            said.append(coat.optimizer.master_weights)
+        offloads = value(f"{OFFLOAD}.device") == "cpu" and value("bf16.enabled")
+        params = value("optimizer.params") or {}
+        if (
+            not offloads
+            or value("optimizer.type") != "CoatAdamW"
+            or not isinstance(params, Mapping)
+            or any(one is not None for one in said)
+        ):
+            return self
+        option = {"master_weights": "bf16_remainder"}
+        bf16 = {**self.values["bf16"], **dict.fromkeys(keys, True)}
+        if coat is not None and "optimizer" in coat.model_fields_set:
+            own = coat.optimizer.model_copy(update=option)
+            return self.changed(bf16=bf16, coat=coat.model_copy(update={"optimizer": own}))
+        optimizer = {**self.config["optimizer"], "params": {**params, **option}}
+        return self.changed(bf16=bf16, optimizer=optimizer)
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is a block, be it a wrong one, or CoatAdamW's name."""
+        named = self.values.get("optimizer.type") == "CoatAdamW"
+        return named or self.coat is not None or bool(self.problems)
+
+    def block(self, name: str = "config") -> CoatConfig:
+        """The parsed block; CoatConfigError where it is wrong, or where ``name`` has none."""
+        _raise(self.problems)
+        if self.coat is None:
+            accepted = "a DeepSpeed configuration with it"
+            raise CoatConfigError(f'{name}: got one without a "coat" block, accepted: {accepted}')
+        return self.coat
+
+    def check(self, **context: Any) -> Facts:
+        """Refuse what CoatAdamW, the flow or Megatron's parallelism cannot honour.
+
+        Without a block and without a CoatAdamW only misspelt names, and with several stages or
+        divided experts their rows, are looked at. ``context``: the arguments of :class:`Facts`.
+
+        Raises:
+            CoatConfigError: one line a key, with its value and what is accepted. Misspelt keys and
+                wrong types are reported first, together with all that is wrong with the block.
+        """
+        facts = Facts(self, **context)
+        found: list[Problem | str] = [*self.problems, *misspelt(self.entries)]
+        if facts.ours:
+            found += _refused(TYPES, facts)
+            found += unknown(self.entries, facts.named and facts.given is None)
+        _raise(found)
+        found = [*_parallel_problems(facts)]
+        if facts.ours:
+            found += [*_refused(ROWS, facts), *_against_given(facts)]
+        if facts.by_name:
+            found += _wrong_params(self.values.get("optimizer.params") or {}, facts)
+        if facts.ours and facts.stage and facts.cp > 1:
+            accepted = "1 with ZeRO (gradients are not reduced over CP ranks)"
+            found.append(Problem("context_parallel_size", got(facts.cp), accepted))
+        _raise(found)
+        return facts
+
+    def check_parallel(self, stages: int = 1, ep: int = 1) -> None:
+        """That part of :meth:`check` which is about pipeline stages and divided experts."""
+        _raise(_parallel_problems(Facts(self, stages=stages, ep=ep)))
+
+    def for_deepspeed(self, facts: Facts | None = None) -> dict[str, Any]:
+        """A copy for DeepSpeed's engine."""
+        made = copy.deepcopy(dict(self.config))
+        if facts is None:
+            return made
+        if facts.compressed:
+            made["zero_allow_untested_optimizer"] = True  # "not one of DeepSpeed's own"
+        if facts.hosted:  # CoatAdamW keeps its states there itself: DeepSpeed would step on the CPU
+            made[ZERO]["offload_optimizer"]["device"] = "none"
+        # As a reference model: an engine of stage 0 with bf16 would step while it is built.
+        if facts.only_evaluates:
+            made.pop("optimizer", None)
+            made.pop("scheduler", None)
+        return made
+
+
+class Facts:
+    """What the rows of the table ask about a configuration and the call that it is for.
+
+    Args:
+        optimizer: an object that is given to ``deepspeed.initialize``, or what a callable has made.
+        tp, cp, stages, ep: sizes of Megatron's tensor, context, pipeline and expert parallelism.
+        pipeline: the model is a ``deepspeed.pipe.PipelineModule``.
+        frozen: no parameter of the model requires a gradient.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        optimizer: Any = None,
+        tp: int = 1,
+        cp: int = 1,
+        stages: int = 1,
+        ep: int = 1,
+        pipeline: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        value, coat = settings.values.get, settings.coat
+        self.values, self.coat, self.optimizer = settings.values, coat, optimizer
+        self.tp, self.cp, self.stages, self.ep = tp, cp, stages, ep
+        self.staged, self.divided = stages > 1, ep > 1
+        self.given = optimizer if isinstance(optimizer, CoatAdamW) else None
+        """The CoatAdamW that is given."""
+        self.exports = getattr(self.given, "checkpoint", "codes") != "codes"
+        self.named = value("optimizer.type") == "CoatAdamW"
+        self.compressed = self.named or self.given is not None
+        self.ours = settings.asked or self.given is not None
+        self.block = coat is not None and "optimizer" in coat.model_fields_set
+        """The block has options of the optimizer."""
+        self.flow = coat is not None and coat.activation.enabled
+        self.stage = value(f"{ZERO}.stage") or 0
+        self.stage3, self.tensor_parallel = self.stage == 3, tp > 1
+        self.flow3 = self.flow and self.stage3
+        on = [name for name in ("bf16", "fp16") if value(f"{name}.enabled")]
+        self.half = on[0] if on else None
+        """The block that turns 16-bit training on."""
+        self.hosted = self.compressed and value(f"{OFFLOAD}.device") == "cpu"
+        """States are kept in host memory."""
+        masters = value("optimizer.params.master_weights")
+        if self.given is not None:  # groups that differ: deepspeed/step/master_weights.py
+            masters = self.given.param_groups[0]["master_weights"]
+        elif coat is not None:
+            masters = masters or coat.optimizer.master_weights
+        self.remainder = self.compressed and masters == "bf16_remainder"
+        """Master weights are bfloat16 weights and remainders."""
+        self.fp32_masters = self.compressed and not self.remainder
+        at_stage_0 = self.compressed and self.stage == 0
+        self.only_evaluates = at_stage_0 and optimizer is None and (frozen or self.half is not None)
+        """The engine is built without the CoatAdamW that the configuration names."""
+        self.trains_at_0 = (
+            at_stage_0 and self.half is not None and (self.given is not None or pipeline)
+        )
+        self.foreign_type = self.block and self.given is None
+        self.by_name = self.named and optimizer is None
+        self.baseline_tp3 = self.stage3 and self.tensor_parallel and not self.compressed
+        self.schedules = bool(value("scheduler.params"))
+
+
+def _as_deepspeed_reads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The top level without keys that are null, with "bfloat16" as "bf16"."""
+    read = {key: v for key, v in config.items() if v is not None or key not in _UNSET}
+    old = read.pop("bfloat16", None)
+    if old is not None:
+        read.setdefault("bf16", old)
+    return read
+
+
+def _entries(owner: str, block: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The keys of ``block`` and of all blocks in it, as in ``Settings.entries``."""
+    drops_auto = owner.startswith(_DROP_AUTO)
+    for key, value in block.items():
+        if not (drops_auto and value == "auto"):
+            yield owner, str(key), value
+            if isinstance(value, Mapping):
+                yield from _entries(f"{owner}{key}.", value)
+
+
+def _raise(found: Iterable[Problem | str]) -> None:
+    """Raise the first problem of each key, if there are any."""
+    first: dict[str, Problem | str] = {}
+    for one in found:
+        first.setdefault(getattr(one, "key", str(one)), one)
+    if first:
+        raise CoatConfigError(*first.values())
+
+
+def _parallel_problems(facts: Facts) -> list[Problem]:
+    """What pipeline stages and divided experts cannot be trained with."""
+    found = [*_refused(PARALLEL, facts)]
+    if facts.staged and facts.divided:
+        accepted = "1 with expert parallelism"
+        found.append(Problem("mpu", f"got {facts.stages} pipeline stages", accepted))
+    return found
+
+
+def _against_given(facts: Facts) -> Iterator[Problem]:
+    """Options that the block names and the given CoatAdamW does not have."""
+    if facts.coat is None or facts.given is None or not facts.block:
+        return
+    for name in facts.coat.optimizer.model_fields_set:
+        value = getattr(facts.coat.optimizer, name)
+        others = [group[name] for group in facts.given.param_groups if group[name] != value]
+        if others:
+            text = f"{got(value)} beside a CoatAdamW that has {json.dumps(others[0])}"
+            yield Problem(f"coat.optimizer.{name}", text, "its options, or none")
+
+
+def _wrong_params(given: Mapping[str, Any], facts: Facts) -> list[Problem]:
+    """What is wrong in ``optimizer.params``: options in two places, or else the first wrong
+    value.
+    """
+    own = facts.coat.optimizer.model_dump() if facts.coat is not None and facts.block else {}
+    params = {name: value for name, value in given.items() if name not in OF_ADAM}
+    key = "optimizer.params."
+    if twice := params.keys() & own.keys():
+        text = "given beside coat.optimizer"
+        return [Problem(f"{key}{name}", text, "one of the two") for name in sorted(twice)]
+    options = {**defaults_of_coat_adamw(), **own, **params}
+    try:
+        check_group({**options, "moments": "fp8", "params": []}, key)
+    except ValueError as error:
+        problem: Problem = error.args[0]
+        return [problem._replace(got=got(params.get(problem.key.removeprefix(key))))]
+    return []
+
+
+# The table. A row stands here where without it a run would train wrongly in silence, lose data or
+# hang; what DeepSpeed refuses itself is left to it.
+
+
+class Row(NamedTuple):
+    """One setting that is refused."""
+
+    key: str
+    takes: tuple[Any, ...] | Callable[[Any], bool]
+    """The accepted values."""
+    accepted: str
+    """What to write instead, and why where that helps; facts in braces."""
+    when: str = "ours"
+    """The fact (an attribute of :class:`Facts`) with which the row applies."""
+    absent: Any = None
+    """What an absent key counts as."""
+
+
+def _refused(rows: Iterable[Row], facts: Facts) -> Iterator[Problem]:
+    """The problems that rows find."""
+    for row in rows:
+        if getattr(facts, row.when):
+            value = facts.values.get(row.key, row.absent)
+            accepts = row.takes(value) if callable(row.takes) else value in row.takes
+            if not accepts:
+                yield Problem(row.key, got(value), row.accepted.format(f=facts))
+
+
+def _is_size(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 1)
+
+
+OFF = (None, False)
+ON_GPU = (None, "none")
+_REMAINDER = 'master_weights "bf16_remainder"'
+_CODES = (
+    '"codes", also of a given CoatAdamW: DeepSpeed reads states as they are kept; universal '
+    "checkpoints hold fp32 moments"
+)
+_ON_DISK = (
+    "absent: checkpoints are written by torch.save, with checksums, and are on disk when "
+    "save_checkpoint returns"
+)
+_LATE = "with pipeline stages (gradients are reduced after the last micro-batch)"
+
+TYPES = (
+    # DeepSpeed takes "3" for 3; the rows below compare.
+    Row(f"{ZERO}.stage", lambda v: not isinstance(v, str | bool), "0, 1, 2 or 3"),
+    Row("gradient_accumulation_steps", _is_size, "an integer >= 1"),
+    Row("train_batch_size", _is_size, "an integer >= 1"),
+    Row("train_micro_batch_size_per_gpu", _is_size, "an integer >= 1"),
+    # DeepSpeed does not clip by what is negative or no number.
+    Row(
+        "gradient_clipping",
+        lambda v: type(v) in (int, float) and v >= 0,
+        "a number >= 0",
+        absent=0.0,
+    ),
+    # DeepSpeed reads nothing of a block without a name.
+    Row("scheduler.type", lambda v: v is not None, "the name of a schedule", "schedules"),
+)
+"""Types and ranges, which are looked at first. Types of other keys: ``known_keys.py``."""
+
+ROWS = (
+    Row(
+        "optimizer.type",
+        (None, "CoatAdamW"),
+        '"CoatAdamW" when the block has "coat.optimizer" (remove one of the two)',
+        "foreign_type",
+    ),
+    Row(
+        "optimizer.params.adam_w_mode",
+        (None, True),
+        "true; drop it: CoatAdamW's weight decay is always decoupled",
+        "by_name",
+    ),
+    Row("optimizer.params.capturable", OFF, f"false with {OFFLOAD}", "hosted"),
+    Row("optimizer.params.checkpoint", (None, "codes"), _CODES, "compressed"),
+    Row("optimizer.params.checkpoint", (), _CODES, "exports"),
+    # Files that are written behind a save's back may be incomplete when it returns.
+    Row("checkpoint.writer", (None,), _ON_DISK),
+    Row("datastates_ckpt", OFF, _ON_DISK),
+    Row(
+        "checkpoint.use_node_local_storage",
+        OFF,
+        "false: all ranks save into one folder, which all nodes share",
+    ),
+    # For CoatAdamW this project loads universal checkpoints itself.
+    Row(
+        "checkpoint.load_universal",
+        OFF,
+        f"false with {ZERO}.stage 3 and tensor parallelism {{f.tp}}: DeepSpeed does not slice "
+        "universal checkpoints over TP there; use stage 1 or 2, or CoatAdamW",
+        "baseline_tp3",
+    ),
+    Row(
+        f"{ZERO}.stage",
+        (),
+        "1, 2 or 3 with {f.half}.enabled: stage 0 steps on zero gradients while the engine is "
+        "built, and with fp16 hands out states and weights that nothing here was written for",
+        "trains_at_0",
+    ),
+    *(
+        Row(f"{ZERO}.{key}", OFF, "false: it would round what is rounded here already")
+        for key in (
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_gradients",
+        )
+    ),
+    # DeepSpeed's groups are consecutive ranks, whatever these hold.
+    Row(
+        f"{ZERO}.zero_hpz_partition_size",
+        (None, 0, 1),
+        "1 with tensor parallelism {f.tp}",
+        "tensor_parallel",
+    ),
+    Row(
+        f"{ZERO}.elastic_checkpoint",
+        OFF,
+        "false with CoatAdamW: it merges raw optimizer state across ranks",
+        "compressed",
+    ),
+    # "cpu" is state_device="cpu"; what else keeps the optimizer's states on the CPU steps there.
+    Row(f"{OFFLOAD}.device", (*ON_GPU, "cpu"), '"cpu" or "none" with CoatAdamW', "compressed"),
+    Row(
+        f"{OFFLOAD}.device",
+        ON_GPU,
+        f'"none", or "cpu" with {_REMAINDER}: fp32 master weights stay on the GPU',
+        "fp32_masters",
+    ),
+    Row(f"{OFFLOAD}.ratio", (None, 1), "1 with CoatAdamW", "hosted"),
+    Row(f"{OFFLOAD}.super_offload", OFF, "false with CoatAdamW", "compressed"),
+    Row(
+        f"{ZERO}.cpu_offload", OFF, "false with CoatAdamW; offload_optimizer instead", "compressed"
+    ),
+    Row(f"{ZERO}.zenflow", (None,), "absent with CoatAdamW", "compressed"),
+    # master_weights and DeepSpeed's keys have to say the same: each alone would lose the lower 16
+    # bits.
+    Row(
+        "bf16.bf16_master_weights_and_grads",
+        OFF,
+        f"false with CoatAdamW, or true with {_REMAINDER}: bfloat16 alone loses small updates",
+        "fp32_masters",
+    ),
+    *(
+        Row(f"bf16.{key}", (True,), f"true with {_REMAINDER}", "remainder")
+        for key in ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    ),
+    # Weights and remainders are one master weight, on one device.
+    Row(f"{ZERO}.offload_param.device", ON_GPU, f'"none" with {_REMAINDER}', "remainder"),
+    Row(f"{ZERO}.cpu_offload_param", OFF, f"false with {_REMAINDER}", "remainder"),
+    Row(f"{ZERO}.cpu_offload_params", OFF, f"false with {_REMAINDER}", "remainder"),
+    Row("fp16.enabled", OFF, "false with coat.activation.enabled: the flow runs in bf16", "flow"),
+    Row(
+        "coat.activation.weights",
+        ("on_use",),
+        f'"on_use" with {ZERO}.stage 3: a cache would hold whole weights on every rank',
+        "flow3",
+    ),
+    Row(
+        "coat.activation.cuda_graphs",
+        OFF,
+        f"false with {ZERO}.stage 3: graphs read weights where they lie, and these come and go",
+        "flow3",
+    ),
+    Row(
+        "coat.activation.wgrad",
+        ("grad",),
+        '"grad" under DeepSpeed, whose parameters have no main_grad',
+        "flow",
+    ),
+)
+"""What CoatAdamW or the flow cannot honour."""
+
+PARALLEL = (
+    Row(f"{ZERO}.stage", (1,), f"1 {_LATE}", "staged"),
+    Row(f"{ZERO}.overlap_comm", OFF, f"false {_LATE}", "staged"),
+    Row(f"{OFFLOAD}.device", ON_GPU, '"none" with pipeline stages', "staged"),
+    Row("fp16.enabled", OFF, "false with pipeline stages (bf16 needs no loss scaling)", "staged"),
+    Row(f"{ZERO}.stage", (1, 2), "1 or 2 with expert parallelism", "divided"),
+    Row(f"{OFFLOAD}.device", ON_GPU, '"none" with expert parallelism', "divided"),
+    Row(f"{ZERO}.offload_param.device", ON_GPU, '"none" with expert parallelism', "divided"),
+    Row(f"{ZERO}.round_robin_gradients", OFF, "false with expert parallelism", "divided"),
+)
+"""What Megatron's pipeline stages, or experts that ranks divide, cannot be trained with."""
