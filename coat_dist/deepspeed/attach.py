@@ -20,7 +20,7 @@ from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig, CoatConfigError, Problem
-from ..flow.weights import invalidate_after, invalidate_weights
+from ..flow.core.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
 from . import expert_parallel, heartbeat
 from .build import pipeline, pipeline_module, round_robin

@@ -8,7 +8,8 @@ and typed at the definition. What has no kernel is imported as it is. ``dispatch
 of the two runs; ``COAT_REFERENCE=1`` in the environment takes definitions everywhere.
 """
 
-from ..reference import activation, adamw, cross_entropy, grouped, norm, quantize, rope
+from ..kernels.gemm import apart, one_by_one
+from ..reference import activation, adamw, cross_entropy, gemm, grouped, norm, quantize, rope
 from ..reference.activation import (
     ACTIVATIONS,
     Activation,
@@ -36,8 +37,6 @@ from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
 from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
 from .dispatch import operation
-from .gemm import scaled_mm
-from .grouped_gemm import apart, grouped_mm, grouped_wgrad, one_by_one
 
 __all__ = [
     "ACTIVATIONS",
@@ -134,8 +133,11 @@ transpose = operation(quantize.transpose)  # per-tensor codes, transposed
 
 # Matrix products
 # ----------------------------------------
-# scaled_mm (gemm.py): FP8 product, by cuBLASLt on a GPU without a kernel: exact_mm in fp64;
-# code_products and scale_and_round, whose sums over ranks are exact
+scaled_mm = operation(gemm.scaled_mm)  # FP8 product
+grouped_mm = operation(gemm.grouped_mm)  # FP8 products of all experts
+grouped_wgrad = operation(gemm.grouped_wgrad)
+# without a kernel: exact_mm in fp64; code_products and scale_and_round, whose sums over ranks are
+# exact; apart and one_by_one, what the products of experts take and which way is faster
 
 # Norms: RMSNorm and LayerNorm
 # ----------------------------------------
@@ -175,8 +177,7 @@ quantize_experts_both = operation(grouped.quantize_experts_both)
 quantize_columns = operation(grouped.quantize_columns)
 activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
 activation_backward_experts = operation(grouped.activation_backward_experts)
-# grouped_mm, grouped_wgrad (grouped_gemm.py): FP8 products of all experts; without a kernel:
-# expert_rows, largest_rows
+# without a kernel: expert_rows, largest_rows
 
 # Attention: heads and rotary position embedding
 # ----------------------------------------

@@ -197,10 +197,6 @@ def peak_of(run: Run) -> Peak:
         held["gradients"] = 2 * found.elements if run.stage == 1 else found.gradients
     if run.stage == 3:
         held[_BUCKETS], held["gathered parameters"] = step.buckets, found.gathered
-    if run.flow is not None and run.flow.weights == "cached":
-        held["cached FP8 weights"] = sum(
-            p.numel for p in others if p.matrix and p.layer is not None
-        )
 
     # Forward, the loss, and the gradient of the residual stream that it leaves.
     graphs = run.flow is not None and run.flow.cuda_graphs

@@ -14,7 +14,7 @@ from coat_dist.flow import (
     rope_table,
     sdpa,
 )
-from coat_dist.flow.scaling import saved_format
+from coat_dist.flow.core.products import saved_format
 from coat_dist.reference.quantize import dequantize, quantize_groups
 from tests.coat_dist.flow.common import relative_error
 

@@ -7,7 +7,7 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, linear, norm_linear, vocab_parallel_cross_entropy
-from coat_dist.formats import E4M3, E5M2, QuantizedTensor, fp8_format
+from coat_dist.formats import E4M3, E5M2, FORMATS, QuantizedTensor
 from coat_dist.ops import scaled_mm
 from coat_dist.reference import gemm as reference
 from coat_dist.reference.quantize import (
@@ -137,7 +137,7 @@ def test_row_scales_change_forward_alone(fmt, rows, k, n):
         grads.append(torch.autograd.grad(out, [x, weight], weighting))
     assert not torch.equal(*outs)
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    operands = [quantize_rows(t.detach().cpu(), fp8_format(fmt), aligned=True) for t in (x, weight)]
+    operands = [quantize_rows(t.detach().cpu(), FORMATS[fmt], aligned=True) for t in (x, weight)]
     expected = reference.scaled_mm(*operands, torch.float32)
     # Of one output.
     typical = torch.outer(*(dequantize(q).norm(dim=-1) for q in operands)) * k**-0.5

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import TensorParallel, attention, linear, sdpa
-from coat_dist.flow.scaling import saved_format
+from coat_dist.flow.core.products import saved_format
 from coat_dist.formats import QuantizedTensor
 from coat_dist.reference.quantize import dequantize, quantize_groups
 
@@ -109,7 +109,7 @@ def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch, scal
     for where, name in (
         ("blocks.linear", "summed_gemm"),
         ("blocks.linear", "gemm"),
-        ("weights", "gemm"),
+        ("core.weights", "gemm"),
     ):
         module = importlib.import_module(f"coat_dist.flow.{where}")
         real = getattr(module, name)

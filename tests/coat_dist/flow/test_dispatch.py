@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import dispatch_rows
-from coat_dist.formats import fp8_format
+from coat_dist.formats import FORMATS
 from coat_dist.ops import dequantize, quantize_rows
 from tests.support import run_ranks
 
@@ -62,7 +62,7 @@ def one_rank(rank, world):
 
 
 def test_rows_arrive_as_if_quantized_there():
-    fmt = fp8_format("e4m3")
+    fmt = FORMATS["e4m3"]
     for found in run_ranks(2, one_rank):
         there = quantize_rows(found["arrived"], fmt, aligned=True)
         (sent, received), dy = found["shape"], found["dy"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import TensorParallel, grouped_mlp, invalidate_weights, mlp, scale_rows, weights
+from coat_dist.flow import TensorParallel, grouped_mlp, mlp, scale_rows
 
 H, F = 64, 48
 COUNTS = {
@@ -101,22 +101,6 @@ def test_weight_gradients_into_main_grad(overwrite):
         assert torch.equal(
             w.main_grad.view(len(counts), -1), torch.stack(wanted).view(len(counts), -1)
         )
-
-
-def test_codes_are_kept_until_the_weights_change():
-    settings, counts = ActivationConfig(weights="cached"), torch.tensor(COUNTS["any"])
-    (x, probs, w1, w2), _ = problem(COUNTS["any"])
-    w1, w2 = torch.nn.Parameter(w1.detach()), torch.nn.Parameter(w2.detach())
-    invalidate_weights()
-    grouped_mlp(x, counts, w1, w2, "swiglu", settings)
-    assert {entry.operand.q8.codes.numel() for entry in weights._cache.values()} == {
-        w1.numel(),
-        w2.numel(),
-    }
-    y = grouped_mlp(x, counts, w1, w2, "swiglu", settings)
-    with torch.no_grad():
-        w1.mul_(2)
-    assert not torch.equal(grouped_mlp(x, counts, w1, w2, "swiglu", settings), y)
 
 
 def test_saved_bytes():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table, weights
+from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table
 
 from .common import ONE, Layer, settings
 from .saved_bytes import saved
@@ -16,10 +16,8 @@ SIZES = (64, 32, 32)  # of queries, keys, values
 HEADS = Heads(groups=2, per_group=2, size=16, blocks=True)
 S, B, H = 10, 3, 64
 SETTINGS = [
-    settings(forward=forward, forward_scales=scales, weights=kept)
-    for forward, scales, kept in itertools.product(
-        ("exact", "quantized"), ("row", "tensor"), ("on_use", "cached")
-    )
+    settings(forward=forward, forward_scales=scales)
+    for forward, scales in itertools.product(("exact", "quantized"), ("row", "tensor"))
 ]
 
 
@@ -44,10 +42,9 @@ def test_projections_of_attention(config, dtype):
     angles = table()
     found = []
     for weight, bias in ((layer.weight, layer.bias), (apart, biases)):
-        for _ in range(2):  # the second time from the cache
-            *outs, alias = norm_qkv(
-                x, layer.norm, weight, bias, HEADS, angles, ONE, config, residual=True
-            )
+        *outs, alias = norm_qkv(
+            x, layer.norm, weight, bias, HEADS, angles, ONE, config, residual=True
+        )
         torch.manual_seed(0)
         upstream = [torch.randn_like(t) for t in (*outs, alias)]
         leaves = [x, layer.norm_weight]
@@ -127,7 +124,7 @@ def test_frozen_weights_get_none_and_change_no_other(frozen):
         )
 
 
-def test_main_grad_and_cached_codes_of_each():
+def test_norm_linear_adds_to_main_grad_of_each_weight():
     layer, apart, _ = qkv_parameters(torch.float32)
     x = torch.randn(S, B, H)
     norm_linear(x, layer.norm, apart, None, ONE, settings()).square().sum().backward()
@@ -137,14 +134,6 @@ def test_main_grad_and_cached_codes_of_each():
         x, layer.norm, apart, None, ONE, settings(wgrad="main_grad")
     ).square().sum().backward()
     assert all(torch.equal(w.main_grad, 1 + w.grad) for w in apart)
-    config = settings(weights="cached")
-    for change in (None, 0, 2):  # a write to any of them is noticed
-        if change is not None:
-            with torch.no_grad():
-                apart[change].mul_(1.5)
-        got = norm_linear(x, layer.norm, apart, None, ONE, config)
-        assert torch.equal(got, norm_linear(x, layer.norm, apart, None, ONE, settings()))
-    weights.invalidate_weights()
 
 
 def test_nothing_more_is_saved():

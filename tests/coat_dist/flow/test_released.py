@@ -12,7 +12,7 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Heads, Norm, TensorParallel, linear, norm_mlp, norm_qkv, rope_table
-from coat_dist.flow.weights import Weight
+from coat_dist.flow.core.weights import Weight
 
 H, F, TOKENS = 64, 96, 32
 ONE = TensorParallel()
@@ -26,13 +26,13 @@ class Watch:
     def __init__(self, monkeypatch) -> None:
         self.made: dict[str, weakref.ref] = {}
         self.alive: list[set[str]] = []
-        original = Weight.gradient
+        original = Weight.gradients
 
         def gradient(weight, *operands):
             self.alive.append({name for name, t in self.made.items() if t() is not None})
             return original(weight, *operands)
 
-        monkeypatch.setattr(Weight, "gradient", gradient)
+        monkeypatch.setattr(Weight, "gradients", gradient)
 
     def around(
         self, monkeypatch, module: str, function: str, given: dict[int, str], made: dict[int, str]
@@ -81,7 +81,7 @@ def test_mlp(watch, config, monkeypatch) -> None:
 def test_norm_qkv(watch, config, monkeypatch) -> None:
     names = {0: "d8", 1: "d8_t"}
     watch.around(
-        monkeypatch, "blocks.norm_linear", "quantize_gradient", {0: "gradients together"}, names
+        monkeypatch, "blocks.linear", "quantize_gradient", {0: "gradients together"}, names
     )
     heads, table = Heads(2, 1, H // 2), rope_table(torch.randn(TOKENS, 1, 1, H // 2))
     norm = Norm("rmsnorm", 1e-5, weight(H))

@@ -54,7 +54,7 @@ def tensors(kind="rmsnorm", dtype=torch.bfloat16):
 @pytest.fixture
 def backward_arguments(monkeypatch):
     """Arguments of every call of ``norm_backward``."""
-    module, seen = importlib.import_module("coat_dist.flow.inputs"), []
+    module, seen = importlib.import_module("coat_dist.flow.core.inputs"), []
     original = module.norm_backward
     monkeypatch.setattr(module, "norm_backward", lambda *args: seen.append(args) or original(*args))
     return seen

@@ -9,8 +9,8 @@ import torch
 
 from coat_dist.flow import Norm, linear, mlp, norm_linear
 from coat_dist.flow.parallel.overlap import rows_of
-from coat_dist.flow.scaling import row_operand, saved_format, share_rows
-from coat_dist.formats import E4M3, QuantizedTensor, fp8_format
+from coat_dist.flow.core.products import row_operand, saved_format, share_rows
+from coat_dist.formats import E4M3, FORMATS, QuantizedTensor
 from coat_dist.reference.activation import ACTIVATIONS, activation_apply
 from coat_dist.reference.gemm import scaled_mm
 from coat_dist.reference.norm import norm_apply, norm_stats
@@ -54,7 +54,7 @@ def product(a, b, fmt, dtype):
 def test_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype):
     config, fmt = (
         settings(forward=forward, format=name, scale=scale, forward_scales="row"),
-        fp8_format(name),
+        FORMATS[name],
     )
     saved, before_activation = saved_format(config), saved_format(config, pre_activation=True)
     layer, x = Layer.random(kind=kind, dtype=dtype, f=80, biased=True), tokens(33, 64, dtype=dtype)
@@ -207,4 +207,4 @@ def test_norm_without_parameters():
     for kind in ("rmsnorm", "layernorm"):
         got = norm_linear(x, Norm(kind, EPS), w, None, ONE, settings(forward_scales="row"))
         y = norm_apply(x, norm_stats(x, kind, EPS), None, None)
-        assert torch.equal(got, product(y, w, fp8_format("e4m3"), torch.float32))
+        assert torch.equal(got, product(y, w, FORMATS["e4m3"], torch.float32))

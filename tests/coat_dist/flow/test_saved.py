@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.flow import linear, norm, norm_linear, norm_mlp, scale_rows
-from coat_dist.formats import QuantizedTensor, fp8_format
+from coat_dist.formats import FORMATS, QuantizedTensor
 from coat_dist.reference.activation import activation_apply
 from coat_dist.reference.norm import NormStats, norm_apply
 from coat_dist.reference.quantize import amax, quantize_rows, quantize_tensor, tensor_scale
@@ -70,7 +70,7 @@ def test_unfused_norm_keeps_its_input_and_one_number_a_row():
 def products(monkeypatch):
     """Operands of every FP8 product, in the order in which they ran."""
     seen = []
-    for name in ("blocks.linear", "blocks.norm_linear", "blocks.mlp", "weights"):
+    for name in ("blocks.linear", "blocks.mlp", "core.weights"):
         module = importlib.import_module(f"coat_dist.flow.{name}")
         for function in ("gemm", "summed_gemm"):
             if hasattr(module, function):
@@ -154,7 +154,7 @@ def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt,
     codes are theirs by rows, backward's theirs per tensor, transposed, with the largest of
     forward's scales; so it is with weights.
     """
-    config, form = settings(forward="quantized", format=fmt, forward_scales="row"), fp8_format(fmt)
+    config, form = settings(forward="quantized", format=fmt, forward_scales="row"), FORMATS[fmt]
     layer, x = Layer.random(kind=kind, f=80), torch.randn(96, 64, requires_grad=True)
 
     def check(forward, backward, values):

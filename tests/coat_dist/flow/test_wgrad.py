@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coat_dist.flow import linear, main_grad
+from coat_dist.flow import linear
+from coat_dist.flow.core import main_grad
 from coat_dist.reference.gemm import scaled_mm
 
 from .common import ONE, Layer, settings

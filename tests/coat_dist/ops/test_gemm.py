@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from coat_dist import ops
 from coat_dist.formats import QuantizedTensor
-from coat_dist.ops import gemm as ops
 from coat_dist.reference import gemm
 from coat_dist.reference.gemm import code_products, exact_mm, scale_and_round, scaled_mm
 
