@@ -4,10 +4,9 @@
 saves and the gradients that are wanted by their places alone. A subclass of :class:`Function` names
 them once:
 
-* ``saves``, a tuple of names, makes the named tuple ``Saved``. Forward ends with
-  ``ctx.save_for_backward(*cls.Saved(...), *more)`` and backward begins with :meth:`Function.saved`,
-  which returns them as they were.
-* :meth:`Function.needs` takes the name of forward's argument.
+* ``saves`` is a tuple of names. Forward ends with ``ctx.save_for_backward(*cls.Saved(...),
+  *more)``, and backward begins with ``saved, more = cls.saved(ctx)``.
+* ``cls.needs(ctx, name)`` takes the name of forward's argument.
 
 Both cost what a tuple costs: in a layer's forward and backward the host is counted in microseconds.
 """
@@ -37,34 +36,51 @@ class Function(torch.autograd.Function):
     of them alone.
     """
 
-    saves: tuple[str, ...] = ()
+    saves: tuple[str, ...]
     """Names of the tensors that forward saves first."""
-    Saved: Any
-    _places: dict[str, int | slice]
+    Saved: Callable[..., Any]
+    """Gives them their names, for ``save_for_backward``."""
+    saved: Callable[[Any], tuple[Any, tuple[torch.Tensor, ...]]]
+    """In backward, of the context: what ``Saved`` made, and the tensors that were saved behind."""
+    needs: Callable[[Any, str], Any]
+    """Of the context and the name of forward's argument: whether its gradient is wanted; of
+    ``*name``, for each of its tensors.
+    """
 
     def __init_subclass__(cls) -> None:
-        cls.Saved = namedtuple("Saved", cls.saves)
-        cls._places = {}
-        for place, argument in enumerate(inspect.signature(cls.forward).parameters.values(), -1):
-            several = argument.kind is argument.VAR_POSITIONAL
-            cls._places[argument.name] = slice(place, None) if several else place
+        if hasattr(cls, "saves"):
+            cls.Saved, cls.saved = _by_name(cls.saves)
+        cls.needs = _by_argument(cls.forward)
         cls.forward = staticmethod(_without_autocast(cls.forward))  # type: ignore[method-assign]
         cls.backward = staticmethod(  # type: ignore[method-assign]
             once_differentiable(_without_autocast(cls.backward))
         )
 
-    @classmethod
-    def needs(cls, ctx: Any, name: str) -> Any:
-        """Whether the gradient of forward's argument ``name`` is wanted; of ``*name``, for each of
-        its tensors.
-        """
-        return ctx.needs_input_grad[cls._places[name]]
 
-    @classmethod
-    def saved(cls, ctx: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """In backward: ``Saved``, and the tensors that were saved behind it."""
-        tensors, count = ctx.saved_tensors, len(cls.saves)
-        return cls.Saved(*tensors[:count]), tensors[count:]
+# torch.compile traces calls of static methods of an autograd function, and no other attributes.
+def _by_name(names: tuple[str, ...]) -> Any:
+    Saved, count = namedtuple("Saved", names), len(names)  # type: ignore[misc]  # noqa: N806
+
+    def save(*tensors: Any, **named: Any) -> Any:
+        return Saved(*tensors, **named)
+
+    def saved(ctx: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        tensors = ctx.saved_tensors
+        return Saved(*tensors[:count]), tensors[count:]
+
+    return staticmethod(save), staticmethod(saved)
+
+
+def _by_argument(forward: Callable[..., Any]) -> Any:
+    places: dict[str, int | slice] = {}
+    for place, argument in enumerate(inspect.signature(forward).parameters.values(), -1):
+        several = argument.kind is argument.VAR_POSITIONAL
+        places[argument.name] = slice(place, None) if several else place
+
+    def needs(ctx: Any, name: str) -> Any:
+        return ctx.needs_input_grad[places[name]]
+
+    return staticmethod(needs)
 
 
 def _without_autocast(step: _Step) -> _Step:

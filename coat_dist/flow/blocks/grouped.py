@@ -233,7 +233,6 @@ class _GroupedMLP(Function):
     def backward(ctx: Any, dout: torch.Tensor):
         saved, _ = _GroupedMLP.saved(ctx)
         fc1, fc2, settings, activation = ctx.fc1, ctx.fc2, ctx.settings, ctx.activation
-        needs = _GroupedMLP.needs
         rows = ExpertRows(saved.source, saved.place, saved.blocks, saved.ends, ctx.known)
         fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
         pre8 = QuantizedTensor(saved.pre, saved.pre_scales, "group", settings.group_size)
@@ -251,16 +250,16 @@ class _GroupedMLP(Function):
             da, pre8, activation, grad_fmt, scale, fmt, saved.a_scale, rows
         )
         del da
-        if needs(ctx, "fc2_weight"):
+        if _GroupedMLP.needs(ctx, "fc2_weight"):
             dfc2 = fc2.gradient(inner.a8_t, d8_t, rows)
         d8, d8_t = inner.d8, inner.d8_t
         del inner
-        if needs(ctx, "x"):
+        if _GroupedMLP.needs(ctx, "x"):
             dy = grouped_mm(d8, fc1.straight(saved.w1, saved.w1_scale), rows, ctx.dtype)
             dx = take_rows(dy, rows.place)
             del dy
         del d8
-        if needs(ctx, "fc1_weight"):
+        if _GroupedMLP.needs(ctx, "fc1_weight"):
             x8_t = transpose(QuantizedTensor(saved.x, saved.x_scales, "expert"))
             dfc1 = fc1.gradient(x8_t, d8_t, rows)
         return dx, dfc1, dfc2, dprobs, None, None, None

@@ -285,17 +285,18 @@ class _NormLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None):
         saved, parameters = _NormLinear.saved(ctx)
-        needs, count, heads = _NormLinear.needs, ctx.count, ctx.heads
+        count, heads = ctx.count, ctx.heads
         outputs = 1 if heads is None else 3
         douts, residual = grads[:outputs], grads[outputs] if len(grads) > outputs else None
         if all(d is None for d in douts):  # the alias alone was used
             return None, residual, *[None] * (2 + len(parameters))
         block_input = restore_input(saved, ctx.input)
         tp, settings = block_input.tp, block_input.settings
-        want_weights = needs(ctx, "parameters")[:count]
-        want_biases = needs(ctx, "parameters")[count:]
+        wanted = _NormLinear.needs(ctx, "parameters")
+        want_weights, want_biases = wanted[:count], wanted[count:]
         if heads is None:
-            dout, top = douts[0], None
+            (dout,), top = douts, None
+            assert dout is not None
         else:
             table = None if saved.cos is None else RopeTable(saved.cos, saved.sin, ctx.interleaved)
             dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
@@ -303,8 +304,8 @@ class _NormLinear(Function):
         # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad
         # is.
         y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
-        top = gradient_amax(dout, tp, settings, False, top)
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=top)
+        agreed = gradient_amax(dout, tp, settings, False, top)
+        d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=agreed)
         dx = dnorm_weight = dnorm_bias = None
         dweights, dbiases = [None] * count, [None] * len(want_biases)
         if any(want_biases):
@@ -312,7 +313,7 @@ class _NormLinear(Function):
             dbiases = ctx.weight.bias_gradients(sums, parameters[count:], want_biases)
         del dout, douts
         dinput = None
-        wanted = needs(ctx, "x"), needs(ctx, "norm_weight"), needs(ctx, "norm_bias")
+        wanted = [_NormLinear.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
         if any(wanted):
             w8_t = ctx.weight.transposed(parameters[:count], saved.w_scale)
             dy = summed_gemm(d8, w8_t, block_input.dtype, tp, settings)

@@ -193,16 +193,16 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, dloss: torch.Tensor):
         saved, kept = _LinearCrossEntropy.saved(ctx)
         x, weight, bias, labels, exponent, inverse = saved
-        tp, width, exact, needs = ctx.tp, ctx.width, ctx.exact, _LinearCrossEntropy.needs
+        tp, width, exact = ctx.tp, ctx.width, ctx.exact
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
         size = weight.shape[0]
         factors = _factors(dloss, flat, size * tp.size, exponent, inverse, ctx.z_loss)
         dx = dweight = dbias = None
-        if needs(ctx, "x"):
+        if _LinearCrossEntropy.needs(ctx, "x"):
             dx = _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size)
-        if needs(ctx, "weight"):
+        if _LinearCrossEntropy.needs(ctx, "weight"):
             dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        if needs(ctx, "bias"):
+        if _LinearCrossEntropy.needs(ctx, "bias"):
             dbias = torch.empty_like(bias)
         for i, start in enumerate(range(0, size, width)):
             part = slice(start, start + width)

@@ -152,15 +152,14 @@ def _activate(
     fmt, exact = FORMATS[settings.format], settings.forward == "exact"
     saved = saved_format(settings, pre_activation=True)
     given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias, saved
-    by_rows = settings.forward_scales == "row"
-    pre8, found = (activation_compress_rows if by_rows else activation_compress)(*given)
-    source: torch.Tensor | QuantizedTensor = pre
-    if not exact:
-        source, bias = pre8, None
-    if by_rows:
-        a8 = share_rows(found, lambda: activation_apply(source, activation, bias), tp, settings)
+    if settings.forward_scales == "row":
+        pre8, a8 = activation_compress_rows(*given)
+        source, bias = (pre, bias) if exact else (pre8, None)
+        a8 = share_rows(a8, lambda: activation_apply(source, activation, bias), tp, settings)
         return pre8, row_operand(a8, tp, settings)
-    scale = shared_scale(found, fmt, tp, settings.tp_invariant)
+    pre8, top = activation_compress(*given)
+    source, bias = (pre, bias) if exact else (pre8, None)
+    scale = shared_scale(top, fmt, tp, settings.tp_invariant)
     return pre8, Operand(activation_quantize(source, activation, fmt, scale, bias=bias), scale)
 
 
@@ -201,12 +200,13 @@ class _MLP(Function):
         saved, fc1 = _MLP.saved(ctx)
         if dout is None:  # the alias alone was used
             return None, residual, *[None] * (3 + len(fc1))
-        needs, count, activation = _MLP.needs, ctx.count, ctx.activation
+        count, activation = ctx.count, ctx.activation
         block_input = restore_input(saved, ctx.input)
         tp, settings, dtype = block_input.tp, block_input.settings, block_input.dtype
         fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
         pre8 = QuantizedTensor(saved.pre_codes, saved.pre_scales, "group", settings.group_size)
-        want_weights, want_biases = needs(ctx, "fc1")[:count], needs(ctx, "fc1")[count:]
+        wanted = _MLP.needs(ctx, "fc1")
+        want_weights, want_biases = wanted[:count], wanted[count:]
         dx = dnorm_weight = dnorm_bias = dfc2 = None
         dfc1, dfc1_biases = [None] * count, [None] * len(want_biases)
 
@@ -231,12 +231,12 @@ class _MLP(Function):
         # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while
         # wgrad is.
         y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
-        if needs(ctx, "fc2_weight"):
+        if _MLP.needs(ctx, "fc2_weight"):
             (dfc2,) = ctx.fc2.gradients(d8_t, inner.a8_t)
         d8, d8_t = inner.d8, inner.d8_t
         del inner
         dinput = None
-        wanted = needs(ctx, "x"), needs(ctx, "norm_weight"), needs(ctx, "norm_bias")
+        wanted = [_MLP.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
         if any(wanted):
             w1_t = ctx.fc1.transposed(fc1[:count], saved.w1_scale)
             dy = summed_gemm(d8, w1_t, dtype, tp, settings)

@@ -23,6 +23,7 @@ forward modes. With row scales the linear reads codes of its own, made of the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +160,7 @@ class NormedInput:
         return _gathered(self.tp, local.codes, scale, transpose)
 
     def backward(
-        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
         """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x,
         weight, bias which.
@@ -244,7 +245,7 @@ class PlainInput:
         return _gathered(self.tp, source.codes, source.scales, transpose)
 
     def backward(
-        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
         assert residual is None  # nobody makes an alias of what has no norm before it
         return dy if wanted[0] else None, ParameterGrads(None, None)

@@ -4,6 +4,7 @@ the block's input (``inputs.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -85,7 +86,7 @@ class _NormFunction(Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor):
         saved, _ = _NormFunction.saved(ctx)
-        x, weight, bias, needs = saved.x, saved.weight, saved.bias, _NormFunction.needs
+        x, weight, bias = saved.x, saved.weight, saved.bias
         dx, dweight, dbias = norm_backward(
             dy,
             x,
@@ -96,9 +97,9 @@ class _NormFunction(Function):
             x.dtype,
             bias is not None,
         )
-        wanted = needs(ctx, "weight"), needs(ctx, "bias")
+        wanted = _NormFunction.needs(ctx, "weight"), _NormFunction.needs(ctx, "bias")
         grads = finish_grads(dweight, dbias, weight, bias, wanted, ctx.reduce_grad, ctx.tp)
-        return dx if needs(ctx, "x") else None, *grads, None, None, None
+        return dx if _NormFunction.needs(ctx, "x") else None, *grads, None, None, None
 
 
 def finish_grads(
@@ -106,7 +107,7 @@ def finish_grads(
     dbias: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    wanted: tuple[bool, ...],
+    wanted: Sequence[bool],
     reduce_grad: bool,
     tp: TensorParallel,
 ) -> ParameterGrads:

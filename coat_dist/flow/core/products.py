@@ -27,7 +27,7 @@ of rows of which each rank holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -186,7 +186,7 @@ def reserve_rows(
     peers = tp.peers(x.numel(), 1, x.device)
     if peers is None:
         return None
-    kinds = [(x.shape, fmt.dtype)]
+    kinds: list[tuple[Sequence[int], torch.dtype]] = [(x.shape, fmt.dtype)]
     if scales:
         kinds.append(((*x.shape[:-1], 1), torch.float32))
     room = peers.reserve(*kinds)

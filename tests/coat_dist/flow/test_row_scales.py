@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coat_dist.flow import Norm, linear, mlp, norm_linear
-from coat_dist.flow.parallel.overlap import rows_of
 from coat_dist.flow.core.products import row_operand, saved_format, share_rows
+from coat_dist.flow.parallel.overlap import rows_of
 from coat_dist.formats import E4M3, FORMATS, QuantizedTensor
 from coat_dist.reference.activation import ACTIVATIONS, activation_apply
 from coat_dist.reference.gemm import scaled_mm
