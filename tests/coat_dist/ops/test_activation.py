@@ -25,7 +25,6 @@ from coat_dist.reference.quantize import (
     quantize_tensor,
     tensor_scale,
 )
-from tests.support.devices import DEVICE, on_device
 
 TORCH = {
     "silu": F.silu,
@@ -141,45 +140,3 @@ def test_a_bias_is_added_once():
     pre8 = activation_compress(pre, "gelu", E4M3, 32, "e8m0", True, bias).pre8
     with pytest.raises(ValueError, match="bias: got a tensor with a quantized pre-activation"):
         activation_apply(pre8, "gelu", bias)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels(agreement, activation):
-    sizes, rows, variants = on_device(((2752,), 260, 1), ((72,), 9, 3))
-    agreement.check_activation(DEVICE, sizes, rows, (activation,), variants)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_kernels_without_packets(agreement, activation):
-    sizes, rows, variants = on_device(((176,), 257, 3), ((33,), 9, 1))
-    agreement.check_activation(DEVICE, sizes, rows, (activation,), variants)
-
-
-def test_kernels_of_bad_values(agreement):
-    agreement.check_activation_of_bad_values(DEVICE)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernel_that_writes_row_scales(agreement, activation):
-    sizes, rows = on_device(((2752,), 67), ((72, 101), 1))
-    agreement.check_activation_rows(DEVICE, sizes, rows, (activation,), variants=1)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
-def test_kernel_that_writes_row_scales_over_tails(agreement, activation):
-    rows, variants = on_device((9, 5), (1, 1))
-    agreement.check_activation_rows(DEVICE, (101,), rows, (activation,), variants)
-
-
-def test_kernel_that_writes_row_scales_of_long_rows(agreement):
-    """On a GPU those of Llama 7B and 70B."""
-    sizes, rows = on_device(((11008, 28672), 40), ((1100,), 1))
-    agreement.check_activation_rows(DEVICE, sizes, rows, ("swiglu",), variants=1)
-
-
-def test_kernel_that_writes_row_scales_of_bad_values(agreement):
-    agreement.check_rows_of_bad_values(DEVICE)
-
-
-def test_kernel_that_writes_row_scales_with_no_rows_and_with_one_element(agreement):
-    agreement.check_no_rows_and_one_element(DEVICE)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from coat_dist.reference import cross_entropy as ce
-from tests.support.devices import DEVICE, on_device
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -115,23 +114,3 @@ def test_powers_of_two():
     )
     assert torch.equal(ce.pow2(n), wanted)
     assert ce.pow2(torch.tensor([-torch.inf, -1e30])).tolist() == [0, 0]
-
-
-SHAPES = on_device(((5, 3), (33, 300), (17, 5000), (64, 32000)), ((5, 3), (3, 300), (2, 5000)))
-
-
-def test_kernel_of_the_statistics(agreement):
-    agreement.check_stats(DEVICE, (*SHAPES, *on_device(((3, 128256),), ())))
-
-
-def test_kernels_at_the_ends_of_the_range(agreement):
-    agreement.check_extremes(DEVICE)
-
-
-def test_blocks_of_the_kernels_do_not_show(agreement):
-    cuts = on_device((0, 1, 64, 4095, 4096, 8191, 9000), (0, 1, 64, 191, 300))
-    agreement.check_blocks(DEVICE, cuts[-1], cuts)
-
-
-def test_kernel_of_the_gradient(agreement):
-    agreement.check_grad(DEVICE, SHAPES)

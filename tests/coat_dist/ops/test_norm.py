@@ -23,7 +23,6 @@ from coat_dist.reference.quantize import (
     quantize_rows,
     tensor_scale,
 )
-from tests.support.devices import DEVICE, on_device
 
 EPS = 1e-5
 
@@ -152,31 +151,3 @@ def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
     for i in (1, 2):
         assert whole[i].dtype == torch.float64
         assert torch.equal(whole[i].float(), (halves[0][i] + halves[1][i]).float())
-
-
-# Two times 130 or 2 rows are transposed by packets of four, two times 65 or 3 are not.
-@pytest.mark.parametrize(
-    ("rows", "sizes"), on_device([(130, (200, 5120)), (65, (4096,))], [(3, (72,)), (2, (72,))])
-)
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_kernels(agreement, kind, rows, sizes):
-    agreement.check_norm(DEVICE, (kind,), sizes, rows)
-
-
-def test_kernels_of_no_rows(agreement):
-    agreement.check_norm_of_no_rows(DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("rows", "sizes"), on_device([(65, (200, 5120)), (65, (4096,))], [(2, (72,))])
-)
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_kernel_that_writes_row_scales(agreement, kind, rows, sizes):
-    """Nothing fuses a product with a sum in the interpreter, so that a LayerNorm has its
-    definition's bits as well.
-    """
-    agreement.check_norm_rows(DEVICE, (kind,), sizes, rows, exact_bits=DEVICE == "cpu")
-
-
-def test_kernel_that_writes_row_scales_with_no_rows_and_with_one_element(agreement):
-    agreement.check_no_rows_and_one_element(DEVICE)

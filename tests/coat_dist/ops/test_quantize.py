@@ -18,7 +18,6 @@ from coat_dist.reference.quantize import (
     scale_values,
     tensor_scale,
 )
-from tests.support.devices import DEVICE, on_device
 
 FORMATS = [E4M3, E5M2]
 SAVED_FORMATS = [*FORMATS, E3M4, INT8]
@@ -278,39 +277,3 @@ def test_power_of_two_is_the_next_one():
 def test_bfloat16_holds_what_power_of_two_scales_read_back_as(fmt):
     q = quantize_groups(torch.randn(7, 100).mul(4).exp(), fmt, 32, "e8m0")
     assert torch.equal(dequantize(q, torch.bfloat16).float(), dequantize(q))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    on_device(((3, 70), (257, 1040), (2, 130, 4096), (2, 131, 200)), ((3, 70), (2, 3, 64))),
-    ids=str,
-)
-def test_kernels_with_a_scale_a_tensor_or_group(agreement, shape):
-    agreement.check_quantize(DEVICE, shapes=(shape,))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    on_device(((5, 70), (3, 43, 4096), (7, 11008), (3, 4, 1)), ((4, 70), (2, 2, 33), (3, 1))),
-    ids=str,
-)
-def test_kernel_with_a_scale_a_row(agreement, shape):
-    agreement.check_quantize_rows(DEVICE, shapes=(shape,))
-
-
-def test_kernel_with_no_rows_and_with_one_element(agreement):
-    agreement.check_no_rows_and_one_element(DEVICE)
-
-
-def test_kernels_and_definitions_write_into_parts_of_a_buffer(agreement):
-    agreement.check_into(DEVICE)
-
-
-def test_dequantizing_kernel(agreement):
-    agreement.check_dequantize(
-        DEVICE, on_device(((3, 72), (2, 5, 40), (130, 4096)), ((3, 72), (2, 5, 40)))
-    )
-
-
-def test_kernel_of_groups_at_the_ends_of_fp32(agreement):
-    agreement.check_groups_at_the_ends(DEVICE)

@@ -7,7 +7,6 @@ import torch
 
 from coat_dist.reference.quantize import amax
 from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_backward
-from tests.support.devices import DEVICE, on_device
 
 HEADS = Heads(groups=2, per_group=3, size=16)
 
@@ -100,13 +99,3 @@ def test_shapes_that_do_not_fit_are_named():
     for shape in ((5, 16), (5, 1, 1, 7), (5, 1, 2, 8)):
         with pytest.raises(ValueError, match="freqs: got shape .*, accepted: .*an even number"):
             rope_table(torch.zeros(shape))
-
-
-LARGE = (
-    *(Heads(2, 3, 24), Heads(3, 1, 22), Heads(32, 1, 128), Heads(8, 4, 128), Heads(1, 71, 64)),
-    *(Heads(8, 4, 128, True, True), Heads(3, 1, 22, True), Heads(2, 3, 24, False, True)),
-)
-
-
-def test_kernels(agreement):
-    agreement.check_rope(DEVICE, *on_device((LARGE, (9, 2)), (agreement.SMALL, (2, 2))))
