@@ -18,6 +18,7 @@ from coat_dist.reference.quantize import (
     tensor_scale,
 )
 from tests.coat_dist.flow.common import Layer, median_error, relative_error
+from tests.support import equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
@@ -136,7 +137,7 @@ def test_row_scales_change_forward_alone(fmt, rows, k, n):
         outs.append(out.detach())
         grads.append(torch.autograd.grad(out, [x, weight], weighting))
     assert not torch.equal(*outs)
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert equal(*grads)
     operands = [quantize_rows(t.detach().cpu(), FORMATS[fmt], aligned=True) for t in (x, weight)]
     expected = reference.scaled_mm(*operands, torch.float32)
     # Of one output.

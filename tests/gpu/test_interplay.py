@@ -10,7 +10,7 @@ import torch
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, mlp, norm_mlp
 from tests.coat_dist.flow.common import Layer
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ONE = TensorParallel()
@@ -51,8 +51,7 @@ def test_a_layer_in_a_cuda_graph(forward, scales, activation):
             weighting.normal_()
             layer.fc1.mul_(1.1)  # a weight that changed is quantized anew
         graph.replay()
-        for got, expected in zip(captured, step(), strict=True):
-            assert torch.equal(got, expected)
+        assert equal(captured, step())
 
 
 class Block(torch.nn.Module):
@@ -85,7 +84,7 @@ def test_graphed_callables(scales):
             out = block(leaf)
             grads = torch.autograd.grad(out, [leaf, *block.parameters()], weighting)
             results.append([out.detach().clone(), *(g.clone() for g in grads)])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert equal(*results)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 130])

@@ -13,6 +13,7 @@ from coat_dist.formats import E4M3, QuantizedTensor
 from coat_dist.ops import amax, quantize_tensor, tensor_scale
 from coat_dist.reference import gemm as reference
 from tests.coat_dist.flow.common import Layer
+from tests.support import equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
@@ -51,7 +52,7 @@ def test_kept_codes_give_the_bits_of_every_use(experts, scales):
             for mode in ("on_use", "cached"):
                 out = call(x, mode, forward_scales=scales)
                 runs.append((out, *torch.autograd.grad(out, [x, weight], dy)))
-            assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+            assert equal(*runs)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])

@@ -17,6 +17,7 @@ from coat_dist.flow import TensorParallel, attention, linear, sdpa
 from coat_dist.flow.core.products import saved_format
 from coat_dist.formats import QuantizedTensor
 from coat_dist.reference.quantize import dequantize, quantize_groups
+from tests.support import equal
 
 from .common import settings
 from .saved_bytes import saved, scale_bytes
@@ -81,7 +82,7 @@ def test_any_backend_of_sdpa_works(groups):
         dout = torch.randn_like(out)
         grads = [torch.autograd.grad(o, i, dout) for o, i in ((out, inputs), (plain, values))]
     assert torch.equal(out, rounded(plain, config, 64))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert equal(*grads)
 
 
 @pytest.mark.parametrize("d", [64, 24])
@@ -165,9 +166,7 @@ def test_recompute_offload_and_repeated_backward_change_nothing():
         offload,
     ):
         got, grads = gradients(run, inputs)
-        assert torch.equal(got, out) and all(
-            torch.equal(a, b) for a, b in zip(grads, expected, strict=True)
-        )
+        assert torch.equal(got, out) and equal(grads, expected)
     loss = checkpoint(first, *inputs, use_reentrant=True).float().sin().sum()
     loss.backward()
     assert all(torch.equal(t.grad, g) for t, g in zip(inputs, expected, strict=True))
@@ -190,7 +189,7 @@ def test_compiled_callers_get_the_same_bits():
         gradients(run, inputs) for run in (block, torch.compile(block, backend="eager"))
     )
     assert torch.equal(out, compiled)
-    assert all(torch.equal(a, b) for a, b in zip(grads, compiled_grads, strict=True))
+    assert equal(grads, compiled_grads)
 
 
 def test_no_gradients_and_frozen_inputs():

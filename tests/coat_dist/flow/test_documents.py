@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import Documents, attention, sdpa
+from tests.support import equal
 
 from .common import settings
 from .saved_bytes import saved
@@ -62,10 +63,7 @@ def test_each_document_has_the_bits_that_it_has_alone(which, dtype, groups, caus
     recomputed = checkpoint(
         attend, *inputs, documents(), causal=causal, scale=0.3, use_reentrant=False
     )
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(torch.autograd.grad(recomputed, inputs, dout), wanted, strict=True)
-    )
+    assert equal(torch.autograd.grad(recomputed, inputs, dout), wanted)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -95,8 +93,7 @@ def test_one_document_is_the_whole_sequence_to_the_bit(which):
     one, plain = attend(*inputs, documents([T])), attend(*inputs)
     dout = torch.randn_like(plain)
     assert torch.equal(one, plain)
-    for a, b in zip(*(torch.autograd.grad(o, inputs, dout) for o in (one, plain)), strict=True):
-        assert torch.equal(a, b)
+    assert equal(*(torch.autograd.grad(o, inputs, dout) for o in (one, plain)))
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
@@ -118,8 +115,7 @@ def test_dropout_is_each_documents_own():
     alone = each_alone(sdpa, inputs, dropout=0.5)
     dout = torch.randn_like(out)
     assert torch.equal(out, alone) and not torch.equal(out, sdpa(*inputs, documents=documents()))
-    for a, b in zip(*(torch.autograd.grad(o, inputs, dout) for o in (out, alone)), strict=True):
-        assert torch.equal(a, b)
+    assert equal(*(torch.autograd.grad(o, inputs, dout) for o in (out, alone)))
 
 
 def test_nothing_is_left_of_other_documents():

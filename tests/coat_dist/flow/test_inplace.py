@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coat_dist.flow import attention, linear, sdpa
+from tests.support import equal
 
 from .catalogue import HEADS, NAMES, H, catalogue, residual_functions
 from .common import ONE, Layer, settings
@@ -29,7 +30,7 @@ def grads(outs, inputs, weightings):
 
 def same(got, expected):
     assert [g is None for g in got] == [e is None for e in expected]
-    assert all(g is None or torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+    assert equal(got, expected)
 
 
 def changed(t):
@@ -57,7 +58,7 @@ def test_outputs_can_be_changed_in_place(name, s, b, dtype):
                 change_(outs[i])
             return
         outs = [change_(t) if i == j else changed(t) for j, t in enumerate(outs)]
-        assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+        assert equal(outs, expected)
         if name in NEEDED:
             with pytest.raises(RuntimeError, match=NEEDED[name]):
                 grads(outs, leaves(layer, x), weightings)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table
+from tests.support import equal
 
 from .common import ONE, Layer, settings
 from .saved_bytes import saved
@@ -53,7 +54,7 @@ def test_projections_of_attention(config, dtype):
         if len(rest) > 2:
             rest = [torch.cat(rest[:3]), torch.cat(rest[3:])]
         found.append([*outs, dx, dnorm, *rest])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("rows", [1, B])
@@ -91,7 +92,7 @@ def test_gate_and_up(config, biased, dtype):
         whole, [*common, layer.fc1, *([layer.fc1_bias] if biased else [])], upstream
     )
     got = torch.autograd.grad(joined, [*common, *parts, *biases], upstream)
-    assert all(torch.equal(a, b) for a, b in zip(wanted[:3], got[:3], strict=True))
+    assert equal(wanted[:3], got[:3])
     assert torch.equal(wanted[3], torch.cat(got[3:5])) and (
         not biased or torch.equal(wanted[4], torch.cat(got[5:]))
     )

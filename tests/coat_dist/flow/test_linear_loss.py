@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import invariant_linear, linear_cross_entropy, vocab_parallel_cross_entropy
 from coat_dist.flow.blocks import loss
+from tests.support import equal
 
 from .common import ONE, relative_error
 
@@ -56,9 +57,7 @@ def test_is_the_plain_path(dtype, chunk, bias, z_loss):
     leaves, labels, upstream = problem(dtype, bias=bias)
     (expected, wanted), (got, grads) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss)
     _, (kept, of_kept) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss, keep=True)
-    assert torch.equal(got, kept) and all(
-        torch.equal(a, b) for a, b in zip(grads, of_kept, strict=True)
-    )
+    assert torch.equal(got, kept) and equal(grads, of_kept)
     whole = chunk is None or chunk > 331
     # fp32 products may be summed in another order where the shape is another.
     if whole or dtype == torch.bfloat16:
@@ -79,10 +78,7 @@ def test_exact_products_give_the_same_bits_for_every_chunk(dtype, chunk):
     wanted = vocab_parallel_cross_entropy(invariant_linear(*leaves, ONE), labels, ONE)
     got = linear_cross_entropy(*leaves, labels, ONE, chunk=chunk, exact=True)
     assert torch.equal(got, wanted)
-    for a, b in zip(
-        *(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)), strict=True
-    ):
-        assert torch.equal(a, b)
+    assert equal(*(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)))
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.3])

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import Heads, norm_mlp, norm_qkv, rope_table
 from coat_dist.reference.norm import norm_backward
-from tests.support import Adds
+from tests.support import Adds, equal
 
 from .common import ONE, Layer, settings
 from .saved_bytes import saved
@@ -71,14 +71,12 @@ def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(
     plain, (*outs, alias) = (
         function(name, layer, r, settings(forward_scales=scales))(x) for r in (False, True)
     )
-    assert all(torch.equal(a, b) for a, b in zip(outs, plain, strict=True)) and torch.equal(
-        alias, x
-    )
+    assert equal(outs, plain) and torch.equal(alias, x)
     douts, carried = [torch.randn_like(t) for t in outs], torch.randn_like(x) * 3
     _, *expected = torch.autograd.grad(plain, inputs, douts, allow_unused=True)
     dx, *grads = torch.autograd.grad((*outs, alias), inputs, (*douts, carried), allow_unused=True)
     assert [g is None for g in grads] == [g is None for g in expected]
-    assert all(a is None or torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert equal(grads, expected)
     unfused, fused = backward_arguments
     assert unfused[-1] is None and torch.equal(fused[-1].view_as(carried), carried)
     in_fp32 = norm_backward(*unfused[:6], torch.float32, unfused[7])[0]

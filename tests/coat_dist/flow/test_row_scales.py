@@ -15,6 +15,7 @@ from coat_dist.reference.activation import ACTIVATIONS, activation_apply
 from coat_dist.reference.gemm import scaled_mm
 from coat_dist.reference.norm import norm_apply, norm_stats
 from coat_dist.reference.quantize import SMALLEST_SCALE, dequantize, quantize_groups, quantize_rows
+from tests.support import equal
 
 from .common import EPS, ONE, Layer, settings
 
@@ -114,7 +115,7 @@ def test_gradients_of_a_linear_are_those_of_per_tensor_scales(forward, name, sca
         o = linear(z, layer.back, ONE, config)
         runs.append((y, o, gradients(y, normed) + gradients(o, [z, layer.back])))
     assert not torch.equal(runs[0][0], runs[1][0]) and not torch.equal(runs[0][1], runs[1][1])
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][2], runs[1][2], strict=True))
+    assert equal(runs[0][2], runs[1][2])
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
@@ -142,7 +143,7 @@ def test_gradients_of_an_mlp_are_those_of_per_tensor_scales_at_the_same_pre_acti
         outs.append((layer.norm_mlp if normed else layer.mlp)(x, config, activation))
         grads.append(gradients(outs[-1], leaves))
     assert not torch.equal(*outs)
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert equal(*grads)
 
 
 def test_a_token_does_not_see_the_others():

@@ -10,6 +10,7 @@ from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWTensors
 from coat_dist.reference.master import join
 from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, decode
+from tests.support import equal
 
 from .adamw_problems import NUMBERS, clone, extras, one_step, problem
 
@@ -189,6 +190,4 @@ def check_many(device="cpu", **variant):
             assert all(torch.equal(e[key], other[key]) for key in e)
         for mine, theirs in zip(together, alone, strict=True):
             for a, b in zip(mine[:4], theirs[:4], strict=True):
-                assert all(
-                    torch.equal(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True)
-                )
+                assert equal(tensors_of(a), tensors_of(b))

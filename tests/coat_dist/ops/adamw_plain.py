@@ -12,6 +12,7 @@ from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWStep, FP32Tensors
 from coat_dist.reference.master import join, split
 from coat_dist.reference.moments import MomentCodec
+from tests.support import equal
 
 from .adamw_problems import NUMBERS, clone, extras, one_step, problem
 
@@ -35,8 +36,7 @@ def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
         one_step(kernels, *fp32, numbers, seed)
         one_step(kernels, *halves, numbers, seed, low=low)
         assert torch.equal(join(halves[0], low).view(torch.int32), fp32[0].view(torch.int32))
-        for a, b in zip((*fp32[2], *fp32[3]), (*halves[2], *halves[3]), strict=True):
-            assert torch.equal(a, b)
+        assert equal((*fp32[2], *fp32[3]), (*halves[2], *halves[3]))
         assert halves[0].dtype == torch.bfloat16 and low.any()
 
 
