@@ -1,4 +1,5 @@
-"""The base of the flow's autograd functions, and what they do alike.
+"""The base of the flow's autograd functions, and what they do alike; decorators of functions of
+tensors.
 
 **Names instead of places.** Autograd knows the arguments of a function, the tensors that forward
 saves and the gradients that are wanted by their places alone. A subclass of :class:`Function` names
@@ -16,15 +17,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import namedtuple
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 
-__all__ = ["Function", "check_settings", "once_differentiable", "outside_of_graphs", "shaped"]
+__all__ = [
+    "Function",
+    "check_settings",
+    "once_differentiable",
+    "once_per_tensor",
+    "outside_of_graphs",
+    "shaped",
+    "version_of",
+]
 
+T = TypeVar("T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
@@ -155,3 +166,43 @@ def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
     """
     assert out.is_contiguous()
     return torch.ops.aten._unsafe_view(out, shape)
+
+
+class _Made(NamedTuple):
+    value: Any
+    others: list[TensorWeakRef]
+    """The tensors behind the first one."""
+    versions: list[int | None]
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """A tensor's count of changes in place; None for a tensor of inference mode, which has no
+    count.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
+def once_per_tensor(make: Callable[..., T]) -> Callable[..., T]:
+    """``make(*tensors, **options)``, whose result is kept while the first tensor lives: for tensors
+    that every layer of a pass is given, such as cosines.
+
+    It is made again where another tensor is a different one, or any of them was changed in place.
+    """
+    kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    @functools.wraps(make)
+    def call(*tensors: torch.Tensor, **options: Hashable) -> T:
+        by_options = kept.setdefault(tensors[0], {})
+        key, versions = tuple(options.items()), [version_of(t) for t in tensors]
+        found = by_options.get(key)
+        if (
+            found is None
+            or found.versions != versions
+            or any(ref() is not t for ref, t in zip(found.others, tensors[1:], strict=True))
+        ):
+            found = by_options[key] = _Made(
+                make(*tensors, **options), [TensorWeakRef(t) for t in tensors[1:]], versions
+            )
+        return found.value
+
+    return call

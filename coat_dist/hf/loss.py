@@ -21,7 +21,7 @@ from torch import nn
 from .. import flow
 from ..config import CoatConfigError, Problem
 from ..flow.core.weights import weight_changes
-from ..flow.per_tensor import version_of
+from ..flow.function import version_of
 from .modules import ONE, Patched, fits, has_plain_weight, own_code
 from .recognize import original_class
 

@@ -143,23 +143,24 @@ grouped_wgrad = operation(gemm.grouped_wgrad)
 # ----------------------------------------
 norm_forward = operation(norm.norm_forward)  # y and the row statistics, no FP8
 norm_compress = operation(norm.norm_compress)  # x in 8 bits by groups, statistics, amax of y
-# X in 8 bits by groups, statistics, y in FP8 by rows.
+# x in 8 bits by groups, statistics, y in FP8 by rows
 norm_compress_rows = operation(norm.norm_compress_rows)
-# Y in per-tensor FP8, from x or from its FP8, also transposed.
+# y in per-tensor FP8, from x or from its FP8, also transposed
 norm_quantize = operation(norm.norm_quantize)
 norm_backward = operation(norm.norm_backward)  # gradients of x, weight and bias
 # without a kernel: norm_apply, y from x and the statistics
 
 # Activations: SwiGLU and its kin, of a pre-activation [rows, parts, f]
-# ------------------------------------------------ Pre in 8 bits by groups, amax of the activation.
+# ----------------------------------------
+# The pre-activation in 8 bits by groups, amax of the activation.
 activation_compress = operation(activation.activation_compress)
-# The same, activation in FP8 by rows.
+# The same, and the activation in FP8 by rows.
 activation_compress_rows = operation(activation.activation_compress_rows)
-# Activation in per-tensor FP8, also transposed.
+# The activation in per-tensor FP8, also transposed.
 activation_quantize = operation(activation.activation_quantize)
-# Backward, pass 1: amax of pre's gradient.
+# Backward, pass 1: amax of the pre-activation's gradient.
 activation_grad_amax = operation(activation.activation_grad_amax)
-# Pass 2: pre's gradient and the activation, in FP8.
+# Pass 2: the pre-activation's gradient and the activation, in FP8.
 activation_backward = operation(activation.activation_backward)
 # without a kernel: activation_apply, the activation itself
 
@@ -186,8 +187,8 @@ split_rope_backward = operation(rope.split_rope_backward)  # gradient of qkv, an
 # without a kernel: rope_table, cosines and sines
 
 # Cross entropy of a block of logits
-# ----------------------------------------------------------------------------------- Per row:
-# exponent, sum of exponentials, the label's logit.
+# ----------------------------------------
+# Per row: exponent, sum of exponentials, the label's logit.
 logit_stats = operation(cross_entropy.logit_stats)
 logit_grad = operation(cross_entropy.logit_grad)  # gradient of logits, in place if asked for
 # without a kernel: merge (statistics of blocks), pow2

@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 
 from coat_dist import flow
 from coat_dist.config import ActivationConfig
-from coat_dist.flow.per_tensor import once_per_tensor
+from coat_dist.flow.function import once_per_tensor
 
 from ..compat import rope_mscale
 from ..parallel.groups import tensor_parallel

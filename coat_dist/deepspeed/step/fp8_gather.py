@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...flow.parallel.gathered import GatheredWeight, Pending, Shard, gather
+from ...flow.parallel.gathered import GatheredWeight, Shard, gather
+from ...flow.parallel.tensor_parallel import Pending
 from ...formats import FORMATS, QuantizedTensor
 
 __all__ = ["fetch_for_readers", "gather_codes", "has_flow_weights", "let_go"]

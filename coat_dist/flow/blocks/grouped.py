@@ -1,13 +1,24 @@
 """fc1 → activation → fc2 of all experts of a layer in one autograd function, with grouped products.
 
 What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its
-tokens alone, to the bit on the reference path: forward has scales of rows (or of an expert),
-backward one scale an expert. The rows of all experts are one matrix, in which each expert's begin
-at a multiple of 32 (``reference/grouped.py``).
+tokens alone, to the bit on the reference path.
 
-Saved: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows lie
-(8 bytes a row); with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows` saves
-it. No copy of a weight.
+**Rows.** Tokens come sorted by expert, any number for each. They are copied into one matrix in
+which each expert's rows begin at a multiple of 32 (:class:`~coat_dist.ops.ExpertRows`), with rows
+of zeros between: so a tile of a kernel belongs to one expert, and FP8 products of an expert's rows
+are aligned. Zeros change no amax and no sum. The output is taken from there in the given order,
+times ``probs`` if there are any.
+
+**Scales.** Forward has scales of rows, or one an expert; backward has one an expert, for its sums
+run over an expert's rows. No expert sees another one's outliers.
+
+**Weights** lie as Megatron's ``GroupedMLP`` stores them, ``[experts, in, out]``, while FP8 products
+want ``[out, in]``: forward quantizes them transposed, and dgrad as they lie.
+
+**Saved**: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows
+lie (8 bytes a row); with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows`
+saves it. No copy of a weight, but ``weights: "cached"`` keeps forward's codes from one micro-batch
+to the next (``core/weights.py``).
 """
 
 from __future__ import annotations

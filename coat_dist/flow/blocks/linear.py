@@ -168,8 +168,7 @@ def norm_linear(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    weights, biases = joined(weight, bias)
-    _check(x, norm, weights, biases, tp, settings)
+    weights, biases = _checked(x, norm, weight, bias, tp, settings)
     call = norm, tp, settings, None, None, False, len(weights)
     return _NormLinear.apply(call, x, *_parameters(norm), *weights, *biases)
 
@@ -209,8 +208,7 @@ def norm_qkv(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    weights, biases = joined(weight, bias)
-    _check(x, norm, weights, biases, tp, settings)
+    weights, biases = _checked(x, norm, weight, bias, tp, settings)
     if residual and norm is None:
         raise ValueError(
             "residual: got true without a norm, accepted: false (its backward has nothing to add "
@@ -233,24 +231,18 @@ def _parameters(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | 
     return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
-def _check(
+def _checked(
     x: torch.Tensor,
     norm: Norm | None,
-    weights: tuple[torch.Tensor, ...],
-    biases: tuple[torch.Tensor, ...],
+    weight: Weights,
+    bias: Weights | None,
     tp: TensorParallel,
     settings: ActivationConfig,
-) -> None:
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     check_settings(settings)
-    for weight in weights:
-        check_input(x, weight)
     if norm is not None:
         check_normed(x, norm, tp)
-    for weight, bias in zip(weights, biases, strict=False):
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}"
-            )
+    return joined(x, weight, bias)
 
 
 class _NormLinear(Function):

@@ -2,8 +2,25 @@
 hidden states.
 
 Both functions use the same operations (``reference/cross_entropy.py``), so they give the same loss
-for the same logits. :func:`linear_cross_entropy` makes logits of a part of the vocabulary at a
-time, in forward and again in backward.
+for the same logits.
+
+**Logits in chunks.** With a vocabulary of 128 k and BF16, logits of a sequence of 8192 tokens are
+2 GiB, and a loss that keeps them and their fp32 softmax is the peak of a step.
+:func:`linear_cross_entropy` makes logits of a part of the vocabulary at a time. Forward keeps per
+token what a log-sum-exp needs: an exponent (a power of two near the largest logit), the sum of
+exponentials below it, and the label's logit. These merge exactly: sums are fp64 and exponents are
+whole numbers, so neither the chunks nor the ranks of the vocabulary show in the loss. Backward
+makes each chunk again, turns it into its gradient in place, and multiplies it into the gradients of
+x and weight. That is one product more than with ``keep``, and no tensor of tokens times vocabulary
+exists.
+
+**Over ranks.** Forward has two collectives: the maximum of the exponents, and one sum of what they
+scale, the totals and the label's logit, which is zero on all ranks but one. Backward has one, the
+sum of dx.
+
+**Labels.** -100 has loss and gradient zero. A label outside the vocabulary is an error on a CPU; on
+a GPU, where looking would cost a synchronization, its token's loss and gradient are NaN, so that it
+cannot train wrongly unnoticed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, 
 from ..core.norm import Norm
 from ..core.products import (
     Operand,
-    check_input,
     gemm,
     gradient_amax,
     quantize_gradient,
@@ -86,8 +85,7 @@ def norm_mlp(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     check_normed(x, norm, tp)
-    weights, biases = joined(fc1_weight, fc1_bias)
-    _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
+    weights, biases = _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings)
     alias = residual_alias(x, residual)
     call = norm, activation, tp, settings, before_fc2, alias, len(weights)
     out = _MLP.apply(call, x, norm.weight, norm.bias, fc2_weight, *weights, *biases)
@@ -110,35 +108,30 @@ def mlp(
     Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any
     number of tokens will do, also none.
     """
-    weights, biases = joined(fc1_weight, fc1_bias)
-    _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
+    weights, biases = _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings)
     call = None, activation, tp, settings, before_fc2, False, len(weights)
     return _MLP.apply(call, x, None, None, fc2_weight, *weights, *biases)
 
 
-def _check_mlp(x, fc1_weights, fc2_weight, activation, tp, settings, fc1_biases) -> None:
+def _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings) -> Any:
+    """The weights and biases of fc1."""
     check_settings(settings)
-    for weight in fc1_weights:
-        check_input(x, weight, "fc1_weight")
+    weights, biases = joined(x, fc1_weight, fc1_bias, "fc1_")
     parts = check_activation(activation).parts
-    rows, width = sum(weight.shape[0] for weight in fc1_weights), fc2_weight.shape[-1]
+    rows, width = sum(weight.shape[0] for weight in weights), fc2_weight.shape[-1]
     if fc2_weight.dim() != 2 or rows != parts * width:
         raise ValueError(
             f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/{parts}], as "
             f"many columns as fc1_weight has rows for each of the {parts} tensors that "
             f"{activation!r} takes"
         )
-    for weight, bias in zip(fc1_weights, fc1_biases, strict=False):
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"fc1_bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}"
-            )
     if settings.tp_invariant and tp.size > 1 and width % settings.group_size:
         raise ValueError(
             f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a "
             f"multiple of group_size {settings.group_size}, or groups would depend on the number "
             "of ranks"
         )
+    return weights, biases
 
 
 def _activate(

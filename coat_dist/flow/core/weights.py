@@ -40,7 +40,7 @@ from ...ops import amax, quantize_rows, quantize_tensor, transpose
 from ..parallel.gathered import GatheredWeight
 from ..parallel.tensor_parallel import TensorParallel
 from .main_grad import into_main_grad, row_blocks
-from .products import Operand, gemm, quantize_input, row_operand, shared_scale
+from .products import Operand, check_input, gemm, quantize_input, row_operand, shared_scale
 
 __all__ = [
     "Weight",
@@ -203,9 +203,13 @@ class Weight:
 
 
 def joined(
-    weight: Weights, bias: Weights | None
+    x: torch.Tensor, weight: Weights, bias: Weights | None, part: str = ""
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Weights of one product and their biases: one bias for each weight, or none at all."""
+    """Weights of one product with x and their biases: one bias for each weight, or none at all.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit; names the argument, behind ``part``.
+    """
     weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
     biases: tuple[torch.Tensor, ...] = ()
     if isinstance(bias, torch.Tensor):
@@ -214,8 +218,15 @@ def joined(
         biases = tuple(bias)
     if biases and len(biases) != len(weights):
         raise ValueError(
-            f"bias: got {len(biases)}, accepted: {len(weights)}, one for each weight, or None"
+            f"{part}bias: got {len(biases)}, accepted: {len(weights)}, one for each weight, or None"
         )
+    for one in weights:
+        check_input(x, one, f"{part}weight")
+    for one, own in zip(weights, biases, strict=False):
+        if own.shape != one.shape[:1]:
+            raise ValueError(
+                f"{part}bias: got shape {list(own.shape)}, accepted: {list(one.shape[:1])}"
+            )
     return weights, biases
 
 

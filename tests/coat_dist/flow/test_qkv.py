@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.flow import Heads, norm_linear, norm_qkv, rope_table
-from coat_dist.flow.per_tensor import once_per_tensor
+from coat_dist.flow.function import once_per_tensor
 from coat_dist.reference.rope import split_rope, split_rope_backward
 from tests.support import equal
 
