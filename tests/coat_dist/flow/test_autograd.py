@@ -55,7 +55,7 @@ def run(call, x, weighting=None):
     return out, torch.autograd.grad(out, x, weighting, retain_graph=True)[0]
 
 
-def test_layout_and_shape_of_the_input_do_not_matter(call):
+def test_functions_of_inputs_of_any_layout_and_shape(call):
     x = torch.randn(6, 4, 64)
     out, grad = run(call, x)
     flat, flat_grad = run(call, x.view(24, 64))
@@ -65,7 +65,7 @@ def test_layout_and_shape_of_the_input_do_not_matter(call):
     assert torch.equal(run(call, strided)[1], run(call, strided.contiguous())[1])
 
 
-def test_gradients_with_strides_zero_or_transposed(call):
+def test_functions_of_gradients_with_strides_zero_or_transposed(call):
     x = torch.randn(6, 4, 64, requires_grad=True)
     out = call(x)
     expanded = torch.randn(()).expand(out.shape)
@@ -75,7 +75,7 @@ def test_gradients_with_strides_zero_or_transposed(call):
         assert torch.equal(a, b)
 
 
-def test_backward_repeats_and_changes_nothing_saved(call):
+def test_functions_backward_twice(call):
     x = torch.randn(6, 4, 64, requires_grad=True)
     out = call(x)
     weighting = torch.randn_like(out)
@@ -85,7 +85,7 @@ def test_backward_repeats_and_changes_nothing_saved(call):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_inference_gives_the_same_numbers(call):
+def test_functions_in_inference_mode(call):
     x = torch.randn(6, 4, 64)
     out = run(call, x)[0]
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_inference_gives_the_same_numbers(call):
         assert torch.equal(out, call(x))
 
 
-def test_checkpointing_and_saved_tensor_hooks(call):
+def test_functions_under_checkpointing_and_saved_tensor_hooks(call):
     x = torch.randn(6, 4, 64)
     out, grad = run(call, x)
     for reentrant in (True, False):
@@ -119,7 +119,7 @@ def test_checkpointing_and_saved_tensor_hooks(call):
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp", "biased_gelu", "mlp"])
-def test_a_bad_value_is_not_hidden(bad, forward, scales, name):
+def test_functions_of_nan_and_infinity(bad, forward, scales, name):
     layer = Layer.random()
     call = calls(layer, settings(forward=forward, forward_scales=scales))[name]
     x = torch.randn(6, 4, 64)
@@ -135,7 +135,7 @@ def test_a_bad_value_is_not_hidden(bad, forward, scales, name):
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_zeros_and_extremes_are_finite(forward, scales):
+def test_functions_of_zeros_and_extremes(forward, scales):
     layer = Layer.random()
     rows = torch.zeros(4, 1, 64)
     rows[1], rows[2] = 1e-38, 3e4
@@ -159,7 +159,7 @@ X = torch.randn(2, 3, H)
 W = torch.randn(48, H)
 
 
-def test_what_does_not_fit_is_refused():
+def test_functions_refuse_misfits():
     gain, config = torch.ones(H), settings()
     good = Norm("rmsnorm", EPS, gain)
     two = TensorParallel.__new__(TensorParallel)

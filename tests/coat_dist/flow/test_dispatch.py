@@ -61,7 +61,7 @@ def one_rank(rank, world):
     return found
 
 
-def test_rows_arrive_as_if_quantized_there():
+def test_dispatch_rows_arrive_as_if_quantized_there():
     fmt = FORMATS["e4m3"]
     for found in run_ranks(2, one_rank):
         there = quantize_rows(found["arrived"], fmt, aligned=True)
@@ -98,6 +98,6 @@ def test_rows_arrive_as_if_quantized_there():
         ),
     ],
 )
-def test_what_would_round_twice_is_refused(options, told):
+def test_expert_dispatch_that_would_round_twice_is_refused(options, told):
     with pytest.raises(ValueError, match=told):
         ActivationConfig(**options)

@@ -57,7 +57,7 @@ def one_by_one(counts, x, probs, w1, w2, activation, settings):
     ],
     ids=["default", "tensor", "paper", "cached"],
 )
-def test_the_bits_of_one_expert_after_the_other(counts, activation, options):
+def test_grouped_mlp_has_the_bits_of_one_expert_after_the_other(counts, activation, options):
     settings = ActivationConfig(**options)
     inputs, dout = problem(counts, activation)
     x, probs, w1, w2 = inputs
@@ -72,7 +72,7 @@ def test_the_bits_of_one_expert_after_the_other(counts, activation, options):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_weight_gradients_into_main_grad(overwrite):
+def test_grouped_mlp_into_main_grad(overwrite):
     """What one by one adds to main_grad, in fp32, is added to the same places; nothing is kept
     of a replaced one.
     """
@@ -103,7 +103,7 @@ def test_weight_gradients_into_main_grad(overwrite):
         )
 
 
-def test_saved_bytes():
+def test_grouped_mlp_saved_bytes():
     """What docs/flow.md says, for 96 rows of which 71 are tokens."""
     counts, settings = [5, 0, 33, 32, 1], ActivationConfig()
     (x, probs, w1, w2), _ = problem(counts)
@@ -148,7 +148,7 @@ def test_saved_bytes():
         ({"probs": torch.zeros(3)}, r"probs: got shape \[3\], accepted: \[71\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, message):
+def test_grouped_mlp_refuses_misfits(changes, message):
     (x, probs, w1, w2), _ = problem(COUNTS["any"])
     given = dict(
         x=x,

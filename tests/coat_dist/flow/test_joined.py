@@ -37,7 +37,7 @@ def table(rows=1):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
-def test_projections_of_attention(config, dtype):
+def test_norm_qkv_of_joined_weights(config, dtype):
     layer, apart, biases = qkv_parameters(dtype)
     x = torch.randn(S, B, H, dtype=dtype, requires_grad=True)
     angles = table()
@@ -59,7 +59,7 @@ def test_projections_of_attention(config, dtype):
 
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("config", [settings(), settings(forward_scales="tensor")], ids=str)
-def test_batch_first(config, rows):
+def test_norm_qkv_batch_first(config, rows):
     layer, apart, biases = qkv_parameters(torch.float32)
     x, angles = torch.randn(S, B, H, requires_grad=True), table(rows)
     first = Heads(HEADS.groups, HEADS.per_group, HEADS.size, blocks=True, batch_first=True)
@@ -77,7 +77,7 @@ def test_batch_first(config, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
-def test_gate_and_up(config, biased, dtype):
+def test_norm_mlp_of_gate_and_up(config, biased, dtype):
     layer = Layer.random(h=H, f=96, dtype=dtype, biased=biased)
     parts = [t.detach().clone().requires_grad_() for t in layer.fc1.split(96)]
     biases = (
@@ -99,7 +99,7 @@ def test_gate_and_up(config, biased, dtype):
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
-def test_gradients_are_views_that_autograd_keeps(scales):
+def test_norm_linear_gradients_of_joined_weights_are_views(scales):
     """One product makes them, and ``.grad`` is its memory."""
     layer, apart, _ = qkv_parameters(torch.float32)
     norm_linear(
@@ -110,7 +110,7 @@ def test_gradients_are_views_that_autograd_keeps(scales):
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)])
-def test_frozen_weights_get_none_and_change_no_other(frozen):
+def test_norm_linear_of_joined_weights_some_frozen(frozen):
     layer, apart, biases = qkv_parameters(torch.float32)
     x, config = torch.randn(S, B, H), settings()
     norm_linear(x, layer.norm, apart, biases, ONE, config).square().sum().backward()
@@ -137,7 +137,7 @@ def test_norm_linear_adds_to_main_grad_of_each_weight():
     assert all(torch.equal(w.main_grad, 1 + w.grad) for w in apart)
 
 
-def test_nothing_more_is_saved():
+def test_norm_linear_of_joined_weights_saved_bytes():
     layer, apart, biases = qkv_parameters(torch.bfloat16)
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     kept = []
@@ -148,7 +148,7 @@ def test_nothing_more_is_saved():
     assert kept[0] == kept[1]
 
 
-def test_biases_and_shapes_that_do_not_fit_are_named():
+def test_norm_linear_refuses_joined_misfits():
     layer, apart, biases = qkv_parameters(torch.float32)
     x = torch.randn(S, B, H)
     for weight, bias, message in (

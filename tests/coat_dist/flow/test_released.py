@@ -65,7 +65,7 @@ def weight(*shape: int) -> torch.Tensor:
     return (torch.randn(shape) * 0.1).requires_grad_()
 
 
-def test_mlp(watch, config, monkeypatch) -> None:
+def test_norm_mlp_releases_operands_before_wgrad(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "blocks.mlp", "quantize_gradient", {}, {0: "dout8", 1: "dout8_t"})
     watch.around(
         monkeypatch, "blocks.mlp", "activation_backward", {0: "da"}, {0: "d8", 1: "d8_t", 2: "a8_t"}
@@ -78,7 +78,7 @@ def test_mlp(watch, config, monkeypatch) -> None:
     assert watch.alive == [{"dout8_t", "d8", "d8_t", "a8_t"}, {"d8_t"}]
 
 
-def test_norm_qkv(watch, config, monkeypatch) -> None:
+def test_norm_qkv_releases_operands_before_wgrad(watch, config, monkeypatch) -> None:
     names = {0: "d8", 1: "d8_t"}
     watch.around(
         monkeypatch, "blocks.linear", "quantize_gradient", {0: "gradients together"}, names
@@ -91,7 +91,7 @@ def test_norm_qkv(watch, config, monkeypatch) -> None:
     assert watch.alive == [{"d8_t"}]
 
 
-def test_linear(watch, config, monkeypatch) -> None:
+def test_linear_releases_operands_before_wgrad(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "blocks.linear", "quantize_gradient", {}, {0: "d8", 1: "d8_t"})
     linear(
         torch.randn(TOKENS, H, requires_grad=True), weight(H, H), ONE, config

@@ -63,9 +63,7 @@ def backward_arguments(monkeypatch):
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("name", CALLS)
-def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(
-    name, kind, scales, backward_arguments
-):
+def test_residual_gradient_is_the_sum_rounded_once(name, kind, scales, backward_arguments):
     layer, x = tensors(kind)
     inputs = [x, *(p for p in layer.parameters().values())]
     plain, (*outs, alias) = (
@@ -84,7 +82,7 @@ def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_autograd_adds_nothing(name):
+def test_residual_leaves_autograd_nothing_to_add(name):
     layer, leaf = tensors()
     counts = []
     for fused in (False, True):
@@ -98,7 +96,7 @@ def test_autograd_adds_nothing(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_alias_costs_nothing(name):
+def test_residual_alias_saves_no_bytes(name):
     layer, x = tensors()
     *_, alias = function(name, layer)(x)
     assert alias.data_ptr() == x.data_ptr() and alias._is_view()
@@ -110,7 +108,7 @@ def test_alias_costs_nothing(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_without_a_gradient_the_alias_is_the_input(name):
+def test_residual_without_a_gradient_is_the_input(name):
     layer, x = tensors()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -123,7 +121,7 @@ def test_without_a_gradient_the_alias_is_the_input(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_either_output_may_be_unused(name):
+def test_residual_with_an_unused_output(name):
     layer, x = tensors()
     *outs, alias = function(name, layer)(x)
     carried = torch.randn_like(x)
@@ -136,7 +134,7 @@ def test_either_output_may_be_unused(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_with_strides_zero_or_transposed(name):
+def test_residual_gradients_with_strides_zero_or_transposed(name):
     layer, x = tensors()
     *outs, alias = function(name, layer)(x)
     dout = torch.randn_like(outs[0])
@@ -153,7 +151,7 @@ def test_gradients_with_strides_zero_or_transposed(name):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", CALLS)
-def test_checkpointing(name, reentrant):
+def test_residual_under_checkpointing(name, reentrant):
     """Around function and residual connection, and, not reentrant, around the function alone."""
     layer, x = tensors()
     call = function(name, layer)

@@ -184,7 +184,7 @@ def test_cacheable_refuses_parameters_of_zero_3():
         experts(p, torch.randn(20, H))
 
 
-def test_compiled_code_keeps_no_codes():
+def test_cacheable_in_compiled_code():
     """What was traced once must quantize the weights of each call."""
     p, x = parameter(), torch.randn(20, H)
     compiled = torch.compile(lambda t: experts(p, 2 * t), backend="eager")

@@ -46,7 +46,7 @@ def u8(q):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_slopes(name):
+def test_activation_values_and_slopes(name):
     gate = torch.cat(
         [torch.linspace(-30, 30, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4])]
     )
@@ -61,7 +61,7 @@ def test_values_and_slopes(name):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("f", [1, 32, 45])
 @pytest.mark.parametrize("biased", [False, True])
-def test_passes_are_the_sum_of_their_parts(name, f, biased):
+def test_activation_passes_are_their_parts(name, f, biased):
     parts = ACTIVATIONS[name].parts
     pre, da = torch.randn(6, parts * f) * 3, torch.randn(6, f)
     bias = torch.randn(parts * f) if biased else None
@@ -106,7 +106,7 @@ def test_passes_are_the_sum_of_their_parts(name, f, biased):
 @pytest.mark.parametrize("f", [1, 45])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("biased", [False, True])
-def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(name, f, exact, biased):
+def test_activation_compress_rows_is_two_passes(name, f, exact, biased):
     width = ACTIVATIONS[name].parts * f
     pre = torch.randn(2, 3, width) * torch.exp(torch.randn(2, 3, 1))
     bias = torch.randn(width) if biased else None
@@ -126,7 +126,7 @@ def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(name
     assert torch.equal(got.a8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
 
 
-def test_nan_is_not_lost():
+def test_activation_compress_of_nan():
     pre = torch.randn(2, 16)
     pre[0, 3] = torch.nan
     found = activation_compress(pre, "swiglu", E4M3, 32, "e8m0", exact=True)
@@ -134,7 +134,7 @@ def test_nan_is_not_lost():
     assert activation_apply(found.pre8, "swiglu")[0].isnan().all()
 
 
-def test_a_bias_is_added_once():
+def test_activation_apply_refuses_a_second_bias():
     """The FP8 form holds it: a second one is a mistake."""
     pre, bias = torch.randn(2, 16), torch.ones(16)
     pre8 = activation_compress(pre, "gelu", E4M3, 32, "e8m0", True, bias).pre8

@@ -37,7 +37,7 @@ def oracle(param, grad, m, v, h):
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("n", [1, 127, 128, 1000])
-def test_step_is_decode_update_encode(n, maximize):
+def test_adamw_step_is_decode_update_encode(n, maximize):
     param, grad, m, v, codec_m, codec_v = problem(n)
     h = AdamWStep(0.01, 0.9, 0.95, 1e-8, 0.1, 3, maximize)
     p64, m64, v64 = oracle(param, grad, decode(m, codec_m, n), decode(v, codec_v, n), h)
@@ -50,7 +50,7 @@ def test_step_is_decode_update_encode(n, maximize):
         assert (got.q != wanted.q).sum() <= 1 + n // 500 and torch.equal(got.a, wanted.a)
 
 
-def test_fp32_moments_follow_torch():
+def test_adamw_fp32_step_follows_torch():
     torch.manual_seed(0)
     start = torch.randn(50)
     theirs = torch.nn.Parameter(start.clone())
@@ -69,7 +69,7 @@ def test_fp32_moments_follow_torch():
 
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("param_dtype", DTYPES)
-def test_dtypes_compute_in_fp32_and_round_once(param_dtype, grad_dtype):
+def test_adamw_step_of_every_dtype_rounds_once(param_dtype, grad_dtype):
     param, grad, m, v, *codecs = problem(500, param=param_dtype, grad=grad_dtype)
     wide = param.float()
     m32, v32 = (type(x)(*(t.clone() for t in x)) for x in (m, v))
@@ -81,7 +81,7 @@ def test_dtypes_compute_in_fp32_and_round_once(param_dtype, grad_dtype):
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_chunking_changes_nothing(monkeypatch, seed):
+def test_adamw_step_in_chunks(monkeypatch, seed):
     whole, chunked = problem(3000), problem(3000)
     adamw_step(*whole, NUMBERS, seed)
     monkeypatch.setattr(adamw, "_CHUNK", 256)
@@ -89,7 +89,7 @@ def test_chunking_changes_nothing(monkeypatch, seed):
     assert equal([whole[0], *whole[2], *whole[3]], [chunked[0], *chunked[2], *chunked[3]])
 
 
-def test_temporaries_do_not_grow_with_the_tensor(monkeypatch):
+def test_adamw_step_temporaries(monkeypatch):
     """The largest tensor that a step creates is one chunk."""
     monkeypatch.setattr(adamw, "_CHUNK", 1024)
     largest = 0
@@ -108,7 +108,7 @@ def test_temporaries_do_not_grow_with_the_tensor(monkeypatch):
     assert 0 < largest <= 1024
 
 
-def test_seed_rounds_stochastically_and_reproducibly():
+def test_adamw_step_with_a_seed():
     runs = [problem(2000) for _ in range(3)]
     for run, seed in zip(runs, (1, 1, 2), strict=True):
         adamw_step(*run, NUMBERS, seed)
@@ -117,7 +117,7 @@ def test_seed_rounds_stochastically_and_reproducibly():
     assert torch.equal(runs[0][0], runs[2][0])  # the update itself precedes rounding
 
 
-def test_non_finite_gradient_is_not_hidden():
+def test_adamw_step_of_nan():
     param, grad, m, v, *codecs = problem(512)
     grad[200] = math.nan
     adamw_step(param, grad, m, v, *codecs, NUMBERS)

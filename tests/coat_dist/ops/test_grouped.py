@@ -10,7 +10,7 @@ from coat_dist.reference.quantize import quantize_rows
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 33, 32, 1], [0, 0, 0], [0, 40, 0], [7]])
-def test_rows_lie_by_blocks(counts):
+def test_expert_rows_lie_by_blocks(counts):
     rows = expert_rows(torch.tensor(counts), sum(counts), torch.device("cpu"))
     total = rows.source.shape[0]
     assert total % BLOCK == 0 and total == rows.ends[-1] == max(
@@ -29,7 +29,7 @@ def test_rows_lie_by_blocks(counts):
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [4, -1]])
-def test_numbers_of_tokens_that_do_not_fit_are_refused(counts):
+def test_expert_rows_refuse_misfits(counts):
     with pytest.raises(
         ValueError, match=r"tokens_per_expert: got \[.*\], accepted: numbers that add up to 4 rows"
     ):
@@ -37,7 +37,7 @@ def test_numbers_of_tokens_that_do_not_fit_are_refused(counts):
 
 
 @pytest.mark.parametrize("layout", ["row", "expert"])
-def test_products_are_those_of_each_expert(layout):
+def test_grouped_mm_is_the_product_of_each_expert(layout):
     counts, experts, k, n = [5, 0, 40], 3, 48, 16
     rows = expert_rows(torch.tensor(counts), sum(counts), torch.device("cpu"))
     x = ops.take_rows(torch.randn(sum(counts), k), rows.source)
