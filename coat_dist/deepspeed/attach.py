@@ -92,7 +92,7 @@ def drop_when_weights_change(engine: Any) -> None:
     call that writes any.
 
     DeepSpeed writes weights through flat buffers, which leaves no trace in the parameters: a cache
-    that looks at them alone would keep old codes (``flow/weights.py``).
+    that looks at them alone would keep old codes (``flow/core/weights.py``).
     """
     invalidate_weights()
     invalidate_after(engine, "load_checkpoint", "load_module_state_dict")

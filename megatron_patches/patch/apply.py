@@ -207,7 +207,7 @@ def _with_wgrad(layer: Any, settings: ActivationConfig, report: PatchReport) -> 
 @functools.cache
 def _mark_zeroed() -> None:
     """Have Megatron's DistributedDataParallel tell weights when their main_grad is zero
-    (``flow/main_grad.py``).
+    (``flow/core/main_grad.py``).
     """
     original = DistributedDataParallel.zero_grad_buffer
 

@@ -8,36 +8,25 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import (
-    Norm,
-    TensorParallel,
-    invariant_linear,
-    linear,
-    norm,
-    norm_linear,
-    norm_mlp,
-    scale_rows,
-)
+from coat_dist.flow import Norm, TensorParallel, linear, norm, norm_linear, norm_mlp, scale_rows
 
+from .catalogue import catalogue
 from .common import EPS, ONE, Layer, gradients, settings
 
 
-def calls(layer, config):
+def calls(layer, **changes):
+    """Of the catalogue what takes any shape, the first output; and compositions."""
+    functions, config = catalogue(layer, **changes), settings(**changes)
     ungated = Layer.random(activation="gelu", biased=True)
     return {
-        "norm": lambda x: norm(x, layer.norm, ONE),
-        "norm_linear": lambda x: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
-        "linear": lambda x: linear(x, layer.weight, ONE, config),
-        "norm_mlp": lambda x: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config),
+        **{name: lambda x, f=functions[name]: f(x)[0] for name in ALONE},
         "biased_gelu": lambda x: ungated.norm_mlp(x, config, "gelu"),
-        "mlp": lambda x: layer.mlp(x, config),
-        "scale_rows": lambda x: scale_rows(x, x[..., 0], config),
-        "invariant_linear": lambda x: invariant_linear(x, layer.weight, ONE),
         "whole": lambda x: layer.flow(x, config),
     }
 
 
-NAMES = list(calls(None, None))
+ALONE = "norm", "norm_linear", "linear", "norm_mlp", "mlp", "scale_rows", "invariant_linear"
+NAMES = *ALONE, "biased_gelu", "whole"
 
 
 @pytest.fixture(
@@ -45,7 +34,7 @@ NAMES = list(calls(None, None))
 )
 def call(request):
     name, scales = request.param
-    return calls(Layer.random(), settings(forward_scales=scales))[name]
+    return calls(Layer.random(), forward_scales=scales)[name]
 
 
 def run(call, x, weighting=None):
@@ -98,18 +87,11 @@ def test_functions_in_inference_mode(call):
 def test_functions_under_checkpointing_and_saved_tensor_hooks(call):
     x = torch.randn(6, 4, 64)
     out, grad = run(call, x)
-    for reentrant in (True, False):
-        again = (
-            run(lambda t, r=reentrant: checkpoint(call, t, use_reentrant=r), x)
-            if not reentrant
-            else None
-        )
-        if again is not None:
-            assert torch.equal(out, again[0]) and torch.equal(grad, again[1])
-        else:
-            leaf = x.clone().requires_grad_()
-            checkpoint(call, leaf, use_reentrant=True).backward(torch.ones_like(out))
-            assert torch.equal(leaf.grad, grad)
+    again = run(lambda t: checkpoint(call, t, use_reentrant=False), x)
+    assert torch.equal(out, again[0]) and torch.equal(grad, again[1])
+    leaf = x.clone().requires_grad_()
+    checkpoint(call, leaf, use_reentrant=True).backward(torch.ones_like(out))
+    assert torch.equal(leaf.grad, grad)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
         moved = run(call, x)
     assert torch.equal(grad, moved[1])
@@ -121,7 +103,7 @@ def test_functions_under_checkpointing_and_saved_tensor_hooks(call):
 @pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp", "biased_gelu", "mlp"])
 def test_functions_of_nan_and_infinity(bad, forward, scales, name):
     layer = Layer.random()
-    call = calls(layer, settings(forward=forward, forward_scales=scales))[name]
+    call = calls(layer, forward=forward, forward_scales=scales)[name]
     x = torch.randn(6, 4, 64)
     x[2, 1, 7] = bad
     assert call(x)[2, 1].isnan().all()

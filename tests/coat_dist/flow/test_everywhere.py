@@ -12,7 +12,7 @@ from coat_dist import flow
 from coat_dist.flow import function
 from tests.support import equal
 
-from .catalogue import HEADS, NAMES, H, catalogue, residual_functions
+from .catalogue import HEADS, NAMES, H, catalogue
 from .common import Layer
 
 CASES = [
@@ -140,4 +140,4 @@ def test_functions_compiled_without_a_graph_break(name):
 @pytest.mark.long
 def test_norm_mlp_with_a_residual_compiled_through_aot_autograd():
     layer, x = layer_for("qkv"), torch.randn(6, 2, H, requires_grad=True)
-    compiled_is_the_same(residual_functions(layer)["norm_mlp"], layer, x, "aot_eager")
+    compiled_is_the_same(catalogue(layer, residual=True)["norm_mlp"], layer, x, "aot_eager")

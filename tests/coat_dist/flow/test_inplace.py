@@ -10,7 +10,7 @@ import torch
 from coat_dist.flow import attention, linear, sdpa
 from tests.support import equal
 
-from .catalogue import HEADS, NAMES, H, catalogue, residual_functions
+from .catalogue import HEADS, NAMES, H, catalogue
 from .common import ONE, Layer, settings
 
 REFUSED = {"attention": "is a view and is being modified inplace"}
@@ -69,7 +69,7 @@ def test_functions_whose_outputs_are_changed_in_place(name, s, b, dtype):
 @pytest.mark.parametrize("name", ["norm_qkv", "norm_mlp"])
 def test_residual_alias_changed_in_place_is_refused(name):
     layer, x = Layer.random(h=H, n=HEADS.width), torch.randn(6, 2, H, requires_grad=True)
-    call = residual_functions(layer)[name]
+    call = catalogue(layer, residual=True)[name]
     *outs, alias = call(x)
     expected = [*(changed(t) for t in outs), alias * 2]
     weightings = [torch.randn_like(t) for t in expected]

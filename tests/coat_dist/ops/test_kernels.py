@@ -7,9 +7,15 @@ import pytest
 from tests.support.devices import ON_GPU
 
 pytest.importorskip("triton")
-FILES = "activation", "cross_entropy", "grouped", "norm", "quantize", "rope"
+FILES = (
+    *("activation", "adamw", "adamw_edges", "adamw_fp32", "cross_entropy"),
+    *("grouped", "norm", "quantize", "rope"),
+)
 PAGES = {name: importlib.import_module(f"{__package__}.agreement.{name}") for name in FILES}
-pytestmark = [] if ON_GPU else [pytest.mark.long]
+# NumPy, by which the interpreter computes, warns where a kernel divides by zero.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+if not ON_GPU:
+    pytestmark.append(pytest.mark.long)
 
 
 @pytest.mark.parametrize(
