@@ -12,7 +12,7 @@ from coat_dist.devices import has_fp8
 from coat_dist.flow import grouped_mlp
 from coat_dist.kernels import gemm
 from tests.coat_dist.flow.test_grouped import COUNTS, F, H, one_by_one, problem
-from tests.support.devices import ON_GPU
+from tests.support.devices import ON_GPU, nothing_waits
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that runs kernels")
 
@@ -68,8 +68,5 @@ def test_torchs_grouped_product_is_taken_without_waiting(monkeypatch):
         return grouped_mlp(x, counts, w1, w2, "swiglu", ActivationConfig(), p)
 
     run(call, inputs, dout)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         run(call, inputs, dout)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -11,6 +11,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, mlp, norm_mlp
 from tests.coat_dist.flow.common import Layer
 from tests.support import equal, run_ranks
+from tests.support.devices import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ONE = TensorParallel()
@@ -36,22 +37,14 @@ def test_a_layer_in_a_cuda_graph(forward, scales, activation):
         out = layer.flow(x, config, activation)
         return [out.detach(), *torch.autograd.grad(out, leaves, weighting)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles kernels and allocates workspaces
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for _ in range(3):
         with torch.no_grad():
             x.normal_()
             weighting.normal_()
             layer.fc1.mul_(1.1)  # a weight that changed is quantized anew
         graph.replay()
-        assert equal(captured, step())
+        assert equal(found, step())
 
 
 class Block(torch.nn.Module):

@@ -12,6 +12,7 @@ from coat_dist.flow import (
 )
 from tests.coat_dist.flow.common import relative_error
 from tests.support import equal
+from tests.support.devices import nothing_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
@@ -103,11 +104,8 @@ def test_nothing_waits_for_the_gpu():
     x, weight, labels, upstream = problem()
     # Handles, workspaces.
     linear_cross_entropy(x, weight, labels, ONE, chunk=4096).backward(upstream)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         linear_cross_entropy(x, weight, labels, ONE, chunk=4096, z_loss=1e-4).backward(upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert x.grad.isfinite().all()
 
 
