@@ -150,8 +150,8 @@ class ActivationConfig(_Block):
     depend on the TP size.
     """
     weights: Literal["on_use", "cached"] = "on_use"
-    """Quantize weights on every use, or keep their codes until the weights change: 1 byte a
-    parameter and rank.
+    """Weights of grouped experts: quantize them on every use, or keep their codes until they
+    change, 1 byte a parameter and rank. Other weights are quantized on every use.
     """
     wgrad: Literal["grad", "main_grad"] = "grad"
     """Weight gradients: given to autograd, or added to ``weight.main_grad``

@@ -28,12 +28,14 @@ __all__ = [
     "E3M4",
     "E4M3",
     "E5M2",
+    "FORMATS",
     "INT8",
     "FP8Format",
     "FirstMomentFormat",
     "QuantizedTensor",
+    "SecondMomentFormat",
+    "format_of",
 ]
-__all__ += ["SecondMomentFormat", "format_of", "fp8_format"]
 
 FirstMomentFormat = Literal["e4m3", "e5m2", "int8"]
 SecondMomentFormat = Literal["e4m3", "e5m2", "log8"]
@@ -69,15 +71,9 @@ INT8 = FP8Format("int8", torch.int8, 127.0, 7, 1.0)
 one size, the coarsest where one is large. With powers of two as scales it is the MXINT8 of OCP
 Microscaling Formats 1.0.
 """
-_FORMATS = {f.name: f for f in (E4M3, E5M2, E3M4, INT8)}
-_BY_DTYPE = {f.dtype: f for f in _FORMATS.values()}
-
-
-def fp8_format(name: str | FP8Format) -> FP8Format:
-    """The format called ``name`` ("e4m3", "e5m2", "e3m4" or "int8"); a format is returned as it
-    is.
-    """
-    return name if isinstance(name, FP8Format) else _FORMATS[name]
+FORMATS = {f.name: f for f in (E4M3, E5M2, E3M4, INT8)}
+"""By name, as the configuration spells it."""
+_BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
 
 
 def format_of(dtype: torch.dtype) -> FP8Format:

@@ -60,14 +60,10 @@ def fresh_numbers(request):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as ``long`` what starts processes and what interprets kernels; `make test-unit`
-    leaves both out.
+    """Mark as ``long`` what starts processes; `make test-unit` leaves that out, and what interprets
+    kernels (``coat_dist/ops/test_kernels.py``).
     """
     for item in items:
-        starts = any(
-            hasattr(item.module, name)
-            for name in ("run_ranks", "start_ranks", "Program", "subprocess")
-        )
-        interprets = not devices.ON_GPU and {"agreement", "edges", "plain"} & set(item.fixturenames)
-        if starts or interprets:
+        names = "run_ranks", "start_ranks", "Program", "subprocess"
+        if any(hasattr(item.module, name) for name in names):
             item.add_marker(pytest.mark.long)

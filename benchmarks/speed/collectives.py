@@ -26,7 +26,7 @@ from benchmarks.arguments import argument_parser, check_multiples
 from benchmarks.common import options, write_result
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, stack
 from coat_dist import CoatConfig
-from coat_dist.flow import products
+from coat_dist.flow.core import products
 from coat_dist.flow.parallel.peer_memory import PeerMemory
 from launch.model.gpt import load_model_config
 from megatron_patches import initialize_model_parallel, patched

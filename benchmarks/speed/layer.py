@@ -44,7 +44,6 @@ REPEATS = 12
 VARIANTS: dict[str, dict[str, Any]] = {
     "coat": {},
     "coat saved in e4m3": {"saved_format": "e4m3"},
-    "coat cached weights": {"weights": "cached"},
     "coat quantized": {"forward": "quantized"},
     "coat fp8 attention": {"attention": "fp8"},
     "coat tensor scales": {"forward_scales": "tensor"},

@@ -22,7 +22,7 @@ from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
 from ..config import CoatConfig, refuse
-from ..flow.weights import invalidate_after, invalidate_weights
+from ..flow.core.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
 from ..ranks import rank_and_world
 from . import heartbeat
@@ -126,7 +126,7 @@ def drop_when_weights_change(engine: Any) -> None:
     call that writes any.
 
     DeepSpeed writes weights through flat buffers, which leaves no trace in the parameters: a cache
-    that looks at them alone would keep old codes (``flow/weights.py``).
+    that looks at them alone would keep old codes (``flow/core/weights.py``).
     """
     invalidate_weights()
     invalidate_after(engine, "load_checkpoint", "load_module_state_dict")

@@ -10,15 +10,14 @@ from .blocks.attention import attention, sdpa
 from .blocks.dispatch import dispatch_rows
 from .blocks.documents import Documents
 from .blocks.grouped import grouped_mlp
-from .blocks.linear import invariant_linear, linear
+from .blocks.linear import invariant_linear, linear, norm_linear, norm_qkv
 from .blocks.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .blocks.mlp import mlp, norm_mlp, scale_rows
-from .blocks.norm import Norm, norm
-from .blocks.norm_linear import norm_linear, norm_qkv
 from .blocks.permute import TokenOrder, permute, token_order, unpermute
 from .blocks.split_norm import split_norm
+from .core.norm import Norm, norm
+from .core.weights import invalidate_weights
 from .parallel.tensor_parallel import TensorParallel
-from .weights import invalidate_weights
 
 __all__ = [
     "Documents",

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import flow
-from ..flow.per_tensor import once_per_tensor
+from ..flow.function import once_per_tensor
 from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention"]

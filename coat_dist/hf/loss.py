@@ -53,8 +53,8 @@ from torch import nn
 
 from .. import flow
 from ..config import CoatConfigError, Problem
-from ..flow.per_tensor import version_of
-from ..flow.weights import weight_changes
+from ..flow.core.weights import weight_changes
+from ..flow.function import version_of
 from ..patching.reasons import has_plain_weight, original_class, own_code
 from .modules import ONE, ModePatched, fits
 

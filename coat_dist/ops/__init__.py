@@ -8,7 +8,8 @@ and typed at the definition. What has no kernel is imported as it is. ``dispatch
 of the two runs; ``COAT_REFERENCE=1`` in the environment takes definitions everywhere.
 """
 
-from ..reference import activation, adamw, cross_entropy, grouped, norm, quantize, rope
+from ..kernels.gemm import apart, one_by_one
+from ..reference import activation, adamw, cross_entropy, gemm, grouped, norm, quantize, rope
 from ..reference.activation import (
     ACTIVATIONS,
     Activation,
@@ -36,8 +37,6 @@ from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
 from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
 from .dispatch import operation
-from .gemm import scaled_mm
-from .grouped_gemm import apart, grouped_mm, grouped_wgrad, one_by_one
 
 __all__ = [
     "ACTIVATIONS",
@@ -134,30 +133,34 @@ transpose = operation(quantize.transpose)  # per-tensor codes, transposed
 
 # Matrix products
 # ----------------------------------------
-# scaled_mm (gemm.py): FP8 product, by cuBLASLt on a GPU without a kernel: exact_mm in fp64;
-# code_products and scale_and_round, whose sums over ranks are exact
+scaled_mm = operation(gemm.scaled_mm)  # FP8 product
+grouped_mm = operation(gemm.grouped_mm)  # FP8 products of all experts
+grouped_wgrad = operation(gemm.grouped_wgrad)
+# without a kernel: exact_mm in fp64; code_products and scale_and_round, whose sums over ranks are
+# exact; apart and one_by_one, what the products of experts take and which way is faster
 
 # Norms: RMSNorm and LayerNorm
 # ----------------------------------------
 norm_forward = operation(norm.norm_forward)  # y and the row statistics, no FP8
 norm_compress = operation(norm.norm_compress)  # x in 8 bits by groups, statistics, amax of y
-# X in 8 bits by groups, statistics, y in FP8 by rows.
+# x in 8 bits by groups, statistics, y in FP8 by rows
 norm_compress_rows = operation(norm.norm_compress_rows)
-# Y in per-tensor FP8, from x or from its FP8, also transposed.
+# y in per-tensor FP8, from x or from its FP8, also transposed
 norm_quantize = operation(norm.norm_quantize)
 norm_backward = operation(norm.norm_backward)  # gradients of x, weight and bias
 # without a kernel: norm_apply, y from x and the statistics
 
 # Activations: SwiGLU and its kin, of a pre-activation [rows, parts, f]
-# ------------------------------------------------ Pre in 8 bits by groups, amax of the activation.
+# ----------------------------------------
+# The pre-activation in 8 bits by groups, amax of the activation.
 activation_compress = operation(activation.activation_compress)
-# The same, activation in FP8 by rows.
+# The same, and the activation in FP8 by rows.
 activation_compress_rows = operation(activation.activation_compress_rows)
-# Activation in per-tensor FP8, also transposed.
+# The activation in per-tensor FP8, also transposed.
 activation_quantize = operation(activation.activation_quantize)
-# Backward, pass 1: amax of pre's gradient.
+# Backward, pass 1: amax of the pre-activation's gradient.
 activation_grad_amax = operation(activation.activation_grad_amax)
-# Pass 2: pre's gradient and the activation, in FP8.
+# Pass 2: the pre-activation's gradient and the activation, in FP8.
 activation_backward = operation(activation.activation_backward)
 # without a kernel: activation_apply, the activation itself
 
@@ -175,8 +178,7 @@ quantize_experts_both = operation(grouped.quantize_experts_both)
 quantize_columns = operation(grouped.quantize_columns)
 activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
 activation_backward_experts = operation(grouped.activation_backward_experts)
-# grouped_mm, grouped_wgrad (grouped_gemm.py): FP8 products of all experts; without a kernel:
-# expert_rows, largest_rows
+# without a kernel: expert_rows, largest_rows
 
 # Attention: heads and rotary position embedding
 # ----------------------------------------
@@ -185,8 +187,8 @@ split_rope_backward = operation(rope.split_rope_backward)  # gradient of qkv, an
 # without a kernel: rope_table, cosines and sines
 
 # Cross entropy of a block of logits
-# ----------------------------------------------------------------------------------- Per row:
-# exponent, sum of exponentials, the label's logit.
+# ----------------------------------------
+# Per row: exponent, sum of exponentials, the label's logit.
 logit_stats = operation(cross_entropy.logit_stats)
 logit_grad = operation(cross_entropy.logit_grad)  # gradient of logits, in place if asked for
 # without a kernel: merge (statistics of blocks), pow2

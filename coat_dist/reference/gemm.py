@@ -1,4 +1,4 @@
-"""Matrix product of two FP8 tensors.
+"""Matrix products of FP8 tensors, and of all experts side by side.
 
 ``a`` is ``[m, k]``, ``b`` is ``[n, k]``, both contiguous, and the product is ``a @ b.T``: the one
 arrangement that Hopper's FP8 tensor cores take, so it is the only one here. Both have one scale, or
@@ -16,8 +16,17 @@ from __future__ import annotations
 import torch
 
 from ..formats import QuantizedTensor
+from .grouped import ExpertRows
 
-__all__ = ["check_operands", "code_products", "exact_mm", "scale_and_round", "scaled_mm"]
+__all__ = [
+    "check_operands",
+    "code_products",
+    "exact_mm",
+    "grouped_mm",
+    "grouped_wgrad",
+    "scale_and_round",
+    "scaled_mm",
+]
 
 _CHUNK = 2**24
 """Elements converted to fp64 at a time: 128 MiB."""
@@ -102,3 +111,48 @@ def scaled_mm(
     """
     result = scale_and_round(code_products(a, b), a.scales, b.scales, out_dtype)
     return result if out is None else out.copy_(result)
+
+
+def grouped_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    rows: ExpertRows,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """Each expert's rows of ``a`` times its matrix transposed, as :func:`scaled_mm`.
+
+    Args:
+        a: codes ``[total, k]``, layout "row" or "expert".
+        b: codes ``[experts, n, k]``, the same layout: scales ``[experts, n, 1]`` or ``[experts]``.
+
+    Returns:
+        ``[total, n]`` of ``out_dtype``.
+    """
+    out = a.codes.new_zeros(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
+    for expert, at in rows.pieces():
+        if a.layout == "row":
+            left = QuantizedTensor(a.codes[at], a.scales[at], "row")
+        else:
+            left = QuantizedTensor(a.codes[at], a.scales[expert], "tensor")
+        right = QuantizedTensor(b.codes[expert], b.scales[expert], left.layout)
+        out[at] = scaled_mm(left, right, out_dtype, fast_accum)
+    return out
+
+
+def grouped_wgrad(
+    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """For each expert the product, over its rows, of ``a`` and ``b`` transposed; zero without rows.
+
+    Args:
+        a, b: codes ``[m, total]`` and ``[n, total]``, layout "expert".
+
+    Returns:
+        ``[experts, m, n]`` of ``out_dtype``.
+    """
+    out = a.codes.new_zeros(rows.experts, a.codes.shape[0], b.codes.shape[0], dtype=out_dtype)
+    for expert, at in rows.pieces():
+        left, right = (QuantizedTensor(q.codes[:, at], q.scales[expert], "tensor") for q in (a, b))
+        out[expert] = scaled_mm(left, right, out_dtype)
+    return out

@@ -22,7 +22,6 @@ import torch
 from ..formats import FP8Format, QuantizedTensor
 from . import activation as act
 from . import quantize
-from .gemm import scaled_mm
 
 __all__ = [
     "BLOCK",
@@ -32,8 +31,6 @@ __all__ = [
     "activation_grad_amax_experts",
     "amax_experts",
     "expert_rows",
-    "grouped_mm",
-    "grouped_wgrad",
     "largest_rows",
     "quantize_columns",
     "quantize_experts",
@@ -227,53 +224,6 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
         layout "row": codes ``[experts, n, k]``, scales ``[experts, n, 1]``, powers of two.
     """
     return quantize.quantize_rows(x.transpose(1, 2).contiguous(), fmt, aligned=True)
-
-
-def grouped_mm(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    rows: ExpertRows,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    """Each expert's rows of ``a`` times its matrix transposed, as
-    :func:`~coat_dist.reference.gemm.scaled_mm`.
-
-    Args:
-        a: codes ``[total, k]``, layout "row" or "expert".
-        b: codes ``[experts, n, k]``, the same layout: scales ``[experts, n, 1]`` or ``[experts]``.
-
-    Returns:
-        ``[total, n]`` of ``out_dtype``.
-    """
-    out = a.codes.new_zeros(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
-    for expert, at in rows.pieces():
-        scales, layout = (
-            (a.scales[at], "row") if a.layout == "row" else (a.scales[expert], "tensor")
-        )
-        left = QuantizedTensor(a.codes[at], scales, layout)
-        out[at] = scaled_mm(
-            left, QuantizedTensor(b.codes[expert], b.scales[expert], layout), out_dtype, fast_accum
-        )
-    return out
-
-
-def grouped_wgrad(
-    a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """For each expert the product, over its rows, of ``a`` and ``b`` transposed; zero without rows.
-
-    Args:
-        a, b: codes ``[m, total]`` and ``[n, total]``, layout "expert".
-
-    Returns:
-        ``[experts, m, n]`` of ``out_dtype``.
-    """
-    out = a.codes.new_zeros(rows.experts, a.codes.shape[0], b.codes.shape[0], dtype=out_dtype)
-    for expert, at in rows.pieces():
-        left, right = (QuantizedTensor(q.codes[:, at], q.scales[expert], "tensor") for q in (a, b))
-        out[expert] = scaled_mm(left, right, out_dtype)
-    return out
 
 
 def activation_grad_amax_experts(

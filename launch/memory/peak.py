@@ -198,6 +198,7 @@ def peak_of(run: Run) -> Peak:
         held["gradients"] = 2 * found.elements if run.stage == 1 else found.gradients
     if run.stage == 3:
         held[_BUCKETS], held["gathered parameters"] = step.buckets, found.gathered
+
     # Forward, the loss, and the gradient of the residual stream that it leaves.
     graphs = run.flow is not None and run.flow.cuda_graphs
     stream, layers = _stream(run), [_layer(run, i) for i in range(model.num_layers)]

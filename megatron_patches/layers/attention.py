@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
 from coat_dist import flow
-from coat_dist.flow.per_tensor import once_per_tensor
+from coat_dist.flow.function import once_per_tensor
 from coat_dist.patching.classes import Patched
 
 from ..compat import rope_mscale

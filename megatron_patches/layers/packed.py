@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from coat_dist import flow
-from coat_dist.flow.per_tensor import version_of
+from coat_dist.flow.function import version_of
 
 __all__ = ["Packed", "packed"]
 

@@ -14,9 +14,10 @@ from coat_dist.flow import (
     rope_table,
     sdpa,
 )
-from coat_dist.flow.scaling import saved_format
+from coat_dist.flow.core.products import saved_format
 from coat_dist.reference.quantize import dequantize, quantize_groups
 from tests.coat_dist.flow.common import relative_error
+from tests.support.devices import captured, nothing_waits
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -146,11 +147,8 @@ def layer(s=256, b=2, h=1024, heads=8, scales="row"):
 def test_nothing_waits_for_the_gpu(scales):
     run, x, _ = layer(scales=scales)
     run(x).sum().backward()  # first use may synchronize: handles, plans, workspaces
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         run(x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert x.grad.isfinite().all()
 
 
@@ -158,23 +156,19 @@ def test_nothing_waits_for_the_gpu(scales):
 def test_captured_in_a_cuda_graph(scales):
     run, x, parameters = layer(scales=scales)
     inputs, static = [x, *parameters], torch.randn_like(x).requires_grad_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            torch.autograd.grad(run(static).sum(), [static, *parameters])
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(static)
-        captured_grads = torch.autograd.grad(captured.sum(), [static, *parameters])
+
+    def work():
+        out = run(static)
+        return out, torch.autograd.grad(out.sum(), [static, *parameters])
+
+    graph, (found, found_grads) = captured(work)
     with torch.no_grad():
         static.copy_(x)
     graph.replay()
     out = run(x)
     grads = torch.autograd.grad(out.sum(), inputs)
-    assert torch.equal(captured, out)
-    for got, wanted in zip(captured_grads, grads, strict=True):
+    assert torch.equal(found, out)
+    for got, wanted in zip(found_grads, grads, strict=True):
         # An amax that moves with the order of cuDNN's sums turns a few codes of the gradients that
         # follow.
         assert relative_error(got, wanted) < 5e-2

@@ -7,7 +7,7 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, linear, norm_linear, vocab_parallel_cross_entropy
-from coat_dist.formats import E4M3, E5M2, QuantizedTensor, fp8_format
+from coat_dist.formats import E4M3, E5M2, FORMATS, QuantizedTensor
 from coat_dist.ops import scaled_mm
 from coat_dist.reference import gemm as reference
 from coat_dist.reference.quantize import (
@@ -18,6 +18,8 @@ from coat_dist.reference.quantize import (
     tensor_scale,
 )
 from tests.coat_dist.flow.common import Layer, median_error, relative_error
+from tests.support import equal
+from tests.support.devices import nothing_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
@@ -136,8 +138,8 @@ def test_row_scales_change_forward_alone(fmt, rows, k, n):
         outs.append(out.detach())
         grads.append(torch.autograd.grad(out, [x, weight], weighting))
     assert not torch.equal(*outs)
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    operands = [quantize_rows(t.detach().cpu(), fp8_format(fmt), aligned=True) for t in (x, weight)]
+    assert equal(*grads)
+    operands = [quantize_rows(t.detach().cpu(), FORMATS[fmt], aligned=True) for t in (x, weight)]
     expected = reference.scaled_mm(*operands, torch.float32)
     # Of one output.
     typical = torch.outer(*(dequantize(q).norm(dim=-1) for q in operands)) * k**-0.5
@@ -174,9 +176,6 @@ def test_nothing_waits_for_the_gpu(forward, scales):
     layer = layer.copy("cuda")
     x = torch.randn(32, 4, 128, device="cuda", requires_grad=True)
     labels = torch.randint(0, 128, (32, 4), device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         vocab_parallel_cross_entropy(layer.flow(x, config), labels, ONE).mean().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert x.grad.isfinite().all()

@@ -10,9 +10,9 @@ import torch
 from coat_dist.config import ActivationConfig
 from coat_dist.devices import has_fp8
 from coat_dist.flow import grouped_mlp
-from coat_dist.ops import grouped_gemm
+from coat_dist.kernels import gemm
 from tests.coat_dist.flow.test_grouped import COUNTS, F, H, one_by_one, problem
-from tests.support.devices import ON_GPU
+from tests.support.devices import ON_GPU, nothing_waits
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that runs kernels")
 
@@ -41,7 +41,7 @@ def test_one_expert_after_the_other(counts, options, monkeypatch):
     """
     settings = ActivationConfig(**options)
     inputs, dout = on_gpu(counts)
-    monkeypatch.setattr(grouped_gemm, "MUCH_WORK", 1024 * H * F)
+    monkeypatch.setattr(gemm, "MUCH_WORK", 1024 * H * F)
     expected = run(lambda *t: one_by_one(counts, *t, "swiglu", settings), inputs, dout)
     for given in (torch.tensor(counts), torch.tensor(counts, device="cuda")):
         got = run(
@@ -60,7 +60,7 @@ def test_torchs_grouped_product_is_taken_without_waiting(monkeypatch):
     """With numbers of tokens on the GPU nothing waits for it, in forward and backward."""
     if torch.cuda.get_device_capability() != (9, 0) or not has_fp8(torch.empty(0, device="cuda")):
         pytest.skip("grouped FP8 products are for compute capability 9.0")
-    monkeypatch.setattr(grouped_gemm, "scaled_mm", None)
+    monkeypatch.setattr(gemm, "scaled_mm", None)
     counts = torch.tensor(COUNTS["any"], device="cuda")
     inputs, dout = on_gpu(COUNTS["any"])
 
@@ -68,8 +68,5 @@ def test_torchs_grouped_product_is_taken_without_waiting(monkeypatch):
         return grouped_mlp(x, counts, w1, w2, "swiglu", ActivationConfig(), p)
 
     run(call, inputs, dout)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         run(call, inputs, dout)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

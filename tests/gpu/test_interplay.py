@@ -10,7 +10,8 @@ import torch
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, mlp, norm_mlp
 from tests.coat_dist.flow.common import Layer
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
+from tests.support.devices import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ONE = TensorParallel()
@@ -36,23 +37,14 @@ def test_a_layer_in_a_cuda_graph(forward, scales, activation):
         out = layer.flow(x, config, activation)
         return [out.detach(), *torch.autograd.grad(out, leaves, weighting)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles kernels and allocates workspaces
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for _ in range(3):
         with torch.no_grad():
             x.normal_()
             weighting.normal_()
             layer.fc1.mul_(1.1)  # a weight that changed is quantized anew
         graph.replay()
-        for got, expected in zip(captured, step(), strict=True):
-            assert torch.equal(got, expected)
+        assert equal(found, step())
 
 
 class Block(torch.nn.Module):
@@ -85,7 +77,7 @@ def test_graphed_callables(scales):
             out = block(leaf)
             grads = torch.autograd.grad(out, [leaf, *block.parameters()], weighting)
             results.append([out.detach().clone(), *(g.clone() for g in grads)])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert equal(*results)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 130])

@@ -11,6 +11,8 @@ from coat_dist.flow import (
     vocab_parallel_cross_entropy,
 )
 from tests.coat_dist.flow.common import relative_error
+from tests.support import equal
+from tests.support.devices import nothing_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
@@ -50,9 +52,7 @@ def test_chunks_against_all_logits(chunk, z_loss):
     plain = torch.autograd.grad(expected, [x, weight], upstream)
     chunked = torch.autograd.grad(got, [x, weight], upstream)
     of_kept = torch.autograd.grad(kept, [x, weight], upstream)
-    assert torch.equal(kept, got) and all(
-        torch.equal(a, b) for a, b in zip(of_kept, chunked, strict=True)
-    )
+    assert torch.equal(kept, got) and equal(of_kept, chunked)
     for mine, theirs, exact in zip(chunked, plain, truth, strict=True):
         assert mine.dtype == torch.bfloat16
         assert relative_error(mine, exact) <= 1.05 * relative_error(theirs, exact) + 1e-5
@@ -65,7 +65,7 @@ def test_two_runs_are_the_same_bits():
     for _ in range(2):
         out = linear_cross_entropy(x, weight, labels, ONE, chunk=4096)
         runs.append([out.detach(), *torch.autograd.grad(out, [x, weight], upstream)])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert equal(*runs)
 
 
 def test_exact_products_give_the_same_bits_for_every_chunk():
@@ -75,8 +75,7 @@ def test_exact_products_give_the_same_bits_for_every_chunk():
     for chunk in (None, 1024, 333):
         out = linear_cross_entropy(x, weight, labels, ONE, chunk=chunk, exact=True)
         assert torch.equal(out, wanted)
-        for a, b in zip(torch.autograd.grad(out, [x, weight], upstream), gradients, strict=True):
-            assert torch.equal(a, b)
+        assert equal(torch.autograd.grad(out, [x, weight], upstream), gradients)
 
 
 def test_peak_memory_has_one_chunk_of_logits():
@@ -105,11 +104,8 @@ def test_nothing_waits_for_the_gpu():
     x, weight, labels, upstream = problem()
     # Handles, workspaces.
     linear_cross_entropy(x, weight, labels, ONE, chunk=4096).backward(upstream)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         linear_cross_entropy(x, weight, labels, ONE, chunk=4096, z_loss=1e-4).backward(upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert x.grad.isfinite().all()
 
 

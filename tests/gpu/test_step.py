@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
 
@@ -74,7 +74,7 @@ def test_the_same_bits_without_the_waits(stage, contiguous):
         assert repr(found) == repr(expected)
         assert [one[3] for one in found].count(False) == 2
         assert all(one[1] == one[2] for one in found), "read beside the optimizer, and after it"
-        assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
+        assert equal(weights, wanted)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -87,4 +87,4 @@ def test_the_same_bits_as_deepspeed(stage):
     for (_, found, weights), (_, expected, wanted) in zip(*runs, strict=True):
         assert [one[3] for one in found] == [one[3] for one in expected]
         assert repr([one[0] for one in found]) == repr([one[0] for one in expected])
-        assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
+        assert equal(weights, wanted)

@@ -1,24 +1,20 @@
-"""Weights of the flow on a GPU: cached codes are those of every use, main_grad takes no second
-copy, graphs replay.
+"""Weights of the flow on a GPU: kept codes are those of every use, main_grad takes no second copy,
+graphs replay.
 """
 
 import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import (
-    TensorParallel,
-    invalidate_weights,
-    linear,
-    main_grad,
-    norm_linear,
-    norm_mlp,
-    weights,
-)
+from coat_dist.flow import TensorParallel, grouped_mlp, invalidate_weights
+from coat_dist.flow.core import main_grad
+from coat_dist.flow.core.weights import Weight
 from coat_dist.formats import E4M3, QuantizedTensor
 from coat_dist.ops import amax, quantize_tensor, tensor_scale
 from coat_dist.reference import gemm as reference
 from tests.coat_dist.flow.common import Layer
+from tests.support import equal
+from tests.support.devices import captured, nothing_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
@@ -30,38 +26,39 @@ def quantized(rows, columns, fmt=E4M3):
     return quantize_tensor(t, fmt, tensor_scale(amax(t), fmt))
 
 
+@pytest.fixture(autouse=True)
+def empty_cache():
+    yield
+    invalidate_weights()
+
+
+def experts(dtype):
+    """``call(x, weights)`` of three experts, and their first weight."""
+    counts = torch.tensor([64, 0, 128], device="cuda")
+    first = torch.nn.Parameter(torch.randn(256, 3 * 512, device="cuda").to(dtype))
+    last = torch.randn(3 * 512, 256, device="cuda").to(dtype)
+
+    def call(x, weights, **options):
+        settings = ActivationConfig(weights=weights, **options)
+        return grouped_mlp(x, counts, first, last, "gelu", settings)
+
+    return call, first
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_cached_and_on_use_are_the_same_bits(dtype, scales):
-    layer = Layer.random(h=512, n=768, f=1024, dtype=dtype).copy("cuda")
-    xs = [torch.randn(64, 4, 512, device="cuda", dtype=dtype) for _ in range(3)]
+def test_kept_codes_give_the_bits_of_every_use(dtype, scales):
+    call, weight = experts(dtype)
     for factor in (1.0, 0.5):
         with torch.no_grad():
-            for name in NAMES:
-                getattr(layer, name).mul_(factor)
-        for x in xs:
-            runs = []
+            weight.mul_(factor)
+        for _ in range(3):
+            x = torch.randn(192, 256, device="cuda", dtype=weight.dtype, requires_grad=True)
+            dy, runs = torch.randn_like(x), []
             for mode in ("on_use", "cached"):
-                settings, leaf = (
-                    ActivationConfig(weights=mode, forward_scales=scales),
-                    x.clone().requires_grad_(),
-                )
-                out = layer.flow(leaf, settings)
-                weighting = (
-                    torch.sin(torch.arange(out.numel(), device="cuda"))
-                    .view(out.shape)
-                    .to(out.dtype)
-                )
-                runs.append(
-                    (
-                        out,
-                        *torch.autograd.grad(
-                            out, [leaf, *(getattr(layer, n) for n in NAMES)], weighting
-                        ),
-                    )
-                )
-            assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    invalidate_weights()
+                out = call(x, mode, forward_scales=scales)
+                runs.append((out, *torch.autograd.grad(out, [x, weight], dy)))
+            assert equal(*runs)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
@@ -81,8 +78,8 @@ def test_main_grad_against_the_definition(monkeypatch, main_dtype, chunk, n, k, 
         buffer = torch.full((offset + n * k,), torch.nan, device="cuda", dtype=main_dtype)
         parameter.main_grad, parameter.coat_zeroed = buffer[offset:].view(n, k), True
         before.zero_()
-    handle = weights.Weight(parameter, ONE, ActivationConfig(wgrad="main_grad"))
-    assert handle.gradient(d8_t, x8_t) is None
+    handle = Weight((parameter,), ONE, ActivationConfig(wgrad="main_grad"))
+    assert handle.gradients(d8_t, x8_t) == [None]
     cpu = [QuantizedTensor(q.codes.cpu(), q.scales.cpu(), "tensor") for q in (d8_t, x8_t)]
     product = reference.scaled_mm(*cpu, torch.float32)
     expected = before.float().cpu() + product
@@ -97,12 +94,12 @@ def test_main_grad_needs_no_second_copy():
     d8_t, x8_t = quantized(n, m), quantized(k, m)
     parameter = torch.nn.Parameter(torch.zeros(n, k, device="cuda", dtype=torch.bfloat16))
     parameter.main_grad = torch.zeros(n, k, device="cuda")
-    handle = weights.Weight(parameter, ONE, ActivationConfig(wgrad="main_grad"))
-    handle.gradient(d8_t, x8_t)  # first use allocates workspaces
+    handle = Weight((parameter,), ONE, ActivationConfig(wgrad="main_grad"))
+    handle.gradients(d8_t, x8_t)  # first use allocates workspaces
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    handle.gradient(d8_t, x8_t)
+    handle.gradients(d8_t, x8_t)
     assert torch.cuda.max_memory_allocated() - before <= 66 * 2**20  # one block, and small change
     assert parameter.main_grad.abs().sum() > 0
 
@@ -112,43 +109,23 @@ def test_nothing_waits_for_the_gpu():
     for name in NAMES:
         getattr(layer, name).main_grad = torch.zeros_like(getattr(layer, name))
         getattr(layer, name).grad_added_to_main_grad = False
-    settings = ActivationConfig(weights="cached", wgrad="main_grad")
+    settings = ActivationConfig(wgrad="main_grad")
     x = torch.randn(32, 4, 128, device="cuda", requires_grad=True)
     layer.flow(x, settings).sum().backward()  # first use may synchronize: handles, workspaces
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for _ in range(2):
             layer.flow(x, settings).sum().backward()
-            invalidate_weights()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(getattr(layer, name).main_grad.isfinite().all() for name in NAMES)
 
 
 def test_a_captured_graph_quantizes_the_weights_of_each_replay():
-    layer = Layer.random(h=128, n=192, f=256, dtype=torch.bfloat16).copy("cuda")
-    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
-
-    def forward(mode):
-        settings = ActivationConfig(weights=mode)
-        y = linear(
-            norm_linear(x, layer.norm, layer.weight, None, ONE, settings), layer.back, ONE, settings
-        )
-        return norm_mlp(y, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, settings)
-
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("elsewhere products of experts wait for the numbers of tokens")
+    call, weight = experts(torch.bfloat16)
+    x = torch.randn(192, 256, device="cuda", dtype=weight.dtype)
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                forward("cached")
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = forward("cached")
+        graph, out = captured(lambda: call(x, "cached"))
         for _ in range(2):
-            for name in NAMES:
-                getattr(layer, name).mul_(0.5)
+            weight.mul_(0.5)
             graph.replay()
-            assert torch.equal(out, forward("on_use"))
-    invalidate_weights()
+            assert torch.equal(out, call(x, "on_use"))

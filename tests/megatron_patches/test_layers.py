@@ -125,7 +125,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 attention": ({}, FP8),
     **{f"{name} fp8 attention": (KINDS[name], FP8) for name in ("qwen2", "qwen3", "olmo2")},
     "interleaved fp8 attention": ({"rotary_interleaved": True}, FP8),
-    "cached": (OLMO2, {"weights": "cached"}),
     "no fp8_gather": (OLMO2, {"fp8_gather": False}),
     "tp_invariant": ({"qk_layernorm": True}, {"tp_invariant": True}),
 }

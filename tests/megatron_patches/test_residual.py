@@ -54,7 +54,7 @@ def residuals(monkeypatch):
     """For every backward of a norm in a patched block, whether it was given the residual's
     gradient.
     """
-    module, seen = importlib.import_module("coat_dist.flow.inputs"), []
+    module, seen = importlib.import_module("coat_dist.flow.core.inputs"), []
     original = module.NormedInput.backward
 
     def backward(self, dy, wanted, residual=None):

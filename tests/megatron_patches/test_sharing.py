@@ -72,14 +72,12 @@ def test_patch_model_of_shared_modules(change, left, device):
     model, batch = tiny_gpt(), tiny_batch(1, device)
     change(model)
     before, expected = state(model), gradients(model, batch)
-    for weights in ("on_use", "cached"):
-        with patched(model, ActivationConfig(weights=weights)) as report:
-            assert set(report.left) == left and all(
-                " shared by " in reason for reason in report.left.values()
-            )
-            assert report.patched == [b for b in BLOCKS if b not in left] and not report.unfused
-            assert_close(gradients(model, batch), expected)
-        assert state(model) == before
+    with patched(model, ActivationConfig()) as report:
+        assert set(report.left) == left
+        assert all(" shared by " in reason for reason in report.left.values())
+        assert report.patched == [b for b in BLOCKS if b not in left] and not report.unfused
+        assert_close(gradients(model, batch), expected)
+    assert state(model) == before
     assert_equal(gradients(model, batch), expected)
 
 

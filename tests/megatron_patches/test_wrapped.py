@@ -17,6 +17,7 @@ from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, unpatch_model
 from tests.support import residuals_apart
 
+from .test_grouped import EXPERTS, GROUPED_GEMM
 from .tiny import BLOCKS, assert_equal, gradients, tiny_batch, tiny_gpt, tiny_loss
 
 SETTINGS, FP8 = ActivationConfig(), ActivationConfig(attention="fp8")
@@ -69,7 +70,7 @@ def test_unpatching_after_fully_shard(paths, options, device):
 def test_cached_weights_follow_fully_shard(device):
     curves = []
     for weights in ("on_use", "cached"):
-        model = tiny_gpt()
+        model = tiny_gpt(**EXPERTS, **GROUPED_GEMM)
         patch_model(model, ActivationConfig(weights=weights))
         wrap(model, WRAPPED["layers"])
         optimizer, curve = torch.optim.SGD(model.parameters(), lr=0.3), []

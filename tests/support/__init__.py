@@ -9,12 +9,14 @@ from .nodes import Node, Nodes
 from .processes import held_elsewhere, megatron_on_one_rank, saves_by_dist_checkpointing
 from .programs import Program, forked_programs
 from .ranks import run_ranks, start_ranks
+from .tensors import equal
 
 __all__ = [
     "Adds",
     "Node",
     "Nodes",
     "Program",
+    "equal",
     "forked_programs",
     "free_port",
     "held_elsewhere",

@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,32 @@ def on_device(gpu: Any, interpreter: Any) -> Any:
     interpreter hours.
     """
     return gpu if ON_GPU else interpreter
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """An error where the host waits for the GPU; a first use may, for handles and workspaces."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of ``work()``, and what it returned; it runs three times before, which compiles
+    kernels and allocates workspaces.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
 
 
 def prepare() -> None:

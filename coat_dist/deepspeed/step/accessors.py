@@ -36,7 +36,7 @@ from ...checkpoint.zero_partitions import (
     members,
     partitions,
 )
-from ...flow.weights import invalidate_weights
+from ...flow.core.weights import invalidate_weights
 from ...ops import split
 from ...optim.master import read_master, write_master
 from ...optim.moments import read_moment, write_moment

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...flow.parallel.gathered import GatheredWeight, Pending, Shard, gather
-from ...formats import QuantizedTensor, fp8_format
+from ...flow.parallel.gathered import GatheredWeight, Shard, gather
+from ...flow.parallel.tensor_parallel import Pending
+from ...formats import FORMATS, QuantizedTensor
 
 __all__ = ["fetch_for_readers", "gather_codes", "has_flow_weights", "let_go"]
 
@@ -123,7 +124,7 @@ class _Fetch:
             passes,
         )
         self._beside = [weakref.ref(p) for p in parts if p is not parameter]
-        self.format = fp8_format(owner.coat.settings.format)
+        self.format = FORMATS[owner.coat.settings.format]
         # By the number of the fetch in its pass.
         self._layouts: dict[int, list[str]] = {0: [owner.coat.settings.forward_scales]}
         self._pass, self._fetched = 0, -1
@@ -251,7 +252,7 @@ def _all_gather_coalesced(
         shards = [
             s for p, ls in zip(together, layouts, strict=True) for s in p.coat_fetch.shards(ls)
         ]
-        handles.append(_Handle(together, layouts, gather(shards, fp8_format(name), group)))
+        handles.append(_Handle(together, layouts, gather(shards, FORMATS[name], group)))
     return MultipleAllGatherHandles(handles)
 
 

@@ -23,8 +23,8 @@ import torch
 from ...config import ActivationConfig
 from ...formats import QuantizedTensor
 from ...ops import dequantize, quantize_groups
-from ..function import check_settings, once_differentiable, without_autocast
-from ..scaling import saved_format
+from ..core.products import saved_format
+from ..function import Function, check_settings, once_differentiable
 from .documents import Documents, why_no_flash
 from .sdpa_node import DocumentNodes, attend, node_of
 
@@ -58,10 +58,8 @@ def sdpa(
         TypeError: ``documents`` that are no :class:`Documents`.
         ValueError: ``documents`` that do not fit the sequence.
     """
-    values, options = (
-        [t.permute(1, 2, 0, 3) for t in (q, k, v)],
-        {"causal": causal, "scale": scale, "dropout": dropout},
-    )
+    values = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
+    options = {"causal": causal, "scale": scale, "dropout": dropout}
     documents = _checked_documents(documents, q, k)
     if documents is None or why_no_flash(q, k, v) is None:
         out = attend(values, documents, options)  # one call, which autograd knows
@@ -108,14 +106,12 @@ def attention(
         if t.dim() != 4 or t.dtype != q.dtype or t.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"{name}: got {t.dtype} {list(t.shape)}, accepted: [s, b, heads, d] of one dtype, "
-                "torch.bfloat16 or "
-                "torch.float32"
+                "torch.bfloat16 or torch.float32"
             )
     if k.shape != v.shape or k.shape[1::2] != q.shape[1::2] or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"k, v: got shapes {list(k.shape)}, {list(v.shape)} for q of shape {list(q.shape)}, "
-            "accepted: equal ones, "
-            "with q's b and d and a divisor of q's heads"
+            "accepted: equal ones, with q's b and d and a divisor of q's heads"
         )
     if causal and q.shape[0] != k.shape[0]:
         raise ValueError(
@@ -128,9 +124,10 @@ def attention(
     return out, QuantizedTensor(codes, scales, "group", settings.group_size)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
+    saves = "q", "q_scales", "k", "k_scales", "v", "v_scales", "out", "out_scales"
+
     @staticmethod
-    @without_autocast
     def forward(
         ctx: Any,
         q,
@@ -152,8 +149,10 @@ class _Attention(torch.autograd.Function):
         else:
             out, extras = attend(values, documents, options), []
         kept.append(_compress(out.permute(2, 0, 1, 3), settings))
-        ctx.save_for_backward(*(t for c in kept for t in (c.codes, c.scales)), *extras)
-        ctx.args = q.dtype, q.shape, k.shape, settings.group_size
+        saved = _Attention.Saved(*(t for c in kept for t in (c.codes, c.scales)))
+        ctx.save_for_backward(*saved, *extras)
+        ctx.dtype, ctx.group_size = q.dtype, settings.group_size
+        ctx.shapes = q.shape, k.shape, k.shape, q.shape
         ctx.mark_non_differentiable(kept[3].codes, kept[3].scales)
         # A view, on purpose: autograd then refuses to change it in place. Its codes, which the
         # projection that follows keeps for backward, would not follow.
@@ -161,20 +160,17 @@ class _Attention(torch.autograd.Function):
         return out, kept[3].codes, kept[3].scales
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor | None, *_: None):
         if dout is None:
             return (None,) * 8
-        dtype, q_shape, k_shape, group_size = ctx.args
-        tensors = ctx.saved_tensors
-        kept = [
-            QuantizedTensor(tensors[i], tensors[i + 1], "group", group_size) for i in (0, 2, 4, 6)
-        ]
-        shapes = q_shape, k_shape, k_shape, q_shape
-        values = [_values(c, shape, dtype) for c, shape in zip(kept, shapes, strict=True)]
-        grads = ctx.node.backward(dout.reshape(q_shape).permute(1, 2, 0, 3), values, tensors[8:])
-        return *(g.permute(2, 0, 1, 3) for g in grads), None, None, None, None, None
+        saved, extras = _Attention.saved(ctx)
+        values = []
+        for codes, scales, shape in zip(saved[::2], saved[1::2], ctx.shapes, strict=True):
+            kept = QuantizedTensor(codes, scales, "group", ctx.group_size)
+            values.append(_values(kept, shape, ctx.dtype))
+        dout = dout.reshape(ctx.shapes[0]).permute(1, 2, 0, 3)
+        grads = ctx.node.backward(dout, values, extras)
+        return *(g.permute(2, 0, 1, 3) for g in grads), *[None] * 5
 
 
 class _EachDocument(torch.autograd.Function):

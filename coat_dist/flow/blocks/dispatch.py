@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ...config import ActivationConfig
-from ...formats import FP8Format, QuantizedTensor, fp8_format
+from ...formats import FORMATS, FP8Format, QuantizedTensor
 from ...ops import dequantize, quantize_rows
-from ..function import check_settings, once_differentiable, without_autocast
+from ..function import Function, check_settings
 
 __all__ = ["dispatch_rows"]
 
@@ -46,20 +46,17 @@ def dispatch_rows(
     return _Dispatch.apply(x, group, [int(n) for n in received], [int(n) for n in sent], settings)
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(Function):
     @staticmethod
-    @without_autocast
     def forward(ctx: Any, x, group, received, sent, settings: ActivationConfig) -> torch.Tensor:
         ctx.args = group, received, sent, settings
-        return _exchange_quantized(x, fp8_format(settings.format), group, received, sent)
+        return _exchange_quantized(x, FORMATS[settings.format], group, received, sent)
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dy: torch.Tensor):
         group, received, sent, settings = ctx.args
         if settings.expert_dispatch_grad == "fp8":
-            dx = _exchange_quantized(dy, fp8_format(settings.grad_format), group, sent, received)
+            dx = _exchange_quantized(dy, FORMATS[settings.grad_format], group, sent, received)
         else:
             dx = _exchange(dy, group, sent, received)
         return dx, None, None, None, None

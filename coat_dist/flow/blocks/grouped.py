@@ -1,13 +1,24 @@
 """fc1 → activation → fc2 of all experts of a layer in one autograd function, with grouped products.
 
 What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its
-tokens alone, to the bit on the reference path: forward has scales of rows (or of an expert),
-backward one scale an expert. The rows of all experts are one matrix, in which each expert's begin
-at a multiple of 32 (``reference/grouped.py``).
+tokens alone, to the bit on the reference path.
 
-Saved: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows lie
-(8 bytes a row); with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows` saves
-it. No copy of a weight.
+**Rows.** Tokens come sorted by expert, any number for each. They are copied into one matrix in
+which each expert's rows begin at a multiple of 32 (:class:`~coat_dist.ops.ExpertRows`), with rows
+of zeros between: so a tile of a kernel belongs to one expert, and FP8 products of an expert's rows
+are aligned. Zeros change no amax and no sum. The output is taken from there in the given order,
+times ``probs`` if there are any.
+
+**Scales.** Forward has scales of rows, or one an expert; backward has one an expert, for its sums
+run over an expert's rows. No expert sees another one's outliers.
+
+**Weights** lie as Megatron's ``GroupedMLP`` stores them, ``[experts, in, out]``, while FP8 products
+want ``[out, in]``: forward quantizes them transposed, and dgrad as they lie.
+
+**Saved**: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows
+lie (8 bytes a row); with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows`
+saves it. No copy of a weight, but ``weights: "cached"`` keeps forward's codes from one micro-batch
+to the next (``core/weights.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from typing import Any
 import torch
 
 from ...config import ActivationConfig
-from ...formats import QuantizedTensor, fp8_format
+from ...formats import FORMATS, QuantizedTensor
 from ...ops import (
     SMALLEST_SCALE,
     ExpertRows,
@@ -43,10 +54,10 @@ from ...ops import (
     tensor_scale,
     transpose,
 )
-from ..function import check_settings, once_differentiable, shaped, without_autocast
-from ..main_grad import Product, into_main_grad, row_blocks
-from ..scaling import Operand, saved_format
-from ..weights import cacheable, from_cache
+from ..core.main_grad import Product, into_main_grad, row_blocks
+from ..core.products import Operand, saved_format
+from ..core.weights import cacheable, from_cache
+from ..function import Function, check_settings, shaped
 
 __all__ = ["grouped_mlp"]
 
@@ -66,7 +77,7 @@ def grouped_mlp(
     Args:
         x: ``[tokens, h]``, bfloat16 or float32; any number of tokens.
         tokens_per_expert: int ``[experts]``, on the CPU or x's device; they add up to ``tokens``.
-            On a GPU nothing waits for it where torch has the product (``ops/grouped_gemm.py``).
+            On a GPU nothing waits for it where torch has the product (``kernels/gemm.py``).
         fc1_weight: contiguous, read as ``[experts, h, parts f]``, whatever its shape: x is
             multiplied by it as it is, gate columns first. So Megatron's ``GroupedMLP`` stores
             ``weight1``, ``[h, experts * parts f]``.
@@ -104,14 +115,13 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> N
         if not t.is_contiguous() or t.numel() % unit:
             raise ValueError(
                 f"{name}: got shape {list(t.shape)}, accepted: contiguous, the elements of {form} "
-                f"with {experts} "
-                f"experts, h {h} and {parts} parts ({activation!r})"
+                f"with {experts} experts, h {h} and {parts} parts ({activation!r})"
             )
     if fc1_weight.numel() != parts * fc2_weight.numel():
         raise ValueError(
             f"fc2_weight: got {fc2_weight.numel()} elements, accepted: "
-            f"{fc1_weight.numel()}/{parts}, those of "
-            f"fc1_weight for each of the {parts} tensors that {activation!r} takes"
+            f"{fc1_weight.numel()}/{parts}, those of fc1_weight for each of the {parts} tensors "
+            f"that {activation!r} takes"
         )
     if settings.tp_invariant:
         raise ValueError("tp_invariant: got true, accepted: false with grouped experts")
@@ -121,7 +131,7 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> N
 
 class _Weight:
     """The weights of all experts, ``[experts, in, out]``, in one call, as
-    :class:`~coat_dist.flow.weights.Weight`.
+    :class:`~coat_dist.flow.core.weights.Weight`.
     """
 
     def __init__(
@@ -140,7 +150,7 @@ class _Weight:
         return self._quantize()
 
     def _quantize(self) -> Operand:
-        fmt = fp8_format(self.settings.format)
+        fmt = FORMATS[self.settings.format]
         q8 = quantize_columns(self.parameter.detach().view(self.shape), fmt)
         scale = q8.scales.flatten(1).amax(1)
         if self.settings.forward_scales == "row":
@@ -152,15 +162,13 @@ class _Weight:
         """For dgrad, codes ``[experts, in, out]`` with forward's scale; ``weight`` as
         ``saved_tensors`` returns it.
         """
-        return quantize_experts(
-            weight.view(self.shape), fp8_format(self.settings.format), scale, None
-        )
+        return quantize_experts(weight.view(self.shape), FORMATS[self.settings.format], scale, None)
 
     def gradient(
         self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows
     ) -> torch.Tensor | None:
-        """wgrad; see :meth:`coat_dist.flow.weights.Weight.gradient`. Operands ``[in, rows]`` and
-        ``[out, rows]``.
+        """wgrad; see :meth:`~coat_dist.flow.core.weights.Weight.gradients`. Operands ``[in,
+        rows]`` and ``[out, rows]``.
         """
         if self.settings.wgrad == "main_grad":
             return into_main_grad(
@@ -182,17 +190,20 @@ class _Weight:
             yield out[expert], lambda part: out.new_zeros(()) if part is None else part.zero_()
 
 
-class _GroupedMLP(torch.autograd.Function):
+class _GroupedMLP(Function):
+    saves = (
+        *("x", "x_scales", "pre", "pre_scales", "a_scale", "w1", "w1_scale", "w2", "w2_scale"),
+        *("probs", "y", "y_scales", "source", "place", "blocks", "ends"),
+    )
+
     @staticmethod
-    @without_autocast
     def forward(
         ctx: Any, x, fc1_weight, fc2_weight, probs, rows: ExpertRows, activation: str, settings
     ) -> torch.Tensor:
-        fmt, width = fp8_format(settings.format), x.shape[1]
+        fmt, width = FORMATS[settings.format], x.shape[1]
+        inner_width = fc2_weight.numel() // (rows.experts * width)
         fc1 = _Weight(fc1_weight, rows.experts, width, settings)
-        fc2 = _Weight(
-            fc2_weight, rows.experts, fc2_weight.numel() // (rows.experts * width), settings
-        )
+        fc2 = _Weight(fc2_weight, rows.experts, inner_width, settings)
         y8, x8 = _input(x, rows, settings)
         w1, w1_scale = fc1.quantized()
         pre = grouped_mm(y8, w1, rows, x.dtype, fast_accum=True)
@@ -202,78 +213,66 @@ class _GroupedMLP(torch.autograd.Function):
         w2, w2_scale = fc2.quantized()
         out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
         del a8, w2
-        out8 = None
-        if ctx.needs_input_grad[3]:
+        y = y_scales = None
+        if _GroupedMLP.needs(ctx, "probs"):
             out8 = quantize_groups(out, saved_format(settings), settings.group_size, settings.scale)
-        ctx.save_for_backward(
-            x8.codes,
-            x8.scales,
-            pre8.codes,
-            pre8.scales,
-            a_scale,
-            fc1_weight,
-            w1_scale,
-            fc2_weight,
-            w2_scale,
-            probs,
-            *((None, None) if out8 is None else (out8.codes, out8.scales)),
-            *rows[:4],
+            y, y_scales = out8.codes, out8.scales
+        saved = _GroupedMLP.Saved(
+            x=x8.codes,
+            x_scales=x8.scales,
+            pre=pre8.codes,
+            pre_scales=pre8.scales,
+            a_scale=a_scale,
+            w1=fc1_weight,
+            w1_scale=w1_scale,
+            w2=fc2_weight,
+            w2_scale=w2_scale,
+            probs=probs,
+            y=y,
+            y_scales=y_scales,
+            source=rows.source,
+            place=rows.place,
+            blocks=rows.blocks,
+            ends=rows.ends,
         )
-        ctx.args = fc1, fc2, rows.known, activation, settings, x.dtype
+        ctx.save_for_backward(*saved)
+        ctx.fc1, ctx.fc2, ctx.known, ctx.dtype = fc1, fc2, rows.known, x.dtype
+        ctx.activation, ctx.settings = activation, settings
         return shaped(take_rows(out, rows.place, probs), *x.shape)
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
-        (
-            *saved,
-            w1,
-            w1_scale,
-            w2,
-            w2_scale,
-            probs,
-            y_codes,
-            y_scales,
-            source,
-            place,
-            blocks,
-            ends,
-        ) = ctx.saved_tensors
-        x_codes, x_scales, pre_codes, pre_scales, a_scale = saved
-        fc1, fc2, known, activation, settings, dtype = ctx.args
-        rows = ExpertRows(source, place, blocks, ends, known)
-        fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
-        pre8 = QuantizedTensor(pre_codes, pre_scales, "group", settings.group_size)
-        dx = dfc1 = dfc2 = None
-
-        y8 = (
-            None
-            if y_codes is None
-            else QuantizedTensor(y_codes, y_scales, "group", settings.group_size)
-        )
-        d, top, dprobs = spread_gradient(dout, rows, probs, y8)
+        saved, _ = _GroupedMLP.saved(ctx)
+        fc1, fc2, settings, activation = ctx.fc1, ctx.fc2, ctx.settings, ctx.activation
+        rows = ExpertRows(saved.source, saved.place, saved.blocks, saved.ends, ctx.known)
+        fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
+        pre8 = QuantizedTensor(saved.pre, saved.pre_scales, "group", settings.group_size)
+        dx = dfc1 = dfc2 = y8 = None
+        if saved.y is not None:
+            y8 = QuantizedTensor(saved.y, saved.y_scales, "group", settings.group_size)
+        d, top, dprobs = spread_gradient(dout, rows, saved.probs, y8)
         assert top is not None
         d8, d8_t = quantize_experts_both(d, grad_fmt, tensor_scale(top, grad_fmt), rows)
         del d
-        da = grouped_mm(d8, fc2.straight(w2, w2_scale), rows, dtype)
+        da = grouped_mm(d8, fc2.straight(saved.w2, saved.w2_scale), rows, ctx.dtype)
         del d8
         scale = tensor_scale(activation_grad_amax_experts(da, pre8, activation, rows), grad_fmt)
         inner = activation_backward_experts(
-            da, pre8, activation, grad_fmt, scale, fmt, a_scale, rows
+            da, pre8, activation, grad_fmt, scale, fmt, saved.a_scale, rows
         )
         del da
-        if ctx.needs_input_grad[2]:
+        if _GroupedMLP.needs(ctx, "fc2_weight"):
             dfc2 = fc2.gradient(inner.a8_t, d8_t, rows)
         d8, d8_t = inner.d8, inner.d8_t
         del inner
-        if ctx.needs_input_grad[0]:
-            dy = grouped_mm(d8, fc1.straight(w1, w1_scale), rows, dtype)
+        if _GroupedMLP.needs(ctx, "x"):
+            dy = grouped_mm(d8, fc1.straight(saved.w1, saved.w1_scale), rows, ctx.dtype)
             dx = take_rows(dy, rows.place)
             del dy
         del d8
-        if ctx.needs_input_grad[1]:
-            dfc1 = fc1.gradient(transpose(QuantizedTensor(x_codes, x_scales, "expert")), d8_t, rows)
+        if _GroupedMLP.needs(ctx, "fc1_weight"):
+            x8_t = transpose(QuantizedTensor(saved.x, saved.x_scales, "expert"))
+            dfc1 = fc1.gradient(x8_t, d8_t, rows)
         return dx, dfc1, dfc2, dprobs, None, None, None
 
 
@@ -283,7 +282,7 @@ def _input(
     """What fc1 multiplies, and x in FP8 with a scale an expert for backward; the same where
     scales are per tensor.
     """
-    fmt, values = fp8_format(settings.format), take_rows(x, rows.source)
+    fmt, values = FORMATS[settings.format], take_rows(x, rows.source)
     if settings.forward_scales != "row":
         x8 = quantize_experts(
             values, fmt, tensor_scale(amax_experts(values, rows), fmt, True), rows

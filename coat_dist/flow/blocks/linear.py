@@ -1,5 +1,15 @@
-"""Row-parallel FP8 linear, and the BF16 output layer that sums the same way on any number of
-ranks.
+"""FP8 linears: row-parallel; (norm →) column-parallel, for attention also with the split into
+rotated heads. And the BF16 output layer that sums the same way on any number of ranks.
+
+A column-parallel one saves per token x8, with a norm also its group scales and rstd; per call: one
+scale of y8, one of the weight, and a reference to the table of cosines and sines, which all layers
+share. Not saved: y, y8, any copy of the weight.
+
+With ``residual`` :func:`norm_qkv` returns x once more, as an alias for the residual connection. Its
+gradient arrives in the same backward as that of the product, and the pass that computes the norm's
+gradient adds it, in fp32 and before the one rounding: autograd has nothing left to add. The alias
+is a view of x and costs no memory. Autograd refuses to change it in place. Where x gets no
+gradient, it is x itself.
 """
 
 from __future__ import annotations
@@ -9,15 +19,31 @@ from typing import Any
 import torch
 
 from ...config import ActivationConfig
-from ...formats import QuantizedTensor, fp8_format
-from ...ops import dequantize, exact_mm, quantize_tensor
-from ..function import check_settings, once_differentiable, shaped, without_autocast
+from ...formats import FORMATS, QuantizedTensor
+from ...ops import (
+    Heads,
+    RopeTable,
+    dequantize,
+    exact_mm,
+    quantize_tensor,
+    split_rope,
+    split_rope_backward,
+)
+from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, restore_input
+from ..core.norm import Norm
+from ..core.products import (
+    check_input,
+    gemm,
+    gradient_amax,
+    quantize_gradient,
+    quantize_input,
+    summed_gemm,
+)
+from ..core.weights import Weight, Weights, joined
+from ..function import Function, check_settings, shaped
 from ..parallel.tensor_parallel import TensorParallel
-from ..products import check_input, gemm, summed_gemm
-from ..scaling import gradient_amax, quantize_gradient, quantize_input
-from ..weights import Weight
 
-__all__ = ["invariant_linear", "linear"]
+__all__ = ["invariant_linear", "linear", "norm_linear", "norm_qkv"]
 
 
 def linear(
@@ -70,9 +96,10 @@ def linear(
     )
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
+    saves = "x", "weight", "x_scale", "w_scale", "codes", "scales"
+
     @staticmethod
-    @without_autocast
     def forward(
         ctx: Any,
         x,
@@ -84,39 +111,226 @@ class _Linear(torch.autograd.Function):
         settings: ActivationConfig,
     ) -> torch.Tensor:
         x8, x_scale = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, True)
-        ctx.weight = Weight(weight, tp, settings, split=True)
+        ctx.weight = Weight((weight,), tp, settings, split=True)
         w8, w_scale = ctx.weight.quantized()
-        ctx.save_for_backward(x if codes is None else None, weight, x_scale, w_scale, codes, scales)
-        ctx.args = x.shape, x.dtype, group_size, tp.for_backward, settings
+        kept = x if codes is None else None
+        ctx.save_for_backward(*_Linear.Saved(kept, weight, x_scale, w_scale, codes, scales))
+        ctx.shape, ctx.dtype, ctx.group_size = x.shape, x.dtype, group_size
+        ctx.tp, ctx.settings = tp.for_backward, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True).wait()
-        return shaped(
-            out, x.shape[0] // (tp.size if tp.sharded else 1), *x.shape[1:-1], weight.shape[0]
-        )
+        rows = x.shape[0] // tp.size if tp.sharded else x.shape[0]
+        return shaped(out, rows, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
-        x, weight, x_scale, w_scale, codes, scales = ctx.saved_tensors
-        shape, dtype, group_size, tp, settings = ctx.args
+        saved, _ = _Linear.saved(ctx)
+        tp, settings, weight, w8_t = ctx.tp, ctx.settings, saved.weight, None
         dx = dweight = None
         dout = dout.reshape(-1, weight.shape[0])
         top = gradient_amax(dout, tp, settings, gather=True)
-        # While ranks agree on the scale.
-        w8_t = ctx.weight.transposed(weight, w_scale) if ctx.needs_input_grad[0] else None
+        if _Linear.needs(ctx, "x"):  # while ranks agree on the scale
+            w8_t = ctx.weight.transposed((weight,), saved.w_scale)
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=top)
         if w8_t is not None:
-            dx = gemm(d8, w8_t, dtype, settings).view(shape)
+            dx = gemm(d8, w8_t, ctx.dtype, settings).view(ctx.shape)
         del w8_t
         del d8
-        if ctx.needs_input_grad[1]:
-            if codes is not None:
-                x = dequantize(QuantizedTensor(codes, scales, "group", group_size), dtype).view(
-                    shape
-                )
-            x8_t = quantize_tensor(x, fp8_format(settings.format), x_scale, transpose=True)
-            dweight = ctx.weight.gradient(d8_t, x8_t)
-        return dx, dweight, None, None, None, None, None
+        if _Linear.needs(ctx, "weight"):
+            x = saved.x
+            if x is None:
+                x8 = QuantizedTensor(saved.codes, saved.scales, "group", ctx.group_size)
+                x = dequantize(x8, ctx.dtype).view(ctx.shape)
+            x8_t = quantize_tensor(x, FORMATS[settings.format], saved.x_scale, transpose=True)
+            (dweight,) = ctx.weight.gradients(d8_t, x8_t)
+        return dx, dweight, *[None] * 5
+
+
+def norm_linear(
+    x: torch.Tensor,
+    norm: Norm | None,
+    weight: Weights,
+    bias: Weights | None,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+) -> torch.Tensor:
+    """``norm(x) @ weight.T + bias`` with an FP8 product, split over ranks by output features.
+
+    Args:
+        x: ``[..., h]``, bfloat16 or float32; with sequence parallelism, dimension 0 is this rank's
+            part of it.
+        norm: None where the linear reads x itself.
+        weight, bias: this rank's ``[n / tp, h]`` and ``[n / tp]``; or several of each, one below
+            the other, whose n add up.
+
+    Returns:
+        ``[..., n / tp]`` of x's dtype, for the whole sequence.
+
+    Raises:
+        ValueError: a shape, dtype or option that does not fit; names the argument.
+    """
+    weights, biases = _checked(x, norm, weight, bias, tp, settings)
+    call = norm, tp, settings, None, None, False, len(weights)
+    return _NormLinear.apply(call, x, *_parameters(norm), *weights, *biases)
+
+
+def norm_qkv(
+    x: torch.Tensor,
+    norm: Norm | None,
+    weight: Weights,
+    bias: Weights | None,
+    heads: Heads,
+    table: RopeTable | None,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    residual: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """:func:`norm_linear` for attention: queries, keys and values, the first two with rotary
+    position embedding.
+
+    Backward takes the amax of the projection's output gradient in the pass that puts it together.
+
+    Args:
+        x: ``[s, b, h]``, bfloat16 or float32; with sequence parallelism, this rank's part of
+            dimension 0. ``[b, s, h]`` with ``heads.batch_first``, without sequence parallelism.
+        norm: None where the linear reads x itself; then there is no ``residual``.
+        weight, bias: this rank's ``[heads.width, h]`` and ``[heads.width]``, in the layout of
+            ``reference/rope.py``; or several of each, one below the other.
+        heads: this rank's heads.
+        table: from :func:`~coat_dist.flow.rope_table` for the whole sequence; None without rotary
+            embedding.
+        residual: also return x's alias for the residual connection.
+
+    Returns:
+        q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` of x's dtype, for
+        the whole sequence, each contiguous (``[b, s, ...]`` with ``heads.batch_first``); with
+        ``residual`` also the alias.
+
+    Raises:
+        ValueError: a shape, dtype or option that does not fit; names the argument.
+    """
+    weights, biases = _checked(x, norm, weight, bias, tp, settings)
+    if residual and norm is None:
+        raise ValueError(
+            "residual: got true without a norm, accepted: false (its backward has nothing to add "
+            "to)"
+        )
+    if x.dim() != 3 or heads.batch_first and tp.sharded:
+        raise ValueError(
+            f"x: got shape {list(x.shape)}, accepted: [s, b, h], or [b, s, h] without sequence "
+            "parallelism"
+        )
+    rows = x.shape[0] * (tp.size if tp.sharded else 1)
+    heads.check((rows, x.shape[1], sum(w.shape[0] for w in weights)), table)
+    alias = residual_alias(x, residual)
+    call = norm, tp, settings, heads, table, alias, len(weights)
+    out = _NormLinear.apply(call, x, *_parameters(norm), *weights, *biases)
+    return out if alias or not residual else (*out, x)
+
+
+def _parameters(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
+
+
+def _checked(
+    x: torch.Tensor,
+    norm: Norm | None,
+    weight: Weights,
+    bias: Weights | None,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    check_settings(settings)
+    if norm is not None:
+        check_normed(x, norm, tp)
+    return joined(x, weight, bias)
+
+
+class _NormLinear(Function):
+    saves = *SAVED, "w_scale", "cos", "sin"
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: tuple, x, norm_weight, norm_bias, *parameters
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        norm, tp, settings, heads, table, alias, count = call
+        block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        biases = parameters[count:]
+        ctx.weight = Weight(parameters[:count], tp, settings)
+        w8, w_scale = ctx.weight.quantized()
+        out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
+        block_input.received(y8)
+        if biases:
+            out += biases[0] if count == 1 else torch.cat(biases)
+        cos, sin = (None, None) if table is None else (table.cos, table.sin)
+        saved = _NormLinear.Saved(*block_input.save(), w_scale, cos, sin)
+        ctx.save_for_backward(*saved, *parameters)
+        ctx.input, ctx.shape, ctx.heads, ctx.count = block_input.options(), x.shape, heads, count
+        ctx.interleaved = table is not None and table.interleaved
+        ctx.set_materialize_grads(False)
+        rows = x.shape[0] * tp.size if tp.sharded else x.shape[0]
+        out = shaped(out, rows, *x.shape[1:-1], out.shape[1])
+        outs = (out,) if heads is None else split_rope(out, heads, table)
+        if alias:
+            outs = (*outs, x.view_as(x))
+        return outs if len(outs) > 1 else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None):
+        saved, parameters = _NormLinear.saved(ctx)
+        count, heads = ctx.count, ctx.heads
+        outputs = 1 if heads is None else 3
+        douts, residual = grads[:outputs], grads[outputs] if len(grads) > outputs else None
+        if all(d is None for d in douts):  # the alias alone was used
+            return None, residual, *[None] * (2 + len(parameters))
+        block_input = restore_input(saved, ctx.input)
+        tp, settings = block_input.tp, block_input.settings
+        wanted = _NormLinear.needs(ctx, "parameters")
+        want_weights, want_biases = wanted[:count], wanted[count:]
+        if heads is None:
+            (dout,), top = douts, None
+            assert dout is not None
+        else:
+            table = None if saved.cos is None else RopeTable(saved.cos, saved.sin, ctx.interleaved)
+            dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
+        dout = dout.reshape(-1, dout.shape[-1])
+        # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad
+        # is.
+        y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
+        agreed = gradient_amax(dout, tp, settings, False, top)
+        d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=agreed)
+        dx = dnorm_weight = dnorm_bias = None
+        dweights, dbiases = [None] * count, [None] * len(want_biases)
+        if any(want_biases):
+            sums = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32)
+            dbiases = ctx.weight.bias_gradients(sums, parameters[count:], want_biases)
+        del dout, douts
+        dinput = None
+        wanted = [_NormLinear.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
+        if any(wanted):
+            w8_t = ctx.weight.transposed(parameters[:count], saved.w_scale)
+            dy = summed_gemm(d8, w8_t, block_input.dtype, tp, settings)
+            del w8_t
+            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
+            del dy
+        del d8
+        if y8_t is not None:
+            dweights = ctx.weight.gradients(d8_t, y8_t.wait(), want_weights)
+        if dinput is not None:
+            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
+            dx = None if dx is None else dx.view(ctx.shape)
+        return None, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases
+
+
+def _no_none(
+    douts: tuple[torch.Tensor | None, ...], heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values, zeros for those that nothing used."""
+    given = next(d for d in douts if d is not None)
+    shapes = [(*given.shape[:2], n, heads.size) for n in heads.counts]
+    dq, dk, dv = (
+        given.new_zeros(shape) if d is None else d for d, shape in zip(douts, shapes, strict=True)
+    )
+    return dq, dk, dv
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -141,28 +355,27 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) 
     return _InvariantLinear.apply(x, weight, tp)
 
 
-class _InvariantLinear(torch.autograd.Function):
-    @staticmethod
-    @without_autocast
-    def forward(ctx: Any, x, weight, tp: TensorParallel) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tp = tp
-        out = exact_mm(tp.all_rows(x), weight)
-        leading = (x.shape[0] * (tp.size if tp.sharded else 1), *x.shape[1:-1])
-        return shaped(out.float().to(x.dtype), *leading, weight.shape[0])
+class _InvariantLinear(Function):
+    saves = "x", "weight"
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
+    def forward(ctx: Any, x, weight, tp: TensorParallel) -> torch.Tensor:
+        ctx.save_for_backward(*_InvariantLinear.Saved(x, weight))
+        ctx.tp = tp
+        out = exact_mm(tp.all_rows(x), weight)
+        rows = x.shape[0] * tp.size if tp.sharded else x.shape[0]
+        return shaped(out.float().to(x.dtype), rows, *x.shape[1:-1], weight.shape[0])
+
+    @staticmethod
     def backward(ctx: Any, dout: torch.Tensor):
-        x, weight = ctx.saved_tensors
+        (x, weight), _ = _InvariantLinear.saved(ctx)
         tp = ctx.tp
         dx = dweight = None
         dout = dout.reshape(-1, weight.shape[0])
-        if ctx.needs_input_grad[0]:
+        if _InvariantLinear.needs(ctx, "x"):
             partial = exact_mm(dout, weight.t())
             total = tp.reduce_scatter_rows(partial) if tp.sharded else tp.sum(partial)
             dx = total.float().to(x.dtype).view(x.shape)
-        if ctx.needs_input_grad[1]:
+        if _InvariantLinear.needs(ctx, "weight"):
             dweight = exact_mm(dout.t(), tp.all_rows(x).t()).float().to(weight.dtype)
         return dx, dweight, None

@@ -2,8 +2,25 @@
 hidden states.
 
 Both functions use the same operations (``reference/cross_entropy.py``), so they give the same loss
-for the same logits. :func:`linear_cross_entropy` makes logits of a part of the vocabulary at a
-time, in forward and again in backward.
+for the same logits.
+
+**Logits in chunks.** With a vocabulary of 128 k and BF16, logits of a sequence of 8192 tokens are
+2 GiB, and a loss that keeps them and their fp32 softmax is the peak of a step.
+:func:`linear_cross_entropy` makes logits of a part of the vocabulary at a time. Forward keeps per
+token what a log-sum-exp needs: an exponent (a power of two near the largest logit), the sum of
+exponentials below it, and the label's logit. These merge exactly: sums are fp64 and exponents are
+whole numbers, so neither the chunks nor the ranks of the vocabulary show in the loss. Backward
+makes each chunk again, turns it into its gradient in place, and multiplies it into the gradients of
+x and weight. That is one product more than with ``keep``, and no tensor of tokens times vocabulary
+exists.
+
+**Over ranks.** Forward has two collectives: the maximum of the exponents, and one sum of what they
+scale, the totals and the label's logit, which is zero on all ranks but one. Backward has one, the
+sum of dx.
+
+**Labels.** -100 has loss and gradient zero. A label outside the vocabulary is an error on a CPU; on
+a GPU, where looking would cost a synchronization, its token's loss and gradient are NaN, so that it
+cannot train wrongly unnoticed.
 """
 
 from __future__ import annotations
@@ -15,9 +32,9 @@ import torch
 import torch.nn.functional as F
 
 from ...ops import LogitStats, exact_mm, logit_grad, logit_stats, merge, pow2
-from ..function import once_differentiable, outside_of_graphs, shaped, without_autocast
+from ..core.products import check_input
+from ..function import Function, outside_of_graphs, shaped
 from ..parallel.tensor_parallel import TensorParallel
-from ..products import check_input
 
 __all__ = ["IGNORE_INDEX", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
@@ -123,38 +140,38 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(x, weight, bias, labels, tp, z_loss, width, exact, keep)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
+    saves = "logits", "labels", "exponent", "inverse"
+
     @staticmethod
-    @without_autocast
     def forward(ctx: Any, logits, labels, tp: TensorParallel, z_loss: float) -> torch.Tensor:
         rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
         stats = logit_stats(rows, flat, tp.rank * rows.shape[1])
         loss, exponent, inverse = _loss(stats, flat, rows.shape[1] * tp.size, tp, z_loss)
-        ctx.save_for_backward(logits, labels, exponent, inverse)
-        ctx.args = tp, z_loss
+        ctx.save_for_backward(*_CrossEntropy.Saved(logits, labels, exponent, inverse))
+        ctx.tp, ctx.z_loss = tp, z_loss
         return shaped(loss, *labels.shape)
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dloss: torch.Tensor):
-        logits, labels, exponent, inverse = ctx.saved_tensors
-        tp, z_loss = ctx.args
+        (logits, labels, exponent, inverse), _ = _CrossEntropy.saved(ctx)
         rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
-        factors = _factors(dloss, flat, rows.shape[1] * tp.size, exponent, inverse, z_loss)
-        out = logit_grad(rows, flat, tp.rank * rows.shape[1], exponent, inverse, *factors)
+        first, vocabulary = ctx.tp.rank * rows.shape[1], ctx.tp.size * rows.shape[1]
+        factors = _factors(dloss, flat, vocabulary, exponent, inverse, ctx.z_loss)
+        out = logit_grad(rows, flat, first, exponent, inverse, *factors)
         return out.view(logits.shape), None, None, None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     """Chunks are cut from the vocabulary, not from the tokens. A chunk's part of dweight is then
     complete, is rounded once, and goes straight to its place; what is summed over chunks is dx, in
     fp32, tokens x h. Cut from the tokens, it would be dweight, v / tp x h in fp32: more wherever a
     rank has more vocabulary entries than tokens.
     """
 
+    saves = "x", "weight", "bias", "labels", "exponent", "inverse"
+
     @staticmethod
-    @without_autocast
     def forward(
         ctx: Any,
         x,
@@ -168,54 +185,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         keep: bool,
     ) -> torch.Tensor:
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
-        first, size = tp.rank * weight.shape[0], weight.shape[0]
+        size = weight.shape[0]
         chunks = range(0, size, width)
         exponents = torch.empty(len(chunks), len(rows), dtype=torch.float32, device=x.device)
-        totals, label = (
-            torch.empty_like(exponents, dtype=torch.float64),
-            torch.zeros_like(exponents[0]),
-        )
+        totals = torch.empty_like(exponents, dtype=torch.float64)
+        label = torch.zeros_like(exponents[0])
         kept: list[torch.Tensor] = []
         for i, start in enumerate(chunks):
-            part = slice(start, start + width)
-            logits = _logits(rows, weight, bias, part, exact)
-            exponents[i], totals[i], found = logit_stats(logits, flat, first + start)
-            label += found
+            logits = _logits(rows, weight, bias, slice(start, start + width), exact)
+            stats = logit_stats(logits, flat, tp.rank * size + start)
+            exponents[i], totals[i] = stats.exponent, stats.total
+            label += stats.label
             if keep:
                 kept.append(logits)
             del logits  # before the next chunk is made
         stats = LogitStats(*merge(exponents, totals), label)
         loss, exponent, inverse = _loss(stats, flat, size * tp.size, tp, z_loss)
-        ctx.save_for_backward(x, weight, bias, labels, exponent, inverse, *kept)
-        ctx.args = tp, z_loss, width, exact
+        saved = _LinearCrossEntropy.Saved(x, weight, bias, labels, exponent, inverse)
+        ctx.save_for_backward(*saved, *kept)
+        ctx.tp, ctx.z_loss, ctx.width, ctx.exact = tp, z_loss, width, exact
         return shaped(loss, *labels.shape)
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dloss: torch.Tensor):
-        x, weight, bias, labels, exponent, inverse, *kept = ctx.saved_tensors
-        tp, z_loss, width, exact = ctx.args
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        saved, kept = _LinearCrossEntropy.saved(ctx)
+        x, weight, bias, labels, exponent, inverse = saved
+        tp, width, exact = ctx.tp, ctx.width, ctx.exact
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
-        first, size = tp.rank * weight.shape[0], weight.shape[0]
-        factors = _factors(dloss, flat, size * tp.size, exponent, inverse, z_loss)
-        dx = (
-            _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size)
-            if wants_x
-            else None
-        )
-        dweight = (
-            torch.empty_like(weight, memory_format=torch.contiguous_format)
-            if wants_weight
-            else None
-        )
-        dbias = torch.empty_like(bias) if wants_bias else None
+        size = weight.shape[0]
+        factors = _factors(dloss, flat, size * tp.size, exponent, inverse, ctx.z_loss)
+        dx = dweight = dbias = None
+        if _LinearCrossEntropy.needs(ctx, "x"):
+            dx = _Sum(rows.shape, rows.dtype, rows.device, exact, several=width < size)
+        if _LinearCrossEntropy.needs(ctx, "weight"):
+            dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if _LinearCrossEntropy.needs(ctx, "bias"):
+            dbias = torch.empty_like(bias)
         for i, start in enumerate(range(0, size, width)):
             part = slice(start, start + width)
             logits = kept[i] if kept else _logits(rows, weight, bias, part, exact)
             out = None if kept else logits  # another backward may read what is kept
-            grad = logit_grad(logits, flat, first + start, exponent, inverse, *factors, out=out)
+            first = tp.rank * size + start
+            grad = logit_grad(logits, flat, first, exponent, inverse, *factors, out=out)
             if dx is not None:
                 dx.add(grad, weight[part])
             if dweight is not None and exact:
@@ -290,10 +301,11 @@ def _loss(
     sums = torch.stack([stats.total * pow2(stats.exponent - exponent), stats.label.double()])
     total, label = tp.sum(sums)
     log_sum = total.log() + exponent.double() * math.log(2)
-    loss = (log_sum - label + z_loss * log_sum.square() if z_loss else log_sum - label).float()
-    loss = loss.masked_fill(labels == IGNORE_INDEX, 0.0).masked_fill(
-        _out_of_range(labels, vocabulary), torch.nan
-    )
+    loss = log_sum - label
+    if z_loss:
+        loss = loss + z_loss * log_sum.square()
+    loss = loss.float().masked_fill(labels == IGNORE_INDEX, 0.0)
+    loss = loss.masked_fill(_out_of_range(labels, vocabulary), torch.nan)
     return loss, exponent, total.reciprocal().float()
 
 

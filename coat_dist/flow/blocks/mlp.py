@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...config import ActivationConfig
-from ...formats import QuantizedTensor, fp8_format
+from ...formats import FORMATS, QuantizedTensor
 from ...ops import (
     activation_apply,
     activation_backward,
@@ -27,21 +27,22 @@ from ...ops import (
     spread_gradient,
     take_rows,
 )
-from ..function import check_settings, once_differentiable, shaped, without_autocast
-from ..inputs import check_normed, quantized_input, residual_alias, restore_input
-from ..parallel.tensor_parallel import TensorParallel
-from ..products import check_input, gemm, summed_gemm
-from ..scaling import (
+from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, restore_input
+from ..core.norm import Norm
+from ..core.products import (
     Operand,
+    gemm,
     gradient_amax,
     quantize_gradient,
     row_operand,
     saved_format,
     share_rows,
     shared_scale,
+    summed_gemm,
 )
-from ..weights import JoinedWeight, Weight, Weights, joined
-from .norm import Norm
+from ..core.weights import Weight, Weights, joined
+from ..function import Function, check_settings, shaped
+from ..parallel.tensor_parallel import TensorParallel
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
 
@@ -84,11 +85,10 @@ def norm_mlp(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     check_normed(x, norm, tp)
-    weights, biases = joined(fc1_weight, fc1_bias)
-    _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
-    alias, fc1 = residual_alias(x, residual), (*weights, *biases)
-    options = norm, activation, tp, settings, before_fc2, alias, len(weights)
-    out = _MLP.apply(x, norm.weight, norm.bias, fc2_weight, *options, *fc1)
+    weights, biases = _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings)
+    alias = residual_alias(x, residual)
+    call = norm, activation, tp, settings, before_fc2, alias, len(weights)
+    out = _MLP.apply(call, x, norm.weight, norm.bias, fc2_weight, *weights, *biases)
     return out if alias or not residual else (out, x)
 
 
@@ -108,35 +108,30 @@ def mlp(
     Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any
     number of tokens will do, also none.
     """
-    weights, biases = joined(fc1_weight, fc1_bias)
-    _check_mlp(x, weights, fc2_weight, activation, tp, settings, biases)
-    options = None, activation, tp, settings, before_fc2, False, len(weights)
-    return _MLP.apply(x, None, None, fc2_weight, *options, *weights, *biases)
+    weights, biases = _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings)
+    call = None, activation, tp, settings, before_fc2, False, len(weights)
+    return _MLP.apply(call, x, None, None, fc2_weight, *weights, *biases)
 
 
-def _check_mlp(x, fc1_weights, fc2_weight, activation, tp, settings, fc1_biases) -> None:
+def _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings) -> Any:
+    """The weights and biases of fc1."""
     check_settings(settings)
-    for weight in fc1_weights:
-        check_input(x, weight, "fc1_weight")
+    weights, biases = joined(x, fc1_weight, fc1_bias, "fc1_")
     parts = check_activation(activation).parts
-    rows, width = sum(weight.shape[0] for weight in fc1_weights), fc2_weight.shape[-1]
+    rows, width = sum(weight.shape[0] for weight in weights), fc2_weight.shape[-1]
     if fc2_weight.dim() != 2 or rows != parts * width:
         raise ValueError(
             f"fc2_weight: got shape {list(fc2_weight.shape)}, accepted: [out, {rows}/{parts}], as "
-            "many columns as "
-            f"fc1_weight has rows for each of the {parts} tensors that {activation!r} takes"
+            f"many columns as fc1_weight has rows for each of the {parts} tensors that "
+            f"{activation!r} takes"
         )
-    for weight, bias in zip(fc1_weights, fc1_biases, strict=False):
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"fc1_bias: got shape {list(bias.shape)}, accepted: {list(weight.shape[:1])}"
-            )
     if settings.tp_invariant and tp.size > 1 and width % settings.group_size:
         raise ValueError(
             f"fc2_weight: got {width} input features a rank, accepted with tp_invariant: a "
-            "multiple of group_size "
-            f"{settings.group_size}, or groups would depend on the number of ranks"
+            f"multiple of group_size {settings.group_size}, or groups would depend on the number "
+            "of ranks"
         )
+    return weights, biases
 
 
 def _activate(
@@ -147,7 +142,7 @@ def _activate(
     settings: ActivationConfig,
 ) -> tuple[QuantizedTensor, Operand]:
     """From fc1's output ``[rows, parts f / tp]``: what is saved of it, and a, the input of fc2."""
-    fmt, exact = fp8_format(settings.format), settings.forward == "exact"
+    fmt, exact = FORMATS[settings.format], settings.forward == "exact"
     saved = saved_format(settings, pre_activation=True)
     given = pre, activation, fmt, settings.group_size, settings.scale, exact, bias, saved
     if settings.forward_scales == "row":
@@ -156,90 +151,62 @@ def _activate(
         a8 = share_rows(a8, lambda: activation_apply(source, activation, bias), tp, settings)
         return pre8, row_operand(a8, tp, settings)
     pre8, top = activation_compress(*given)
-    scale = shared_scale(top, fmt, tp, settings.tp_invariant)
     source, bias = (pre, bias) if exact else (pre8, None)
+    scale = shared_scale(top, fmt, tp, settings.tp_invariant)
     return pre8, Operand(activation_quantize(source, activation, fmt, scale, bias=bias), scale)
 
 
-class _MLP(torch.autograd.Function):
+class _MLP(Function):
+    saves = *SAVED, "pre_codes", "pre_scales", "a_scale", "w1_scale", "fc2_weight", "w2_scale"
+
     @staticmethod
-    @without_autocast
     def forward(
-        ctx: Any,
-        x,
-        norm_weight,
-        norm_bias,
-        fc2_weight,
-        norm: Norm | None,
-        activation: str,
-        tp: TensorParallel,
-        settings: ActivationConfig,
-        before_fc2: Callable[[], object] | None,
-        alias: bool,
-        count: int,
-        *fc1,
+        ctx: Any, call: tuple, x, norm_weight, norm_bias, fc2_weight, *fc1
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        norm, activation, tp, settings, before_fc2, alias, count = call
         block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
-        fc1_weights, fc1_biases = fc1[:count], fc1[count:]
-        ctx.fc1, ctx.fc2 = (
-            JoinedWeight(fc1_weights, tp, settings),
-            Weight(fc2_weight, tp, settings, split=True),
-        )
+        ctx.fc1 = Weight(fc1[:count], tp, settings)
+        ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
         w1, w1_scale = ctx.fc1.quantized()
         pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
         block_input.received(y8)
         del y8
-        fc1_bias = (
-            (torch.cat(fc1_biases) if len(fc1_biases) > 1 else fc1_biases[0])
-            if fc1_biases
-            else None
-        )
-        pre8, (a8, a_scale) = _activate(pre, fc1_bias, activation, tp, settings)
+        bias = None
+        if len(fc1) > count:
+            bias = fc1[1] if count == 1 else torch.cat(fc1[count:])
+        pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
         del pre
         if before_fc2 is not None:
             before_fc2()
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
-        ctx.save_for_backward(
-            *block_input.save(),
-            pre8.codes,
-            pre8.scales,
-            a_scale,
-            w1_scale,
-            fc2_weight,
-            w2_scale,
-            *fc1,
-        )
-        ctx.args = block_input.options(), activation, x.shape, count, len(fc1_biases)
+        saved = pre8.codes, pre8.scales, a_scale, w1_scale, fc2_weight, w2_scale
+        ctx.save_for_backward(*_MLP.Saved(*block_input.save(), *saved), *fc1)
+        ctx.input, ctx.shape, ctx.count = block_input.options(), x.shape, count
+        ctx.activation = activation
         ctx.set_materialize_grads(False)
         out = shaped(out, *x.shape[:-1], fc2_weight.shape[0])
         return (out, x.view_as(x)) if alias else out
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor | None, residual: torch.Tensor | None = None):
+        saved, fc1 = _MLP.saved(ctx)
         if dout is None:  # the alias alone was used
-            return residual, *[None] * (len(ctx.needs_input_grad) - 1)
-        options, activation, shape, n, biased = ctx.args
-        tensors = ctx.saved_tensors
-        rest, fc1 = tensors[: -n - biased], tensors[-n - biased :]
-        *saved, codes, scales, a_scale, w1_scale, fc2_weight, w2_scale = rest
-        block_input = restore_input(saved, *options)
+            return None, residual, *[None] * (3 + len(fc1))
+        count, activation = ctx.count, ctx.activation
+        block_input = restore_input(saved, ctx.input)
         tp, settings, dtype = block_input.tp, block_input.settings, block_input.dtype
-        fmt, grad_fmt = fp8_format(settings.format), fp8_format(settings.grad_format)
-        pre8 = QuantizedTensor(codes, scales, "group", settings.group_size)
+        fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
+        pre8 = QuantizedTensor(saved.pre_codes, saved.pre_scales, "group", settings.group_size)
+        wanted = _MLP.needs(ctx, "fc1")
+        want_weights, want_biases = wanted[:count], wanted[count:]
         dx = dnorm_weight = dnorm_bias = dfc2 = None
-        dfc1: list[torch.Tensor | None] = [None] * n
-        dfc1_biases: list[torch.Tensor | None] = [None] * biased
-        want_weights, want_biases = (
-            ctx.needs_input_grad[11 : 11 + n],
-            ctx.needs_input_grad[11 + n :],
-        )
+        dfc1, dfc1_biases = [None] * count, [None] * len(want_biases)
 
-        dout = dout.reshape(-1, fc2_weight.shape[0])
+        dout = dout.reshape(-1, saved.fc2_weight.shape[0])
         agreed = gradient_amax(dout, tp, settings, gather=True)
-        w2_t = ctx.fc2.transposed(fc2_weight, w2_scale)  # while ranks agree on the scale
+        # While ranks agree on the scale.
+        w2_t = ctx.fc2.transposed((saved.fc2_weight,), saved.w2_scale)
         d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed)
         da = gemm(d8, w2_t, dtype, settings)
         del w2_t, d8  # like all that follow: the peak of a step is in this function
@@ -248,21 +215,25 @@ class _MLP(torch.autograd.Function):
         bias_sum = None
         if any(want_biases):
             bias_sum = torch.float64 if settings.tp_invariant else torch.float32
-        inner = activation_backward(da, pre8, activation, grad_fmt, d_scale, fmt, a_scale, bias_sum)
+        inner = activation_backward(
+            da, pre8, activation, grad_fmt, d_scale, fmt, saved.a_scale, bias_sum
+        )
         del da
         if inner.dbias is not None:
-            sums = zip(inner.dbias.split(ctx.fc1.rows), fc1[n:], want_biases, strict=True)
-            dfc1_biases = [s.to(b.dtype) if want else None for s, b, want in sums]
+            dfc1_biases = ctx.fc1.bias_gradients(inner.dbias, fc1[count:], want_biases)
         # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while
         # wgrad is.
         y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
-        if ctx.needs_input_grad[3]:
-            dfc2 = ctx.fc2.gradient(d8_t, inner.a8_t)
+        if _MLP.needs(ctx, "fc2_weight"):
+            (dfc2,) = ctx.fc2.gradients(d8_t, inner.a8_t)
         d8, d8_t = inner.d8, inner.d8_t
         del inner
         dinput = None
-        if any(wanted := ctx.needs_input_grad[:3]):
-            dy = summed_gemm(d8, ctx.fc1.transposed(fc1[:n], w1_scale), dtype, tp, settings)
+        wanted = [_MLP.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
+        if any(wanted):
+            w1_t = ctx.fc1.transposed(fc1[:count], saved.w1_scale)
+            dy = summed_gemm(d8, w1_t, dtype, tp, settings)
+            del w1_t
             dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
             del dy
         del d8
@@ -270,8 +241,8 @@ class _MLP(torch.autograd.Function):
             dfc1 = ctx.fc1.gradients(d8_t, y8_t.wait(), want_weights)
         if dinput is not None:
             dx, (dnorm_weight, dnorm_bias) = dinput.wait()
-            dx = None if dx is None else dx.view(shape)
-        return dx, dnorm_weight, dnorm_bias, dfc2, *[None] * 7, *dfc1, *dfc1_biases
+            dx = None if dx is None else dx.view(ctx.shape)
+        return None, dx, dnorm_weight, dnorm_bias, dfc2, *dfc1, *dfc1_biases
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:
@@ -298,28 +269,26 @@ def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig
     return _ScaleRows.apply(y, factor, settings)
 
 
-class _ScaleRows(torch.autograd.Function):
-    @staticmethod
-    @without_autocast
-    def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
-        codes, scales, ctx.group_size = None, None, settings.group_size
-        if ctx.needs_input_grad[1]:
-            y8 = quantize_groups(y, saved_format(settings), settings.group_size, settings.scale)
-            codes, scales = y8.codes, y8.scales
-        ctx.save_for_backward(codes, scales, factor)
-        return shaped(
-            take_rows(y.reshape(-1, y.shape[-1]), None, factor.reshape(-1)).contiguous(), *y.shape
-        )
+class _ScaleRows(Function):
+    saves = "codes", "scales", "factor"
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
+    def forward(ctx: Any, y, factor, settings: ActivationConfig) -> torch.Tensor:
+        codes = scales = None
+        if _ScaleRows.needs(ctx, "factor"):
+            y8 = quantize_groups(y, saved_format(settings), settings.group_size, settings.scale)
+            codes, scales = y8.codes, y8.scales
+        ctx.save_for_backward(*_ScaleRows.Saved(codes, scales, factor))
+        ctx.group_size = settings.group_size
+        out = take_rows(y.reshape(-1, y.shape[-1]), None, factor.reshape(-1))
+        return shaped(out.contiguous(), *y.shape)
+
+    @staticmethod
     def backward(ctx: Any, dout: torch.Tensor):
-        codes, scales, factor = ctx.saved_tensors
-        n, y8 = dout.shape[-1], None
-        if ctx.needs_input_grad[1]:
-            y8 = QuantizedTensor(
-                codes.view(-1, n), scales.view(-1, scales.shape[-1]), "group", ctx.group_size
-            )
+        saved, _ = _ScaleRows.saved(ctx)
+        n, factor, y8 = dout.shape[-1], saved.factor, None
+        if _ScaleRows.needs(ctx, "factor"):
+            scales = saved.scales.view(-1, saved.scales.shape[-1])
+            y8 = QuantizedTensor(saved.codes.view(-1, n), scales, "group", ctx.group_size)
         dy, _, dfactor = spread_gradient(dout.reshape(-1, n), None, factor.reshape(-1), y8)
         return dy.view(dout.shape), None if dfactor is None else dfactor.view(factor.shape), None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...ops import sum_rows, take_rows
-from ..function import once_differentiable, without_autocast
+from ..function import Function
 
 __all__ = ["TokenOrder", "permute", "token_order", "unpermute"]
 
@@ -68,21 +68,18 @@ def unpermute(y: torch.Tensor, order: TokenOrder) -> torch.Tensor:
     return _Permute.apply(y, order, False)
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(Function):
     """Each of the two is the other's backward."""
 
     @staticmethod
-    @without_autocast
     def forward(ctx: Any, x: torch.Tensor, order: TokenOrder, there: bool) -> torch.Tensor:
         ctx.order, ctx.there = order, there
-        return take_rows(x, order.token) if there else sum_rows(x, order.rows)
+        if there:
+            return take_rows(x, order.token)
+        return sum_rows(x, order.rows)
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dout: torch.Tensor):
-        return (
-            sum_rows(dout, ctx.order.rows) if ctx.there else take_rows(dout, ctx.order.token),
-            None,
-            None,
-        )
+        if ctx.there:
+            return sum_rows(dout, ctx.order.rows), None, None
+        return take_rows(dout, ctx.order.token), None, None

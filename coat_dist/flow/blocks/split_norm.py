@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..function import once_differentiable, shaped, without_autocast
+from ..core.norm import Norm, norm
+from ..function import Function, shaped
 from ..parallel.tensor_parallel import TensorParallel
-from .norm import Norm, norm
 
 __all__ = ["split_norm"]
 
@@ -47,34 +47,32 @@ def split_norm(
     )
 
 
-class _SplitNorm(torch.autograd.Function):
+class _SplitNorm(Function):
+    saves = "x", "weight", "rstd"
+
     @staticmethod
-    @without_autocast
     def forward(
         ctx: Any, x, weight, eps: float, tp: TensorParallel, dtype: torch.dtype
     ) -> torch.Tensor:
         squares = tp.sum(x.to(dtype).square().sum(-1, keepdim=True))
         rstd = torch.rsqrt(squares / (x.shape[-1] * tp.size) + eps).float()
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.args = tp, dtype
+        ctx.save_for_backward(*_SplitNorm.Saved(x, weight, rstd))
+        ctx.tp, ctx.dtype = tp, dtype
         y = x.float() * rstd
-        return shaped(
-            (y if weight is None else y * weight.float()).to(x.dtype).contiguous(), *x.shape
-        )
+        if weight is not None:
+            y = y * weight.float()
+        return shaped(y.to(x.dtype).contiguous(), *x.shape)
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dy: torch.Tensor):
-        x, weight, rstd = ctx.saved_tensors
-        tp, dtype = ctx.args
+        (x, weight, rstd), _ = _SplitNorm.saved(ctx)
         dx = dweight = None
         normalized, dy = x.float() * rstd, dy.float()
-        if ctx.needs_input_grad[1]:
-            dweight = (dy * normalized).flatten(0, -2).sum(0, dtype=dtype).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
+        if _SplitNorm.needs(ctx, "weight"):
+            dweight = (dy * normalized).flatten(0, -2).sum(0, dtype=ctx.dtype).to(weight.dtype)
+        if _SplitNorm.needs(ctx, "x"):
             dnormalized = dy if weight is None else dy * weight.float()
-            along = tp.sum((dnormalized * normalized).sum(-1, keepdim=True, dtype=dtype))
-            mean = (along / (x.shape[-1] * tp.size)).float()
+            along = (dnormalized * normalized).sum(-1, keepdim=True, dtype=ctx.dtype)
+            mean = (ctx.tp.sum(along) / (x.shape[-1] * ctx.tp.size)).float()
             dx = (rstd * (dnormalized - normalized * mean)).to(x.dtype)
         return dx, dweight, None, None, None

@@ -275,8 +275,8 @@ class _Replay(torch.autograd.Function):
         if [p.data_ptr() for p in ctx.saved_tensors] != ctx.graph.places:
             raise RuntimeError(
                 "activation.cuda_graphs: parameters of a layer moved between its forward and "
-                "backward (as fully_shard "
-                "has them do), accepted: parameters that stay where they are, or false"
+                "backward (as fully_shard has them do), accepted: parameters that stay where they "
+                "are, or false"
             )
         return None, *ctx.graph.backward(ctx.run, dy)
 

@@ -16,16 +16,16 @@ bytes each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...formats import FP8Format, QuantizedTensor
 from ...ops import amax, quantize_rows, quantize_tensor, tensor_scale
-from .tensor_parallel import gather_into
+from .tensor_parallel import Pending, gather_into
 
-__all__ = ["GatheredWeight", "Pending", "Shard", "gather"]
+__all__ = ["GatheredWeight", "Shard", "gather"]
 
 
 class Shard(NamedTuple):
@@ -49,53 +49,10 @@ class Shard(NamedTuple):
     """
 
 
-class Pending:
-    """A gather that is under way: its codes come when :meth:`wait` returns."""
-
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        scales: list[torch.Tensor],
-        buffer: torch.Tensor,
-        work: Any,
-        fmt: FP8Format,
-    ):
-        self._shards, self._scales, self._buffer, self._work, self._fmt = (
-            shards,
-            scales,
-            buffer,
-            work,
-            fmt,
-        )
-
-    def wait(self) -> list[QuantizedTensor]:
-        """The quantized weights, in the order of the shards. On a GPU the current stream waits,
-        not the host.
-        """
-        self._work.wait()
-        found, begin = [], 0
-        for shard, scale in zip(self._shards, self._scales, strict=True):
-            numel = shard.shape.numel()
-            if len(self._shards) == 1:
-                codes = self._buffer.view(-1)[:numel]
-            else:
-                codes = torch.cat(
-                    [
-                        part[begin : begin + min(shard.room, numel - rank * shard.room)]
-                        for rank, part in enumerate(self._buffer)
-                        if rank * shard.room < numel
-                    ]
-                )
-            begin += shard.room
-            scale = scale[:, None] if shard.layout == "row" else scale
-            found.append(
-                QuantizedTensor(codes.view(self._fmt.dtype).view(shard.shape), scale, shard.layout)
-            )
-        return found
-
-
 @torch.no_grad()
-def gather(shards: Sequence[Shard], fmt: FP8Format, group: dist.ProcessGroup) -> Pending:
+def gather(
+    shards: Sequence[Shard], fmt: FP8Format, group: dist.ProcessGroup
+) -> Pending[list[QuantizedTensor]]:
     """Quantize this rank's shards and begin to gather the codes: two collectives, however many
     shards there are.
 
@@ -124,7 +81,25 @@ def gather(shards: Sequence[Shard], fmt: FP8Format, group: dist.ProcessGroup) ->
         _quantize_the_rest(shard, scale, out, fmt)
     buffer = payload.new_empty(dist.get_world_size(group), payload.numel())
     work = gather_into(buffer.view(-1), payload, group)
-    return Pending(shards, scales, buffer, work, fmt)
+    return Pending(lambda: _whole(shards, scales, buffer, fmt), (work,), payload)
+
+
+def _whole(
+    shards: Sequence[Shard], scales: Sequence[torch.Tensor], buffer: torch.Tensor, fmt: FP8Format
+) -> list[QuantizedTensor]:
+    """The quantized weights, in the order of the shards, from all ranks' codes ``[ranks, ...]``."""
+    found, begin = [], 0
+    for shard, scale in zip(shards, scales, strict=True):
+        numel, room = shard.shape.numel(), shard.room
+        if len(shards) == 1:
+            codes = buffer.view(-1)[:numel]
+        else:
+            parts = [part[begin : begin + room] for part in buffer[: -(-numel // room)]]
+            codes = torch.cat(parts)[:numel]
+        begin += room
+        by_row = scale[:, None] if shard.layout == "row" else scale
+        found.append(QuantizedTensor(codes.view(fmt.dtype).view(shard.shape), by_row, shard.layout))
+    return found
 
 
 def _pieces(shard: Shard) -> tuple[slice, list[slice]]:

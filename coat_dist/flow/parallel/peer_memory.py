@@ -2,23 +2,48 @@
 
 A kernel of NCCL occupies multiprocessors; a product that is started beside it lacks them, or keeps
 NCCL waiting until it ends. Here the GPUs' copy engines move data: a rank writes what others need
-into its own *room*, a barrier says that all rooms are written, and copies on a stream of their own
-fetch from the others' rooms what this rank needs. NVLink multicast is not used.
-``COAT_PEER_MEMORY=0`` switches it off: NCCL does the same.
+into its own *room*, a barrier says that all rooms are written, and copies on a separate stream
+fetch from the others' rooms what this rank needs.
 
-**Rooms are written again** when it is certain that they were read. There are two, taken in turn.
-All barriers are on the stream that computes, and before barrier ``k`` it waits for this rank's
-copies of exchange ``k - 1``. So behind barrier ``k`` all copies up to ``k - 1`` are done on all
-ranks, and what they read may be written: by exchange ``k + 1``. These waits cost nothing, as copies
-are done long before the next exchange. Where another stream computes than before, it waits for that
-one first. An exchange that ended before its barrier, by an exception, gives its room to the next.
+**How the memory is mapped.** ``torch.distributed._symmetric_memory`` allocates a buffer of the same
+size on every rank of the group by the driver's virtual memory interface. ``rendezvous`` exchanges
+the handles and maps every rank's buffer into the address space of this process; ``get_buffer`` is
+then a tensor on *this* device whose bytes are in the memory of another GPU. A plain ``copy_`` from
+it is a copy over NVLink or PCIe. The views are made once, as they cost more host time than a copy.
+NVLink multicast is not used. The buffer is outside of torch's allocator: two rooms of the largest
+exchange for each group. A larger exchange than any before allocates and maps a new buffer, which
+is a collective (:meth:`PeerMemory.holds`).
 
-Memory: two rooms of the largest exchange for each group, outside of torch's allocator. Where a rank
-has none left for larger rooms, all ranks of the group go on over NCCL.
+**An exchange** is, on every rank in the same order: :meth:`PeerMemory.room` (or ``reserve``, for
+tensors that a kernel writes there directly), writes on the current stream,
+:meth:`PeerMemory.written`, and :meth:`PeerMemory.fetch`, whose copies are waited for one by one.
 
-A layer has a dozen exchanges, whose cost is the host's: views of rooms are made once, streams are
-asked for by the device's number, and are switched by :class:`On`. torch finds out the current
-device each time otherwise.
+**What orders reads and writes.**
+
+* *A write before its reads.* ``written`` puts a barrier of all ranks on the stream that computes.
+  The stream of copies waits for this barrier, so no copy reads a room before its owner has written
+  it.
+* *Reads before the next write.* There are two rooms, taken in turn. Before barrier ``k`` the stream
+  that computes waits for this rank's copies of exchange ``k - 1``. So behind barrier ``k`` the
+  copies up to ``k - 1`` are done on all ranks, and the room that they read may be written: by
+  exchange ``k + 1``, which takes the same room. These waits cost nothing, as copies are done long
+  before the next exchange.
+* *Streams.* Where another stream computes than in the exchange before, it waits for that one first.
+* *Exceptions.* An exchange that ended before its barrier gives its room to the next one: no rank
+  has passed the barrier, so none has read it.
+
+**What is refused.** :func:`peer_memory` returns None, and ranks use NCCL, where
+
+* one rank sends fewer than :data:`FEWEST` elements to another: the host would be the bottleneck;
+* the backend is not NCCL, ranks are on several machines or share a GPU, a GPU cannot access a
+  peer's memory, or the GPU is AMD's. All ranks find the same, by a collective;
+* a CUDA graph is being captured: it may not wait for copies that it does not hold;
+* the driver has no memory for a buffer on some rank, at once (containers may forbid the mapping) or
+  for a larger one later. A warning says so, and all ranks of the group go on over NCCL;
+* ``COAT_PEER_MEMORY=0``. The value must be the same on all ranks, or they would hang.
+
+A layer has a dozen exchanges, whose cost is the host's: streams are asked for by the device's
+number and switched by :class:`On`, since torch finds out the current device each time otherwise.
 """
 
 from __future__ import annotations
@@ -95,10 +120,8 @@ class PeerMemory:
         self._theirs: list[torch.Tensor] = []
         """Every rank's rooms, as bytes."""
         self._copies, self._products = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._on_copies, self._on_products = (
-            On(self._copies, device.index),
-            On(self._products, device.index),
-        )
+        self._on_copies = On(self._copies, device.index)
+        self._on_products = On(self._products, device.index)
         self._last: Fetched | None = None
         self._before: Fetched | None = None
 
@@ -251,8 +274,7 @@ class PeerMemory:
         except RuntimeError as error:
             warnings.warn(
                 f"tensor-parallel ranks exchange rows by NCCL alone from now on: rank {self.rank} "
-                "of the group has no "
-                f"{nbytes} bytes for others to read: {error}",
+                f"of the group has no {nbytes} bytes for others to read: {error}",
                 stacklevel=2,
             )
             return None
@@ -314,8 +336,7 @@ def check_switch(group: dist.ProcessGroup) -> None:
         if value not in ("0", "1") or value != everyone[0]:
             raise CoatConfigError(
                 f"{SWITCH}: got {value!r} on tensor-parallel rank {rank} and {everyone[0]!r} on "
-                "rank 0, accepted: 0 or "
-                "1 (the default), the same on all ranks"
+                "rank 0, accepted: 0 or 1 (the default), the same on all ranks"
             )
 
 
@@ -332,8 +353,7 @@ def _all_can_read(group: dist.ProcessGroup, device: torch.device) -> bool:
     everyone = gather((usable, socket.gethostname(), _boot(), device.index), group)
     others = [index for *_, index in everyone if index != device.index]
     able = (
-        len({machine for *machine_, _ in everyone for machine in [tuple(machine_)]}) == 1
-        and all(usable for usable, *_ in everyone)
+        all((*one[:-1],) == (True, *everyone[0][1:-1]) for one in everyone)
         and len(others) == len(everyone) - 1
         and all(other < torch.cuda.device_count() for other in others)
         and all(torch.cuda.can_device_access_peer(device, other) for other in others)

@@ -43,7 +43,11 @@ NAMES = (
 )
 
 
-def catalogue(layer: Layer, **changes):
+RESIDUAL = "norm_qkv", "norm_mlp"
+"""Functions that also return an alias of x, the last of their outputs, with ``residual``."""
+
+
+def catalogue(layer: Layer, residual=False, **changes):
     """{name: function of x ``[s, b, 64]`` that returns a tuple of its outputs}; parameters are
     ``layer``'s, whose ``weight`` is ``[HEADS.width, 64]``.
     """
@@ -52,12 +56,17 @@ def catalogue(layer: Layer, **changes):
     def labels(x):
         return torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2]) % H
 
-    def qkv(x, table=True, residual=False):
+    def qkv(x, table=True):
         freqs = torch.linspace(0, 30, x.shape[0] * 12, device=x.device).view(x.shape[0], 1, 1, 12)
         angles = rope_table(freqs) if table else None
         return norm_qkv(
             x, layer.norm, layer.weight, layer.bias, HEADS, angles, ONE, config, residual=residual
         )
+
+    def mlp_behind_norm(x):
+        weights = layer.norm, layer.fc1, layer.fc2
+        out = norm_mlp(x, *weights, "swiglu", ONE, config, residual=residual)
+        return out if residual else (out,)
 
     def heads(x):
         q = x.view(*x.shape[:2], 4, 16)
@@ -71,9 +80,7 @@ def catalogue(layer: Layer, **changes):
         "norm_qkv": qkv,
         "norm_qkv without rotation": lambda x: qkv(x, table=False),
         "linear": lambda x: (linear(x, layer.weight, ONE, config),),
-        "norm_mlp": lambda x: (
-            norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config),
-        ),
+        "norm_mlp": mlp_behind_norm,
         "mlp": lambda x: (mlp(x, layer.fc1, layer.fc2, "swiglu", ONE, config),),
         "scale_rows": lambda x: (scale_rows(x, x[..., 0], config),),
         "invariant_linear": lambda x: (invariant_linear(x, layer.weight, ONE),),
@@ -88,17 +95,4 @@ def catalogue(layer: Layer, **changes):
         ),
         "sdpa": lambda x: (sdpa(*heads(x)),),
         "attention": lambda x: (attention(*heads(x), config)[0],),
-    }
-
-
-def residual_functions(layer: Layer, **changes):
-    """The same for functions that return an alias of x, the last of their outputs."""
-    config = settings(**changes)
-    return {
-        "norm_qkv": lambda x: norm_qkv(
-            x, layer.norm, layer.weight, layer.bias, HEADS, None, ONE, config, residual=True
-        ),
-        "norm_mlp": lambda x: norm_mlp(
-            x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=True
-        ),
     }

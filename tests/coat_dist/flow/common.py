@@ -257,8 +257,3 @@ def gradients(output, weighting, inputs):
 
 def settings(**changes) -> ActivationConfig:
     return ActivationConfig(**changes)
-
-
-def plain_linear(weight, x, mode="cached"):
-    """A linear of one rank, with cached codes of its weight or without."""
-    return linear(x, weight, ONE, settings(weights=mode))

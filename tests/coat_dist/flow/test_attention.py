@@ -14,9 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import TensorParallel, attention, linear, sdpa
-from coat_dist.flow.scaling import saved_format
+from coat_dist.flow.core.products import saved_format
 from coat_dist.formats import QuantizedTensor
 from coat_dist.reference.quantize import dequantize, quantize_groups
+from tests.support import equal
 
 from .common import settings
 from .saved_bytes import saved, scale_bytes
@@ -48,7 +49,7 @@ def heads_first(*tensors):
 @pytest.mark.parametrize(("groups", "d"), [(4, 64), (2, 64), (1, 24)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_forward_and_gradients_are_sdpas_on_rounded_values(dtype, groups, d, causal, form):
+def test_attention_is_sdpa_on_rounded_values(dtype, groups, d, causal, form):
     config = settings(saved_format=form[0], scale=form[1], group_size=form[2])
     inputs = qkv(groups, d, dtype, S if causal else S + 7)
     out, o8 = attention(*inputs, config, causal=causal, scale=0.2)
@@ -70,7 +71,7 @@ def test_forward_and_gradients_are_sdpas_on_rounded_values(dtype, groups, d, cau
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_any_backend_of_sdpa_works(groups):
+def test_attention_with_any_backend_of_sdpa(groups):
     """The math backend saves other tensors, never its output: gradients are those of autograd,
     to the bit.
     """
@@ -81,12 +82,12 @@ def test_any_backend_of_sdpa_works(groups):
         dout = torch.randn_like(out)
         grads = [torch.autograd.grad(o, i, dout) for o, i in ((out, inputs), (plain, values))]
     assert torch.equal(out, rounded(plain, config, 64))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert equal(*grads)
 
 
 @pytest.mark.parametrize("d", [64, 24])
 @pytest.mark.parametrize("form", FORMS)
-def test_saved_bytes_are_codes_scales_and_the_logarithms_of_sums(form, d):
+def test_attention_saved_bytes(form, d):
     config = settings(saved_format=form[0], scale=form[1], group_size=form[2])
     inputs, weight = qkv(2, d), torch.randn(48, HEADS * d, dtype=torch.bfloat16, requires_grad=True)
 
@@ -100,7 +101,7 @@ def test_saved_bytes_are_codes_scales_and_the_logarithms_of_sums(form, d):
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch, scales):
+def test_linear_multiplies_the_compressed_output_of_attention(monkeypatch, scales):
     """x8 holds the values of o8 where the formats are the same: codes were rounded once; only
     values that become subnormal round again.
     """
@@ -109,7 +110,7 @@ def test_linear_multiplies_the_saved_output_in_both_directions(monkeypatch, scal
     for where, name in (
         ("blocks.linear", "summed_gemm"),
         ("blocks.linear", "gemm"),
-        ("weights", "gemm"),
+        ("core.weights", "gemm"),
     ):
         module = importlib.import_module(f"coat_dist.flow.{where}")
         real = getattr(module, name)
@@ -151,7 +152,7 @@ def offloaded():
         yield
 
 
-def test_recompute_offload_and_repeated_backward_change_nothing():
+def test_attention_recomputed_offloaded_and_repeated():
     inputs = qkv()
     out, expected = gradients(first, inputs)
 
@@ -165,9 +166,7 @@ def test_recompute_offload_and_repeated_backward_change_nothing():
         offload,
     ):
         got, grads = gradients(run, inputs)
-        assert torch.equal(got, out) and all(
-            torch.equal(a, b) for a, b in zip(grads, expected, strict=True)
-        )
+        assert torch.equal(got, out) and equal(grads, expected)
     loss = checkpoint(first, *inputs, use_reentrant=True).float().sin().sum()
     loss.backward()
     assert all(torch.equal(t.grad, g) for t, g in zip(inputs, expected, strict=True))
@@ -179,7 +178,7 @@ def test_recompute_offload_and_repeated_backward_change_nothing():
 
 
 @pytest.mark.long
-def test_compiled_callers_get_the_same_bits():
+def test_attention_compiled():
     inputs, weight = qkv(), torch.randn(48, HEADS * 64, dtype=torch.bfloat16, requires_grad=True)
 
     def block(*inputs):
@@ -190,10 +189,10 @@ def test_compiled_callers_get_the_same_bits():
         gradients(run, inputs) for run in (block, torch.compile(block, backend="eager"))
     )
     assert torch.equal(out, compiled)
-    assert all(torch.equal(a, b) for a, b in zip(grads, compiled_grads, strict=True))
+    assert equal(grads, compiled_grads)
 
 
-def test_no_gradients_and_frozen_inputs():
+def test_attention_without_gradients_and_of_frozen_inputs():
     inputs = qkv()
     out, expected = gradients(first, inputs)
     with torch.no_grad():
@@ -205,7 +204,7 @@ def test_no_gradients_and_frozen_inputs():
     assert torch.equal(dq, expected[0]) and torch.equal(dv, expected[2])
 
 
-def test_nothing_outlives_the_graph():
+def test_attention_frees_all_with_the_graph():
     """The graph inside holds hooks that must not refer back to it: such a circle is never
     collected.
     """
@@ -224,7 +223,7 @@ def test_nothing_outlives_the_graph():
         gc.enable()
 
 
-def test_bad_arguments_are_named():
+def test_attention_refuses_misfits():
     q, k, v = qkv()
     for arguments, message in (
         ((q[0], k, v), r"q: got torch.bfloat16 \[2, 4, 64\], accepted: \[s, b, heads, d\]"),

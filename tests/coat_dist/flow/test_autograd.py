@@ -8,36 +8,25 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import (
-    Norm,
-    TensorParallel,
-    invariant_linear,
-    linear,
-    norm,
-    norm_linear,
-    norm_mlp,
-    scale_rows,
-)
+from coat_dist.flow import Norm, TensorParallel, linear, norm, norm_linear, norm_mlp, scale_rows
 
+from .catalogue import catalogue
 from .common import EPS, ONE, Layer, gradients, settings
 
 
-def calls(layer, config):
+def calls(layer, **changes):
+    """Of the catalogue what takes any shape, the first output; and compositions."""
+    functions, config = catalogue(layer, **changes), settings(**changes)
     ungated = Layer.random(activation="gelu", biased=True)
     return {
-        "norm": lambda x: norm(x, layer.norm, ONE),
-        "norm_linear": lambda x: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
-        "linear": lambda x: linear(x, layer.weight, ONE, config),
-        "norm_mlp": lambda x: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config),
+        **{name: lambda x, f=functions[name]: f(x)[0] for name in ALONE},
         "biased_gelu": lambda x: ungated.norm_mlp(x, config, "gelu"),
-        "mlp": lambda x: layer.mlp(x, config),
-        "scale_rows": lambda x: scale_rows(x, x[..., 0], config),
-        "invariant_linear": lambda x: invariant_linear(x, layer.weight, ONE),
         "whole": lambda x: layer.flow(x, config),
     }
 
 
-NAMES = list(calls(None, None))
+ALONE = "norm", "norm_linear", "linear", "norm_mlp", "mlp", "scale_rows", "invariant_linear"
+NAMES = *ALONE, "biased_gelu", "whole"
 
 
 @pytest.fixture(
@@ -45,7 +34,7 @@ NAMES = list(calls(None, None))
 )
 def call(request):
     name, scales = request.param
-    return calls(Layer.random(), settings(forward_scales=scales))[name]
+    return calls(Layer.random(), forward_scales=scales)[name]
 
 
 def run(call, x, weighting=None):
@@ -55,7 +44,7 @@ def run(call, x, weighting=None):
     return out, torch.autograd.grad(out, x, weighting, retain_graph=True)[0]
 
 
-def test_layout_and_shape_of_the_input_do_not_matter(call):
+def test_functions_of_inputs_of_any_layout_and_shape(call):
     x = torch.randn(6, 4, 64)
     out, grad = run(call, x)
     flat, flat_grad = run(call, x.view(24, 64))
@@ -65,7 +54,7 @@ def test_layout_and_shape_of_the_input_do_not_matter(call):
     assert torch.equal(run(call, strided)[1], run(call, strided.contiguous())[1])
 
 
-def test_gradients_with_strides_zero_or_transposed(call):
+def test_functions_of_gradients_with_strides_zero_or_transposed(call):
     x = torch.randn(6, 4, 64, requires_grad=True)
     out = call(x)
     expanded = torch.randn(()).expand(out.shape)
@@ -75,7 +64,7 @@ def test_gradients_with_strides_zero_or_transposed(call):
         assert torch.equal(a, b)
 
 
-def test_backward_repeats_and_changes_nothing_saved(call):
+def test_functions_backward_twice(call):
     x = torch.randn(6, 4, 64, requires_grad=True)
     out = call(x)
     weighting = torch.randn_like(out)
@@ -85,7 +74,7 @@ def test_backward_repeats_and_changes_nothing_saved(call):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_inference_gives_the_same_numbers(call):
+def test_functions_in_inference_mode(call):
     x = torch.randn(6, 4, 64)
     out = run(call, x)[0]
     with torch.no_grad():
@@ -95,21 +84,14 @@ def test_inference_gives_the_same_numbers(call):
         assert torch.equal(out, call(x))
 
 
-def test_checkpointing_and_saved_tensor_hooks(call):
+def test_functions_under_checkpointing_and_saved_tensor_hooks(call):
     x = torch.randn(6, 4, 64)
     out, grad = run(call, x)
-    for reentrant in (True, False):
-        again = (
-            run(lambda t, r=reentrant: checkpoint(call, t, use_reentrant=r), x)
-            if not reentrant
-            else None
-        )
-        if again is not None:
-            assert torch.equal(out, again[0]) and torch.equal(grad, again[1])
-        else:
-            leaf = x.clone().requires_grad_()
-            checkpoint(call, leaf, use_reentrant=True).backward(torch.ones_like(out))
-            assert torch.equal(leaf.grad, grad)
+    again = run(lambda t: checkpoint(call, t, use_reentrant=False), x)
+    assert torch.equal(out, again[0]) and torch.equal(grad, again[1])
+    leaf = x.clone().requires_grad_()
+    checkpoint(call, leaf, use_reentrant=True).backward(torch.ones_like(out))
+    assert torch.equal(leaf.grad, grad)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
         moved = run(call, x)
     assert torch.equal(grad, moved[1])
@@ -119,9 +101,9 @@ def test_checkpointing_and_saved_tensor_hooks(call):
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp", "biased_gelu", "mlp"])
-def test_a_bad_value_is_not_hidden(bad, forward, scales, name):
+def test_functions_of_nan_and_infinity(bad, forward, scales, name):
     layer = Layer.random()
-    call = calls(layer, settings(forward=forward, forward_scales=scales))[name]
+    call = calls(layer, forward=forward, forward_scales=scales)[name]
     x = torch.randn(6, 4, 64)
     x[2, 1, 7] = bad
     assert call(x)[2, 1].isnan().all()
@@ -135,7 +117,7 @@ def test_a_bad_value_is_not_hidden(bad, forward, scales, name):
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_zeros_and_extremes_are_finite(forward, scales):
+def test_functions_of_zeros_and_extremes(forward, scales):
     layer = Layer.random()
     rows = torch.zeros(4, 1, 64)
     rows[1], rows[2] = 1e-38, 3e4
@@ -159,7 +141,7 @@ X = torch.randn(2, 3, H)
 W = torch.randn(48, H)
 
 
-def test_what_does_not_fit_is_refused():
+def test_functions_refuse_misfits():
     gain, config = torch.ones(H), settings()
     good = Norm("rmsnorm", EPS, gain)
     two = TensorParallel.__new__(TensorParallel)

@@ -19,7 +19,7 @@ def begin(waiting: Waiting, *owners: int) -> list[Pass]:
     return passes
 
 
-def test_backward_out_of_turn_overwrites_what_came_later():
+def test_waiting_backward_out_of_turn():
     waiting = Waiting()
     first, second, third = begin(waiting, 1, 2, 3)
     waiting.finish(second)
@@ -33,7 +33,7 @@ def test_backward_out_of_turn_overwrites_what_came_later():
     waiting.finish(again)
 
 
-def test_without_gradients_a_function_runs_as_it_is():
+def test_graphed_function_without_gradients():
     graphs = GraphedFunction()
     x, weight = torch.ones(2), torch.ones(2, requires_grad=True)
     with torch.no_grad():
@@ -42,13 +42,13 @@ def test_without_gradients_a_function_runs_as_it_is():
     assert not graphs._graphs
 
 
-def test_copies_have_no_graphs():
+def test_graphed_function_copies_have_no_graphs():
     graphs = GraphedFunction()
     graphs._graphs["key"] = object()  # type: ignore[assignment]
     assert not copy.deepcopy(graphs)._graphs and not pickle.loads(pickle.dumps(graphs))._graphs
 
 
-def test_memory_stays_as_it_is_where_torch_would_fill_it():
+def test_without_filling_leaves_memory():
     """Deterministic algorithms want it; a graph would repeat it after inputs were copied there."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import dispatch_rows
-from coat_dist.formats import fp8_format
+from coat_dist.formats import FORMATS
 from coat_dist.ops import dequantize, quantize_rows
 from tests.support import run_ranks
 
@@ -61,8 +61,8 @@ def one_rank(rank, world):
     return found
 
 
-def test_rows_arrive_as_if_quantized_there():
-    fmt = fp8_format("e4m3")
+def test_dispatch_rows_arrive_as_if_quantized_there():
+    fmt = FORMATS["e4m3"]
     for found in run_ranks(2, one_rank):
         there = quantize_rows(found["arrived"], fmt, aligned=True)
         (sent, received), dy = found["shape"], found["dy"]
@@ -98,6 +98,6 @@ def test_rows_arrive_as_if_quantized_there():
         ),
     ],
 )
-def test_what_would_round_twice_is_refused(options, told):
+def test_expert_dispatch_that_would_round_twice_is_refused(options, told):
     with pytest.raises(ValueError, match=told):
         ActivationConfig(**options)

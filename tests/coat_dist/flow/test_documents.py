@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import Documents, attention, sdpa
+from tests.support import equal
 
 from .common import settings
 from .saved_bytes import saved
@@ -45,7 +46,7 @@ def each_alone(attend, inputs, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_each_document_has_the_bits_that_it_has_alone(which, dtype, groups, causal):
+def test_documents_have_the_bits_that_each_has_alone(which, dtype, groups, causal):
     inputs, attend = qkv(groups, dtype), kinds(which)
     out = attend(*inputs, documents(), causal=causal, scale=0.3)
     alone = each_alone(attend, inputs, causal=causal, scale=0.3)
@@ -62,14 +63,11 @@ def test_each_document_has_the_bits_that_it_has_alone(which, dtype, groups, caus
     recomputed = checkpoint(
         attend, *inputs, documents(), causal=causal, scale=0.3, use_reentrant=False
     )
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(torch.autograd.grad(recomputed, inputs, dout), wanted, strict=True)
-    )
+    assert equal(torch.autograd.grad(recomputed, inputs, dout), wanted)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_it_is_softmax_under_a_block_mask(groups):
+def test_documents_are_softmax_under_a_block_mask(groups):
     """The definition in other words: one softmax over all keys of which those of other documents
     are masked.
     """
@@ -90,17 +88,16 @@ def test_it_is_softmax_under_a_block_mask(groups):
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
-def test_one_document_is_the_whole_sequence_to_the_bit(which):
+def test_documents_of_one_are_the_whole_sequence(which):
     inputs, attend = qkv(), kinds(which)
     one, plain = attend(*inputs, documents([T])), attend(*inputs)
     dout = torch.randn_like(plain)
     assert torch.equal(one, plain)
-    for a, b in zip(*(torch.autograd.grad(o, inputs, dout) for o in (one, plain)), strict=True):
-        assert torch.equal(a, b)
+    assert equal(*(torch.autograd.grad(o, inputs, dout) for o in (one, plain)))
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
-def test_what_is_saved_does_not_grow(which):
+def test_documents_saved_bytes(which):
     """q, k, v and the output once, and a logarithm of a sum for each token and head."""
     inputs, attend = qkv(), kinds(which)
     ignored = inputs if which == "fp8" else ()
@@ -110,7 +107,7 @@ def test_what_is_saved_does_not_grow(which):
     assert kept[0] == kept[1]
 
 
-def test_dropout_is_each_documents_own():
+def test_documents_dropout():
     inputs = qkv(HEADS, torch.float32)
     torch.manual_seed(1)
     out = sdpa(*inputs, documents=documents(), dropout=0.5)
@@ -118,11 +115,10 @@ def test_dropout_is_each_documents_own():
     alone = each_alone(sdpa, inputs, dropout=0.5)
     dout = torch.randn_like(out)
     assert torch.equal(out, alone) and not torch.equal(out, sdpa(*inputs, documents=documents()))
-    for a, b in zip(*(torch.autograd.grad(o, inputs, dout) for o in (out, alone)), strict=True):
-        assert torch.equal(a, b)
+    assert equal(*(torch.autograd.grad(o, inputs, dout) for o in (out, alone)))
 
 
-def test_nothing_is_left_of_other_documents():
+def test_documents_beside_nan():
     """Other documents may even be NaN."""
     for which in ("bf16", "fp8"):
         inputs, attend = qkv(), kinds(which)
@@ -138,12 +134,12 @@ def test_nothing_is_left_of_other_documents():
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [1] * 8, [40], [0, 3, 0, 2, 0]])
-def test_positions_begin_again(lengths):
+def test_documents_positions(lengths):
     wanted = torch.cat([torch.arange(n) for n in lengths])
     assert torch.equal(documents(lengths).positions(sum(lengths)), wanted)
 
 
-def test_bad_documents_are_named():
+def test_documents_refuse_misfits():
     q, k, v = qkv()
     starts = documents().cu_seqlens
     for given, message in (

@@ -71,5 +71,5 @@ def _gathered(rank, world):
 
 
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_codes_of_shards_are_those_of_the_whole_weight(world):
+def test_gather_gives_the_codes_of_the_whole_weight(world):
     assert run_ranks(world, _gathered) == [[]] * world

@@ -33,7 +33,7 @@ def compare(layer, x, mine, reference):
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize(("fmt", "scale", "kind"), FULL)
-def test_close_to_the_unquantized_layer(forward, fmt, scale, kind):
+def test_layer_is_close_to_the_unquantized_one(forward, fmt, scale, kind):
     layer, x = Layer.random(kind=kind), torch.randn(12, 4, 64, requires_grad=True)
     config = settings(forward=forward, format=fmt, grad_format=fmt, scale=scale)
     # E4M3 rounds by 2**-4 at most, 2.6 % rms; a gradient here passes up to six roundings. E5M2
@@ -57,7 +57,7 @@ def test_exact_forward_is_closer_than_quantized_forward(saved, bound):
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
-def test_a_mean_of_the_rows_costs_a_layer_norm_nothing(forward, scales):
+def test_norm_linear_of_rows_with_a_mean(forward, scales):
     """Means of up to a hundred deviations against fp64. What FP8 keeps has no mean; it would be
     all that FP8 keeps.
     """
@@ -98,7 +98,7 @@ def assert_same_flow(pairs):
     ("grad_format", "scales"), [("e4m3", "tensor"), ("e5m2", "tensor"), ("e4m3", "row")]
 )
 @ties_may_differ
-def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_format, scales):
+def test_forward_quantized_is_straight_through_autograd(fmt, scale, kind, grad_format, scales):
     layer, x = Layer.random(kind=kind, f=80), torch.randn(24, 4, 64, requires_grad=True)
     config = settings(
         forward="quantized", format=fmt, grad_format=grad_format, scale=scale, forward_scales=scales
@@ -120,7 +120,7 @@ def test_quantized_mode_is_straight_through_autograd(fmt, scale, kind, grad_form
     ("fmt", "scale", "scales"), [("e4m3", "bf16", "row"), ("e5m2", "e8m0", "tensor")]
 )
 @ties_may_differ
-def test_formats_of_saved_tensors(saved, fmt, scale, scales):
+def test_saved_format_is_straight_through_autograd(saved, fmt, scale, scales):
     layer = Layer.random(kind="layernorm", f=80, biased=True)
     config = settings(
         forward="quantized", format=fmt, saved_format=saved, scale=scale, forward_scales=scales
@@ -140,7 +140,9 @@ def test_formats_of_saved_tensors(saved, fmt, scale, scales):
     ("group_size", "biased", "scales"), [(16, False, "row"), (64, True, "tensor")]
 )
 @ties_may_differ
-def test_other_activations_groups_and_biases(activation, group_size, biased, scales):
+def test_mlp_with_every_activation_is_straight_through_autograd(
+    activation, group_size, biased, scales
+):
     layer = Layer.random(f=72, activation=activation, biased=biased)
     x = torch.randn(24, 4, 64, requires_grad=True)
     config = settings(forward="quantized", group_size=group_size, forward_scales=scales)
@@ -155,7 +157,7 @@ def test_other_activations_groups_and_biases(activation, group_size, biased, sca
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_mlp_close_to_the_unquantized_one(activation, kind):
+def test_mlp_is_close_to_the_unquantized_one(activation, kind):
     """In the default mode, with a bias; bounds as above, for the two products that an MLP has."""
     layer = Layer.random(kind=kind, activation=activation, biased=True)
     x = torch.randn(33, 64, requires_grad=True)  # a number of tokens that nothing divides
@@ -170,7 +172,7 @@ def test_mlp_close_to_the_unquantized_one(activation, kind):
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("mode", ["exact", "quantized"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_exact_mode_multiplies_what_plain_fp8_would(mode, activation, scales):
+def test_forward_exact_has_the_error_of_plain_fp8(mode, activation, scales):
     """The forward error of "exact" is that of FP8 GEMMs alone: its inputs are quantized from the
     unquantized tensor.
     """
@@ -183,7 +185,7 @@ def test_exact_mode_multiplies_what_plain_fp8_would(mode, activation, scales):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bias_gradients_are_sums_in_fp32(dtype):
+def test_norm_mlp_bias_gradients_are_sums_in_fp32(dtype):
     """Over many rows: a sum in BF16 would stall."""
     layer = Layer.random(activation="gelu", biased=True, dtype=dtype)
     x = torch.randn(4096, 64, dtype=dtype) * 1e-3
@@ -195,7 +197,7 @@ def test_bias_gradients_are_sums_in_fp32(dtype):
     assert mine.dtype == dtype and relative_error(mine, expected) < 0.06
 
 
-def test_scaled_rows():
+def test_scale_rows_values_and_gradients():
     y, factor = torch.randn(7, 3, 40, requires_grad=True), torch.rand(7, 3, requires_grad=True)
     factor.data[0, 0] = 0
     out, expected = scale_rows(y, factor, settings()), y * factor[..., None]
@@ -213,7 +215,7 @@ def test_scaled_rows():
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes_of_outputs_and_gradients(x_dtype, dtype, scales):
+def test_layer_dtypes_of_outputs_and_gradients(x_dtype, dtype, scales):
     layer = Layer.random(dtype=dtype)
     x = torch.randn(5, 3, 64, dtype=x_dtype, requires_grad=True)
     out = layer.flow(x, settings(forward_scales=scales))
@@ -226,7 +228,7 @@ def test_dtypes_of_outputs_and_gradients(x_dtype, dtype, scales):
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("affine", [True, False])
-def test_unfused_norm_is_torch_autograd(kind, affine):
+def test_norm_is_torch_autograd(kind, affine):
     layer, x = Layer.random(kind=kind), torch.randn(6, 2, 64, requires_grad=True)
     parameters = (
         [p for p in (layer.norm_weight, layer.norm_bias) if p is not None] if affine else []
@@ -246,7 +248,7 @@ def test_unfused_norm_is_torch_autograd(kind, affine):
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
-def test_frozen_arguments_get_no_gradient_and_change_no_other(scales):
+def test_functions_with_frozen_arguments(scales):
     layer, x = Layer.random(kind="layernorm", biased=True), torch.randn(6, 2, 64)
     config = settings(forward_scales=scales)
     calls = {

@@ -216,7 +216,7 @@ def settles(both) -> None:
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
 )
-def test_any_order(seed):
+def test_graphed_functions_in_any_order(seed):
     both = Both(seed)
     for _ in range(30):
         both.step()
@@ -224,7 +224,7 @@ def test_any_order(seed):
     assert pool().arena.used_again > 50
 
 
-def test_losses_of_parts_in_turns():
+def test_graphed_functions_with_losses_of_parts_in_turns():
     """A backward that is captured while the layer below waits for none may not take that one's
     memory.
     """
@@ -236,7 +236,7 @@ def test_losses_of_parts_in_turns():
 
 
 @pytest.mark.parametrize("when", range(4))
-def test_a_step_of_the_optimizer_before_backward_is_captured(when):
+def test_graphed_function_stepped_before_backward_is_captured(when):
     both = Both(2)
     for seed in range(5):
         losses = both.losses(seed)
@@ -248,7 +248,7 @@ def test_a_step_of_the_optimizer_before_backward_is_captured(when):
     settles(both)
 
 
-def test_the_simulation_sees_what_is_overwritten(monkeypatch):
+def test_simulated_graphs_see_what_is_overwritten(monkeypatch):
     """Graphs that do not look at who waits give other numbers."""
     monkeypatch.setattr(
         "coat_dist.flow.graphs.cuda_graphs._Graph._waits_as_before", lambda self: True

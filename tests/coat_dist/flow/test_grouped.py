@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import TensorParallel, grouped_mlp, invalidate_weights, mlp, scale_rows, weights
+from coat_dist.flow import TensorParallel, grouped_mlp, mlp, scale_rows
 
 H, F = 64, 48
 COUNTS = {
@@ -57,7 +57,7 @@ def one_by_one(counts, x, probs, w1, w2, activation, settings):
     ],
     ids=["default", "tensor", "paper", "cached"],
 )
-def test_the_bits_of_one_expert_after_the_other(counts, activation, options):
+def test_grouped_mlp_has_the_bits_of_one_expert_after_the_other(counts, activation, options):
     settings = ActivationConfig(**options)
     inputs, dout = problem(counts, activation)
     x, probs, w1, w2 = inputs
@@ -72,7 +72,7 @@ def test_the_bits_of_one_expert_after_the_other(counts, activation, options):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_weight_gradients_into_main_grad(overwrite):
+def test_grouped_mlp_into_main_grad(overwrite):
     """What one by one adds to main_grad, in fp32, is added to the same places; nothing is kept
     of a replaced one.
     """
@@ -103,23 +103,7 @@ def test_weight_gradients_into_main_grad(overwrite):
         )
 
 
-def test_codes_are_kept_until_the_weights_change():
-    settings, counts = ActivationConfig(weights="cached"), torch.tensor(COUNTS["any"])
-    (x, probs, w1, w2), _ = problem(COUNTS["any"])
-    w1, w2 = torch.nn.Parameter(w1.detach()), torch.nn.Parameter(w2.detach())
-    invalidate_weights()
-    grouped_mlp(x, counts, w1, w2, "swiglu", settings)
-    assert {entry.operand.q8.codes.numel() for entry in weights._cache.values()} == {
-        w1.numel(),
-        w2.numel(),
-    }
-    y = grouped_mlp(x, counts, w1, w2, "swiglu", settings)
-    with torch.no_grad():
-        w1.mul_(2)
-    assert not torch.equal(grouped_mlp(x, counts, w1, w2, "swiglu", settings), y)
-
-
-def test_saved_bytes():
+def test_grouped_mlp_saved_bytes():
     """What docs/flow.md says, for 96 rows of which 71 are tokens."""
     counts, settings = [5, 0, 33, 32, 1], ActivationConfig()
     (x, probs, w1, w2), _ = problem(counts)
@@ -164,7 +148,7 @@ def test_saved_bytes():
         ({"probs": torch.zeros(3)}, r"probs: got shape \[3\], accepted: \[71\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, message):
+def test_grouped_mlp_refuses_misfits(changes, message):
     (x, probs, w1, w2), _ = problem(COUNTS["any"])
     given = dict(
         x=x,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from coat_dist.flow import attention, linear, sdpa
+from tests.support import equal
 
-from .catalogue import HEADS, NAMES, H, catalogue, residual_functions
+from .catalogue import HEADS, NAMES, H, catalogue
 from .common import ONE, Layer, settings
 
 REFUSED = {"attention": "is a view and is being modified inplace"}
@@ -29,7 +30,7 @@ def grads(outs, inputs, weightings):
 
 def same(got, expected):
     assert [g is None for g in got] == [e is None for e in expected]
-    assert all(g is None or torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+    assert equal(got, expected)
 
 
 def changed(t):
@@ -44,7 +45,7 @@ def change_(t):
 
 @pytest.mark.parametrize(("s", "b", "dtype"), SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_can_be_changed_in_place(name, s, b, dtype):
+def test_functions_whose_outputs_are_changed_in_place(name, s, b, dtype):
     layer = Layer.random(h=H, n=HEADS.width if "qkv" in name else 48, kind="layernorm", dtype=dtype)
     call, x = catalogue(layer)[name], torch.randn(s, b, H, dtype=dtype, requires_grad=True)
     expected = [changed(t) for t in call(x)]
@@ -57,7 +58,7 @@ def test_outputs_can_be_changed_in_place(name, s, b, dtype):
                 change_(outs[i])
             return
         outs = [change_(t) if i == j else changed(t) for j, t in enumerate(outs)]
-        assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+        assert equal(outs, expected)
         if name in NEEDED:
             with pytest.raises(RuntimeError, match=NEEDED[name]):
                 grads(outs, leaves(layer, x), weightings)
@@ -66,9 +67,9 @@ def test_outputs_can_be_changed_in_place(name, s, b, dtype):
 
 
 @pytest.mark.parametrize("name", ["norm_qkv", "norm_mlp"])
-def test_outputs_beside_a_residual_can_be_changed_and_the_alias_cannot(name):
+def test_residual_alias_changed_in_place_is_refused(name):
     layer, x = Layer.random(h=H, n=HEADS.width), torch.randn(6, 2, H, requires_grad=True)
-    call = residual_functions(layer)[name]
+    call = catalogue(layer, residual=True)[name]
     *outs, alias = call(x)
     expected = [*(changed(t) for t in outs), alias * 2]
     weightings = [torch.randn_like(t) for t in expected]
@@ -87,7 +88,7 @@ def test_outputs_beside_a_residual_can_be_changed_and_the_alias_cannot(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_inputs_can_be_changed_in_place_or_backward_refuses(name):
+def test_functions_whose_inputs_are_changed_in_place(name):
     """What backward needs of an input is either a copy in FP8 or guarded by autograd's version
     counter.
     """
@@ -109,7 +110,7 @@ def test_inputs_can_be_changed_in_place_or_backward_refuses(name):
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_what_the_projection_keeps_of_attention(compressed):
+def test_linear_after_attention_changed_in_place(compressed):
     """``linear`` keeps attention's output, or its codes. A change after it is refused in
     backward, or harmless.
     """

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table, weights
+from coat_dist.flow import Heads, norm_linear, norm_mlp, norm_qkv, rope_table
+from tests.support import equal
 
 from .common import ONE, Layer, settings
 from .saved_bytes import saved
@@ -16,10 +17,8 @@ SIZES = (64, 32, 32)  # of queries, keys, values
 HEADS = Heads(groups=2, per_group=2, size=16, blocks=True)
 S, B, H = 10, 3, 64
 SETTINGS = [
-    settings(forward=forward, forward_scales=scales, weights=kept)
-    for forward, scales, kept in itertools.product(
-        ("exact", "quantized"), ("row", "tensor"), ("on_use", "cached")
-    )
+    settings(forward=forward, forward_scales=scales)
+    for forward, scales in itertools.product(("exact", "quantized"), ("row", "tensor"))
 ]
 
 
@@ -38,16 +37,15 @@ def table(rows=1):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
-def test_projections_of_attention(config, dtype):
+def test_norm_qkv_of_joined_weights(config, dtype):
     layer, apart, biases = qkv_parameters(dtype)
     x = torch.randn(S, B, H, dtype=dtype, requires_grad=True)
     angles = table()
     found = []
     for weight, bias in ((layer.weight, layer.bias), (apart, biases)):
-        for _ in range(2):  # the second time from the cache
-            *outs, alias = norm_qkv(
-                x, layer.norm, weight, bias, HEADS, angles, ONE, config, residual=True
-            )
+        *outs, alias = norm_qkv(
+            x, layer.norm, weight, bias, HEADS, angles, ONE, config, residual=True
+        )
         torch.manual_seed(0)
         upstream = [torch.randn_like(t) for t in (*outs, alias)]
         leaves = [x, layer.norm_weight]
@@ -56,12 +54,12 @@ def test_projections_of_attention(config, dtype):
         if len(rest) > 2:
             rest = [torch.cat(rest[:3]), torch.cat(rest[3:])]
         found.append([*outs, dx, dnorm, *rest])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("config", [settings(), settings(forward_scales="tensor")], ids=str)
-def test_batch_first(config, rows):
+def test_norm_qkv_batch_first(config, rows):
     layer, apart, biases = qkv_parameters(torch.float32)
     x, angles = torch.randn(S, B, H, requires_grad=True), table(rows)
     first = Heads(HEADS.groups, HEADS.per_group, HEADS.size, blocks=True, batch_first=True)
@@ -79,7 +77,7 @@ def test_batch_first(config, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
-def test_gate_and_up(config, biased, dtype):
+def test_norm_mlp_of_gate_and_up(config, biased, dtype):
     layer = Layer.random(h=H, f=96, dtype=dtype, biased=biased)
     parts = [t.detach().clone().requires_grad_() for t in layer.fc1.split(96)]
     biases = (
@@ -94,14 +92,14 @@ def test_gate_and_up(config, biased, dtype):
         whole, [*common, layer.fc1, *([layer.fc1_bias] if biased else [])], upstream
     )
     got = torch.autograd.grad(joined, [*common, *parts, *biases], upstream)
-    assert all(torch.equal(a, b) for a, b in zip(wanted[:3], got[:3], strict=True))
+    assert equal(wanted[:3], got[:3])
     assert torch.equal(wanted[3], torch.cat(got[3:5])) and (
         not biased or torch.equal(wanted[4], torch.cat(got[5:]))
     )
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
-def test_gradients_are_views_that_autograd_keeps(scales):
+def test_norm_linear_gradients_of_joined_weights_are_views(scales):
     """One product makes them, and ``.grad`` is its memory."""
     layer, apart, _ = qkv_parameters(torch.float32)
     norm_linear(
@@ -112,7 +110,7 @@ def test_gradients_are_views_that_autograd_keeps(scales):
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)])
-def test_frozen_weights_get_none_and_change_no_other(frozen):
+def test_norm_linear_of_joined_weights_some_frozen(frozen):
     layer, apart, biases = qkv_parameters(torch.float32)
     x, config = torch.randn(S, B, H), settings()
     norm_linear(x, layer.norm, apart, biases, ONE, config).square().sum().backward()
@@ -127,7 +125,7 @@ def test_frozen_weights_get_none_and_change_no_other(frozen):
         )
 
 
-def test_main_grad_and_cached_codes_of_each():
+def test_norm_linear_adds_to_main_grad_of_each_weight():
     layer, apart, _ = qkv_parameters(torch.float32)
     x = torch.randn(S, B, H)
     norm_linear(x, layer.norm, apart, None, ONE, settings()).square().sum().backward()
@@ -137,17 +135,9 @@ def test_main_grad_and_cached_codes_of_each():
         x, layer.norm, apart, None, ONE, settings(wgrad="main_grad")
     ).square().sum().backward()
     assert all(torch.equal(w.main_grad, 1 + w.grad) for w in apart)
-    config = settings(weights="cached")
-    for change in (None, 0, 2):  # a write to any of them is noticed
-        if change is not None:
-            with torch.no_grad():
-                apart[change].mul_(1.5)
-        got = norm_linear(x, layer.norm, apart, None, ONE, config)
-        assert torch.equal(got, norm_linear(x, layer.norm, apart, None, ONE, settings()))
-    weights.invalidate_weights()
 
 
-def test_nothing_more_is_saved():
+def test_norm_linear_of_joined_weights_saved_bytes():
     layer, apart, biases = qkv_parameters(torch.bfloat16)
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     kept = []
@@ -158,7 +148,7 @@ def test_nothing_more_is_saved():
     assert kept[0] == kept[1]
 
 
-def test_biases_and_shapes_that_do_not_fit_are_named():
+def test_norm_linear_refuses_joined_misfits():
     layer, apart, biases = qkv_parameters(torch.float32)
     x = torch.randn(S, B, H)
     for weight, bias, message in (

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import invariant_linear, linear_cross_entropy, vocab_parallel_cross_entropy
 from coat_dist.flow.blocks import loss
+from tests.support import equal
 
 from .common import ONE, relative_error
 
@@ -52,13 +53,11 @@ def both(leaves, labels, upstream, **options):
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("chunk", [None, 64, 320, 7, 1000])
 @pytest.mark.parametrize("bias", [False, True])
-def test_is_the_plain_path(dtype, chunk, bias, z_loss):
+def test_linear_cross_entropy_is_the_loss_of_all_logits(dtype, chunk, bias, z_loss):
     leaves, labels, upstream = problem(dtype, bias=bias)
     (expected, wanted), (got, grads) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss)
     _, (kept, of_kept) = both(leaves, labels, upstream, chunk=chunk, z_loss=z_loss, keep=True)
-    assert torch.equal(got, kept) and all(
-        torch.equal(a, b) for a, b in zip(grads, of_kept, strict=True)
-    )
+    assert torch.equal(got, kept) and equal(grads, of_kept)
     whole = chunk is None or chunk > 331
     # fp32 products may be summed in another order where the shape is another.
     if whole or dtype == torch.bfloat16:
@@ -74,19 +73,16 @@ def test_is_the_plain_path(dtype, chunk, bias, z_loss):
 
 @DTYPES
 @pytest.mark.parametrize("chunk", [None, 64, 50, 7])
-def test_exact_products_give_the_same_bits_for_every_chunk(dtype, chunk):
+def test_linear_cross_entropy_exact_has_the_same_bits_for_every_chunk(dtype, chunk):
     leaves, labels, upstream = problem(dtype)
     wanted = vocab_parallel_cross_entropy(invariant_linear(*leaves, ONE), labels, ONE)
     got = linear_cross_entropy(*leaves, labels, ONE, chunk=chunk, exact=True)
     assert torch.equal(got, wanted)
-    for a, b in zip(
-        *(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)), strict=True
-    ):
-        assert torch.equal(a, b)
+    assert equal(*(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)))
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.3])
-def test_definition_in_fp64(z_loss):
+def test_linear_cross_entropy_against_fp64(z_loss):
     leaves, labels, upstream = problem(torch.float32, bias=True)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     logits = F.linear(*wide)
@@ -116,7 +112,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_no_tensor_of_tokens_by_vocabulary_exists(exact, monkeypatch):
+def test_linear_cross_entropy_makes_no_tensor_of_tokens_by_vocabulary(exact, monkeypatch):
     monkeypatch.setattr(loss, "_BLOCK", 512 * 256)
     tokens, h, v = 512, 16, 4096
     x = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=True)
@@ -131,7 +127,7 @@ def test_no_tensor_of_tokens_by_vocabulary_exists(exact, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_keeps_its_input_and_16_bytes_a_token(keep):
+def test_linear_cross_entropy_saves_its_input_and_16_bytes_a_token(keep):
     (x, weight, bias), labels, _ = problem(torch.bfloat16, bias=True)
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
@@ -144,7 +140,7 @@ def test_keeps_its_input_and_16_bytes_a_token(keep):
     assert sum(storages.values()) == labels.numel() * (8 + 8 + logits)
 
 
-def test_all_ignored():
+def test_linear_cross_entropy_of_ignored_labels():
     leaves, labels, upstream = problem(torch.bfloat16)
     labels.fill_(-100)
     out = linear_cross_entropy(*leaves, labels, ONE, z_loss=0.1, chunk=100)
@@ -153,7 +149,7 @@ def test_all_ignored():
 
 
 @pytest.mark.parametrize("label", [-1, 331, 10**6])
-def test_labels_outside_the_vocabulary(label):
+def test_linear_cross_entropy_of_labels_outside_the_vocabulary(label):
     leaves, labels, upstream = problem(torch.float32)
     labels[3, 2] = label
     with pytest.raises(
@@ -167,7 +163,7 @@ def test_labels_outside_the_vocabulary(label):
     assert dx.isnan().all(-1).sum() == 1 and dx[3, 2].isnan().all() and dweight.isnan().any()
 
 
-def test_nan_is_not_hidden():
+def test_linear_cross_entropy_of_nan():
     (x, weight), labels, upstream = problem(torch.float32)
     bad = x.detach().clone()
     bad[4, 4, 0] = torch.nan
@@ -178,7 +174,7 @@ def test_nan_is_not_hidden():
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2)])
-def test_frozen_inputs_cost_nothing_and_change_nothing(frozen):
+def test_linear_cross_entropy_of_frozen_inputs(frozen):
     leaves, labels, upstream = problem(torch.float32, bias=True)
     (_, wanted), _ = both(leaves, labels, upstream)
     for i in frozen:
@@ -190,7 +186,7 @@ def test_frozen_inputs_cost_nothing_and_change_nothing(frozen):
 
 @DTYPES
 @pytest.mark.parametrize("keep", [False, True])
-def test_recomputed_retained_and_not_contiguous(dtype, keep):
+def test_linear_cross_entropy_recomputed_retained_and_not_contiguous(dtype, keep):
     (x, weight), labels, upstream = problem(dtype)
     out = linear_cross_entropy(x, weight, labels, ONE, chunk=100, keep=keep)
     wanted = torch.autograd.grad(out, [x, weight], upstream, retain_graph=True)
@@ -211,7 +207,7 @@ def test_recomputed_retained_and_not_contiguous(dtype, keep):
         assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d)
 
 
-def test_without_gradients():
+def test_linear_cross_entropy_without_gradients():
     (x, weight), labels, _ = problem(torch.bfloat16)
     wanted = linear_cross_entropy(x, weight, labels, ONE)
     for context in (torch.no_grad(), torch.inference_mode()):
@@ -241,6 +237,6 @@ X, W, L = torch.randn(3, 2, 8), torch.randn(10, 8), torch.zeros(3, 2, dtype=torc
         (lambda: vocab_parallel_cross_entropy(X, L, ONE, z_loss=float("nan")), "z_loss: got nan"),
     ],
 )
-def test_misfits_are_refused(call, message):
+def test_linear_cross_entropy_refuses_misfits(call, message):
     with pytest.raises(ValueError, match=message):
         call()

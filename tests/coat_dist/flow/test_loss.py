@@ -22,7 +22,7 @@ def reference(logits, labels):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [50, 2**24])
-def test_value_and_gradient(dtype, chunk, monkeypatch):
+def test_vocab_parallel_cross_entropy_value_and_gradient(dtype, chunk, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_CHUNK", chunk)
     logits = (torch.randn(7, 3, 41) * torch.rand(7, 3, 1) * 60 - 20).to(dtype).requires_grad_()
     labels = torch.randint(0, 41, (7, 3))
@@ -40,7 +40,7 @@ def test_value_and_gradient(dtype, chunk, monkeypatch):
     assert not a[2, 1].any() and not a[0, 0].any() and mine[2, 1] == 0
 
 
-def test_keeps_no_copy_of_the_logits():
+def test_vocab_parallel_cross_entropy_saves_no_copy_of_the_logits():
     logits, labels = (
         torch.randn(8, 3, 1000, dtype=torch.bfloat16, requires_grad=True),
         torch.randint(0, 1000, (8, 3)),
@@ -53,7 +53,7 @@ def test_keeps_no_copy_of_the_logits():
     assert sum(storages.values()) == 24 * (8 + 8)  # the labels themselves, a maximum and a sum
 
 
-def test_extremes():
+def test_vocab_parallel_cross_entropy_of_extremes():
     logits = torch.tensor(
         [[1e4, -1e4, 0.0], [-torch.inf, 0.0, 0.0], [torch.nan, 0.0, 0.0]], requires_grad=True
     )
@@ -65,7 +65,7 @@ def test_extremes():
 
 
 @pytest.mark.parametrize("label", [-1, 5, -99, 10**6])
-def test_labels_outside_the_vocabulary(label):
+def test_vocab_parallel_cross_entropy_of_labels_outside_the_vocabulary(label):
     labels = torch.tensor([1, label])
     with pytest.raises(
         ValueError, match=f"labels: got {label}, accepted: 0 to 4, or -100 to ignore"
@@ -79,7 +79,7 @@ def test_labels_outside_the_vocabulary(label):
     assert logits.grad[1].isnan().all() and logits.grad[0].isfinite().all()
 
 
-def test_misfits_are_refused():
+def test_vocab_parallel_cross_entropy_refuses_misfits():
     with pytest.raises(ValueError, match="labels: got torch.int64"):
         vocab_parallel_cross_entropy(torch.randn(2, 5), torch.zeros(3, dtype=torch.long), ONE)
     with pytest.raises(ValueError, match="labels: got torch.float32"):

@@ -80,14 +80,14 @@ def ranks():
     return run_ranks(2, everything, random.randrange(2**31))
 
 
-def test_exact_products_give_the_same_bits_on_any_number_of_ranks(ranks):
+def test_linear_cross_entropy_exact_has_the_same_bits_on_any_number_of_ranks(ranks):
     for results, _ in ranks:
         for (dtype, sp, exact, *rest), values in results.items():
             if exact:
                 assert all(equal for equal, _ in values), (dtype, sp, rest, values)
 
 
-def test_other_products_differ_by_the_rounding_of_dx(ranks):
+def test_linear_cross_entropy_on_ranks_differs_by_the_rounding_of_dx(ranks):
     """dx is rounded to its dtype once a rank and summed. All else is the same work on columns of
     the same product.
     """
@@ -101,7 +101,7 @@ def test_other_products_differ_by_the_rounding_of_dx(ranks):
                 assert dtype != torch.bfloat16 or (values[0][0] and values[2][0])
 
 
-def test_nan_of_one_rank_is_everybodys(ranks):
+def test_linear_cross_entropy_with_nan_on_one_rank(ranks):
     assert all(nan for _, nan in ranks)
 
 
@@ -156,7 +156,7 @@ def losses_apart(*arguments):
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_zero3_gathers_the_output_weight(tied):
+def test_linear_cross_entropy_under_zero_3(tied):
     """ZeRO-3's hooks leave the residual's gradient to autograd; so does the run to compare with."""
     runs = [
         run_ranks(2, run, stage, tied) for stage, run in ((3, deepspeed_losses), (2, losses_apart))

@@ -112,7 +112,7 @@ def both(rank, world, changes):
 @pytest.mark.parametrize(
     "changes", [{}, {"forward_scales": "tensor", "grad_format": "e5m2", "fp8_gather": False}]
 )
-def test_parts_are_the_whole(changes) -> None:
+def test_scattered_product_of_parts_is_the_whole(changes) -> None:
     for found in run_ranks(2, both, changes):
         assert found[torch.bfloat16] == found[torch.float32] == []
         if not changes:
@@ -155,7 +155,7 @@ def four(rank, world):
     return wrong
 
 
-def test_four_ranks() -> None:
+def test_blocks_on_four_ranks_with_peer_memory() -> None:
     assert run_ranks(4, four) == [[]] * 4
 
 
@@ -176,7 +176,7 @@ def switches(rank, world):
     ]
 
 
-def test_the_switch_is_the_same_on_all_ranks() -> None:
+def test_check_switch_that_differs_between_ranks() -> None:
     end = "accepted: 0 or 1 (the default), the same on all ranks"
     wrong = [
         f"COAT_PEER_MEMORY: got {a!r} on tensor-parallel rank {r} and {b!r} on rank 0, {end}"

@@ -171,7 +171,7 @@ def late_copies(rank, world, changes, folder):
 
 
 @pytest.mark.parametrize("changes", [{}, {"forward_scales": "tensor"}])
-def test_copies_may_be_late(changes, tmp_path) -> None:
+def test_peer_memory_with_late_copies(changes, tmp_path) -> None:
     assert run_ranks(2, late_copies, changes, str(tmp_path)) == [[], []]
 
 
@@ -242,7 +242,7 @@ def odd_uses(rank, world, folder):
     return [name for name, good in facts.items() if not good]
 
 
-def test_exchanges_in_odd_orders(tmp_path) -> None:
+def test_peer_memory_with_exchanges_in_odd_orders(tmp_path) -> None:
     assert run_ranks(2, odd_uses, str(tmp_path)) == [[], []]
 
 
@@ -269,7 +269,7 @@ def without_memory(rank, world, folder):
     return uses, len(warned), all("rank 1 of the group" in text for text in warned)
 
 
-def test_a_rank_without_memory_sends_all_to_nccl() -> None:
+def test_peer_memory_where_a_rank_has_no_memory() -> None:
     with tempfile.TemporaryDirectory() as folder:
         expected = [False, True, False, False]
         assert run_ranks(2, without_memory, folder) == [(expected, 0, True), (expected, 1, True)]
@@ -291,5 +291,5 @@ def compiled(rank, world, folder):
 
 
 @pytest.mark.slow
-def test_compiled_for_several_lengths(tmp_path) -> None:
+def test_peer_memory_compiled_for_several_lengths(tmp_path) -> None:
     assert run_ranks(2, compiled, str(tmp_path)) == [[True] * 6] * 2

@@ -9,7 +9,7 @@ from coat_dist.flow import permute, token_order, unpermute
 @pytest.mark.parametrize(
     ("tokens", "experts", "topk"), [(37, 5, 2), (8, 4, 4), (6, 9, 1), (0, 3, 2)]
 )
-def test_order_rows_and_gradients(tokens, experts, topk):
+def test_permute_order_rows_and_gradients(tokens, experts, topk):
     chosen = torch.rand(tokens, experts).topk(topk).indices
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
     expert, token = routing_map.t().nonzero().unbind(1)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from coat_dist.flow import Heads, norm_linear, norm_qkv, rope_table
-from coat_dist.flow.per_tensor import once_per_tensor
+from coat_dist.flow.function import once_per_tensor
 from coat_dist.reference.rope import split_rope, split_rope_backward
+from tests.support import equal
 
 from .common import ONE, Layer, settings
 from .saved_bytes import normed_bytes, saved
@@ -24,7 +25,7 @@ def table(batch=1, rot=12):
                                     settings(forward_scales="tensor")])  # fmt: skip
 @pytest.mark.parametrize("angles", [table(), table(B, 16), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_bits_as_the_parts(config, angles, dtype):
+def test_norm_qkv_has_the_bits_of_its_parts(config, angles, dtype):
     layer = Layer.random(h=H, n=HEADS.width, kind="layernorm", dtype=dtype)
     x = torch.randn(S, B, H, dtype=dtype, requires_grad=True)
     inputs = [x, layer.norm_weight, layer.norm_bias, layer.weight, layer.bias]
@@ -39,10 +40,10 @@ def test_same_bits_as_the_parts(config, angles, dtype):
         torch.autograd.grad(got, inputs, douts),
         torch.autograd.grad(mixed, inputs, dmixed),
     )
-    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert equal(grads, expected)
 
 
-def test_only_the_shared_table_is_kept_besides():
+def test_norm_qkv_saves_the_shared_table_besides():
     layer, angles, config = (
         Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16),
         table(),
@@ -56,7 +57,7 @@ def test_only_the_shared_table_is_kept_besides():
     assert sum(kept.values()) == S * B * normed_bytes(H, config) + 2 * 4
 
 
-def test_unused_outputs_have_zero_gradients():
+def test_norm_qkv_with_unused_outputs():
     layer, x = Layer.random(h=H, n=HEADS.width), torch.randn(S, B, H, requires_grad=True)
     _, _, v = norm_qkv(x, layer.norm, layer.weight, None, HEADS, table(), ONE, settings())
     v.sum().backward()
@@ -64,7 +65,7 @@ def test_unused_outputs_have_zero_gradients():
     assert rows.tolist() == [[False, False, False, True]] * 2
 
 
-def test_values_of_tensors_are_made_once_until_one_changes():
+def test_once_per_tensor_until_one_changes():
     calls = []
 
     @once_per_tensor

@@ -12,7 +12,7 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Heads, Norm, TensorParallel, linear, norm_mlp, norm_qkv, rope_table
-from coat_dist.flow.weights import Weight
+from coat_dist.flow.core.weights import Weight
 
 H, F, TOKENS = 64, 96, 32
 ONE = TensorParallel()
@@ -26,13 +26,13 @@ class Watch:
     def __init__(self, monkeypatch) -> None:
         self.made: dict[str, weakref.ref] = {}
         self.alive: list[set[str]] = []
-        original = Weight.gradient
+        original = Weight.gradients
 
         def gradient(weight, *operands):
             self.alive.append({name for name, t in self.made.items() if t() is not None})
             return original(weight, *operands)
 
-        monkeypatch.setattr(Weight, "gradient", gradient)
+        monkeypatch.setattr(Weight, "gradients", gradient)
 
     def around(
         self, monkeypatch, module: str, function: str, given: dict[int, str], made: dict[int, str]
@@ -65,7 +65,7 @@ def weight(*shape: int) -> torch.Tensor:
     return (torch.randn(shape) * 0.1).requires_grad_()
 
 
-def test_mlp(watch, config, monkeypatch) -> None:
+def test_norm_mlp_releases_operands_before_wgrad(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "blocks.mlp", "quantize_gradient", {}, {0: "dout8", 1: "dout8_t"})
     watch.around(
         monkeypatch, "blocks.mlp", "activation_backward", {0: "da"}, {0: "d8", 1: "d8_t", 2: "a8_t"}
@@ -78,10 +78,10 @@ def test_mlp(watch, config, monkeypatch) -> None:
     assert watch.alive == [{"dout8_t", "d8", "d8_t", "a8_t"}, {"d8_t"}]
 
 
-def test_norm_qkv(watch, config, monkeypatch) -> None:
+def test_norm_qkv_releases_operands_before_wgrad(watch, config, monkeypatch) -> None:
     names = {0: "d8", 1: "d8_t"}
     watch.around(
-        monkeypatch, "blocks.norm_linear", "quantize_gradient", {0: "gradients together"}, names
+        monkeypatch, "blocks.linear", "quantize_gradient", {0: "gradients together"}, names
     )
     heads, table = Heads(2, 1, H // 2), rope_table(torch.randn(TOKENS, 1, 1, H // 2))
     norm = Norm("rmsnorm", 1e-5, weight(H))
@@ -91,7 +91,7 @@ def test_norm_qkv(watch, config, monkeypatch) -> None:
     assert watch.alive == [{"d8_t"}]
 
 
-def test_linear(watch, config, monkeypatch) -> None:
+def test_linear_releases_operands_before_wgrad(watch, config, monkeypatch) -> None:
     watch.around(monkeypatch, "blocks.linear", "quantize_gradient", {}, {0: "d8", 1: "d8_t"})
     linear(
         torch.randn(TOKENS, H, requires_grad=True), weight(H, H), ONE, config

@@ -8,42 +8,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import Heads, norm_mlp, norm_qkv, rope_table
 from coat_dist.reference.norm import norm_backward
-from tests.support import Adds
+from tests.support import Adds, equal
 
-from .common import ONE, Layer, settings
+from .catalogue import HEADS, RESIDUAL, H, catalogue
+from .common import Layer
 from .saved_bytes import saved
 
-S, B, H = 12, 3, 64
-HEADS = Heads(groups=2, per_group=2, size=16)
-CONFIG = settings()
-CALLS = ("norm_qkv", "norm_mlp")
+S, B = 12, 3
 
 
-def function(name, layer, residual=True, config=CONFIG):
-    """``x`` → outputs, the alias last."""
-    table = rope_table(torch.linspace(0, 30, S * 12).view(S, 1, 1, 12))
-
-    def call(x):
-        if name == "norm_qkv":
-            return norm_qkv(
-                x,
-                layer.norm,
-                layer.weight,
-                layer.bias,
-                HEADS,
-                table,
-                ONE,
-                config,
-                residual=residual,
-            )
-        out = norm_mlp(
-            x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config, residual=residual
-        )
-        return out if residual else (out,)
-
-    return call
+def function(name, layer, residual=True, **changes):
+    return catalogue(layer, residual, **changes)[name]
 
 
 def tensors(kind="rmsnorm", dtype=torch.bfloat16):
@@ -54,7 +30,7 @@ def tensors(kind="rmsnorm", dtype=torch.bfloat16):
 @pytest.fixture
 def backward_arguments(monkeypatch):
     """Arguments of every call of ``norm_backward``."""
-    module, seen = importlib.import_module("coat_dist.flow.inputs"), []
+    module, seen = importlib.import_module("coat_dist.flow.core.inputs"), []
     original = module.norm_backward
     monkeypatch.setattr(module, "norm_backward", lambda *args: seen.append(args) or original(*args))
     return seen
@@ -62,31 +38,27 @@ def backward_arguments(monkeypatch):
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("name", CALLS)
-def test_gradient_is_the_sum_rounded_once_and_the_rest_is_the_same(
-    name, kind, scales, backward_arguments
-):
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_gradient_is_the_sum_rounded_once(name, kind, scales, backward_arguments):
     layer, x = tensors(kind)
     inputs = [x, *(p for p in layer.parameters().values())]
     plain, (*outs, alias) = (
-        function(name, layer, r, settings(forward_scales=scales))(x) for r in (False, True)
+        function(name, layer, r, forward_scales=scales)(x) for r in (False, True)
     )
-    assert all(torch.equal(a, b) for a, b in zip(outs, plain, strict=True)) and torch.equal(
-        alias, x
-    )
+    assert equal(outs, plain) and torch.equal(alias, x)
     douts, carried = [torch.randn_like(t) for t in outs], torch.randn_like(x) * 3
     _, *expected = torch.autograd.grad(plain, inputs, douts, allow_unused=True)
     dx, *grads = torch.autograd.grad((*outs, alias), inputs, (*douts, carried), allow_unused=True)
     assert [g is None for g in grads] == [g is None for g in expected]
-    assert all(a is None or torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert equal(grads, expected)
     unfused, fused = backward_arguments
     assert unfused[-1] is None and torch.equal(fused[-1].view_as(carried), carried)
     in_fp32 = norm_backward(*unfused[:6], torch.float32, unfused[7])[0]
     assert torch.equal(dx, (in_fp32.view_as(x) + carried.float()).bfloat16())
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_autograd_adds_nothing(name):
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_leaves_autograd_nothing_to_add(name):
     layer, leaf = tensors()
     counts = []
     for fused in (False, True):
@@ -99,8 +71,8 @@ def test_autograd_adds_nothing(name):
     assert counts == [1, 0]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_alias_costs_nothing(name):
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_alias_saves_no_bytes(name):
     layer, x = tensors()
     *_, alias = function(name, layer)(x)
     assert alias.data_ptr() == x.data_ptr() and alias._is_view()
@@ -111,8 +83,8 @@ def test_alias_costs_nothing(name):
     assert sorted(kept[0].values()) == sorted(kept[1].values()) and x.data_ptr() not in kept[1]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_without_a_gradient_the_alias_is_the_input(name):
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_without_a_gradient_is_the_input(name):
     layer, x = tensors()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -124,8 +96,8 @@ def test_without_a_gradient_the_alias_is_the_input(name):
     assert fixed.grad is None and layer.norm_weight.grad.any()
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_either_output_may_be_unused(name):
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_with_an_unused_output(name):
     layer, x = tensors()
     *outs, alias = function(name, layer)(x)
     carried = torch.randn_like(x)
@@ -137,8 +109,8 @@ def test_either_output_may_be_unused(name):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_with_strides_zero_or_transposed(name):
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_gradients_with_strides_zero_or_transposed(name):
     layer, x = tensors()
     *outs, alias = function(name, layer)(x)
     dout = torch.randn_like(outs[0])
@@ -154,8 +126,8 @@ def test_gradients_with_strides_zero_or_transposed(name):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", CALLS)
-def test_checkpointing(name, reentrant):
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_under_checkpointing(name, reentrant):
     """Around function and residual connection, and, not reentrant, around the function alone."""
     layer, x = tensors()
     call = function(name, layer)

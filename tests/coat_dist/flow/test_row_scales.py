@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from coat_dist.flow import Norm, linear, mlp, norm_linear
+from coat_dist.flow.core.products import row_operand, saved_format, share_rows
 from coat_dist.flow.parallel.overlap import rows_of
-from coat_dist.flow.scaling import row_operand, saved_format, share_rows
-from coat_dist.formats import E4M3, QuantizedTensor, fp8_format
+from coat_dist.formats import E4M3, FORMATS, QuantizedTensor
 from coat_dist.reference.activation import ACTIVATIONS, activation_apply
 from coat_dist.reference.gemm import scaled_mm
 from coat_dist.reference.norm import norm_apply, norm_stats
 from coat_dist.reference.quantize import SMALLEST_SCALE, dequantize, quantize_groups, quantize_rows
+from tests.support import equal
 
 from .common import EPS, ONE, Layer, settings
 
@@ -51,10 +52,10 @@ def product(a, b, fmt, dtype):
 @pytest.mark.parametrize(("name", "scale"), FORMS)
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype):
+def test_row_scales_forward_is_the_definition_to_the_bit(forward, name, scale, kind, dtype):
     config, fmt = (
         settings(forward=forward, format=name, scale=scale, forward_scales="row"),
-        fp8_format(name),
+        FORMATS[name],
     )
     saved, before_activation = saved_format(config), saved_format(config, pre_activation=True)
     layer, x = Layer.random(kind=kind, dtype=dtype, f=80, biased=True), tokens(33, 64, dtype=dtype)
@@ -98,7 +99,9 @@ def gradients(out, leaves):
 @pytest.mark.parametrize(("name", "scale"), FORMS)
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_a_linear_are_those_of_per_tensor_scales(forward, name, scale, kind, dtype):
+def test_linear_with_row_scales_has_gradients_of_per_tensor_scales(
+    forward, name, scale, kind, dtype
+):
     layer = uneven(Layer.random(kind=kind, dtype=dtype))
     x = tokens(11, 3, 64, dtype=dtype).requires_grad_()
     z = tokens(11, 3, 48, dtype=dtype).requires_grad_()
@@ -114,13 +117,13 @@ def test_gradients_of_a_linear_are_those_of_per_tensor_scales(forward, name, sca
         o = linear(z, layer.back, ONE, config)
         runs.append((y, o, gradients(y, normed) + gradients(o, [z, layer.back])))
     assert not torch.equal(runs[0][0], runs[1][0]) and not torch.equal(runs[0][1], runs[1][1])
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][2], runs[1][2], strict=True))
+    assert equal(runs[0][2], runs[1][2])
 
 
 @pytest.mark.parametrize("forward", ["exact", "quantized"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("normed", [True, False])
-def test_gradients_of_an_mlp_are_those_of_per_tensor_scales_at_the_same_pre_activation(
+def test_mlp_with_row_scales_has_gradients_of_per_tensor_scales(
     monkeypatch, forward, activation, normed
 ):
     module = sys.modules[mlp.__module__]
@@ -142,10 +145,10 @@ def test_gradients_of_an_mlp_are_those_of_per_tensor_scales_at_the_same_pre_acti
         outs.append((layer.norm_mlp if normed else layer.mlp)(x, config, activation))
         grads.append(gradients(outs[-1], leaves))
     assert not torch.equal(*outs)
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert equal(*grads)
 
 
-def test_a_token_does_not_see_the_others():
+def test_row_scales_of_a_token_beside_wild_ones():
     """Forward's bits of a token do not depend on what else is in the batch, be it large or not a
     number.
     """
@@ -167,7 +170,7 @@ def test_a_token_does_not_see_the_others():
         assert stormy[[7, 9]].isnan().all() and stormy[3].isfinite().all(), name
 
 
-def test_a_bad_token_is_in_every_weight_gradient():
+def test_row_scales_keep_nan_in_weight_gradients():
     """wgrad sums over tokens: one that is not a number must not get lost with its scale."""
     layer, config = Layer.random(), settings(forward_scales="row")
     x = torch.randn(20, 64)
@@ -181,7 +184,7 @@ def test_a_bad_token_is_in_every_weight_gradient():
         assert grad.isnan().all()
 
 
-def test_the_largest_scale_is_that_of_the_same_rows():
+def test_row_operand_finds_the_largest_scale_of_its_rows():
     """Where the pass that wrote the scales found their largest, nothing looks for it again; other
     rows, and the same rows with other scales, come without it.
     """
@@ -202,9 +205,9 @@ def test_the_largest_scale_is_that_of_the_same_rows():
     assert row_operand(quantize_rows(x[:0], E4M3), ONE, config).scale == SMALLEST_SCALE
 
 
-def test_norm_without_parameters():
+def test_norm_linear_without_parameters_of_the_norm():
     x, w = tokens(9, 64), torch.randn(48, 64)
     for kind in ("rmsnorm", "layernorm"):
         got = norm_linear(x, Norm(kind, EPS), w, None, ONE, settings(forward_scales="row"))
         y = norm_apply(x, norm_stats(x, kind, EPS), None, None)
-        assert torch.equal(got, product(y, w, fp8_format("e4m3"), torch.float32))
+        assert torch.equal(got, product(y, w, FORMATS["e4m3"], torch.float32))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.flow import linear, norm, norm_linear, norm_mlp, scale_rows
-from coat_dist.formats import QuantizedTensor, fp8_format
+from coat_dist.formats import FORMATS, QuantizedTensor
 from coat_dist.reference.activation import activation_apply
 from coat_dist.reference.norm import NormStats, norm_apply
 from coat_dist.reference.quantize import amax, quantize_rows, quantize_tensor, tensor_scale
@@ -20,7 +20,7 @@ from .saved_bytes import normed_bytes, pre_bytes, saved, scale_bytes
 @pytest.mark.parametrize("scale", ["e8m0", "bf16"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize(("h", "f", "group_size"), [(64, 96, 32), (80, 72, 64)])
-def test_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, group_size):
+def test_layer_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, group_size):
     config = settings(forward=forward, forward_scales=scales, scale=scale, group_size=group_size)
     layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16)
     x = torch.randn(10, 3, h, dtype=torch.bfloat16, requires_grad=True)
@@ -48,7 +48,7 @@ def test_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, group_size
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
-def test_linear_keeps_its_input_alone(scales):
+def test_linear_saves_its_input_alone(scales):
     layer, config = Layer.random(dtype=torch.bfloat16), settings(forward_scales=scales)
     x = torch.randn(10, 3, 48, dtype=torch.bfloat16, requires_grad=True)
     assert sum(saved(lambda: linear(x, layer.back, ONE, config), layer.back, x).values()) == 2 * 4
@@ -60,7 +60,7 @@ def test_linear_keeps_its_input_alone(scales):
     )
 
 
-def test_unfused_norm_keeps_its_input_and_one_number_a_row():
+def test_norm_saves_its_input_and_one_number_a_row():
     layer = Layer.random()
     x = torch.randn(10, 3, 64, requires_grad=True)
     assert sum(saved(lambda: norm(x, layer.norm, ONE), x, layer.norm_weight).values()) == 30 * 4
@@ -70,7 +70,7 @@ def test_unfused_norm_keeps_its_input_and_one_number_a_row():
 def products(monkeypatch):
     """Operands of every FP8 product, in the order in which they ran."""
     seen = []
-    for name in ("blocks.linear", "blocks.norm_linear", "blocks.mlp", "weights"):
+    for name in ("blocks.linear", "blocks.mlp", "core.weights"):
         module = importlib.import_module(f"coat_dist.flow.{name}")
         for function in ("gemm", "summed_gemm"):
             if hasattr(module, function):
@@ -149,12 +149,12 @@ def same_codes(got, expected):
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt, kind):
+def test_backward_with_row_scales_quantizes_the_values_of_forward(products, fmt, kind):
     """ "quantized" mode: y and a of both directions are one function of the same bytes. Forward's
     codes are theirs by rows, backward's theirs per tensor, transposed, with the largest of
     forward's scales; so it is with weights.
     """
-    config, form = settings(forward="quantized", format=fmt, forward_scales="row"), fp8_format(fmt)
+    config, form = settings(forward="quantized", format=fmt, forward_scales="row"), FORMATS[fmt]
     layer, x = Layer.random(kind=kind, f=80), torch.randn(96, 64, requires_grad=True)
 
     def check(forward, backward, values):
@@ -186,7 +186,7 @@ def test_with_row_scales_backward_quantizes_the_values_of_forward(products, fmt,
     check((w2, s2), (w2_t, s2_t), layer.fc2)
 
 
-def test_exact_mode_saturates_what_rounding_carries_beyond_the_scale(products):
+def test_forward_exact_saturates_in_backward(products):
     """A row that is one large value: E4M3 rounds 1.07 up to 1.125, and y = x * rstd, 0.99999 of
     what forward's scale maps to the largest code, would exceed it.
     """

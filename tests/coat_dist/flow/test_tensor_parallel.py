@@ -24,7 +24,7 @@ from coat_dist.flow import (
     norm_mlp,
     vocab_parallel_cross_entropy,
 )
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 H, N, F, V, S, B = 64, 96, 128, 80, 8, 3
 ONE = TensorParallel()
@@ -225,7 +225,7 @@ def scale_edges(rank, scales):
             setting,
         )
         runs.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, p["gain"]])])
-    facts["bf16 gather"] = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    facts["bf16 gather"] = equal(*runs)
 
     # With sequence parallelism only this rank's tokens are kept.
     held = []
@@ -278,12 +278,12 @@ def flat(ranks, invariant):
                     yield key, name, *value
 
 
-def test_invariant_results_are_the_same_bits_on_any_number_of_ranks(ranks):
+def test_tp_invariant_has_the_same_bits_on_any_number_of_ranks(ranks):
     wrong = [(key, name, error) for key, name, equal, error in flat(ranks, True) if not equal]
     assert not wrong, wrong[:10]
 
 
-def test_other_results_are_close(ranks):
+def test_tensor_parallel_results_are_close(ranks):
     """Each rank scales its own shards: the same rounding errors in size, not in detail."""
     checked = list(flat(ranks, False))
     for key, name, _, error in checked:
@@ -292,6 +292,6 @@ def test_other_results_are_close(ranks):
     assert not all(equal for _, _, equal, _ in checked)
 
 
-def test_edges(ranks):
+def test_tensor_parallel_edges(ranks):
     for _, facts in ranks:
         assert all(facts.values()), facts

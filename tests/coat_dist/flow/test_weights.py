@@ -1,68 +1,96 @@
-"""Cached codes of weights: training with them, their bytes and lifetime. Changes:
-test_weights_changes.py.
+"""Weights of the flow: main_grad where saved tensors are replayed, and codes that grouped experts
+keep: training with them, their bytes and lifetime, and that none survives a change of the weights.
 """
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
-import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from coat_dist.flow import invalidate_weights, linear, norm_linear, norm_mlp, weights
+from coat_dist.flow import grouped_mlp, invalidate_weights
+from coat_dist.flow.blocks import grouped
+from coat_dist.flow.core import weights
 
-from .common import ONE, Layer, plain_linear, settings
+from .common import Layer, settings
 from .microbatches import REPLAYS, WEIGHTS, backward, batches, replayed, with_main_grad
 
-pytestmark = pytest.mark.usefixtures("empty_cache")
+COUNTS = torch.tensor([5, 0, 15])
+H, F = 48, 32
+LAST = torch.randn(3 * F, H)
+CACHED = settings(weights="cached")
+
+
+@pytest.fixture(autouse=True)
+def empty_cache():
+    invalidate_weights()
+    yield
+    invalidate_weights()
+
+
+@pytest.fixture
+def quantized(monkeypatch):
+    """Shapes of the weights that were quantized for forward."""
+    seen, original = [], grouped._Weight._quantize
+
+    def quantize(weight):
+        seen.append(tuple(weight.parameter.shape))
+        return original(weight)
+
+    monkeypatch.setattr(grouped._Weight, "_quantize", quantize)
+    return seen
+
+
+def parameter():
+    return torch.nn.Parameter(torch.randn(H, 3 * F))
+
+
+def experts(p, x, config=CACHED):
+    """Experts whose first weight is p, ``[H, 3 F]``, of x ``[20, H]``."""
+    return grouped_mlp(x, COUNTS, p, LAST, "gelu", config)
 
 
 @pytest.mark.parametrize("kind", REPLAYS)
-def test_main_grad_and_the_cache_under_replays(kind):
+def test_into_main_grad_under_replays(kind):
     """Saved parameters come back without their attributes there."""
     layer = Layer.random()
     plain, x = layer.copy(), batches(1)[0]
     expected = backward(plain, x, settings())
-    for options in (
-        {"wgrad": "main_grad"},
-        {"weights": "cached"},
-        {"wgrad": "main_grad", "weights": "cached"},
-    ):
-        other = layer.copy()
-        if "wgrad" in options:
-            with_main_grad(other, torch.float32)
-        assert torch.equal(backward(other, x, settings(**options), replayed(kind)), expected)
-        for name, p in other.parameters().items():
-            got = p.main_grad if name in WEIGHTS and "wgrad" in options else p.grad
-            assert torch.equal(got, getattr(plain, name).grad), (name, options)
+    other = with_main_grad(layer.copy(), torch.float32)
+    assert torch.equal(backward(other, x, settings(wgrad="main_grad"), replayed(kind)), expected)
+    for name, p in other.parameters().items():
+        got = p.main_grad if name in WEIGHTS else p.grad
+        assert torch.equal(got, getattr(plain, name).grad), name
 
 
 class Model(torch.nn.Module):
-    """Two layers whose parameters a torch module owns."""
+    """Two layers of experts, with residual connections."""
 
-    def __init__(self, layers):
+    def __init__(self, state=None):
         super().__init__()
-        self.layers = [layer.copy() for layer in layers]
-        for i, layer in enumerate(self.layers):
-            for name, t in layer.parameters().items():
-                self.register_parameter(f"{name}_{i}", torch.nn.Parameter(t.detach()))
-                setattr(layer, name, getattr(self, f"{name}_{i}"))
+        for i in range(2):
+            setattr(self, f"first_{i}", parameter())
+            setattr(self, f"last_{i}", torch.nn.Parameter(torch.randn(3 * F, H)))
+        if state is not None:
+            self.load_state_dict(state)
 
     def forward(self, x, config, wrap=lambda f, x: f(x)):
-        for layer in self.layers:
-            x = wrap(lambda t, layer=layer: layer.flow(t, config), x)
+        for i in range(2):
+            pair = getattr(self, f"first_{i}"), getattr(self, f"last_{i}")
+            x = x + wrap(lambda t, pair=pair: grouped_mlp(t, COUNTS, *pair, "gelu", config), x)
         return x
 
 
-def train(layers, data, mode, kind, scales, accumulation=2):
+def train(state, data, mode, kind, scales, accumulation=2):
     """Losses of a loop with everything in it: accumulation, two micro-batches in flight,
     evaluation, loads.
     """
-    config, model = settings(weights=mode, forward_scales=scales), Model(layers)
+    config, model = settings(weights=mode, forward_scales=scales), Model(state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    first = {k: v.clone() for k, v in model.state_dict().items()}
     losses, wrap = [], replayed(kind)
     for step in range(len(data) // accumulation):
         window = data[step * accumulation : (step + 1) * accumulation]
@@ -78,7 +106,7 @@ def train(layers, data, mode, kind, scales, accumulation=2):
         if step == 2:  # evaluation straight after a step, before any training forward
             with torch.inference_mode():
                 losses.append(model(-window[0], config).square().mean().item())
-            model.load_state_dict(first)
+            model.load_state_dict(state)
         if step == 3:
             with torch.no_grad():
                 losses.append(model(-window[0], config).square().mean().item())
@@ -95,18 +123,19 @@ def train(layers, data, mode, kind, scales, accumulation=2):
 @pytest.mark.parametrize(
     ("kind", "scales"), [*((kind, "tensor") for kind in REPLAYS), ("plain", "row")]
 )
-def test_cached_training_is_the_same_to_the_bit(kind, scales, quantized):
-    layers, data = [Layer.random(f=64), Layer.random(f=64)], batches(14)
-    expected = train(layers, data, "on_use", kind, scales)
+def test_grouped_mlp_with_kept_codes_trains_to_the_same_bits(kind, scales, quantized):
+    state = {name: t.clone() for name, t in Model().state_dict().items()}
+    data = [torch.randn(20, H) for _ in range(14)]
+    expected = train(state, data, "on_use", kind, scales)
     quantized.clear()
-    assert train(layers, data, "cached", kind, scales) == expected
+    assert train(state, data, "cached", kind, scales) == expected
     assert len(set(expected)) == len(expected)  # nothing stood still
     # Once for each of 7 steps and 3 changes in between.
-    assert len(quantized) == 2 * len(WEIGHTS) * (7 + 3)
+    assert len(quantized) == 4 * (7 + 3)
 
 
-def test_different_settings_do_not_share_codes():
-    p, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
+def test_from_cache_of_different_settings():
+    p, x = parameter(), torch.randn(20, H)
     for fmt, scales in (
         ("e4m3", "tensor"),
         ("e5m2", "tensor"),
@@ -115,77 +144,160 @@ def test_different_settings_do_not_share_codes():
         ("e4m3", "tensor"),
     ):
         options = {"format": fmt, "grad_format": "e4m3", "forward_scales": scales}
-        cached = linear(x, p, ONE, settings(weights="cached", **options))
-        assert torch.equal(cached, linear(x, p, ONE, settings(**options)))
+        kept = experts(p, x, settings(weights="cached", **options))
+        assert torch.equal(kept, experts(p, x, settings(**options)))
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_bytes_and_lifetime(scales):
-    layer, x = Layer.random(dtype=torch.bfloat16), batches(1, torch.bfloat16)[0]
+def test_from_cache_bytes_and_lifetime(scales):
+    p, x = parameter(), torch.randn(20, H)
     config = settings(weights="cached", forward_scales=scales)
-    out = layer.flow(x, config)
-    elements, rows = (
-        sum(count(getattr(layer, name)) for name in WEIGHTS) for count in (torch.numel, len)
-    )
-    for_rows = 4 * rows if scales == "row" else 0
-    kept = [
-        t
-        for entry in weights._cache.values()
-        for t in (entry.operand.q8.codes, entry.operand.q8.scales)
-    ]
-    kept += [entry.operand.scale for entry in weights._cache.values() if scales == "row"]
-    # A byte each, and scales.
-    assert sum(t.nbytes for t in kept) == elements + 4 * len(WEIGHTS) + for_rows
-    del kept
-    copied = copy.deepcopy(layer.weight)
-    assert not copied.__dict__ and torch.equal(copied, layer.weight)
-    pickle.dump(layer.weight, buffer := io.BytesIO())
-    assert len(buffer.getvalue()) < 2 * layer.weight.numel() + 2000
-    held = [weakref.ref(entry.operand.q8) for entry in weights._cache.values()]
-    invalidate_weights()
-    assert not weights._cache
-    # Though ``out`` still holds its graph.
-    assert len(held) == len(WEIGHTS) and not any(w8() for w8 in held)
-    out.sum().backward()  # and can still run
-    assert layer.weight.grad.isfinite().all()
-    layer.flow(x, config)
-    del layer, out, copied
-    gc.collect()
-    assert not weights._cache
-
-
-@pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_backward_after_the_codes_are_gone_is_the_same(scales):
-    layer, x = Layer.random(), batches(1)[0]
     grads = []
     for drop in (False, True):
-        out = layer.flow(x, settings(weights="cached", forward_scales=scales))
+        out = experts(p, x, config)
+        operands = [entry.operand for entry in weights._cache.values()]
+        # A byte each, and scales of rows or experts.
+        rows = 3 * F + 3 * H if scales == "row" else 6
+        assert sum(o.q8.codes.nbytes for o in operands) == p.numel() + LAST.numel()
+        assert sum(o.q8.scales.nbytes for o in operands) == 4 * rows
+        copied = copy.deepcopy(p)
+        assert not copied.__dict__ and torch.equal(copied, p)
+        pickle.dump(p, buffer := io.BytesIO())
+        assert len(buffer.getvalue()) < 4 * p.numel() + 2000
         if drop:
             invalidate_weights()
-        grads.append(torch.autograd.grad(out.square().sum(), list(layer.parameters().values())))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+            assert not weights._cache
+        grads += torch.autograd.grad(out.square().sum(), [p])  # backward needs none of them
+    assert torch.equal(*grads)
+    experts(p, x, config)
+    entries = len(weights._cache)
+    del p, out, copied, operands
+    gc.collect()
+    assert len(weights._cache) == entries - 1
 
 
-def test_parameters_of_zero_3_are_refused():
-    layer, x = Layer.random(), batches(1)[0]
-    layer.weight.ds_id = layer.fc1.ds_id = 7
-    for call in (
-        lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, settings(weights="cached")),
-        lambda: norm_mlp(
-            x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, settings(weights="cached")
-        ),
-    ):
-        with pytest.raises(
-            ValueError, match="activation.weights: got 'cached' with a parameter that ZeRO-3"
-        ):
-            call()
+def test_cacheable_refuses_parameters_of_zero_3():
+    p = parameter()
+    p.ds_id = 7
+    message = "activation.weights: got 'cached' with a parameter that ZeRO-3"
+    with pytest.raises(ValueError, match=message):
+        experts(p, torch.randn(20, H))
 
 
-def test_compiled_code_does_not_keep_codes():
+def test_cacheable_in_compiled_code():
     """What was traced once must quantize the weights of each call."""
-    weight, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
-    compiled = torch.compile(lambda t: plain_linear(weight, 2 * t), backend="eager")
+    p, x = parameter(), torch.randn(20, H)
+    compiled = torch.compile(lambda t: experts(p, 2 * t), backend="eager")
     for _ in range(3):
-        assert torch.equal(compiled(x), plain_linear(weight, 2 * x, "on_use"))
-        weight.data.mul_(1.5)
+        assert torch.equal(compiled(x), experts(p, 2 * x, settings()))
+        p.data.mul_(1.5)
     assert not weights._cache
+
+
+def quietly(function, *arguments):
+    with torch.no_grad():
+        function(*arguments)
+
+
+def optimizer_step(p, new):
+    p.grad = new
+    torch.optim.SGD([p], lr=0.5).step()
+
+
+def step_elsewhere(p, new):
+    """As ZeRO does it: an optimizer steps on something else, then the parameter's storage is
+    written.
+    """
+    master = torch.nn.Parameter(p.detach().clone())
+    optimizer_step(master, new)
+    p.data.copy_(master.detach())
+
+
+def averaged(p, new):
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.ParameterList([p]))
+    average.update_parameters(torch.nn.ParameterList([torch.nn.Parameter(new)]))
+    quietly(torch._foreach_copy_, [p], list(average.parameters()))
+
+
+WRITES = {
+    "copy_": (lambda p, new: quietly(p.copy_, new), True),
+    "data =": (lambda p, new: setattr(p, "data", new), True),
+    "detach().copy_": (lambda p, new: p.detach().copy_(new), True),
+    "load_state_dict": (
+        lambda p, new: torch.nn.ParameterList([p]).load_state_dict({"0": new}),
+        True,
+    ),
+    "nn.init": (lambda p, new: torch.nn.init.normal_(p), True),
+    "vector_to_parameters": (
+        lambda p, new: torch.nn.utils.vector_to_parameters(new.view(-1), [p]),
+        True,
+    ),
+    "averaged weights": (averaged, True),
+    "an optimizer's step": (optimizer_step, True),
+    "an optimizer's step on a master": (step_elsewhere, True),
+    # As torch's DistributedDataParallel makes its ranks equal.
+    "_broadcast_coalesced": (
+        lambda p, new: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 2**20, 0),
+        True,
+    ),
+    "broadcast": (lambda p, new: dist.broadcast(p, 0), False),
+    "broadcast of data": (lambda p, new: dist.broadcast(p.data, 0), False),
+    "all_reduce": (lambda p, new: dist.all_reduce(p.detach()), False),
+    "data.copy_": (lambda p, new: p.data.copy_(new), False),
+    "foreach on data": (lambda p, new: quietly(torch._foreach_mul_, [p.data], 2.0), False),
+}
+"""{name: (a write to p, whether the cache sees it)}; what it does not see is documented."""
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_invalidate_weights_after_writes_that_are_not_seen(one_rank, quantized):
+    """By whether codes are made anew: a collective of one rank writes what was there."""
+    for name, (write, seen) in WRITES.items():
+        p, x = parameter(), torch.randn(20, H)
+        experts(p, x)
+        quantized.clear()
+        write(p, torch.randn(H, 3 * F))
+        after = experts(p, x)
+        assert quantized.count((H, 3 * F)) == seen, name
+        if not seen:
+            invalidate_weights()
+            after = experts(p, x)
+        assert torch.equal(after, experts(p, x, settings())), name
+
+
+def test_from_cache_of_new_storage_at_an_old_address():
+    """An allocator gives a freed address again, and assigning ``data`` raises no version."""
+    memory, x = bytearray(torch.randn(H * 3 * F).numpy().tobytes()), torch.randn(20, H)
+    p = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32).view(H, 3 * F))
+    experts(p, x)
+    address, version = p.data_ptr(), p._version
+    p.data = torch.randn(H, 3 * F)
+    memory[:] = torch.randn(H * 3 * F).numpy().tobytes()
+    p.data = torch.frombuffer(memory, dtype=torch.float32).view(H, 3 * F)
+    assert (p.data_ptr(), p._version) == (address, version)
+    assert torch.equal(experts(p, x), experts(p, x, settings()))
+
+
+def test_invalidate_after_methods_that_write_weights():
+    class Owner:
+        def load(self, path, fails=False):
+            """Load."""
+            if fails:
+                raise OSError(path)
+            return path
+
+    owner, p, x = Owner(), parameter(), torch.randn(20, H)
+    weights.invalidate_after(owner, "load", "save")  # what it does not have is left out
+    assert owner.load.__doc__ == "Load." and not hasattr(owner, "save")
+    for fails in (False, True):
+        experts(p, x)
+        assert weights._cache
+        with pytest.raises(OSError, match="here") if fails else contextlib.nullcontext():
+            assert owner.load("here", fails=fails) == "here"
+        assert not weights._cache

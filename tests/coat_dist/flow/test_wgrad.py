@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coat_dist.flow import linear, main_grad
+from coat_dist.flow import linear
+from coat_dist.flow.core import main_grad
 from coat_dist.reference.gemm import scaled_mm
 
 from .common import ONE, Layer, settings
@@ -29,7 +30,7 @@ def wgrads(monkeypatch):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
+def test_main_grad_against_the_definition(wgrads, dtype, main_dtype, invariant):
     """Products in fp32, each added and rounded once: to the bit, over several micro-batches."""
     layer = with_main_grad(Layer.random(dtype=dtype), main_dtype)
     config = settings(wgrad="main_grad", tp_invariant=invariant)
@@ -49,7 +50,7 @@ def test_main_grad_is_the_definition(wgrads, dtype, main_dtype, invariant):
 
 
 @pytest.mark.parametrize("rows", [128, 300, 512])
-def test_blocks_of_rows(monkeypatch, rows):
+def test_main_grad_by_blocks_of_rows(monkeypatch, rows):
     """A gradient that passes through several temporaries, the last one short."""
     monkeypatch.setattr(main_grad, "_CHUNK", 1)
     weight, x = torch.randn(rows, 48, requires_grad=True), torch.randn(20, 48)
@@ -60,7 +61,7 @@ def test_blocks_of_rows(monkeypatch, rows):
     assert torch.equal(weight.main_grad, 1 + expected) and weight.grad is None
 
 
-def test_what_autograd_is_given():
+def test_main_grad_and_what_autograd_is_given():
     x, config = torch.randn(20, 48), settings(wgrad="main_grad")
 
     def run(**attributes):
@@ -85,7 +86,7 @@ def test_what_autograd_is_given():
 
 @pytest.mark.parametrize("said", ["overwrite_main_grad", "coat_zeroed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_main_grad_is_replaced(said, dtype):
+def test_main_grad_overwritten(said, dtype):
     """Always, or the first time."""
     weight, x = torch.nn.Parameter(torch.randn(64, 48)), torch.randn(20, 48)
     linear(x, weight, ONE, settings()).sum().backward()
@@ -104,7 +105,7 @@ def test_main_grad_is_replaced(said, dtype):
         (torch.zeros(64, 48, dtype=torch.float16), r"torch.float16 \[64, 48\]"),
     ],
 )
-def test_no_main_grad_to_add_to(buffer, given):
+def test_main_grad_missing(buffer, given):
     weight = torch.nn.Parameter(torch.randn(64, 48))
     if buffer is not None:
         weight.main_grad = buffer

@@ -1,5 +1,4 @@
-"""One file for each operation: ``test_X.py`` tests the definition, and the kernel on a GPU or in
-Triton's interpreter.
-
-``X_agreement.py`` says how kernel and definition must agree.
+"""One file for each operation: ``test_X.py`` tests the definition. ``test_kernels.py`` runs the
+kernels, on a GPU or in Triton's interpreter, against the definitions: the rows are in
+``agreement``.
 """

@@ -7,6 +7,7 @@ from itertools import cycle, product
 import torch
 
 from coat_dist.optim import CoatAdamW
+from tests.support import equal
 
 POISON = 3e29
 """Between elements. Read by mistake it would show, and so would writing over it."""
@@ -292,5 +293,5 @@ def check_sizes(device="cpu"):
                     assert "got" in str(error) and "accepted" in str(error)
                 else:
                     raise AssertionError((change, n, moments))
-                assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+                assert equal(params, before)
                 assert [optimizer.state[p]["step"] for p in params] == [1, 1, 1]

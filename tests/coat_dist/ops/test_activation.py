@@ -25,7 +25,6 @@ from coat_dist.reference.quantize import (
     quantize_tensor,
     tensor_scale,
 )
-from tests.support.devices import DEVICE, on_device
 
 TORCH = {
     "silu": F.silu,
@@ -47,7 +46,7 @@ def u8(q):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_slopes(name):
+def test_activation_values_and_slopes(name):
     gate = torch.cat(
         [torch.linspace(-30, 30, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4])]
     )
@@ -62,7 +61,7 @@ def test_values_and_slopes(name):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("f", [1, 32, 45])
 @pytest.mark.parametrize("biased", [False, True])
-def test_passes_are_the_sum_of_their_parts(name, f, biased):
+def test_activation_passes_are_their_parts(name, f, biased):
     parts = ACTIVATIONS[name].parts
     pre, da = torch.randn(6, parts * f) * 3, torch.randn(6, f)
     bias = torch.randn(parts * f) if biased else None
@@ -107,7 +106,7 @@ def test_passes_are_the_sum_of_their_parts(name, f, biased):
 @pytest.mark.parametrize("f", [1, 45])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("biased", [False, True])
-def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(name, f, exact, biased):
+def test_activation_compress_rows_is_two_passes(name, f, exact, biased):
     width = ACTIVATIONS[name].parts * f
     pre = torch.randn(2, 3, width) * torch.exp(torch.randn(2, 3, 1))
     bias = torch.randn(width) if biased else None
@@ -127,7 +126,7 @@ def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(name
     assert torch.equal(got.a8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
 
 
-def test_nan_is_not_lost():
+def test_activation_compress_of_nan():
     pre = torch.randn(2, 16)
     pre[0, 3] = torch.nan
     found = activation_compress(pre, "swiglu", E4M3, 32, "e8m0", exact=True)
@@ -135,51 +134,9 @@ def test_nan_is_not_lost():
     assert activation_apply(found.pre8, "swiglu")[0].isnan().all()
 
 
-def test_a_bias_is_added_once():
+def test_activation_apply_refuses_a_second_bias():
     """The FP8 form holds it: a second one is a mistake."""
     pre, bias = torch.randn(2, 16), torch.ones(16)
     pre8 = activation_compress(pre, "gelu", E4M3, 32, "e8m0", True, bias).pre8
     with pytest.raises(ValueError, match="bias: got a tensor with a quantized pre-activation"):
         activation_apply(pre8, "gelu", bias)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels(agreement, activation):
-    sizes, rows, variants = on_device(((2752,), 260, 1), ((72,), 9, 3))
-    agreement.check_activation(DEVICE, sizes, rows, (activation,), variants)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_kernels_without_packets(agreement, activation):
-    sizes, rows, variants = on_device(((176,), 257, 3), ((33,), 9, 1))
-    agreement.check_activation(DEVICE, sizes, rows, (activation,), variants)
-
-
-def test_kernels_of_bad_values(agreement):
-    agreement.check_activation_of_bad_values(DEVICE)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernel_that_writes_row_scales(agreement, activation):
-    sizes, rows = on_device(((2752,), 67), ((72, 101), 1))
-    agreement.check_activation_rows(DEVICE, sizes, rows, (activation,), variants=1)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
-def test_kernel_that_writes_row_scales_over_tails(agreement, activation):
-    rows, variants = on_device((9, 5), (1, 1))
-    agreement.check_activation_rows(DEVICE, (101,), rows, (activation,), variants)
-
-
-def test_kernel_that_writes_row_scales_of_long_rows(agreement):
-    """On a GPU those of Llama 7B and 70B."""
-    sizes, rows = on_device(((11008, 28672), 40), ((1100,), 1))
-    agreement.check_activation_rows(DEVICE, sizes, rows, ("swiglu",), variants=1)
-
-
-def test_kernel_that_writes_row_scales_of_bad_values(agreement):
-    agreement.check_rows_of_bad_values(DEVICE)
-
-
-def test_kernel_that_writes_row_scales_with_no_rows_and_with_one_element(agreement):
-    agreement.check_no_rows_and_one_element(DEVICE)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from coat_dist import ops
 from coat_dist.formats import QuantizedTensor
-from coat_dist.ops import gemm as ops
 from coat_dist.reference import gemm
 from coat_dist.reference.gemm import code_products, exact_mm, scale_and_round, scaled_mm
 
@@ -33,14 +33,14 @@ def as_integers(codes):
     return (codes.double() * 2**9).long()
 
 
-def test_products_of_codes_are_exact():
+def test_code_products_are_exact():
     a, b = operand(9, 3000), operand(7, 3000)
     exact = (as_integers(a.codes)[:, None, :] * as_integers(b.codes)[None]).sum(-1)
     assert exact.abs().max() < 2**53
     assert torch.equal(code_products(a, b), exact.double() / 2**18)
 
 
-def test_splitting_the_sum_changes_no_bit():
+def test_code_products_split_over_the_sum():
     a, b = operand(5, 640), operand(6, 640)
     whole = scaled_mm(a, b, torch.float32)
     order = torch.randperm(640)
@@ -54,7 +54,7 @@ def test_splitting_the_sum_changes_no_bit():
     assert torch.equal(whole, sum(parts).mul(a.scales.double() * b.scales.double()).float())
 
 
-def test_chunks_change_nothing(monkeypatch):
+def test_exact_mm_in_chunks(monkeypatch):
     a, b = torch.randn(37, 50), torch.randn(23, 50, dtype=torch.bfloat16)
     whole = exact_mm(a, b)
     assert torch.allclose(whole, a.double() @ b.double().t())
@@ -67,7 +67,7 @@ def test_chunks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("other", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_value_and_type(dtype, other):
+def test_scaled_mm_value_and_type(dtype, other):
     a, b = operand(8, 33), operand(3, 33, dtype=other)
     got = scaled_mm(a, b, dtype)
     expected = (a.codes.double() * a.scales) @ (b.codes.double() * b.scales).t()
@@ -78,7 +78,7 @@ def test_value_and_type(dtype, other):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("m, n, k", [(8, 3, 33), (1, 1, 16), (1, 5, 7), (0, 4, 16), (37, 19, 64)])
-def test_row_scales_are_applied_to_rows_and_columns(dtype, m, n, k):
+def test_scaled_mm_with_row_scales(dtype, m, n, k):
     """Products of codes are exact in fp64, and so is the product of two scales: one rounding in
     fp64, one in fp32.
     """
@@ -98,13 +98,13 @@ def test_row_scales_are_applied_to_rows_and_columns(dtype, m, n, k):
         assert torch.equal(scaled_mm(one, b, dtype), got[i : i + 1])
 
 
-def test_equal_row_scales_are_a_tensor_scale():
+def test_scaled_mm_with_equal_row_scales():
     a, b = operand(9, 48), operand(5, 48)
     rows = [QuantizedTensor(q.codes, q.scales.expand(len(q.codes), 1), "row") for q in (a, b)]
     assert torch.equal(scaled_mm(*rows, torch.float32), scaled_mm(a, b, torch.float32))
 
 
-def test_a_bad_row_spoils_its_row_of_the_product_and_no_other():
+def test_scaled_mm_of_a_bad_row():
     a, b = row_operand(4, 16), row_operand(3, 16)
     a.scales[1] = torch.nan
     b.scales[2] = torch.nan
@@ -113,7 +113,7 @@ def test_a_bad_row_spoils_its_row_of_the_product_and_no_other():
     assert torch.equal(scaled_mm(a, b, torch.float32).isnan(), wanted)
 
 
-def test_nan_codes_and_scales_reach_the_result():
+def test_scaled_mm_of_nan():
     a, b = operand(4, 16), operand(3, 16)
     a.codes.view(torch.uint8)[2, 5] = 0x7F
     assert torch.equal(
@@ -122,7 +122,7 @@ def test_nan_codes_and_scales_reach_the_result():
     assert scaled_mm(operand(4, 16, scale=torch.tensor(torch.nan)), b, torch.float32).isnan().all()
 
 
-def test_misfits_are_refused():
+def test_scaled_mm_refuses_misfits():
     with pytest.raises(ValueError, match=r"b: got shape \[3, 8\], accepted: \[n, 16\]"):
         scaled_mm(operand(4, 16), operand(3, 8), torch.float32)
     grouped = QuantizedTensor(

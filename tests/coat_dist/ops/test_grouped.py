@@ -7,11 +7,10 @@ from coat_dist import ops
 from coat_dist.formats import E4M3
 from coat_dist.ops import BLOCK, expert_rows
 from coat_dist.reference.quantize import quantize_rows
-from tests.support.devices import DEVICE
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 33, 32, 1], [0, 0, 0], [0, 40, 0], [7]])
-def test_rows_lie_by_blocks(counts):
+def test_expert_rows_lie_by_blocks(counts):
     rows = expert_rows(torch.tensor(counts), sum(counts), torch.device("cpu"))
     total = rows.source.shape[0]
     assert total % BLOCK == 0 and total == rows.ends[-1] == max(
@@ -30,7 +29,7 @@ def test_rows_lie_by_blocks(counts):
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [4, -1]])
-def test_numbers_of_tokens_that_do_not_fit_are_refused(counts):
+def test_expert_rows_refuse_misfits(counts):
     with pytest.raises(
         ValueError, match=r"tokens_per_expert: got \[.*\], accepted: numbers that add up to 4 rows"
     ):
@@ -38,7 +37,7 @@ def test_numbers_of_tokens_that_do_not_fit_are_refused(counts):
 
 
 @pytest.mark.parametrize("layout", ["row", "expert"])
-def test_products_are_those_of_each_expert(layout):
+def test_grouped_mm_is_the_product_of_each_expert(layout):
     counts, experts, k, n = [5, 0, 40], 3, 48, 16
     rows = expert_rows(torch.tensor(counts), sum(counts), torch.device("cpu"))
     x = ops.take_rows(torch.randn(sum(counts), k), rows.source)
@@ -63,8 +62,3 @@ def test_products_are_those_of_each_expert(layout):
         for e, at in rows.pieces():
             wanted = values[at].t() @ (d8.codes.float() * of_rows)[at]
             torch.testing.assert_close(grad[e], wanted, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("what", ["rows", "weights", "activation"])
-def test_kernels(agreement, what):
-    getattr(agreement, f"check_{what}_of_experts")(DEVICE)

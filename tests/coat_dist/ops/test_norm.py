@@ -23,7 +23,7 @@ from coat_dist.reference.quantize import (
     quantize_rows,
     tensor_scale,
 )
-from tests.support.devices import DEVICE, on_device
+from tests.support import equal
 
 EPS = 1e-5
 
@@ -44,7 +44,7 @@ def torch_norm(kind, x, weight, bias):
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("affine", [True, False])
-def test_values_and_gradients(kind, affine):
+def test_norm_forward_and_backward_are_torchs(kind, affine):
     x, weight, bias = inputs(affine)
     dy = torch.randn_like(x)
     leaves = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
@@ -61,7 +61,7 @@ def test_values_and_gradients(kind, affine):
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_the_residual_gradient_is_added_before_the_one_rounding(kind):
+def test_norm_backward_adds_the_residual_before_rounding(kind):
     x, weight, _ = inputs()
     dy, residual = torch.randn_like(x).bfloat16(), (torch.randn_like(x) * 3).bfloat16()
     stats = norm_stats(x, kind, EPS)
@@ -71,10 +71,10 @@ def test_the_residual_gradient_is_added_before_the_one_rounding(kind):
     )
     assert torch.equal(got, (exact + residual.float()).bfloat16())
     assert not torch.equal(got, exact.bfloat16() + residual)  # what two roundings give
-    assert all(torch.equal(a, b) for a, b in zip(sums, others, strict=True))
+    assert equal(sums, others)
 
 
-def test_statistics_do_not_depend_on_the_other_rows():
+def test_norm_stats_beside_other_rows():
     x = torch.randn(37, 72, dtype=torch.bfloat16)
     for kind in ("rmsnorm", "layernorm"):
         together = norm_stats(x, kind, EPS)
@@ -84,14 +84,14 @@ def test_statistics_do_not_depend_on_the_other_rows():
             assert torch.equal(together.mean, torch.cat([s.mean for s in alone]))
 
 
-def test_a_row_of_zeros_is_finite():
+def test_norm_forward_of_zeros():
     stats = norm_stats(torch.zeros(2, 8), "rmsnorm", EPS)
     torch.testing.assert_close(stats.rstd, torch.full((2, 1), EPS**-0.5))
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_first_pass_is_the_sum_of_its_parts(kind, exact):
+def test_norm_compress_is_its_parts(kind, exact):
     x, weight, bias = inputs()
     found = norm_compress(x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
     whole = norm_stats(x, kind, EPS)
@@ -108,7 +108,7 @@ def test_first_pass_is_the_sum_of_its_parts(kind, exact):
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(kind, exact):
+def test_norm_compress_rows_is_two_passes(kind, exact):
     x, weight, bias = inputs()
     arguments = (x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
     got, first = norm_compress_rows(*arguments), norm_compress(*arguments)
@@ -123,7 +123,7 @@ def test_one_pass_with_row_scales_is_the_two_passes_with_the_scales_of_rows(kind
     assert torch.equal(got.y8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
 
 
-def test_second_pass_from_codes_and_transposed():
+def test_norm_quantize_from_codes_and_transposed():
     x, weight, bias = inputs()
     found = norm_compress(x, "layernorm", EPS, weight, bias, E4M3, 32, "bf16", False)
     scale = tensor_scale(found.amax, E4M3)
@@ -137,7 +137,7 @@ def test_second_pass_from_codes_and_transposed():
     assert (dequantize(plain) - y).norm() < 0.04 * y.norm()
 
 
-def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
+def test_norm_backward_sums_in_fp64():
     x, weight, _ = inputs()
     dy = torch.randn_like(x)
     stats = norm_stats(x, "rmsnorm", EPS)
@@ -152,31 +152,3 @@ def test_sums_over_rows_in_fp64_do_not_depend_on_their_split():
     for i in (1, 2):
         assert whole[i].dtype == torch.float64
         assert torch.equal(whole[i].float(), (halves[0][i] + halves[1][i]).float())
-
-
-# Two times 130 or 2 rows are transposed by packets of four, two times 65 or 3 are not.
-@pytest.mark.parametrize(
-    ("rows", "sizes"), on_device([(130, (200, 5120)), (65, (4096,))], [(3, (72,)), (2, (72,))])
-)
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_kernels(agreement, kind, rows, sizes):
-    agreement.check_norm(DEVICE, (kind,), sizes, rows)
-
-
-def test_kernels_of_no_rows(agreement):
-    agreement.check_norm_of_no_rows(DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("rows", "sizes"), on_device([(65, (200, 5120)), (65, (4096,))], [(2, (72,))])
-)
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_kernel_that_writes_row_scales(agreement, kind, rows, sizes):
-    """Nothing fuses a product with a sum in the interpreter, so that a LayerNorm has its
-    definition's bits as well.
-    """
-    agreement.check_norm_rows(DEVICE, (kind,), sizes, rows, exact_bits=DEVICE == "cpu")
-
-
-def test_kernel_that_writes_row_scales_with_no_rows_and_with_one_element(agreement):
-    agreement.check_no_rows_and_one_element(DEVICE)

@@ -7,7 +7,6 @@ import torch
 
 from coat_dist.reference.quantize import amax
 from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_backward
-from tests.support.devices import DEVICE, on_device
 
 HEADS = Heads(groups=2, per_group=3, size=16)
 
@@ -20,7 +19,7 @@ def angles(s=5, b=1, rot=16, interleaved=False):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rot", [16, 10])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_pairs_are_turned_by_their_angle_in_the_complex_plane(interleaved, rot, batch):
+def test_split_rope_turns_pairs_in_the_complex_plane(interleaved, rot, batch):
     mixed, freqs = torch.randn(5, 3, HEADS.width), angles(b=batch, rot=rot, interleaved=interleaved)
     q, k, v = split_rope(mixed, HEADS, rope_table(freqs, interleaved, 1.5))
     for group in range(2):
@@ -42,7 +41,7 @@ def test_pairs_are_turned_by_their_angle_in_the_complex_plane(interleaved, rot, 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rot", [16, 6, 0])
-def test_backward_is_autograds(interleaved, rot):
+def test_split_rope_backward_is_autograds(interleaved, rot):
     """Angles of a pair need not even be the same."""
     table = rope_table(torch.randn(5, 3, 1, rot) * 9, interleaved, 0.7) if rot else None
     mixed = torch.randn(5, 3, HEADS.width, requires_grad=True)
@@ -56,7 +55,7 @@ def test_backward_is_autograds(interleaved, rot):
 
 
 @pytest.mark.parametrize("blocks, batch_first", [(True, False), (False, True), (True, True)])
-def test_other_orders_are_the_same_numbers_elsewhere(blocks, batch_first):
+def test_split_rope_of_other_orders(blocks, batch_first):
     mixed, table = torch.randn(5, 3, HEADS.width), rope_table(angles(b=3))
     other = mixed
     if blocks:
@@ -75,7 +74,7 @@ def test_other_orders_are_the_same_numbers_elsewhere(blocks, batch_first):
     assert torch.equal(turn(dmixed), expected) and torch.equal(top, amax(expected))
 
 
-def test_bfloat16_is_fp32_rounded_once():
+def test_split_rope_rounds_bfloat16_once():
     mixed, table = torch.randn(5, 3, HEADS.width).bfloat16(), rope_table(angles())
     for got, exact in zip(
         split_rope(mixed, HEADS, table), split_rope(mixed.float(), HEADS, table), strict=True
@@ -87,7 +86,7 @@ def test_bfloat16_is_fp32_rounded_once():
     assert torch.equal(got, exact.bfloat16())
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_split_rope_refuses_misfits():
     mixed, table = torch.randn(5, 3, HEADS.width), rope_table(angles())
     with pytest.raises(ValueError, match=r"qkv: got shape \[5, 3, 159\], accepted: \[s, b, 160\]"):
         split_rope(mixed[..., 1:], HEADS, table)
@@ -100,13 +99,3 @@ def test_shapes_that_do_not_fit_are_named():
     for shape in ((5, 16), (5, 1, 1, 7), (5, 1, 2, 8)):
         with pytest.raises(ValueError, match="freqs: got shape .*, accepted: .*an even number"):
             rope_table(torch.zeros(shape))
-
-
-LARGE = (
-    *(Heads(2, 3, 24), Heads(3, 1, 22), Heads(32, 1, 128), Heads(8, 4, 128), Heads(1, 71, 64)),
-    *(Heads(8, 4, 128, True, True), Heads(3, 1, 22, True), Heads(2, 3, 24, False, True)),
-)
-
-
-def test_kernels(agreement):
-    agreement.check_rope(DEVICE, *on_device((LARGE, (9, 2)), (agreement.SMALL, (2, 2))))

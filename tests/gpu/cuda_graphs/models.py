@@ -10,6 +10,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow.graphs import graph_pool
 from megatron_patches import patch_model
 from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
+from tests.support import equal
 
 __all__ = ["GRAPHS", "batch", "captured", "gradients", "heals", "loss_of", "pair", "same", "train"]
 
@@ -43,7 +44,7 @@ def gradients(model) -> list[torch.Tensor]:
 
 
 def same(left, right) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return equal(left, right)
 
 
 def train(model, steps: int, seed: int = 0) -> list[float]:

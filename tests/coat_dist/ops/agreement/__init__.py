@@ -1,13 +1,21 @@
-"""How codes and scales of a kernel are compared with those of its definition.
+"""Kernels against their definitions: one runner, and in a file for each file of kernels the rows
+that it runs.
 
-Quantization is the same to the byte. Norms and activations sum or exponentiate differently in the
-last bits of fp32, so a code may be the neighbour where its value sits that close to the middle.
+:func:`agree` calls an operation's kernel and its definition with the same arguments and compares
+what they return. Quantization is the same to the byte. Norms and activations sum or exponentiate
+differently in the last bits of fp32, so there a code may be the neighbour where its value sits that
+close to the middle. ``ROWS`` of a file: name of a row -> a check and its arguments, larger ones
+where a GPU runs the kernels.
 """
 
+import functools
+import importlib
 from unittest import mock
 
 import torch
 
+from coat_dist import ops
+from coat_dist.formats import QuantizedTensor
 from coat_dist.reference.quantize import scale_values
 
 SCALES = (("e8m0", 32), ("bf16", 16))
@@ -15,6 +23,42 @@ SHORT = (32, 1, True, 4)
 """Tiles (see row_tiles) that hold so few columns that most rows are longer: the rest is read
 twice.
 """
+
+
+@functools.cache
+def pair(name):
+    """An operation's kernel and its definition."""
+    definition = getattr(ops, name).__wrapped__
+    module = definition.__module__.replace(".reference.", ".kernels.")
+    return getattr(importlib.import_module(module), name), definition
+
+
+def agree(name, *arguments, codes=None, rtol=0.0, atol=0.0, **options):
+    """What the kernel and the definition of an operation give, compared by :func:`compare`."""
+    got, wanted = (function(*arguments, **options) for function in pair(name))
+    compare(got, wanted, codes, rtol, atol)
+    return got, wanted
+
+
+def compare(got, wanted, codes=None, rtol=0.0, atol=0.0):
+    """``codes(got, wanted)`` compares codes with one scale a tensor, row or expert; None = to the
+    byte. Codes by groups are always the same. Tolerances are for values.
+    """
+    if wanted is None:
+        assert got is None
+    elif isinstance(wanted, QuantizedTensor):
+        assert got.layout == wanted.layout and got.group_size == wanted.group_size
+        if wanted.layout == "group":
+            same_groups(got, wanted)
+        elif wanted.layout == "row":
+            same_rows(got, wanted) if codes is None else close_rows(got, wanted, codes)
+        else:
+            (codes or same)(got.codes, wanted.codes)
+    elif isinstance(wanted, (tuple, list)):
+        for mine, theirs in zip(got, wanted, strict=True):
+            compare(mine, theirs, codes, rtol, atol)
+    else:
+        torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def same(got, wanted):
@@ -78,18 +122,19 @@ def check_top(q):
         torch.testing.assert_close(q.top, q.scales.amax(), rtol=0, atol=0, equal_nan=True)
 
 
-def close_rows(got, wanted, share=3e-3):
+def close_rows(got, wanted, codes=close):
     """Few codes are neighbours; scales differ by rounding."""
     torch.testing.assert_close(got.scales, wanted.scales, rtol=1e-5, atol=0)
-    close(got.codes, wanted.codes, share)
+    codes(got.codes, wanted.codes)
     for q in (got, wanted):
         check_top(q)
 
 
-def tiles(module, ahead=None, chosen=None):
-    """A module whose kernels take rows by other tiles: ``ahead`` of them on their way,
+def tiles(name, ahead=None, chosen=None):
+    """A module of kernels that takes rows by other tiles: ``ahead`` of them on their way,
     ``chosen`` as SHORT is.
     """
+    module = importlib.import_module(f"coat_dist.kernels.{name}")
     held = module.HELD_TILES if ahead is None else (ahead, *module.HELD_TILES[1:])
     values = {} if chosen is None else {"row_tiles": lambda *_: chosen}
     return mock.patch.multiple(module, HELD_TILES=held, **values)

@@ -3,10 +3,10 @@ backward.
 
 A block begins with a norm (:class:`NormedInput`) or without (:class:`PlainInput`): an expert, whose
 tokens come from the router, or a block with the norm behind it. Both have the same methods:
-``forward`` makes the FP8 tensor that the linear reads, called y8; ``save`` and ``options`` say what
-backward needs; ``y8(x8, transpose=True)`` makes wgrad's operand again; ``backward`` turns the
-gradient of the linear's input into that of x. :func:`quantized_input` and :func:`restore_input`
-choose.
+``forward`` makes the FP8 tensor that the linear reads, called y8; ``save`` gives the tensors that
+backward needs, in the order of :data:`SAVED`, and ``options`` the rest; ``y8(x8, transpose=True)``
+makes wgrad's operand again; ``backward`` turns the gradient of the linear's input into that of x.
+:func:`quantized_input` and :func:`restore_input` choose.
 
 **With a norm** the linear reads y = norm(x). Backward needs y8 again for wgrad, and x for the
 gradient of the norm. Both come from what is saved: x in per-group FP8 (x8; of LayerNorm x less its
@@ -23,14 +23,15 @@ forward modes. With row scales the linear reads codes of its own, made of the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..config import ActivationConfig
-from ..formats import QuantizedTensor, fp8_format
-from ..ops import (
+from ...config import ActivationConfig
+from ...formats import FORMATS, QuantizedTensor
+from ...ops import (
     NormStats,
     amax,
     dequantize,
@@ -42,13 +43,12 @@ from ..ops import (
     quantize_rows,
     quantize_tensor,
 )
-from ..ops import transpose as transposed
-from .blocks.norm import Norm, ParameterGrads, finish_grads
-from .parallel.overlap import Rows
-from .parallel.tensor_parallel import Pending, TensorParallel
-from .scaling import (
+from ...ops import transpose as transposed
+from ..parallel.overlap import Rows
+from ..parallel.tensor_parallel import Pending, TensorParallel
+from .norm import Norm, ParameterGrads, finish_grads
+from .products import (
     gather_operand,
-    reserve_codes,
     reserve_rows,
     row_operand,
     saved_format,
@@ -57,6 +57,7 @@ from .scaling import (
 )
 
 __all__ = [
+    "SAVED",
     "NormedInput",
     "PlainInput",
     "check_normed",
@@ -64,6 +65,9 @@ __all__ = [
     "residual_alias",
     "restore_input",
 ]
+
+SAVED = "x_codes", "x_scales", "rstd", "y_scale", "norm_weight", "norm_bias"
+"""The first names that a function saves whose input this is (:class:`~..function.Function`)."""
 
 
 @dataclass
@@ -78,11 +82,14 @@ class NormedInput:
     """Per-tensor scale of y8, fp32 scalar: the same in forward and backward. With row scales the
     largest of them.
     """
-    norm: Norm
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
     tp: TensorParallel
     settings: ActivationConfig
     dtype: torch.dtype
     """Of x: what y is gathered in where FP8 gathers are off, and the dtype of dx."""
+    kind: str
+    reduce_grad: bool
 
     @classmethod
     def forward(
@@ -93,8 +100,7 @@ class NormedInput:
 
         Give y8 to :meth:`received` after the product.
         """
-        fmt, exact = fp8_format(settings.format), settings.forward == "exact"
-        groups = settings.group_size, settings.scale
+        fmt, exact = FORMATS[settings.format], settings.forward == "exact"
         given = (
             x,
             norm.kind,
@@ -102,23 +108,27 @@ class NormedInput:
             norm.weight,
             norm.bias,
             fmt,
-            *groups,
+            settings.group_size,
+            settings.scale,
             exact,
             saved_format(settings),
         )
-        if settings.forward_scales == "row":
-            if tp.sharded and not settings.fp8_gather:
-                x8, stats, _ = norm_compress(*given)
-                y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
-                rows: QuantizedTensor | Rows = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
-            else:
-                x8, stats, y8 = norm_compress_rows(*given, reserve_rows(x, fmt, tp, settings))
-                rows = gather_operand(y8, tp, settings) if tp.sharded else y8
-            return cls(x8, stats, rows.scales, norm, tp, settings, x.dtype), rows
-        found = norm_compress(*given)
-        scale = shared_scale(found.amax, fmt, tp, tp.sharded)
-        this = cls(found.x8, found.stats, scale, norm, tp, settings, x.dtype)
-        return this, this.y8(x if exact else found.x8).wait()
+        rest = norm.weight, norm.bias, tp, settings, x.dtype, norm.kind, norm.reduce_grad
+        if settings.forward_scales != "row":
+            found = norm_compress(*given)
+            scale = shared_scale(found.amax, fmt, tp, tp.sharded)
+            this = cls(found.x8, found.stats, scale, *rest)
+            return this, this.y8(x if exact else found.x8).wait()
+        rows: QuantizedTensor | Rows
+        if tp.sharded and not settings.fp8_gather:
+            x8, stats, _ = norm_compress(*given)
+            y = norm_apply(x if exact else x8, stats, norm.weight, norm.bias).to(x.dtype)
+            rows = quantize_rows(tp.gather_rows(y), fmt, aligned=True)
+        else:
+            x8, stats, rows = norm_compress_rows(*given, reserve_rows(x, fmt, tp, settings))
+            if tp.sharded:
+                rows = gather_operand(rows, tp, settings)
+        return cls(x8, stats, rows.scales, *rest), rows
 
     def received(self, y8: QuantizedTensor | Rows) -> None:
         """All rows of y8 are here: with row scales the largest is backward's."""
@@ -134,24 +144,23 @@ class NormedInput:
         A gather is under way; where there is none, nothing is computed before the result is asked
         for.
         """
-        fmt, scale = fp8_format(self.settings.format), self.scale
-        parameters = self.norm.weight, self.norm.bias
+        fmt, scale = FORMATS[self.settings.format], self.scale
+        parameters = self.weight, self.bias
         if not self.tp.sharded:
             return Pending(
                 lambda: norm_quantize(source, self.stats, *parameters, fmt, scale, transpose)
             )
         if not self.settings.fp8_gather:
             y = norm_apply(source, self.stats, *parameters).to(self.dtype)
-            return self.tp.start_gather(y).then(
-                lambda t: quantize_tensor(t[0], fmt, scale, transpose)
-            )
+            return _gathered_values(self.tp, y, self.settings, scale, transpose)
         x = source if isinstance(source, torch.Tensor) else source.codes
-        room = reserve_codes(x, fmt, self.tp, self.settings)
-        local = norm_quantize(source, self.stats, *parameters, fmt, scale, out=room)
+        room = reserve_rows(x, fmt, self.tp, self.settings, scales=False)
+        out = None if room is None else room.codes
+        local = norm_quantize(source, self.stats, *parameters, fmt, scale, out=out)
         return _gathered(self.tp, local.codes, scale, transpose)
 
     def backward(
-        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
         """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x,
         weight, bias which.
@@ -159,58 +168,36 @@ class NormedInput:
         ``residual`` is what x's alias received (:func:`residual_alias`), in any shape; x's gradient
         includes it.
         """
-        sum_dtype = torch.float64 if self.settings.tp_invariant else torch.float32
-        weight, bias = self.norm.weight, self.norm.bias
-        rows = None if residual is None else residual.reshape(dy.shape)
         dx, dweight, dbias = norm_backward(
             dy,
             self.x8,
-            self.norm.kind,
+            self.kind,
             self.stats,
-            weight,
-            sum_dtype,
+            self.weight,
+            torch.float64 if self.settings.tp_invariant else torch.float32,
             self.dtype,
-            bias is not None,
-            rows,
+            self.bias is not None,
+            None if residual is None else residual.reshape(dy.shape),
         )
-        grads = finish_grads(dweight, dbias, weight, bias, wanted[1:], self.norm, self.tp)
+        grads = finish_grads(
+            dweight, dbias, self.weight, self.bias, wanted[1:], self.reduce_grad, self.tp
+        )
         return dx if wanted[0] else None, grads
 
     def save(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors for ``save_for_backward``, six of them, parameters included. x8 needs no mean."""
+        """Tensors for ``save_for_backward``, parameters included. x8 needs no mean."""
         return (
             self.x8.codes,
             self.x8.scales,
             self.stats.rstd,
             self.scale,
-            self.norm.weight,
-            self.norm.bias,
+            self.weight,
+            self.bias,
         )
 
-    def options(self) -> tuple[Norm, TensorParallel, ActivationConfig, torch.dtype]:
+    def options(self) -> tuple[Any, ...]:
         """All else, for the autograd context; no tensor among it."""
-        return self.norm.without_parameters(), self.tp.for_backward, self.settings, self.dtype
-
-    @classmethod
-    def restore(
-        cls,
-        saved: tuple,
-        norm: Norm,
-        tp: TensorParallel,
-        settings: ActivationConfig,
-        dtype: torch.dtype,
-    ) -> NormedInput:
-        """The inverse of :meth:`save` and :meth:`options`."""
-        codes, scales, rstd, scale, weight, bias = saved
-        return cls(
-            QuantizedTensor(codes, scales, "group", settings.group_size),
-            NormStats(rstd, None),
-            scale,
-            replace(norm, weight=weight, bias=bias),
-            tp,
-            settings,
-            dtype,
-        )
+        return self.tp.for_backward, self.settings, self.dtype, self.kind, self.reduce_grad
 
 
 @dataclass
@@ -231,21 +218,17 @@ class PlainInput:
         """From x ``[rows, h]``: what to save, and the linear's input ``[all rows, h]``, gathered
         if they are split.
         """
-        fmt = fp8_format(settings.format)
-        if settings.forward_scales == "row":
-            if tp.sharded and settings.fp8_gather:
-                y8 = whole(gather_operand(quantize_rows(x, fmt, aligned=True), tp, settings))
-            else:
-                y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt, aligned=True)
-            y8, scale = row_operand(y8, tp, settings)
-            return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
-        this = cls(
-            quantize_tensor(x, fmt, shared_scale(amax(x), fmt, tp, tp.sharded)),
-            tp,
-            settings,
-            x.dtype,
-        )
-        return this, this.y8(this.x8).wait()
+        fmt = FORMATS[settings.format]
+        if settings.forward_scales != "row":
+            scale = shared_scale(amax(x), fmt, tp, tp.sharded)
+            this = cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype)
+            return this, this.y8(this.x8).wait()
+        if tp.sharded and settings.fp8_gather:
+            y8 = whole(gather_operand(quantize_rows(x, fmt, aligned=True), tp, settings))
+        else:
+            y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt, aligned=True)
+        y8, scale = row_operand(y8, tp, settings)
+        return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
 
     def received(self, y8: QuantizedTensor | Rows) -> None:
         """As :meth:`NormedInput.received`; all rows were waited for."""
@@ -257,26 +240,23 @@ class PlainInput:
         if not self.tp.sharded:
             return Pending(lambda: transposed(source) if transpose else source)
         if not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
-            fmt, scale = fp8_format(self.settings.format), source.scales
             x = dequantize(source).to(self.dtype)
-            return self.tp.start_gather(x).then(
-                lambda t: quantize_tensor(t[0], fmt, scale, transpose)
-            )
+            return _gathered_values(self.tp, x, self.settings, source.scales, transpose)
         return _gathered(self.tp, source.codes, source.scales, transpose)
 
     def backward(
-        self, dy: torch.Tensor, wanted: tuple[bool, ...], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
         assert residual is None  # nobody makes an alias of what has no norm before it
         return dy if wanted[0] else None, ParameterGrads(None, None)
 
-    def save(self) -> tuple[torch.Tensor, ...]:
-        """Tensors for ``save_for_backward``."""
-        return self.x8.codes, self.x8.scales
+    def save(self) -> tuple[torch.Tensor | None, ...]:
+        """As :meth:`NormedInput.save`."""
+        return self.x8.codes, self.x8.scales, None, None, None, None
 
-    def options(self) -> tuple[None, TensorParallel, ActivationConfig, torch.dtype]:
+    def options(self) -> tuple[Any, ...]:
         """All else, for the autograd context; no tensor among it."""
-        return None, self.tp.for_backward, self.settings, self.dtype
+        return self.tp.for_backward, self.settings, self.dtype
 
 
 def _gathered(
@@ -291,6 +271,18 @@ def _gathered(
     return tp.start_gather(codes).then(finish)
 
 
+def _gathered_values(
+    tp: TensorParallel,
+    values: torch.Tensor,
+    settings: ActivationConfig,
+    scale: torch.Tensor,
+    transpose: bool,
+) -> Pending[QuantizedTensor]:
+    """The same of rows that travel as they are, and are quantized when they have come."""
+    fmt = FORMATS[settings.format]
+    return tp.start_gather(values).then(lambda t: quantize_tensor(t[0], fmt, scale, transpose))
+
+
 def quantized_input(
     x: torch.Tensor, norm: Norm | None, tp: TensorParallel, settings: ActivationConfig
 ) -> tuple[NormedInput | PlainInput, QuantizedTensor | Rows]:
@@ -302,12 +294,19 @@ def quantized_input(
     return NormedInput.forward(x, norm, tp, settings)
 
 
-def restore_input(saved: Any, norm: Norm | None, *rest: Any) -> NormedInput | PlainInput:
+def restore_input(saved: Any, options: tuple[Any, ...]) -> NormedInput | PlainInput:
     """In backward: the object that ``save()`` and ``options()`` were taken of."""
-    if norm is None:
-        codes, scales = saved
-        return PlainInput(QuantizedTensor(codes, scales, "tensor"), *rest)
-    return NormedInput.restore(saved, norm, *rest)
+    if saved.rstd is None:
+        return PlainInput(QuantizedTensor(saved.x_codes, saved.x_scales, "tensor"), *options)
+    _, settings, *_ = options
+    return NormedInput(
+        QuantizedTensor(saved.x_codes, saved.x_scales, "group", settings.group_size),
+        NormStats(saved.rstd, None),
+        saved.y_scale,
+        saved.norm_weight,
+        saved.norm_bias,
+        *options,
+    )
 
 
 def check_normed(x: torch.Tensor, norm: Norm, tp: TensorParallel) -> None:
@@ -316,8 +315,8 @@ def check_normed(x: torch.Tensor, norm: Norm, tp: TensorParallel) -> None:
     if norm.reduce_grad and tp.size > 1 and not tp.sequence_parallel:
         raise ValueError(
             "norm.reduce_grad: got true without sequence parallelism, accepted: false there, "
-            "because every rank "
-            "already has the complete gradient after the linear's dgrad is summed"
+            "because every rank already has the complete gradient after the linear's dgrad is "
+            "summed"
         )
 
 

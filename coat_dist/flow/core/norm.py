@@ -1,16 +1,17 @@
-"""A norm on its own in BF16; with a linear behind it, it is part of what ``inputs.py``
-describes.
+"""A norm and its parameters; and the norm on its own in BF16. In front of a linear it is a part of
+the block's input (``inputs.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ...ops import NormStats, norm_backward, norm_forward
-from ..function import once_differentiable, shaped, without_autocast
+from ..function import Function, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
 __all__ = ["Norm", "ParameterGrads", "finish_grads", "norm"]
@@ -33,12 +34,6 @@ class Norm:
     def __post_init__(self) -> None:
         if self.kind not in ("rmsnorm", "layernorm"):
             raise ValueError(f"norm.kind: got {self.kind!r}, accepted: 'rmsnorm', 'layernorm'")
-
-    def without_parameters(self) -> Norm:
-        """Its kind and options alone, for an autograd context: tensors belong into
-        ``save_for_backward``.
-        """
-        return replace(self, weight=None, bias=None)
 
     def check(self, hidden: int) -> None:
         """Raises ValueError where weight or bias do not fit x ``[..., hidden]``."""
@@ -75,29 +70,36 @@ def norm(x: torch.Tensor, norm: Norm, tp: TensorParallel, exact: bool = False) -
     return _NormFunction.apply(x, norm.weight, norm.bias, norm, tp, exact)
 
 
-class _NormFunction(torch.autograd.Function):
+class _NormFunction(Function):
+    saves = "x", "weight", "bias", "rstd", "mean"
+
     @staticmethod
-    @without_autocast
     def forward(
         ctx: Any, x, weight, bias, norm: Norm, tp: TensorParallel, exact: bool
     ) -> torch.Tensor:
         y, stats = norm_forward(x, norm.kind, norm.eps, weight, bias)
-        ctx.save_for_backward(x, weight, bias, *stats)
-        ctx.args = norm.without_parameters(), tp, exact
+        ctx.save_for_backward(*_NormFunction.Saved(x, weight, bias, *stats))
+        ctx.kind, ctx.reduce_grad, ctx.tp = norm.kind, norm.reduce_grad, tp
+        ctx.sum_dtype = torch.float64 if exact else torch.float32
         return shaped(y.contiguous(), *x.shape)
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dy: torch.Tensor):
-        x, weight, bias, *stats = ctx.saved_tensors
-        norm, tp, exact = ctx.args
-        sum_dtype = torch.float64 if exact else torch.float32
+        saved, _ = _NormFunction.saved(ctx)
+        x, weight, bias = saved.x, saved.weight, saved.bias
         dx, dweight, dbias = norm_backward(
-            dy, x, norm.kind, NormStats(*stats), weight, sum_dtype, x.dtype, bias is not None
+            dy,
+            x,
+            ctx.kind,
+            NormStats(saved.rstd, saved.mean),
+            weight,
+            ctx.sum_dtype,
+            x.dtype,
+            bias is not None,
         )
-        grads = finish_grads(dweight, dbias, weight, bias, ctx.needs_input_grad[1:3], norm, tp)
-        return dx if ctx.needs_input_grad[0] else None, *grads, None, None, None
+        wanted = _NormFunction.needs(ctx, "weight"), _NormFunction.needs(ctx, "bias")
+        grads = finish_grads(dweight, dbias, weight, bias, wanted, ctx.reduce_grad, ctx.tp)
+        return dx if _NormFunction.needs(ctx, "x") else None, *grads, None, None, None
 
 
 def finish_grads(
@@ -105,14 +107,14 @@ def finish_grads(
     dbias: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    wanted: tuple[bool, ...],
-    norm: Norm,
+    wanted: Sequence[bool],
+    reduce_grad: bool,
     tp: TensorParallel,
 ) -> ParameterGrads:
     """Sum gradients over ranks where the norm asks for it, in one collective; round them to the
     parameters' dtypes.
     """
-    if norm.reduce_grad and any(wanted):
+    if reduce_grad and any(wanted):
         if dbias is None:
             dweight = tp.sum(dweight)
         else:

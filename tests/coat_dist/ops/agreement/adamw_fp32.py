@@ -2,25 +2,30 @@
 that stay fp32.
 """
 
+import functools
+import math
 from dataclasses import replace
 
 import torch
 
 from coat_dist.kernels import adamw as kernels
 from coat_dist.kernels import adamw_fp32, adamw_fp32_kernel
+from coat_dist.kernels.adamw_numbers import numbers_of_counts
 from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWStep, FP32Tensors
 from coat_dist.reference.master import join, split
 from coat_dist.reference.moments import MomentCodec
+from tests.support import equal
+from tests.support.devices import DEVICE, on_device
 
-from .adamw_problems import NUMBERS, clone, extras, one_step, problem
+from ..adamw_problems import NUMBERS, clone, extras, one_step, problem
 
 
-def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
+def check_remainder(n, seed, grad):
     """bfloat16 and remainder give the bits of the fp32 master weight that they stand for, step
     by step.
     """
-    fp32 = problem(n, device, **variant)
+    fp32 = problem(n, DEVICE, grad=grad)
     # What weight decay leaves of them is a zero and a subnormal.
     fp32[0][:2] = torch.tensor([-0.0, 1e-42])[:n]
     halves = clone(fp32)
@@ -29,18 +34,17 @@ def check_remainder(device="cpu", seed=None, n=128 * 21 + 1, **variant):
         numbers = replace(NUMBERS, step=step)
         for x in (fp32, halves):
             x[1] = (
-                torch.randn(n, generator=torch.Generator().manual_seed(step)).to(device, x[1].dtype)
+                torch.randn(n, generator=torch.Generator().manual_seed(step)).to(DEVICE, x[1].dtype)
                 ** 3
             )
         one_step(kernels, *fp32, numbers, seed)
         one_step(kernels, *halves, numbers, seed, low=low)
         assert torch.equal(join(halves[0], low).view(torch.int32), fp32[0].view(torch.int32))
-        for a, b in zip((*fp32[2], *fp32[3]), (*halves[2], *halves[3]), strict=True):
-            assert torch.equal(a, b)
+        assert equal((*fp32[2], *fp32[3]), (*halves[2], *halves[3]))
         assert halves[0].dtype == torch.bfloat16 and low.any()
 
 
-def check_split(device="cpu", every=1):
+def check_split(every):
     """The kernel's division of a master weight, at ``every`` so many upper halves and at edges
     of both halves.
     """
@@ -48,28 +52,27 @@ def check_split(device="cpu", every=1):
     edges = torch.tensor(
         [[x, x + 1, x + (1 << 15), x + (1 << 15) + 1] for x in (0, 0x7F7F, 0x7F81, 0x7FC0, 0x7FFE)]
     )
-    upper = torch.cat([torch.arange(0, 1 << 16, every), edges.flatten()]).to(device, torch.int32)
+    upper = torch.cat([torch.arange(0, 1 << 16, every), edges.flatten()]).to(DEVICE, torch.int32)
     n = len(upper)
     codec_m, codec_v = MomentCodec(), MomentCodec(keep_nonzero=True)
-    zero = torch.zeros(n, device=device)
+    zero = torch.zeros(n, device=DEVICE)
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xABCD):
         p = upper.to(torch.int16).view(torch.bfloat16)
         low = torch.full_like(upper, lower).to(torch.int16)
         master = join(p, low)
         expected = master * 1.0 - 0.0  # what the step does to it: NaN and -0 included
-        m, v = codec_m.zeros(n, device), codec_v.zeros(n, device)
+        m, v = codec_m.zeros(n, DEVICE), codec_v.zeros(n, DEVICE)
         one_step(kernels, p, zero, m, v, codec_m, codec_v, still, low=low)
         wanted = split(expected)
         assert torch.equal(p.view(torch.int16), wanted[0].view(torch.int16)), lower
         assert torch.equal(low, wanted[1]), lower
 
 
-def check_fp32_steps(
-    device="cpu",
+def check_steps(
     param=torch.float32,
     grad=torch.float32,
     maximize=False,
-    lr=0.01,
+    lr="number",
     low=False,
     copy=None,
 ):
@@ -81,17 +84,18 @@ def check_fp32_steps(
         g.manual_seed(0)
         found = []
         for i, size in enumerate(sizes):
-            p, grad_, m, v = (torch.randn(size, generator=g).to(device) for _ in range(4))
+            p, grad_, m, v = (torch.randn(size, generator=g).to(DEVICE) for _ in range(4))
             kinds = (torch.float32, torch.float32) if i == 5 else (param, grad)
             one = FP32Tensors(p.to(kinds[0]), grad_.to(kinds[1]), m, v.square())
             one = FP32Tensors(*(x.t() for x in one[:4])) if i == 6 else one  # not contiguous
-            found.append(one._replace(**extras(p.numel(), device, low and i != 5, copy)))
+            found.append(one._replace(**extras(p.numel(), DEVICE, low and i != 5, copy)))
         return found
 
     mine, theirs, start = build(), build(), build()
-    numbers = replace(NUMBERS, maximize=maximize, lr=lr)
+    rate = torch.tensor(0.01, device=DEVICE) if lr == "tensor" else 0.01
+    numbers = replace(NUMBERS, maximize=maximize, lr=rate)
     if maximize:
-        numbers = replace(numbers, grad_factor=torch.tensor(0.37, device=device))
+        numbers = replace(numbers, grad_factor=torch.tensor(0.37, device=DEVICE))
     adamw_fp32.adamw_fp32_steps(mine, numbers)
     reference.adamw_fp32_steps(theirs, numbers)
     for a, b, before in zip(mine, theirs, start, strict=True):
@@ -103,15 +107,14 @@ def check_fp32_steps(
         if a.copy is not None:
             assert torch.equal(a.copy.view(p.shape), p.to(a.copy.dtype))
         for x, y in ((p, q), (a.first_moment, b.first_moment), (a.second_moment, b.second_moment)):
-            if device == "cpu":
+            if DEVICE == "cpu":
                 assert torch.equal(x, y)
             else:  # an addition may or may not be contracted with the multiplication before it
                 rtol = 2e-2 if x.dtype != torch.float32 else 1e-5
                 assert torch.allclose(x.float(), y.float(), rtol=rtol, atol=1e-6)
 
 
-def check_fp32_kernel(
-    device="cpu",
+def check_kernel(
     param=torch.float32,
     grad=torch.float32,
     low=False,
@@ -127,17 +130,17 @@ def check_fp32_kernel(
         found = []
         for i, n in enumerate((16, 7, 0, 1024, 2049, 48)):
             p, grad_, m, v = (
-                torch.randn(n + i % 2, generator=g)[i % 2 :].to(device) for _ in range(4)
+                torch.randn(n + i % 2, generator=g)[i % 2 :].to(DEVICE) for _ in range(4)
             )
             one = FP32Tensors(
-                p.to(param), grad_.to(grad), m, v.square(), **extras(n, device, low, copy)
+                p.to(param), grad_.to(grad), m, v.square(), **extras(n, DEVICE, low, copy)
             )
             found.append(one)
         return found
 
     mine, theirs = build(), build()
     if counted:
-        count = torch.tensor(float(numbers.step), device=device)
+        count = torch.tensor(float(numbers.step), device=DEVICE)
         mine = [one._replace(step_count=count) for one in mine]
         adamw_fp32_kernel.step_contiguous(mine, replace(numbers, step=1))
     else:
@@ -155,3 +158,53 @@ def check_fp32_kernel(
             assert (
                 (a.copy.double() - q.double()).abs() <= 1.01 * eps * q.double().abs() + 1e-6
             ).all()
+
+
+def check_numbers(*betas):
+    """Those computed on the device have the bits of the host's."""
+    steps = [1, 2, 3, 7, 100, 1023, 4097, 99_999, 2**24]
+    counts = [torch.tensor(float(t), device=DEVICE) for t in steps]
+    found = numbers_of_counts(counts, AdamWStep(3e-4, *betas, 1e-8, 0.1, 1))
+    for row, step in zip(found.cpu(), steps, strict=True):
+        one = AdamWStep(3e-4, *betas, 1e-8, 0.1, step)
+        wanted = one.lr * one.inverse_bias1, one.inverse_bias1, one.inverse_sqrt_bias2, float(step)
+        assert torch.equal(row, torch.tensor(wanted, dtype=torch.float64).float()), step
+        assert math.isclose(one.inverse_bias1, 1 / (1 - betas[0] ** step), rel_tol=1e-9)
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+KERNEL = {
+    "default": {},
+    "bf16 gradients": {"grad": BF16},
+    "remainder, copy": {"param": BF16, "low": True, "copy": BF16},
+    "fp16": {"param": FP16, "grad": FP16},
+    "maximize": {"maximize": True, "lr": 0.05},
+    "counted on the device": {"counted": True, "step": 12},
+}
+ROWS = {
+    **{
+        f"remainder of {n}, {seed}, {grad}": (check_remainder, n, seed, grad)
+        for n in on_device((1, 129, 128 * 21 + 1, 1_000_003), (128 * 21 + 1,))
+        for seed in (None, 11)
+        for grad in (FP32, BF16)
+    },
+    "every master": (check_split, on_device(1, 61)),
+    **{
+        f"many tensors {param} {grad}, maximize {maximize}, lr {lr}": (
+            *(check_steps, param, grad, maximize, lr),
+        )
+        for param, grad in ((FP32, FP32), (BF16, FP32), (FP16, BF16))
+        for maximize in (False, True)
+        for lr in ("number", "tensor")
+    },
+    "many tensors, copies": (check_steps, FP32, FP32, False, "number", False, BF16),
+    "many tensors, remainders": (check_steps, BF16, FP32, False, "number", True, BF16),
+    **{
+        f"one launch, {name}": (functools.partial(check_kernel, **options),)
+        for name, options in KERNEL.items()
+    },
+    **{
+        f"numbers of {betas}": (check_numbers, *betas)
+        for betas in ((0.9, 0.999), (0.95, 0.98), (0.0, 0.5))
+    },
+}

@@ -1,4 +1,4 @@
-"""How the AdamW kernel must agree with its definition."""
+"""A step of AdamW: every difference has to be one that the kernel's docstring allows."""
 
 from dataclasses import replace
 
@@ -10,14 +10,15 @@ from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWTensors
 from coat_dist.reference.master import join
 from coat_dist.reference.moments import LOG8_SPAN, TINY, Moment, decode
+from tests.support import equal
+from tests.support.devices import DEVICE, on_device
 
-from .adamw_problems import NUMBERS, clone, extras, one_step, problem
+from ..adamw_problems import NUMBERS, VARIANTS, clone, extras, one_step, problem
 
 
-def check(n, device="cpu", **variant):
-    """One step of both from the same start; every difference has to be one that the kernel's
-    docstring allows.
-    """
+def check(n, name):
+    """One step of both from the same start."""
+    device, variant = DEVICE, VARIANTS[name]
     numbers, seed = variant.get("numbers", NUMBERS), variant.get("seed")
     if variant.get("lr") == "tensor":
         numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
@@ -156,10 +157,11 @@ def tensors_of(value):
     return list(value) if isinstance(value, Moment) else [value]
 
 
-def check_many(device="cpu", **variant):
+def check_many(name):
     """Tensors that share a launch, and those that cannot, get the bytes that a launch of their
     own gives them.
     """
+    device, variant = DEVICE, VARIANTS[name]
     together = [problem(n, device, **variant) for n in (128, 16, 2048, 1040, 129, 0, 4096)]
     # Of a fitting size, but not at a multiple of 16 bytes.
     shifted = problem(257, device, **variant)
@@ -189,6 +191,21 @@ def check_many(device="cpu", **variant):
             assert all(torch.equal(e[key], other[key]) for key in e)
         for mine, theirs in zip(together, alone, strict=True):
             for a, b in zip(mine[:4], theirs[:4], strict=True):
-                assert all(
-                    torch.equal(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True)
-                )
+                assert equal(tensors_of(a), tensors_of(b))
+
+
+SOME = (
+    *("default", "e5m2", "groups of 64", "bf16", "lr tensor", "int8, log8"),
+    *("remainder, copy, stochastic", "normalized, stochastic"),
+    "normalized, int8, log8, stochastic",
+)
+ROWS = {
+    **{
+        f"{name}, {n}": (check, n, name)
+        for name in VARIANTS
+        for n in on_device([1, 129, 1025, 1_000_003], [128 * 21 + 1])
+    },
+    # Around groups and tiles.
+    **{f"{n} elements": (check, n, "default") for n in (0, 1, 127, 128, 129, 1023, 1024, 1025)},
+    **{f"{name}, many tensors": (check_many, name) for name in on_device(tuple(VARIANTS), SOME)},
+}

@@ -1,4 +1,5 @@
-"""Scales: how the operands of FP8 products are quantized, and on which scales several ranks agree.
+"""FP8 products: how their operands are quantized, on which scales several ranks agree, and the
+products themselves, with and without a sum over ranks.
 
 **Scales of forward** are per tensor or per row (``forward_scales``). Backward's are per tensor:
 wgrad sums over rows, dgrad over rows of the weight, and a scale that changes along a sum cannot be
@@ -26,38 +27,43 @@ of rows of which each rank holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ..config import ActivationConfig
-from ..formats import FP8Format, QuantizedTensor, fp8_format
-from ..ops import (
+from ...config import ActivationConfig
+from ...formats import FORMATS, FP8Format, QuantizedTensor
+from ...ops import (
     SMALLEST_SCALE,
     amax,
+    code_products,
     quantize_both,
     quantize_rows,
     quantize_tensor,
     requantize_rows,
+    scale_and_round,
+    scaled_mm,
     tensor_scale,
     transpose,
 )
-from .parallel.overlap import Rows
-from .parallel.tensor_parallel import Pending, TensorParallel
+from ..parallel.overlap import Rows, scattered_product
+from ..parallel.tensor_parallel import Pending, TensorParallel
 
 __all__ = [
     "Operand",
+    "check_input",
     "gather_operand",
+    "gemm",
     "gradient_amax",
     "quantize_gradient",
     "quantize_input",
-    "reserve_codes",
     "reserve_rows",
     "row_operand",
     "saved_format",
     "share_rows",
     "shared_scale",
+    "summed_gemm",
     "whole",
 ]
 
@@ -97,7 +103,7 @@ def share_rows(
     """
     if not settings.tp_invariant:
         return q8
-    return requantize_rows(values(), fp8_format(settings.format), _largest(q8.scales, tp))
+    return requantize_rows(values(), FORMATS[settings.format], _largest(q8.scales, tp))
 
 
 def _largest(scales: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -118,7 +124,9 @@ def saved_format(settings: ActivationConfig, pre_activation: bool = False) -> FP
     such channels.
     """
     name = settings.saved_format
-    return fp8_format(("int8" if pre_activation else "e3m4") if name == "mixed" else name)
+    if name == "mixed":
+        name = "int8" if pre_activation else "e3m4"
+    return FORMATS[name]
 
 
 def shared_scale(
@@ -139,7 +147,7 @@ def quantize_input(
         split: each rank holds a part of every row (row-parallel GEMM), and not some whole rows
             (column-parallel).
     """
-    fmt = fp8_format(settings.format)
+    fmt = FORMATS[settings.format]
     if settings.forward_scales == "row":
         q8 = quantize_rows(x, fmt, aligned=True)
         return row_operand(share_rows(q8, lambda: x, tp, settings) if split else q8, tp, settings)
@@ -163,16 +171,6 @@ def gather_operand(
     return QuantizedTensor(tp.gather_rows(q8.codes), q8.scales, q8.layout)
 
 
-def reserve_codes(
-    x: torch.Tensor, fmt: FP8Format, tp: TensorParallel, settings: ActivationConfig
-) -> torch.Tensor | None:
-    """Where codes of the shape of x are to be written that ranks gather next, if they read them
-    there.
-    """
-    room = reserve_rows(x, fmt, tp, settings, scales=False)
-    return None if room is None else room.codes
-
-
 def reserve_rows(
     x: torch.Tensor,
     fmt: FP8Format,
@@ -180,15 +178,17 @@ def reserve_rows(
     settings: ActivationConfig,
     scales: bool = True,
 ) -> QuantizedTensor | None:
-    """As :func:`reserve_codes`, with scales of rows."""
-    peers = (
-        tp.peers(x.numel(), 1, x.device)
-        if tp.sharded and settings.fp8_gather and not settings.tp_invariant
-        else None
-    )
+    """Where codes of the shape of x, and their scales of rows, are to be written that ranks gather
+    next; None where they do not read them there.
+    """
+    if not (tp.sharded and settings.fp8_gather) or settings.tp_invariant:
+        return None
+    peers = tp.peers(x.numel(), 1, x.device)
     if peers is None:
         return None
-    kinds = [(x.shape, fmt.dtype), *([((*x.shape[:-1], 1), torch.float32)] if scales else [])]
+    kinds: list[tuple[Sequence[int], torch.dtype]] = [(x.shape, fmt.dtype)]
+    if scales:
+        kinds.append(((*x.shape[:-1], 1), torch.float32))
     room = peers.reserve(*kinds)
     return QuantizedTensor(room[0], room[-1], "row")
 
@@ -210,12 +210,11 @@ def gradient_amax(
     Args:
         top: dy's own amax where the pass that made dy took it (overwritten).
     """
-    top = amax(dy) if top is None else top
-    return (
-        tp.start_max(top)
-        if gather and tp.sharded or settings.tp_invariant
-        else Pending(lambda: top)
-    )
+    if top is None:
+        top = amax(dy)
+    if gather and tp.sharded or settings.tp_invariant:
+        return tp.start_max(top)
+    return Pending(lambda: top)
 
 
 def quantize_gradient(
@@ -225,7 +224,7 @@ def quantize_gradient(
     gather: bool,
     top: Pending[torch.Tensor],
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """The gradient of a GEMM's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]``
+    """The gradient of a product's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]``
     for wgrad.
 
     Args:
@@ -234,7 +233,7 @@ def quantize_gradient(
             gathered.
         top: of :func:`gradient_amax` for the same arguments.
     """
-    fmt = fp8_format(settings.grad_format)
+    fmt = FORMATS[settings.grad_format]
     gather = gather and tp.sharded
     scale = tensor_scale(top.wait(), fmt)
     if gather and settings.fp8_gather:
@@ -243,3 +242,75 @@ def quantize_gradient(
         )
         return rows, transpose(rows)
     return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)
+
+
+def gemm(
+    a: QuantizedTensor | Rows,
+    b: QuantizedTensor,
+    dtype: torch.dtype,
+    settings: ActivationConfig,
+    fast_accum: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``, in
+    ``out`` if given. Rows that are still coming are multiplied as they come.
+    """
+    if isinstance(a, Rows):
+        return a.multiply(
+            lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), b.codes.shape[0], dtype
+        )
+    # fp32 sums of tensor cores depend on the shape, and so on the number of ranks.
+    if settings.tp_invariant:
+        found = scale_and_round(code_products(a, b), a.scales, b.scales, dtype)
+        return found if out is None else out.copy_(found)
+    return scaled_mm(a, b, dtype, fast_accum, out)
+
+
+def summed_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    fast_accum: bool = False,
+) -> Pending[torch.Tensor]:
+    """``a @ b.T`` where the summed dimension is split over ranks; the sum over ranks is under way.
+
+    Returns:
+        The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
+    """
+    reduce = tp.start_reduce_scatter if tp.sharded else tp.start_sum
+    # Codes first, scales last: then the sum over ranks is exact.
+    if settings.tp_invariant and tp.size > 1:
+        a_scales = tp.own_rows(a.scales) if a.layout == "row" else a.scales
+        b_scales = b.scales
+        return reduce(code_products(a, b)).then(
+            lambda sums: scale_and_round(sums, a_scales, b_scales, dtype)
+        )
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    if (
+        tp.sharded
+        and m % tp.size == 0
+        and (peers := tp.peers(m // tp.size * n, dtype.itemsize, a.codes.device))
+    ):
+        return scattered_product(
+            peers, a, lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), n, dtype
+        )
+    return reduce(gemm(a, b, dtype, settings, fast_accum))
+
+
+def check_input(x: torch.Tensor, weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse what the flow cannot multiply.
+
+    Raises:
+        ValueError: x is neither bfloat16 nor float32, or ``weight`` is not ``[out, x.shape[-1]]``
+            of such a type.
+    """
+    for what, t in (("x", x), (name, weight)):
+        if t.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{what}: got {t.dtype}, accepted: torch.bfloat16, torch.float32")
+    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: got shape {list(weight.shape)} for x of shape {list(x.shape)}, accepted: "
+            "[out, x.shape[-1]]"
+        )

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..config import ActivationConfig
-from ..formats import QuantizedTensor
+from ...config import ActivationConfig
+from ...formats import QuantizedTensor
 from .products import gemm
 
 __all__ = ["Product", "into_main_grad", "row_blocks"]

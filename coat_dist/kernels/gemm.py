@@ -1,12 +1,13 @@
-"""FP8 products of all experts: one grouped product of torch, or one product an expert, whichever is
-there and faster.
+"""FP8 products on a GPU: by FP8 tensor cores where it has them, by BF16 ones where it runs kernels
+but has none. There are no Triton kernels here: cuBLASLt and CUTLASS are called through torch.
 
-Torch's grouped scaled products (2.11 to 2.13) run on compute capability 9.0. They take two E4M3
-operands with row scales and give BF16. What they do not take (E5M2, fp32 results, other GPUs) goes
-through ``torch._scaled_mm`` or :func:`~coat_dist.ops.gemm.scaled_mm`, expert by expert, for which
-the host has to know the rows of each (:attr:`~coat_dist.reference.grouped.ExpertRows.known`). Where
-it does, and experts have many rows, so does the rest: cuBLASLt's product of one expert is then the
-faster one.
+**Products of all experts** are one grouped product of torch, or one product an expert, whichever is
+there and faster. Torch's grouped scaled products (2.11 to 2.13) run on compute capability 9.0. They
+take two E4M3 operands with row scales and give BF16. What they do not take (E5M2, fp32 results,
+other GPUs) goes through ``torch._scaled_mm`` or :func:`scaled_mm`, expert by expert, for which the
+host has to know the rows of each (:attr:`~coat_dist.reference.grouped.ExpertRows.known`). Where it
+does, and experts have many rows, all products go that way: cuBLASLt's product of one expert is then
+the faster one.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import torch
 
 from ..devices import has_fp8
 from ..formats import QuantizedTensor
-from ..reference import grouped as reference
+from ..reference import gemm as reference
+from ..reference.gemm import check_operands
 from ..reference.grouped import BLOCK, ExpertRows
-from .dispatch import use_kernels
-from .gemm import scaled_mm
 
-__all__ = ["apart", "grouped_mm", "grouped_wgrad", "one_by_one"]
+__all__ = ["apart", "grouped_mm", "grouped_wgrad", "one_by_one", "scaled_mm"]
 
 _ALIGNMENT = 16
-"""Of all sizes, in bytes."""
+"""cuBLASLt takes FP8 operands whose k and n are multiples of 16. Zero codes fill up others
+without changing a sum.
+"""
 MUCH_WORK = 2**35
 """Multiplications of one expert's product from which on experts are multiplied one by one where the
 host knows their rows. TFLOP/s of forward, dgrad, wgrad on an H200, one by one and grouped: 8
@@ -44,6 +46,85 @@ sum comes out 3 % too small, as it does in forward (1024 terms: 1.3 %; 4096: 6.5
 """
 
 
+def scaled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As :func:`coat_dist.reference.gemm.scaled_mm`.
+
+    On a GPU sums are fp32. ``fast_accum`` leaves them in the tensor cores' shorter accumulators: 2
+    to 10 % faster, good for forward; dgrad and wgrad sum small terms over many tokens and do not
+    use it.
+
+    A GPU without FP8 tensor cores multiplies codes as BF16 numbers, whose products of codes are
+    exact: the time of a BF16 product, and of passes that convert both operands and scale the sums.
+    """
+    if not a.codes.is_cuda:
+        return reference.scaled_mm(a, b, out_dtype, fast_accum, out)
+    check_operands(a, b)
+    even = a.codes.shape[1] % _ALIGNMENT == 0 and b.codes.shape[0] % _ALIGNMENT == 0
+    direct = out is not None and even and out.storage_offset() * out.itemsize % _ALIGNMENT == 0
+    result = _scaled_mm(a, b, out_dtype, fast_accum, out if direct else None)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def _scaled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product, in ``out`` where one call can write it there."""
+    n, k = b.codes.shape
+    if not (a.codes.numel() and n):  # an expert without tokens: a sum over none is zero
+        return a.codes.new_zeros(a.codes.shape[0], n, dtype=out_dtype)
+    if a.codes.dtype == b.codes.dtype == torch.float8_e5m2 or not has_fp8(a.codes):
+        # BF16 holds all codes exactly: for two E5M2 tensors, of which no hardware has a product,
+        # and for old GPUs.
+        sums = torch.mm(a.codes.bfloat16(), b.codes.bfloat16().t(), out_dtype=torch.float32)
+        return _apply_scales(sums, a, b, out_dtype)
+    n_fill, k_fill = -n % _ALIGNMENT, -k % _ALIGNMENT
+    left, right = _fill(a.codes, 0, k_fill), _fill(b.codes, n_fill, k_fill).t()
+    if a.layout == "row" and not (out_dtype == torch.bfloat16 and a.codes.dtype == b.codes.dtype):
+        # Kernels of row scales write BF16, of two E4M3 tensors; only newer ones on some devices
+        # also write fp32.
+        one = a.scales.new_ones(())
+        sums = torch._scaled_mm(
+            left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast_accum
+        )
+        return _apply_scales(sums[:, :n], a, b, out_dtype)
+    b_scales = b.scales
+    if a.layout == "row":
+        if n_fill:
+            b_scales = torch.nn.functional.pad(b_scales, (0, 0, 0, n_fill))
+        b_scales = b_scales.t()
+    given = {} if out is None else {"out": out}
+    result = torch._scaled_mm(
+        left, right, a.scales, b_scales, out_dtype=out_dtype, use_fast_accum=fast_accum, **given
+    )
+    return result[:, :n].contiguous() if n_fill else result
+
+
+def _apply_scales(
+    sums: torch.Tensor, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """fp32 sums ``[m, n]`` times both scales."""
+    if a.layout == "tensor":
+        return (sums * (a.scales * b.scales)).to(dtype)
+    return (sums * a.scales).mul_(b.scales.t()).to(dtype)
+
+
+def _fill(codes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Zero codes added below and to the right."""
+    if not rows and not columns:
+        return codes
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+
+
 def grouped_mm(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -51,10 +132,8 @@ def grouped_mm(
     out_dtype: torch.dtype,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """As :func:`coat_dist.reference.grouped.grouped_mm`; sums as :func:`coat_dist.ops.scaled_mm`
-    says.
-    """
-    if not (a.codes.is_cuda and use_kernels(a.codes)):
+    """As :func:`coat_dist.reference.gemm.grouped_mm`; sums as :func:`scaled_mm` says."""
+    if not a.codes.is_cuda:
         return reference.grouped_mm(a, b, rows, out_dtype, fast_accum)
     total, (experts, n, k) = a.codes.shape[0], b.codes.shape
     aligned = not (n % _ALIGNMENT or k % _ALIGNMENT)
@@ -88,8 +167,8 @@ def grouped_mm(
 def grouped_wgrad(
     a: QuantizedTensor, b: QuantizedTensor, rows: ExpertRows, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """As :func:`coat_dist.reference.grouped.grouped_wgrad`."""
-    if not (a.codes.is_cuda and use_kernels(a.codes)):
+    """As :func:`coat_dist.reference.gemm.grouped_wgrad`."""
+    if not a.codes.is_cuda:
         return reference.grouped_wgrad(a, b, rows, out_dtype)
     m, n = a.codes.shape[0], b.codes.shape[0]
     aligned = n % _ALIGNMENT == 0
@@ -173,9 +252,7 @@ def _few_tokens(rows: ExpertRows, total: int) -> bool:
 
 
 def _direct(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> bool:
-    """Whether ``torch._scaled_mm`` takes operands as they are (see
-    :func:`~coat_dist.ops.gemm.scaled_mm`).
-    """
+    """Whether ``torch._scaled_mm`` takes operands as they are (see :func:`scaled_mm`)."""
     e4m3 = a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn
     two_e5m2 = a.codes.dtype == b.codes.dtype == torch.float8_e5m2
     kernel = (e4m3 and out_dtype == torch.bfloat16) if a.layout == "row" else not two_e5m2
