@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 import coat_dist
-from coat_dist.config import CoatConfigError
+from coat_dist.config import CoatConfig, CoatConfigError
 from coat_dist.deepspeed.parallel.replicated_grads import SUMMED
 from coat_dist.deepspeed.request import given_configurations
 from coat_dist.patching.report import PatchReport, check_settings, is_patched, reports_of
@@ -82,7 +82,8 @@ def initialize(
     sources = given_configurations(given)
     if len(sources) == 1:  # any other number is refused below
         config = Settings.read(sources[0])
-    report, patched_here = _patch(model, config)
+    coat = config.coat if isinstance(config, Settings) else None
+    report, patched_here = _patch(model, coat)
     try:
         if not any(hasattr(p, SUMMED) for p in model.parameters()):
             install_replicated_grad_hooks(model)
@@ -169,10 +170,9 @@ def _check_stage(model: nn.Module) -> None:
         raise CoatConfigError("\n".join(dict.fromkeys(found)))
 
 
-def _patch(model: nn.Module, settings: Any) -> tuple[PatchReport | None, bool]:
+def _patch(model: nn.Module, coat: CoatConfig | None) -> tuple[PatchReport | None, bool]:
     """The report of the patched model, if it is patched, and whether it was patched just now."""
     before = next(iter(reports_of(model)), None)
-    coat = settings.coat if isinstance(settings, Settings) else None
     if coat is None or not coat.activation.enabled:
         return before, False
     if all(is_patched(chunk) for chunk in chunks_of(model)):

@@ -103,13 +103,15 @@ def test_tasks_of_slurm_that_find_the_same_wrong_say_it_once(monkeypatch):
     """They have no ranks yet, and no store: each knows its number, and all but the first let it
     speak.
     """
-    for name in ("RANK", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS"):
+    for name in ("RANK", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_LOCALID", "0")
     said = []
     monkeypatch.setattr(
         failing, "end", lambda line, rank: said.append((line.partition(":")[0], rank))
     )
-    for task in ("0", "3", "x"):
+    for task in ("0", "3"):
         monkeypatch.setenv("SLURM_PROCID", task)
         assert pretrain.main([]) == 2
-    assert said == [("SLURM_NTASKS", 0), ("SLURM_NTASKS", 3), ("SLURM_NTASKS", 0)]
+    assert said == [("SLURM_STEP_ID", 0), ("SLURM_STEP_ID", 3)]
