@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatron_patches as mp
-from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
+from coat_dist.config import ActivationConfig, CoatConfig
 from coat_dist.patching.report import is_patched
 from megatron_patches import patch_model, patched
 from tests.support import run_ranks
@@ -95,7 +95,9 @@ def two_ranks():
 def test_initialize_is_what_was_done_by_hand(two_ranks):
     for (by_hand, at_once), refused, unpatched, again in two_ranks:
         assert at_once == by_hand
-        assert at_once[1].startswith("FP8 flow: 2 of 4 blocks patched") and at_once[2] == {0.0}
+        losses, report, replicas, _ = at_once
+        assert losses[-1] < 0.9 * losses[0]
+        assert report.startswith("FP8 flow: 2 of 4 blocks patched") and replicas == {0.0}
         # A call that fails leaves a model for the next one.
         assert "zero_optimization.elastic_checkpoint: got true" in refused["settings"]
         assert unpatched and again == by_hand[0]
@@ -193,23 +195,3 @@ def test_patch_model_takes_what_deepspeed_takes(tmp_path):
             assert report.settings == ActivationConfig(bf16_layers=(0,)), config
             assert len(report.patched) == 2 and model.coat_patch_report is report
         assert not hasattr(model, "coat_patch_report")
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            {"optimizer": {"first_moment": "e5m2"}, "activation": {}},
-            'config: got one without a "coat" block',
-        ),
-        (
-            {"train_batch_size": 8, "coat": None},
-            "coat: got null, accepted: an object with keys optimizer, activation",
-        ),
-        (None, "config: got NoneType, accepted: a dict or the path"),
-    ],
-)
-def test_patch_model_refuses_what_has_no_block(config, said):
-    with pytest.raises(CoatConfigError) as caught:
-        patch_model(tiny_gpt(), config)
-    assert said in str(caught.value)

@@ -123,19 +123,6 @@ def test_packed_documents_have_the_losses_that_they_have_alone(settings, kind, d
         assert apart < (0.02 if settings == "unpatched" else 0.12), (name, apart)
 
 
-@pytest.mark.parametrize("settings", ["unpatched", "quantized", "fp8_attention"])
-def test_packed_document_alone_is_the_unpacked_sequence(settings, device):
-    model, (tokens, labels, _) = built(SETTINGS[settings]), text(device=device)
-    positions = torch.arange(T, device=device)[None]
-    plain = per_token(model, tokens, labels, positions)
-    for longest in (T, 128):
-        packed = per_token(model, tokens, labels, positions, params([T], longest, device))
-        assert torch.equal(packed, plain)
-    if device == "cpu":
-        grads, wanted = gradients(model, packed), gradients(model, plain)
-        assert all(torch.equal(grads[n], g) for n, g in wanted.items())
-
-
 def test_packed_documents_in_fp32_with_megatrons_rotation():
     """Megatron's attention around our core attention rotates document by document: the same
     bits, one layer further.

@@ -163,16 +163,6 @@ def test_patch_model_replaces_exact_classes_only():
     }
 
 
-@pytest.mark.parametrize(("layers", "kept"), [((-1,), {2}), ((0, -1), {0, 2}), ((1, 2), {1, 2})])
-def test_patch_model_leaves_bf16_layers(layers, kept):
-    report = patch_model(tiny_gpt(num_layers=3), ActivationConfig(bf16_layers=layers))
-    expected = {
-        f"decoder.layers.{i}.{b}": "bf16_layers" for i in kept for b in ("self_attention", "mlp")
-    }
-    assert report.left == expected
-    assert len(report.patched) == 6 - len(expected)
-
-
 def later(**fields):
     """Fields that a built configuration has, and that its own checks refuse together."""
     return {"later": fields}

@@ -4,27 +4,24 @@ what is refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import megatron_patches as mp
+from tests.coat_dist.deepspeed.small_engine import settings
 from tests.support import run_ranks
 
 from .tiny import SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
 from .training import start
 
 COUNT = 4
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": COUNT,
-    "gradient_clipping": 0.5,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-    "coat": {"optimizer": {"stochastic_rounding": False}, "activation": {}},
-}
+CONFIG = settings(
+    1,
+    1e-2,
+    gradient_accumulation_steps=COUNT,
+    gradient_clipping=0.5,
+    coat={"optimizer": {"stochastic_rounding": False}},
+)
 
 
 def forward_step(batches, model):

@@ -7,23 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.remainders import BF16
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed, settings
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 7, 2
-
-
-def _config(stage, grad_accum, weights):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "data_types": {"grad_accum_dtype": grad_accum},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {"activation": {"weights": weights}},
-    }
 
 
 def _evaluate(engine, losses):
@@ -45,10 +33,15 @@ def _train(rank, stage, grad_accum, weights, folder, changes):
     from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     quiet_deepspeed()
-    config = _config(stage, grad_accum, weights)
-    settings = coat_dist.CoatConfig.from_deepspeed(config).activation
+    config = settings(
+        stage,
+        gradient_accumulation_steps=ACCUMULATION,
+        data_types={"grad_accum_dtype": grad_accum},
+        gradient_clipping=1.0,
+        coat={"activation": {"weights": weights}},
+    )
     model = tiny_gpt(**SMALL | EXPERTS | GROUPED_GEMM | changes)
-    patch_model(model, settings)
+    patch_model(model, config)
     install_replicated_grad_hooks(model)
     engine, *_ = coat_dist.initialize(model=model, config=config, mpu=MPUAdapter())
     losses = []
@@ -137,10 +130,8 @@ def _replaced(rank, world, weights):
     from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     megatron_patches.initialize_model_parallel(1)
-    config = _config(2, "bf16", weights) | {"gradient_accumulation_steps": 1}
-    config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    config["coat"]["optimizer"] = {"master_weights": "bf16_remainder"}
-    del config["data_types"]
+    halves = {"master_weights": "bf16_remainder"}
+    config = settings(bf16=BF16, coat={"activation": {"weights": weights}, "optimizer": halves})
     engine = megatron_patches.initialize(
         model=tiny_gpt(**SMALL | EXPERTS | GROUPED_GEMM), config=config
     )[0]

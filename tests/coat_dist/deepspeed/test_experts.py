@@ -4,16 +4,15 @@ two ranks.
 
 import torch
 
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed, settings
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.coat_dist.deepspeed.zero_runs import run, snapshot
 from tests.support import run_ranks
 
-FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 CASES = {
-    "zero-1, groups handed over": ({"zero_optimization": {"stage": 1}}, True),
-    "zero-2": ({"zero_optimization": {"stage": 2}, **FP32}, False),
-    "zero-1, BF16_Optimizer": ({"zero_optimization": {"stage": 1}, **FP32}, False),
+    "zero-1, groups handed over": (1, {}, True),
+    "zero-2": (2, FP32, False),
+    "zero-1, BF16_Optimizer": (1, FP32, False),
 }
 
 
@@ -40,7 +39,7 @@ def model():
     return Experts()
 
 
-def build(rank, settings, listed):
+def build(rank, stage, sums, listed):
     """``listed``: groups are handed over, without names; otherwise they are ours."""
     import coat_dist
 
@@ -50,13 +49,7 @@ def build(rank, settings, listed):
     groups = [{"params": list(net.parameters()), "weight_decay": 0.1}]
     # As torch's optimizers take them, too.
     handed = [{**group, "params": iter(group["params"])} for group in groups]
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
-        **settings,
-    }
+    config = settings(stage, 0.01, gradient_clipping=1.0, **sums)
     engine = coat_dist.initialize(
         model=net, model_parameters=handed if listed else None, config=config
     )[0]
@@ -69,15 +62,15 @@ def experts(rank, world, folder):
     and what steps with NaN in one rank's expert changed.
     """
     found = {}
-    for name, (settings, listed) in CASES.items():
+    for name, case in CASES.items():
         where = f"{folder}/{name}"
-        engine = build(rank, settings, listed)
+        engine = build(rank, *case)
         run(engine, rank, 0, 3)
         engine.save_checkpoint(where, tag="x")
         run(engine, rank, 3, 5)
         went_on = snapshot(engine)
         engine.destroy()
-        engine = build(rank, settings, listed)
+        engine = build(rank, *case)
         run(engine, rank, 7, 8)
         engine.load_checkpoint(where, tag="x")
         run(engine, rank, 3, 5)

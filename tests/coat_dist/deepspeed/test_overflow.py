@@ -6,20 +6,19 @@ import pytest
 import torch
 
 from coat_dist.deepspeed.step import step as reviewed
+from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed, settings
 from tests.support import run_ranks
 
 STEPS, BAD = 5, 2
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-BF16 = {"bf16": {"enabled": True}}
+FP16["bf16"] = {"enabled": False}
 CASES = {
-    "zero-1": BF16 | {"zero_optimization": {"stage": 1}},
-    "zero-2": BF16
-    | {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "zero-3": BF16 | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
-    "bf16_optimizer": BF16
-    | {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero-1": {"zero_optimization": {"stage": 1}},
+    "zero-2": FP32,
+    "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "bf16_optimizer": {"zero_optimization": {"stage": 1}} | FP32,
     "zero-1, fp16": FP16 | {"zero_optimization": {"stage": 1}},
-    "zero-2, fp16": FP16 | {"zero_optimization": {"stage": 2}},
+    "zero-2, fp16": FP16,
     "zero-3, fp16": FP16 | {"zero_optimization": {"stage": 3}},
 }
 
@@ -95,21 +94,17 @@ def both(rank, case, value, read):
 
     import coat_dist
 
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, **CASES[case]}
-    found = []
+    found, config = [], settings(lr=1e-2, gradient_clipping=1.0) | CASES[case]
+    plain = {k: v for k, v in config.items() if k not in ("optimizer", "coat")}
+    plain["zero_allow_untested_optimizer"] = True
     for ours in (True, False):
         net, active = Net(), []
         poison(net.up.weight, value, active)
         if ours:
-            settings = config | {
-                "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-                "coat": {"activation": {"enabled": False}},
-            }
-            engine, *_ = coat_dist.initialize(model=net, config=settings)
+            engine, *_ = coat_dist.initialize(model=net, config=config)
         else:
             adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
-            settings = config | {"zero_allow_untested_optimizer": True}
-            engine, *_ = deepspeed.initialize(model=net, optimizer=adamw, config=settings)
+            engine, *_ = deepspeed.initialize(model=net, optimizer=adamw, config=plain)
         found.append(follow(engine, rank, active))
         replaced = "unscale_and_clip_grads" in vars(engine.optimizer)
         assert replaced == (ours and read and case.split(",")[0] in ("zero-1", "zero-2")), (
@@ -120,10 +115,7 @@ def both(rank, case, value, read):
 
 
 def run(rank, world, cases, value, read):
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator = quiet_deepspeed().accelerator.get_accelerator()
     # DeepSpeed refuses it on a CPU, where torch has it.
     accelerator.is_fp16_supported = lambda: True
     if not read:
@@ -171,13 +163,11 @@ def tensor_parallel(rank, world):
     """NaN on rank 1 of two tensor-parallel ranks, in the gradient of a parameter that the norm
     of rank 1 leaves out.
     """
-    import deepspeed
-
     import coat_dist
     from coat_dist.deepspeed.step import step
     from megatron_patches import MPUAdapter, initialize_model_parallel
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    quiet_deepspeed()
     initialize_model_parallel(2)
     allowed, found = step.may_leave_out_passes, []
     for name, fused, pipeline in OUTSIDE:
@@ -190,9 +180,7 @@ def tensor_parallel(rank, world):
         poison(net.get_parameter(name), float("nan"), active)
         looked = []
         step.may_leave_out_passes = allowed if fused else lambda zero: False
-        config = {"train_micro_batch_size_per_gpu": 2, **CASES["zero-2"]}
-        config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-2}}
-        config["coat"] = {"activation": {"enabled": False}}
+        config = settings(lr=1e-2, **FP32)
         engine, *_ = coat_dist.initialize(model=net, config=config, mpu=MPUAdapter())
         check = engine.optimizer._has_inf_or_nan
         engine.optimizer._has_inf_or_nan = lambda g, check=check, looked=looked: (

@@ -5,8 +5,7 @@ not change a bit.
 import torch
 import torch.nn.functional as F
 
-from coat_dist.config import ActivationConfig
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed, settings
 from tests.support import run_ranks
 
 MONITORS = {
@@ -31,18 +30,10 @@ def train(folder, name, monitored, patched=True):
     from megatron_patches import MPUAdapter, patch_model
     from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
-    changes = dict(MODELS[name])
-    settings = ActivationConfig(**changes.pop("coat", {}))
-    model = tiny_gpt(**SMALL | changes)
+    model, config = tiny_gpt(**SMALL | MODELS[name]), settings()
     if patched:
-        patch_model(model, settings)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {"activation": {**settings.model_dump(), "enabled": patched}},
-    }
+        config["coat"] = {}
+        patch_model(model, config)
     if monitored:
         output = {"output_file": f"{folder}/{name}-{patched}.txt"}
         config |= MONITORS | {"flops_profiler": MONITORS["flops_profiler"] | output}

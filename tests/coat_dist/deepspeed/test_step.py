@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coat_dist.deepspeed.step import step as reviewed
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed, settings
 from tests.support import run_ranks
 
 
@@ -36,16 +36,8 @@ def train(rank, world, stage, clip, fused):
         passes.may_leave_out_passes = lambda zero: False
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(96, 160), torch.nn.GELU(), torch.nn.Linear(160, 96))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": clip,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-        "coat": {"activation": {"enabled": False}},
-    } | ({"data_types": {"grad_accum_dtype": "fp32"}} if stage == 2 else {})
-    built, *_ = initialize(model=net, config=config)
+    config = settings(stage, 1e-2, gradient_accumulation_steps=2, gradient_clipping=clip)
+    built, *_ = initialize(model=net, config=config | FP32 if stage == 2 else config)
     assert isinstance(built.basic_optimizer, CoatAdamW)
     replaced = [name for name in built.coat_attached if name.startswith("step: ")]
     generator = torch.Generator().manual_seed(rank)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_dist.optim import CoatAdamW, param_groups
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import NO_FLOW, quiet_deepspeed, settings
 from tests.support import run_ranks
 
 MISSING = [
@@ -17,18 +17,12 @@ MISSING = [
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 OPTIMIZER = {"type": "CoatAdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
-BLOCK = {
-    "optimizer": {"first_moment": "int8", "second_moment": "log8"},
-    "activation": {"enabled": False},
-}
+BLOCK = {"optimizer": {"first_moment": "int8", "second_moment": "log8"}, **NO_FLOW}
 STAGES = {
-    "zero-1": {"zero_optimization": {"stage": 1}, "optimizer": OPTIMIZER},
-    "zero-2": {"zero_optimization": {"stage": 2}, "optimizer": OPTIMIZER, "coat": BLOCK},
+    "zero-1": {"zero_optimization": {"stage": 1}},
+    "zero-2": {"zero_optimization": {"stage": 2}, "coat": BLOCK},
     # Threshold 0: parameters of these sizes would stay whole on every rank.
-    "zero-3": {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "optimizer": OPTIMIZER,
-    },
+    "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
 }
 
 
@@ -41,7 +35,7 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": x, "labels": x}
 
 
-def trainer(folder, steps, deepspeed=None):
+def llama():
     import transformers
 
     torch.manual_seed(0)
@@ -54,7 +48,13 @@ def trainer(folder, steps, deepspeed=None):
     config = transformers.LlamaConfig(
         **sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
     )
-    model = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+def trainer(folder, steps, deepspeed=None, make=llama):
+    """``make`` is called when the Trainer's arguments are there, which ``zero.Init`` reads."""
+    import transformers
+
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         max_steps=steps,
@@ -72,12 +72,13 @@ def trainer(folder, steps, deepspeed=None):
         deepspeed=deepspeed,
         bf16=deepspeed is not None,
     )
+    model, data = make(), {"train_dataset": Tokens(), "eval_dataset": Tokens()}
     if deepspeed is not None:  # the Trainer makes the scheduler and DeepSpeed the optimizer
-        return transformers.Trainer(model=model, args=arguments, train_dataset=Tokens())
+        return transformers.Trainer(model=model, args=arguments, **data)
     optimizer = CoatAdamW(param_groups(model, 0.1), lr=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     return transformers.Trainer(
-        model=model, args=arguments, train_dataset=Tokens(), optimizers=(optimizer, schedule)
+        model=model, args=arguments, **data, optimizers=(optimizer, schedule)
     )
 
 
@@ -89,12 +90,12 @@ def ten_or_five_and_five(rank, world, folder, stage):
     deepspeed = None
     if stage is not None:
         quiet_deepspeed()
-        deepspeed = {
-            "train_micro_batch_size_per_gpu": 4,
-            "bf16": {"enabled": True},
-            "gradient_clipping": 1.0,
+        deepspeed = settings(
+            train_micro_batch_size_per_gpu=4,
+            gradient_clipping=1.0,
+            optimizer=OPTIMIZER,
             **STAGES[stage],
-        }
+        )
     whole = trainer(folder, 10, deepspeed)
     whole.train()
     resumed = trainer(folder, 10, deepspeed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coat_dist.hf import patch_model
+from tests.coat_dist.deepspeed.small_engine import settings
 from tests.support import run_ranks
 from tests.support.gathers import values
 
@@ -17,16 +18,9 @@ BLOCK = {"activation": {}, "optimizer": {"stochastic_rounding": False}}
 
 
 def config(stage, **changes):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
-        "coat": BLOCK,
-        **changes,
-    }
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    adamw = {"type": "CoatAdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+    return settings(**{"zero_optimization": zero, "optimizer": adamw, "coat": BLOCK, **changes})
 
 
 def run(call, weights, rank):
@@ -39,8 +33,8 @@ def run(call, weights, rank):
 def under_zero(rank, world, name, stage, built_in_shards):
     import deepspeed
 
-    settings = config(stage)
-    of_zero = {k: v for k, v in settings.items() if k != "coat"}
+    given = config(stage)
+    of_zero = {k: v for k, v in given.items() if k != "coat"}
     with deepspeed.zero.Init(config_dict_or_path=of_zero) if built_in_shards else nullcontext():
         model = tiny(name, torch.bfloat16, pad_token_id=None)
     # Weights are drawn otherwise there, and DeepSpeed rounds rotary frequencies to BF16.
@@ -52,8 +46,8 @@ def under_zero(rank, world, name, stage, built_in_shards):
         for buffer, right in zip(model.buffers(), whole.buffers(), strict=True):
             buffer.data = right
     if stage == 1:  # the others by the block alone
-        patch_model(model, settings)
-    engine, *_ = deepspeed.initialize(model=model, config=settings)
+        patch_model(model, given)
+    engine, *_ = deepspeed.initialize(model=model, config=given)
     assert len(engine.coat_patch_report.patched) == 4
 
     def step(ids):

@@ -14,6 +14,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
 from coat_dist.flow.graphs.graph_pool import pool_bytes
 from megatron_patches import patch_model, unpatch_model
+from tests.coat_dist.deepspeed.small_engine import FP32, settings
 from tests.gpu.cuda_graphs.models import (
     GRAPHS,
     batch,
@@ -224,16 +225,14 @@ def test_what_cannot_be_captured_is_an_error():
 def _under_deepspeed(rank, world, graphs, stage):
 
     megatron_patches.initialize_model_parallel(1)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-        "coat": {"activation": {"cuda_graphs": graphs}},
-    }
+    config = settings(
+        lr=1e-3,
+        gradient_accumulation_steps=2,
+        gradient_clipping=1.0,
+        zero_optimization={"stage": stage, "reduce_bucket_size": 100_000},
+        coat={"activation": {"cuda_graphs": graphs}},
+        **FP32,
+    )
     model = tiny_gpt(num_layers=3)
     engine, *_ = megatron_patches.initialize(model=model, config=config)
     losses = []
