@@ -18,9 +18,10 @@ BLOCK = {"activation": {}, "optimizer": {"stochastic_rounding": False}}
 
 
 def config(stage, **changes):
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     adamw = {"type": "CoatAdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
-    return settings(**{"zero_optimization": zero, "optimizer": adamw, "coat": BLOCK, **changes})
+    given = settings(stage, optimizer=adamw, gradient_clipping=0.0, coat=BLOCK) | changes
+    given["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return given
 
 
 def run(call, weights, rank):
