@@ -60,6 +60,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         gated_linear_unit=False,
         activation_func=F.gelu,
         add_bias_linear=True,
+        hidden_dropout=0.2,
+        attention_dropout=0.2,
         gpt={"share_embeddings_and_output_weights": True},
     ),
     "experts": dict(num_moe_experts=4, moe_router_topk=2, moe_shared_expert_intermediate_size=64),

@@ -21,16 +21,16 @@ from tests.gpu.cuda_graphs.models import (
     captured,
     gradients,
     heals,
+    hidden,
     loss_of,
     pair,
     same,
+    through,
     train,
 )
 from tests.gpu.test_megatron import BATCH, SEQ, SHAPE, _loss, _model
 from tests.megatron_patches.tiny import OLMO2, tiny_gpt
 from tests.support import run_ranks
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_tensors_belong_to_the_program(models):
     rope = model.rotary_pos_emb(32)
 
     def call():
-        x = torch.randn(32, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        y, _ = layer(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)
+        x = hidden()
+        y = through(layer, x, rope)
         return x, y, torch.autograd.grad(y, [x, *layer.parameters()], torch.randn_like(y))
 
     for _ in range(2):
@@ -112,9 +112,9 @@ def test_shapes_in_turn(models):
         found.append([])
         for i in range(12):
             s = (16, 32, 64)[i % 3]
-            x = y = torch.randn(s, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            x = y = hidden(s)
             for layer in model.decoder.layers:
-                y, _ = layer(hidden_states=y, attention_mask=None, rotary_pos_emb=rope[s])
+                y = through(layer, y, rope[s])
             grads = torch.autograd.grad(
                 y, [x, *model.decoder.layers.parameters()], torch.randn_like(y)
             )
