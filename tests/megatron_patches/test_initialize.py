@@ -4,7 +4,6 @@ left half prepared.
 
 from __future__ import annotations
 
-import base64
 import copy
 import json
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 import megatron_patches as mp
-from coat_dist.config import ActivationConfig, CoatConfig, CoatConfigError
+from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.patching.report import is_patched
-from megatron_patches import patch_model, patched
+from megatron_patches import patch_model
 from tests.support import run_ranks
 
 from .tiny import labelled_loss, tiny_batch, tiny_gpt
@@ -157,21 +156,3 @@ def _accepted(rank, world, folder):
 
 def test_initialize_accepts_and_refuses(tmp_path):
     run_ranks(1, _accepted, tmp_path)
-
-
-def test_patch_model_takes_what_deepspeed_takes(tmp_path):
-    path, model = tmp_path / "ds.json", tiny_gpt()
-    path.write_text(json.dumps(CONFIG))
-    for config in (
-        path,
-        str(path),
-        CONFIG,
-        {"coat": CONFIG["coat"]},
-        base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode(),
-        CoatConfig.from_deepspeed(CONFIG),
-        ActivationConfig(bf16_layers=(0,)),
-    ):
-        with patched(model, config) as report:
-            assert report.settings == ActivationConfig(bf16_layers=(0,)), config
-            assert len(report.patched) == 2 and model.coat_patch_report is report
-        assert not hasattr(model, "coat_patch_report")

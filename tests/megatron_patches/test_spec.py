@@ -10,9 +10,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_patches import gpt_layer_spec, rng_state, universal_checkpoint_info
 from megatron_patches.layers.core_attention import SDPA
-from megatron_patches.layers.norm import AllHeadsNorm
 
-from .tiny import FP32, OLMO2, SEQ, assert_close, gradients, tiny_batch, tiny_config, tiny_gpt
+from .tiny import OLMO2, SEQ, assert_close, gradients, tiny_batch, tiny_config, tiny_gpt
 
 
 def attention(kind=AttnMaskType.causal, **options) -> SDPA:
@@ -26,21 +25,6 @@ def qkv(heads, groups, device, keys=SEQ):
         torch.randn(s, 2, n, 32, device=device)
         for s, n in ((SEQ, heads), (keys, groups), (keys, groups))
     ]
-
-
-@pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.no_mask])
-def test_sdpa_is_attention_with_grouped_queries(kind, device):
-    groups, scale = 2, 0.3
-    q, k, v = qkv(4, groups, device, keys=SEQ if kind is AttnMaskType.causal else SEQ + 5)
-    out = attention(kind, softmax_scale=scale)(q, k, v, None)
-    k, v = (t.repeat_interleave(4 // groups, dim=2) for t in (k, v))
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * scale
-    if kind is AttnMaskType.causal:
-        scores = scores.masked_fill(
-            torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).triu(1), -torch.inf
-        )
-    expected = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), v).flatten(2)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_sdpa_dropout_follows_the_configuration(device):
@@ -104,26 +88,6 @@ def test_universal_checkpoint_info_of_norms_after_blocks():
     replicated = universal_checkpoint_info(model)["tp_replicated_parameter_patterns"]
     plain = {pattern.strip("^$").replace("\\", "") for pattern in replicated}
     assert plain == AFTER | {"decoder.final_layernorm.weight"}
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_all_heads_norm_against_its_definition(exact):
-    """Against the definition, with its gradients, in fp32."""
-    norm = AllHeadsNorm(tiny_config(**FP32, num_query_groups=2), 8, heads=6, eps=1e-3)
-    norm.exact = exact
-    with torch.no_grad():
-        norm.weight.normal_()
-    x = torch.randn(5, 2, 6, 8).mul_(torch.logspace(-3, 3, 10).view(5, 2, 1, 1)).requires_grad_()
-    flat, weight = (t.detach().double().requires_grad_() for t in (x.flatten(-2), norm.weight))
-    expected = torch.nn.functional.rms_norm(flat, (48,), weight, eps=1e-3)
-    y = norm(x)
-    torch.testing.assert_close(y.flatten(-2).double(), expected, rtol=1e-5, atol=1e-6)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    expected.backward(dy.flatten(-2).double())
-    assert x.grad is not None and norm.weight.grad is not None
-    torch.testing.assert_close(x.grad.flatten(-2).double(), flat.grad, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(norm.weight.grad.double(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_gpt_layer_spec_refuses_norms():

@@ -58,10 +58,9 @@ def build(rank, stage, sums, listed):
 
 
 def experts(rank, world, folder):
-    """By case: groups of the optimizer, what a resumed run has otherwise than the one that went on,
-    and what steps with NaN in one rank's expert changed.
+    """By case: a resumed run is the one that went on, and a step with NaN in one rank's expert
+    changes nothing.
     """
-    found = {}
     for name, case in CASES.items():
         where = f"{folder}/{name}"
         engine = build(rank, *case)
@@ -75,28 +74,18 @@ def experts(rank, world, folder):
         engine.load_checkpoint(where, tag="x")
         run(engine, rank, 3, 5)
         resumed = snapshot(engine)
+        assert changes(went_on, resumed) == [], name
         weight = next(
             p for n, p in engine.module.named_parameters() if "experts" in n and p.ndim == 2
         )
-        hook = weight.register_hook(
-            lambda g, rank=rank: torch.full_like(g, torch.nan) if rank else g
-        )
+        weight.register_hook(lambda g: torch.full_like(g, torch.nan) if rank else g)
         run(engine, rank, 5, 6)
-        hook.remove()
-        groups = [
-            (g["name"], g["moments"], bool(g.get("moe")))
-            for g in engine.basic_optimizer.param_groups
-        ]
-        found[name] = groups, changes(went_on, resumed), changes(resumed, snapshot(engine))
+        assert changes(resumed, snapshot(engine)) == [], name
+        groups = engine.basic_optimizer.param_groups
+        kinds = [g["moments"] for g in groups if g.get("moe") and g["name"] == "ep_size_2"]
+        assert sorted(kinds) == ["fp32", "fp8"], groups
         engine.destroy()
-    return found
 
 
 def test_divided_experts_train_resume_and_skip_nan(tmp_path):
-    for found in run_ranks(2, experts, str(tmp_path)):
-        for name, (groups, resumed, skipped) in found.items():
-            assert resumed == [] and skipped == [], name
-            of_experts = sorted(
-                moments for name, moments, moe in groups if moe and name == "ep_size_2"
-            )
-            assert of_experts == ["fp32", "fp8"], groups
+    run_ranks(2, experts, str(tmp_path))
