@@ -153,13 +153,12 @@ def test_patch_model_keeps_core_attention(name):
         build(CORE[name])
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_fields_that_change_nothing_on_one_rank(recompute):
     """All at once, with experts: what Megatron's local spec computes, and what it is without
     them.
     """
-    inert = {k: v for k, v in INERT.items() if k in DECLARED}
-    inert |= FULL if recompute == "full" else SELECTIVE
+    inert = {k: v for k, v in INERT.items() if k in DECLARED} | recompute
     plain = logits(build(inert))
     assert torch.equal(plain, logits(build(EXPERTS)))
     assert apart(plain, logits(build(inert, megatron_spec=True))) < CLOSE

@@ -19,7 +19,6 @@ from coat_dist.patching.report import is_patched
 from coat_dist.reference.activation import ACTIVATIONS, FUNCTIONS
 from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.layers.activations import activation_name
-from megatron_patches.layers.norm import Folded, Norm
 
 from .tiny import BLOCKS, selective, state, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
@@ -45,14 +44,6 @@ def test_patched_keeps_sharded_state_dict():
         )
         raise KeyError
     assert not is_patched(model)
-
-
-def test_tp_invariant_patches_output_layer_and_norms():
-    model = tiny_gpt(qk_layernorm=True)
-    report = patch_model(model, ActivationConfig(tp_invariant=True))
-    assert report.patched == [*BLOCKS, "output_layer"]
-    norms = [m for m in model.modules() if isinstance(m, Norm) and not isinstance(m, Folded)]
-    assert len(norms) == 5 and all(norm.exact for norm in norms)
 
 
 @pytest.mark.parametrize(

@@ -39,19 +39,14 @@ def vit_config(**changes):
     return tiny_config(**options | changes)
 
 
-def spread(module):
-    """Biases and norms that are no zeros and ones, among which a mix-up would go unseen."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape).mul_(0.2).to(parameter))
-    return module
-
-
 def model_of_two(tower_config=None, device="cpu", **changes):
     """A tower of two layers, a projector, and the tests' GPT."""
     language = tiny_gpt(gpt={"scatter_embedding_sequence_parallel": False}, **changes)
-    tower = spread(VisionTower(tower_config or vit_config(), SIDE, PATCH))
+    tower = VisionTower(tower_config or vit_config(), SIDE, PATCH)
+    with torch.no_grad():  # biases and norms that are no zeros and ones
+        for parameter in tower.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape).mul_(0.2).to(parameter))
     return (
         VisionLanguageModel(tower, 64, language, IMAGE).to(language.config.params_dtype).to(device)
     )

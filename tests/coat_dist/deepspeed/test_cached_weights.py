@@ -9,14 +9,14 @@ import torch
 
 from tests.coat_dist.deepspeed.remainders import BF16
 from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed, settings
-from tests.megatron_patches.tiny import FULL
+from tests.megatron_patches.test_grouped import EXPERTS, GROUPED_GEMM
+from tests.megatron_patches.tiny import FULL, SMALL, tiny_batch, tiny_gpt, tiny_loss
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 7, 2
 
 
 def _evaluate(engine, losses):
-    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
 
     engine.eval()
     with torch.no_grad() if len(losses) % 2 else torch.inference_mode():
@@ -30,8 +30,6 @@ def _train(rank, stage, grad_accum, weights, folder, changes):
     """
     import coat_dist
     from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.test_grouped import EXPERTS, GROUPED_GEMM
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     quiet_deepspeed()
     config = settings(
@@ -116,8 +114,6 @@ def _replaced(rank, world, weights):
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
     import megatron_patches
-    from tests.megatron_patches.test_grouped import EXPERTS, GROUPED_GEMM
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     megatron_patches.initialize_model_parallel(1)
     halves = {"master_weights": "bf16_remainder"}

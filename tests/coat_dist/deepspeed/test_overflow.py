@@ -120,33 +120,28 @@ def run(rank, world, cases, value, read):
     accelerator.is_fp16_supported = lambda: True
     if not read:
         reviewed.VERIFIED.clear()
-    return {case: both(rank, case, value, read) for case in cases}
-
-
-def same_as_plain(ranks, case):
-    for (ours, finite), (plain, plain_finite) in (rank[case] for rank in ranks):
-        assert [s[:3] for s in ours] == [s[:3] for s in plain] and finite == plain_finite
-        assert finite and [s[0] for s in ours] == [i != BAD for i in range(STEPS)]
-        assert ours[BAD] == (False, True, 1, True) and not any(
-            s[3] for i, s in enumerate(ours) if i != BAD
-        )
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(2, run, list(CASES), float("nan"), True)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_step_skips_a_bad_gradient_as_plain_deepspeed(ranks, case):
-    same_as_plain(ranks, case)
-
-
-def test_step_of_an_unverified_deepspeed_keeps_its_passes():
-    cases = ["zero-1", "zero-2", "zero-3"]
-    ranks = run_ranks(2, run, cases, float("inf"), False)
     for case in cases:
-        same_as_plain(ranks, case)
+        (ours, finite), (plain, plain_finite) = both(rank, case, value, read)
+        assert finite and plain_finite, case
+        assert [s[:3] for s in ours] == [s[:3] for s in plain], case
+        check_skipped(ours, case)
+
+
+def check_skipped(said, case):
+    """The bad step, and no other one, was skipped and left everything as it was."""
+    assert [s[0] for s in said] == [i != BAD for i in range(STEPS)], case
+    assert said[BAD] == (False, True, 1, True), case
+    assert not any(s[3] for i, s in enumerate(said) if i != BAD), case
+
+
+@pytest.mark.parametrize(
+    ("cases", "value", "read"),
+    [(CASES, "nan", True), (["zero-1", "zero-2", "zero-3"], "inf", False)],
+    ids=["verified", "unverified"],
+)
+def test_step_skips_a_bad_gradient_as_plain_deepspeed(cases, value, read):
+    """An unverified DeepSpeed keeps its passes."""
+    run_ranks(2, run, list(cases), float(value), read)
 
 
 # Parameter whose gradient is bad, whether the step is fused, whether biases are marked as
@@ -161,7 +156,8 @@ OUTSIDE = [
 
 def tensor_parallel(rank, world):
     """NaN on rank 1 of two tensor-parallel ranks, in the gradient of a parameter that the norm
-    of rank 1 leaves out.
+    of rank 1 leaves out: both skip, and no gradient is looked at again where the norm has seen
+    those that it does not count.
     """
     import coat_dist
     from coat_dist.deepspeed.step import step
@@ -169,36 +165,31 @@ def tensor_parallel(rank, world):
 
     quiet_deepspeed()
     initialize_model_parallel(2)
-    allowed, found = step.may_leave_out_passes, []
-    for name, fused, pipeline in OUTSIDE:
-        net, active = Net(), []
+    allowed = step.may_leave_out_passes
+    for case in OUTSIDE:
+        name, fused, pipeline = case
+        net, active, looked = Net(), [], []
         for n, p in net.named_parameters():
             if n.endswith("weight"):
                 p.tensor_model_parallel = True
             elif pipeline:
                 p.tensor_model_parallel = p.ds_pipe_replicated = True
         poison(net.get_parameter(name), float("nan"), active)
-        looked = []
         step.may_leave_out_passes = allowed if fused else lambda zero: False
         config = settings(lr=1e-2, **FP32)
         engine, *_ = coat_dist.initialize(model=net, config=config, mpu=MPUAdapter())
         check = engine.optimizer._has_inf_or_nan
-        engine.optimizer._has_inf_or_nan = lambda g, check=check, looked=looked: (
-            looked.append(g.numel()),
-            check(g),
-        )[1]
+
+        def look(gradient, check=check, looked=looked):
+            looked.append(gradient)
+            return check(gradient)
+
+        engine.optimizer._has_inf_or_nan = look
         said, finite = follow(engine, rank, active)
-        found.append((said, finite, sorted(looked[: len(looked) // STEPS])))
+        assert finite and bool(looked) != fused, case
+        check_skipped(said, case)
         engine.destroy()
-    return found
 
 
 def test_step_checks_gradients_that_the_norm_leaves_out():
-    """Both ranks skip, and no gradient is looked at again: the norm has seen those that it does
-    not count.
-    """
-    for rank, found in enumerate(run_ranks(2, tensor_parallel)):
-        for case, (said, finite, looked) in zip(OUTSIDE, found, strict=True):
-            assert finite and [s[0] for s in said] == [i != BAD for i in range(STEPS)], (rank, case)
-            assert said[BAD] == (False, True, 1, True), (rank, case)
-            assert (looked == []) == case[1], (rank, case)
+    run_ranks(2, tensor_parallel)
