@@ -29,6 +29,11 @@ SELECTIVE: dict[str, Any] = dict(
 KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 WINDOW: dict[str, Any] = dict(window_size=(3, 0))
 
+
+def _uniform(weight: torch.Tensor) -> None:
+    torch.nn.init.uniform_(weight, -0.2, 0.2)
+
+
 # Fields that change what a model computes: what is set, for GPTModel under "gpt". Alone where there
 # is one key.
 _EFFECT: dict[str, Any] = {
@@ -44,14 +49,10 @@ _EFFECT: dict[str, Any] = {
     "normalization": "LayerNorm",
     "params_dtype": dict(bf16=True, params_dtype=torch.bfloat16),
     "bf16": dict(bf16=True, params_dtype=torch.bfloat16),
-    "init_method": lambda w: torch.nn.init.uniform_(w, -0.2, 0.2),
-    "output_layer_init_method": dict(
-        output_layer_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
-    ),
+    "init_method": _uniform,
+    "output_layer_init_method": _uniform,
     "init_method_std": 0.1,
-    "embedding_init_method": dict(
-        embedding_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
-    ),
+    "embedding_init_method": _uniform,
     "embedding_init_method_std": 1.0,
     "is_hybrid_model": True,
     "add_bias_linear": True,

@@ -17,7 +17,6 @@ STEPS, ACCUMULATION = 7, 2
 
 
 def _evaluate(engine, losses):
-
     engine.eval()
     with torch.no_grad() if len(losses) % 2 else torch.inference_mode():
         losses.append(tiny_loss(engine, tiny_batch(1000)).item())
