@@ -17,12 +17,10 @@ from coat_dist.flow import (
 from coat_dist.flow.core.products import saved_format
 from coat_dist.reference.quantize import dequantize, quantize_groups
 from tests.coat_dist.flow.common import relative_error
-from tests.support.devices import captured, nothing_waits
+from tests.support.devices import CONVERTS_FP8, captured, nothing_waits
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-if torch.cuda.get_device_capability() < (8, 9):
-    pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
+if not CONVERTS_FP8:
+    pytest.skip("needs a GPU that converts FP8", allow_module_level=True)
 
 ONE = TensorParallel()
 FP8 = ActivationConfig(attention="fp8")

@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-if torch.cuda.get_device_capability() < (8, 9):
-    pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
+from tests.support.devices import CONVERTS_FP8, nothing_waits
+
+if not CONVERTS_FP8:
+    pytest.skip("needs a GPU that converts FP8", allow_module_level=True)
 
 from coat_dist.optim import CoatAdamW
-from tests.support.devices import nothing_waits
 
 SHAPES = ((512, 512), (64, 16), (128, 8), (1031,), (4096,), (7, 5))
 OPTIONS = {

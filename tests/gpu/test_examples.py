@@ -11,8 +11,6 @@ from tests.examples.run import CHECKED, STEPS, start
 
 LAUNCHERS = {"torchrun": "torchrun --nproc_per_node", "deepspeed": "deepspeed --num_gpus"}
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("launcher", LAUNCHERS)

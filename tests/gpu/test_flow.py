@@ -21,7 +21,6 @@ from tests.coat_dist.flow.common import Layer, median_error, relative_error
 from tests.support import equal
 from tests.support.devices import nothing_waits
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
 
 

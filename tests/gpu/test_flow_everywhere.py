@@ -10,7 +10,6 @@ from tests.coat_dist.flow.catalogue import HEADS, NAMES, H, catalogue
 from tests.coat_dist.flow.common import Layer
 from tests.support import equal
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
 
 

@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-if torch.cuda.get_device_capability() < (8, 9):
-    pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
+from tests.support.devices import CONVERTS_FP8
+
+if not CONVERTS_FP8:
+    pytest.skip("needs a GPU that converts FP8", allow_module_level=True)
 
 from coat_dist.optim import CoatAdamW, host
 from tests.coat_dist.deepspeed.offload_runs import CASES, assert_same, moved, trajectory

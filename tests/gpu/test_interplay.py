@@ -13,7 +13,6 @@ from tests.coat_dist.flow.common import Layer
 from tests.support import equal, run_ranks
 from tests.support.devices import captured
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ONE = TensorParallel()
 
 

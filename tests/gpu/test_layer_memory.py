@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
-from tests.support import megatron_on_one_rank
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture
-def one_rank():
-    with megatron_on_one_rank():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from tests.support import megatron_on_one_rank, run_ranks
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from tests.support import run_ranks
 
 SHAPE = dict(hidden_size=1024, num_attention_heads=8, ffn_hidden_size=2816, num_query_groups=8)
 SEQ, BATCH, VOCAB = 1024, 2, 2048
@@ -54,12 +52,6 @@ def _activation_bytes(layers, patch):
     held = torch.cuda.memory_allocated() - before
     loss.backward()
     return held
-
-
-@pytest.fixture
-def one_rank():
-    with megatron_on_one_rank():
-        yield
 
 
 def test_a_layer_holds_the_planned_bytes(one_rank):

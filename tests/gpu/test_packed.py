@@ -15,11 +15,10 @@ from launch.data.packed import pack_lengths
 from megatron_patches import patch_model
 from tests.coat_dist.flow.common import relative_error
 from tests.coat_dist.flow.saved_bytes import saved
+from tests.support.devices import CONVERTS_FP8
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-if torch.cuda.get_device_capability() < (8, 9):
-    pytest.skip("needs compute capability 8.9: FP8 conversion", allow_module_level=True)
+if not CONVERTS_FP8:
+    pytest.skip("needs a GPU that converts FP8", allow_module_level=True)
 
 FP8 = ActivationConfig(attention="fp8")
 CASES = {

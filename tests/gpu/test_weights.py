@@ -16,7 +16,6 @@ from tests.coat_dist.flow.common import Layer
 from tests.support import equal
 from tests.support.devices import captured, nothing_waits
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ONE = TensorParallel()
 NAMES = ("weight", "back", "fc1", "fc2")
 

@@ -22,15 +22,17 @@ SIZES: dict[str, Any] = dict(
     pipeline_dtype=torch.float32,
 )
 EXPERTS: dict[str, Any] = dict(num_moe_experts=4, moe_ffn_hidden_size=48)
-FULL: dict[str, Any] = dict(
-    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-)
 SELECTIVE: dict[str, Any] = dict(
     recompute_granularity="selective", recompute_modules=["core_attn"], moe_layer_recompute=True
 )
 # A model that is built sets these.
 KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 WINDOW: dict[str, Any] = dict(window_size=(3, 0))
+
+
+def _uniform(weight: torch.Tensor) -> None:
+    torch.nn.init.uniform_(weight, -0.2, 0.2)
+
 
 # Fields that change what a model computes: what is set, for GPTModel under "gpt". Alone where there
 # is one key.
@@ -47,14 +49,10 @@ _EFFECT: dict[str, Any] = {
     "normalization": "LayerNorm",
     "params_dtype": dict(bf16=True, params_dtype=torch.bfloat16),
     "bf16": dict(bf16=True, params_dtype=torch.bfloat16),
-    "init_method": lambda w: torch.nn.init.uniform_(w, -0.2, 0.2),
-    "output_layer_init_method": dict(
-        output_layer_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
-    ),
+    "init_method": _uniform,
+    "output_layer_init_method": _uniform,
     "init_method_std": 0.1,
-    "embedding_init_method": dict(
-        embedding_init_method=lambda w: torch.nn.init.uniform_(w, -0.2, 0.2)
-    ),
+    "embedding_init_method": _uniform,
     "embedding_init_method_std": 1.0,
     "is_hybrid_model": True,
     "add_bias_linear": True,
@@ -125,6 +123,10 @@ _TURNED = """
     moe_enable_routing_replay moe_per_layer_logging cuda_graph_use_single_mempool
     cuda_graph_retain_backward_graph clone_scatter_output_in_embedding inference_rng_tracker
     hetereogenous_dist_checkpoint activation_func_fp8_input_store"""
+_FUNCTIONS = (
+    *("grad_scale_func", "finalize_model_grads_func"),
+    *("no_sync_func", "grad_sync_func", "param_sync_func"),
+)
 # Fields that change nothing in the forward pass of one rank, set all at once. Booleans are turned
 # around.
 INERT: dict[str, Any] = dict(
@@ -151,13 +153,6 @@ INERT: dict[str, Any] = dict(
     moe_token_drop_policy="position",
     moe_deepep_num_sms=4,
     moe_hybridep_num_sms=4,
-    **{
-        key: (lambda *args, **kwargs: None)
-        for key in ("grad_scale_func", "finalize_model_grads_func")
-    },
-    **{
-        key: (lambda *args, **kwargs: None)
-        for key in ("no_sync_func", "grad_sync_func", "param_sync_func")
-    },
+    **dict.fromkeys(_FUNCTIONS, lambda *args, **kwargs: None),
     **EXPERTS,
 ) | {key: not DECLARED[key].default for key in _TURNED.split() if key in DECLARED}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_utils import RandomSTE
@@ -28,7 +27,6 @@ from .samples import (
     DECLARED,
     EFFECT,
     EXPERTS,
-    FULL,
     INERT,
     KERNELS,
     SELECTIVE,
@@ -36,43 +34,21 @@ from .samples import (
     SIZES,
     VOCAB,
 )
-from .tiny import tiny_config
+from .tiny import FULL, tiny_config, tiny_gpt
 
 NEWEST = not older_than("0.16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = 3e-6 if DEVICE == "cpu" else 1e-4  # fp32; a GPU may round products
 
 
-def build(
-    changes: dict[str, Any],
-    megatron_spec: bool = False,
-    later: dict[str, Any] | None = None,
-    seed: int = 5,
-) -> GPTModel:
-    """A model. ``later`` is set on the built configuration, whose own checks refuse some values
-    together.
-    """
-    options = dict(
-        vocab_size=VOCAB, max_sequence_length=SEQ, position_embedding_type="rope"
-    ) | changes.get("gpt", {})
-    config = tiny_config(**SIZES | {k: v for k, v in changes.items() if k != "gpt"})
-    for name, value in (later or {}).items():
-        setattr(config, name, value)
-    if megatron_spec:
-        l2 = {
-            "qk_l2_norm": getattr(config, "qk_l2_norm", False),
-            "normalization": config.normalization,
-        }
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **l2)
-    else:
-        spec = gpt_layer_spec(config)
-    torch.manual_seed(seed)
-    model = GPTModel(config, spec, **options).to(config.params_dtype)
+def build(changes: dict[str, Any], **more: Any) -> GPTModel:
+    gpt = {"vocab_size": VOCAB, "max_sequence_length": SEQ} | changes.get("gpt", {})
+    model = tiny_gpt(**SIZES | changes | {"gpt": gpt}, **more)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # zero as they are built
                 parameter.normal_()
-    return model.to(DEVICE)
+    return model
 
 
 @torch.no_grad()
@@ -177,13 +153,12 @@ def test_patch_model_keeps_core_attention(name):
         build(CORE[name])
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_fields_that_change_nothing_on_one_rank(recompute):
     """All at once, with experts: what Megatron's local spec computes, and what it is without
     them.
     """
-    inert = {k: v for k, v in INERT.items() if k in DECLARED}
-    inert |= FULL if recompute == "full" else SELECTIVE
+    inert = {k: v for k, v in INERT.items() if k in DECLARED} | recompute
     plain = logits(build(inert))
     assert torch.equal(plain, logits(build(EXPERTS)))
     assert apart(plain, logits(build(inert, megatron_spec=True))) < CLOSE

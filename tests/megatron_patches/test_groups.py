@@ -6,10 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from coat_dist.config import ActivationConfig
-from megatron_patches import MPUAdapter, patch_model, rng_state, set_rng_state
-
-from .tiny import FULL, assert_equal, gradients, tiny_batch, tiny_gpt
+from megatron_patches import MPUAdapter, rng_state, set_rng_state
 
 
 def test_mpu_adapter_has_no_sequence_parallelism():
@@ -53,15 +50,3 @@ def test_set_rng_state_resumes(device):
     assert all(torch.equal(draw(), expected) for expected in first)
     set_rng_state(state)  # using a state must not have changed it
     assert torch.equal(draw(), first[0])
-
-
-def test_full_recompute_drops_the_same_elements_again(device):
-    """Hidden dropout draws from the default state and attention dropout from the tracker;
-    recompute replays both.
-    """
-    results = []
-    for recompute in ({}, FULL):
-        model = tiny_gpt(hidden_dropout=0.2, attention_dropout=0.2, **recompute)
-        patch_model(model, ActivationConfig())
-        results.append(gradients(model, tiny_batch(0, device)))
-    assert_equal(*results)

@@ -51,9 +51,6 @@ COMMON = ("rmsnorm", "gpt2", "experts", "fp8 attention")  # what `make test-unit
 KINDS: dict[str, dict[str, Any]] = {
     # norms
     "rmsnorm": {},
-    "layernorm": {"normalization": "LayerNorm"},
-    "layernorm_without_parameters": {"normalization": "LayerNorm", "affine": False},
-    "megatron_spec": {"megatron_spec": True},
     "megatron_spec_layernorm": {"megatron_spec": True, "normalization": "LayerNorm"},
     "layernorm_after": {
         "normalization": "LayerNorm",
@@ -61,21 +58,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "spec": {"norm_placement": "post"},
     },
     # attention
-    "one_key_and_value": {"num_query_groups": 1},
-    "qk_norm": {"qk_layernorm": True},
     "qk_layernorm_grouped_bias": {
         "qk_layernorm": True,
         "normalization": "LayerNorm",
         "num_query_groups": 2,
         "add_qkv_bias": True,
     },
-    "wide_heads": {"kv_channels": 96},
     "attention_biases": {"add_qkv_bias": True, "spec": {"attention_output_bias": True}},
     # MLPs
-    "geglu": {"activation_func": F.gelu},
     "quick_geglu": {"activation_func": quick_gelu},
-    "gelu": {"activation_func": F.gelu} | UNGATED,
-    "quick_gelu": {"activation_func": quick_gelu} | UNGATED,
     "biases": {"add_bias_linear": True},
     "gelu_biases": {"activation_func": F.gelu, "add_bias_linear": True} | UNGATED,
     "dropout_after_biases": {

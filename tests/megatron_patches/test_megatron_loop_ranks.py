@@ -4,7 +4,6 @@ gradient accumulation.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -104,12 +103,22 @@ def _train(
 
 
 def _in_loop(rank, world, tp, distributed):
-    """Losses with and without fusion; fp32 parameters, then bf16."""
-    return {
-        (dtype, fusion): _train(rank, world, tp, distributed, fusion, dtype=dtype)
-        for dtype, fusion in itertools.product((torch.float32, torch.bfloat16), (False, True))
-        if not distributed or dtype == torch.bfloat16
-    }
+    """Losses and main_grads with and without fusion."""
+    for dtype in (torch.bfloat16,) if distributed else (torch.float32, torch.bfloat16):
+        separate, fused = (
+            _train(rank, world, tp, distributed, fusion, dtype=dtype) for fusion in (False, True)
+        )
+        for losses, _, stale in (separate, fused):
+            assert not stale and len(set(losses)) == STEPS * (ACCUMULATION + 1)
+        if dtype == torch.float32:  # in fp32 sums it does not matter who adds
+            assert fused[0] == separate[0] and _same(fused[1], separate[1])
+            continue
+        assert fused[0] == pytest.approx(separate[0], rel=0.02)
+        for name, rounded in separate[1][0].items():
+            exact = fused[1][0][name]
+            patched = ".linear_" in name and name.endswith(".weight")
+            assert torch.equal(exact.bfloat16().float() if patched else exact, rounded), name
+            assert torch.equal(exact, rounded) != patched, name
 
 
 @pytest.mark.parametrize(
@@ -118,19 +127,7 @@ def _in_loop(rank, world, tp, distributed):
     ids=["DP", "ZeRO", "TP and SP"],
 )
 def test_main_grad_in_megatrons_loop(tp, distributed):
-    for runs in run_ranks(2, _in_loop, tp, distributed):
-        for losses, _, stale in runs.values():
-            assert not stale and len(set(losses)) == STEPS * (ACCUMULATION + 1)
-        if not distributed:  # fp32 gradients in fp32 sums: it does not matter who adds them
-            separate, fused = (runs[torch.float32, fusion] for fusion in (False, True))
-            assert fused[0] == separate[0] and _same(fused[1], separate[1])
-        separate, fused = (runs[torch.bfloat16, fusion] for fusion in (False, True))
-        assert fused[0] == pytest.approx(separate[0], rel=0.02)
-        for name, rounded in separate[1][0].items():
-            exact = fused[1][0][name]
-            patched = ".linear_" in name and name.endswith(".weight")
-            assert torch.equal(exact.bfloat16().float() if patched else exact, rounded), name
-            assert torch.equal(exact, rounded) != patched, name
+    run_ranks(2, _in_loop, tp, distributed)
 
 
 def _same(left, right):
@@ -140,17 +137,16 @@ def _same(left, right):
 
 
 def _with_experts(rank, world):
-    """With codes of experts' weights made on every use, and kept."""
+    """Codes of experts' weights made on every use, and kept: nothing else differs."""
     from .test_grouped import EXPERTS, GROUPED_GEMM
 
-    changes = EXPERTS | GROUPED_GEMM
-    return [
-        _train(rank, world, 1, True, True, weights, **changes)[:2]
+    (losses, gradients, _), (kept, with_kept, _) = (
+        _train(rank, world, 1, True, True, weights, **EXPERTS | GROUPED_GEMM)
         for weights in ("on_use", "cached")
-    ]
+    )
+    assert kept == losses and len(set(losses)) == STEPS * (ACCUMULATION + 1)
+    assert _same(with_kept, gradients)
 
 
 def test_kept_codes_of_experts_in_megatrons_loop():
-    for (losses, gradients), (kept, with_kept) in run_ranks(2, _with_experts):
-        assert kept == losses and len(set(losses)) == STEPS * (ACCUMULATION + 1)
-        assert _same(with_kept, gradients)
+    run_ranks(2, _with_experts)

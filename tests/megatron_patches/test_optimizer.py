@@ -23,7 +23,7 @@ import megatron_patches as mp
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as Moments
 from megatron_patches.compat import older_than
-from megatron_patches.parallel.optimizer import _check_config, _check_tied
+from megatron_patches.parallel.optimizer import _check_tied
 from tests.support import run_ranks, saves_by_dist_checkpointing
 
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_gpt
@@ -135,10 +135,8 @@ def _same(left, right):
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
-def _train_and_resume(rank, world, folder, kinds, tp=1, **model):
-    """Losses of a whole run and what became of it when it was saved and resumed, by format; and
-    the run.
-    """
+def _train_and_resume(folder, kinds, tp=1, **model):
+    """A run and its losses. What it saved in each format goes on to the bit."""
     with saves_by_dist_checkpointing():
         start(tp)
         run = Run(COAT, model)
@@ -147,19 +145,22 @@ def _train_and_resume(rank, world, folder, kinds, tp=1, **model):
         for kind in kinds:
             run.save(folder / kind, kind)
         rest = run.train(range(SAVED_AFTER, STEPS))
-        end, resumed = run.bytes(), {}
+        end = run.bytes()
         for kind in kinds:
             again = Run(COAT, model)
             again.load(folder / kind, kind)
-            loaded = again.bytes()
-            resumed[kind] = _same(loaded, saved), again.train(range(SAVED_AFTER, STEPS)) == rest
-            resumed[kind] += (_same(again.bytes(), end),)
-        return losses + rest, resumed, run
+            assert _same(again.bytes(), saved), kind
+            assert again.train(range(SAVED_AFTER, STEPS)) == rest, kind
+            assert _same(again.bytes(), end), kind
+    return run, losses + rest
 
 
-def _all(rank, world, folder):
-    losses, resumed, run = _train_and_resume(rank, world, folder, ["torch", DIST])
+def _trained(rank, world, folder):
+    run, losses = _train_and_resume(folder, ["torch", DIST])
     adamw = Run().train(range(STEPS))
+    assert losses != adamw and losses == pytest.approx(adamw, rel=0.02)
+    assert losses[-1] < losses[0]
+
     # Without codes, and with other formats: moments in fp32 carry on.
     rounded = Run({"coat": {}})
     rounded.load(folder / DIST, DIST, coat_codes=False)
@@ -167,72 +168,89 @@ def _all(rank, world, folder):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         other.load(folder / DIST, DIST)
-    said = [str(w.message) for w in warned if "rounded again" in str(w.message)]
-    carried = [r.train(range(SAVED_AFTER, STEPS)) for r in (rounded, other)]
-    inner = run.inner()
-    groups = [
-        (g["wd_mult"], g["moments"], {tuple(inner.state[p]) for p in g["params"]})
-        for g in inner.param_groups
-    ]
-    coded = [p for g in inner.param_groups if g["moments"] == "fp8" for p in g["params"]]
-    held = sum(
-        t.numel() * t.element_size()
-        for p in coded
-        for t in inner.state[p].values()
-        if torch.is_tensor(t)
-    )
-    counts = (
-        held,
-        sum(p.numel() for p in coded),
-        sum(p.numel() for p in run.model.parameters() if p.dim() > 1),
-    )
-    return dict(
-        adamw=adamw,
-        losses=losses,
-        resumed=resumed,
-        carried=carried,
-        said=said,
-        groups=groups,
-        counts=counts,
-    )
+    assert sum("rounded again" in str(w.message) for w in warned) == 1
+    for again in (rounded, other):
+        carried = again.train(range(SAVED_AFTER, STEPS))
+        assert carried != losses[SAVED_AFTER:]
+        assert carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
+
+    # Both ranks together hold each weight's moments once, in little more than two bytes.
+    inner, held, coded = run.inner(), 0, 0
+    kinds = {(group["wd_mult"], group["moments"]) for group in inner.param_groups}
+    assert kinds == {(1.0, "fp8"), (0.0, "fp32")}
+    for group in inner.param_groups:
+        for p in group["params"] if group["moments"] == "fp8" else ():
+            assert "exp_avg" not in inner.state[p]
+            coded += p.numel()
+            held += sum(t.nbytes for t in inner.state[p].values() if torch.is_tensor(t))
+    both = torch.tensor([held, coded])
+    dist.all_reduce(both)
+    assert both[1] == sum(p.numel() for p in run.model.parameters() if p.dim() > 1)
+    assert 2.0 < both[0] / both[1] < 2.1
+    return losses[0]
 
 
-def _more(rank, world, folder, tp, kinds, model):
-    """Also what Megatron's own AdamW makes of such a checkpoint, where it can load any without
-    Transformer Engine.
+def _alone(rank, world, folder, first):
+    """One rank goes on where two have stopped: it has no codes for its shards, and rounds moments
+    again.
     """
-    losses, resumed, _ = _train_and_resume(rank, world, folder, kinds, tp, **model)
-    if model or older_than("0.16"):
-        return resumed, losses, losses[SAVED_AFTER:]
-    plain = Run()
-    plain.train(range(1))  # AdamW's places in a checkpoint exist after a step
-    plain.load(folder / "dp_reshardable", "dp_reshardable")
-    return resumed, losses, plain.train(range(SAVED_AFTER, STEPS))
-
-
-def _alone(rank, world, folder):
     start()
     run = Run(COAT)
-    run.load(folder, DIST, coat_codes=False)
-    return run.inner().steps(), run.train(range(1))
+    run.load(folder / DIST, DIST, coat_codes=False)
+    assert run.inner().steps() == SAVED_AFTER and run.train(range(1))[0] < 0.9 * first
 
 
-def _in_megatrons_passes(rank, world, clip_grad):
-    """Whether steps are to the bit those that clip and write weights in passes of their own; and
-    the last norm.
+def test_get_megatron_optimizer_follows_adamw_in_fp8_shards_and_resumes(tmp_path):
+    first, _ = run_ranks(2, _trained, tmp_path)
+    run_ranks(1, _alone, tmp_path, first)
+
+
+def _of_others(rank, world, folder, tp, kinds, model):
+    """Also Megatron's own AdamW takes over such a checkpoint, where it can load any without
+    Transformer Engine.
+    """
+    _, losses = _train_and_resume(folder, kinds, tp, **model)
+    if not model and not older_than("0.16"):
+        plain = Run()
+        plain.train(range(1))  # AdamW's places in a checkpoint exist after a step
+        plain.load(folder / "dp_reshardable", "dp_reshardable")
+        carried = plain.train(range(SAVED_AFTER, STEPS))
+        assert carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tp", "kinds", "model"),
+    [
+        pytest.param(1, OTHERS, {}, marks=pytest.mark.skipif(OLD, reason="needs numpy 1")),
+        (2, ["torch", DIST], {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (1, ["torch", DIST], {"num_moe_experts": 2, "moe_ffn_hidden_size": 128}),
+    ],
+    ids=["formats and AdamW", "TP and SP", "experts"],
+)
+def test_get_megatron_optimizer_resumes_other_formats_and_models(tmp_path, tp, kinds, model):
+    run_ranks(2, _of_others, tmp_path, tp, kinds, model)
+
+
+def _in_megatrons_passes(rank, world):
+    """Steps are to the bit those that clip and write weights in passes of their own. Megatron
+    clips to what is above 0.
     """
     start()
-    ours, theirs = Run(COAT, clip_grad=clip_grad), Run(COAT, clip_grad=clip_grad)
-    for optimizer in theirs.optimizer.chained_optimizers:
-        optimizer.optimizer.copies = {}
-    theirs.optimizer.__class__ = ChainedOptimizer
-    for run in (ours, theirs):
-        run.train(range(3))
-    return (
-        _same(ours.bytes(), theirs.bytes()),
-        ours.optimizer.get_grad_norm(),
-        ours.optimizer._norm().item(),
-    )
+    for clip_grad in (0.5, -1.0):
+        ours, theirs = Run(COAT, clip_grad=clip_grad), Run(COAT, clip_grad=clip_grad)
+        for optimizer in theirs.optimizer.chained_optimizers:
+            optimizer.optimizer.copies = {}
+        theirs.optimizer.__class__ = ChainedOptimizer
+        for run in (ours, theirs):
+            run.train(range(3))
+        assert _same(ours.bytes(), theirs.bytes())
+        norm = ours.optimizer.get_grad_norm()
+        assert norm > 0.6 and ours.optimizer._norm().item() == pytest.approx(norm, rel=1e-12)
+
+
+def test_step_is_that_of_megatrons_passes():
+    run_ranks(2, _in_megatrons_passes)
 
 
 def _with_a_frozen_stage(rank, world):
@@ -246,79 +264,9 @@ def _with_a_frozen_stage(rank, world):
     return run.optimizer.step()[:2]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron")
-    return [{**run, "folder": folder} for run in run_ranks(2, _all, folder)]
-
-
-def test_get_megatron_optimizer_follows_adamw(runs):
-    for run in runs:
-        assert run["losses"] != run["adamw"]
-        assert (
-            run["losses"] == pytest.approx(run["adamw"], rel=0.02)
-            and run["losses"][-1] < run["losses"][0]
-        )
-
-
-def test_get_megatron_optimizer_shards_fp8_moments(runs):
-    """Both ranks together hold each weight's moments once, in little more than two bytes;
-    vectors keep fp32.
-    """
-    for run in runs:
-        assert {(wd, kind) for wd, kind, _ in run["groups"]} == {(1.0, "fp8"), (0.0, "fp32")}
-        assert all(
-            "exp_avg" not in keys
-            for _, kind, states in run["groups"]
-            for keys in states
-            if kind == "fp8"
-        )
-    held, mine, whole = (sum(run["counts"][i] for run in runs) for i in range(3))
-    assert mine == whole // 2 and 2.0 < held / mine < 2.1
-
-
-def test_resume_with_codes_to_the_bit_and_without_codes_nearly(runs):
-    for run in runs:
-        assert run["resumed"] == dict.fromkeys(["torch", DIST], (True, True, True))
-        for losses in run["carried"]:
-            assert losses != run["losses"][SAVED_AFTER:]
-            assert losses == pytest.approx(run["losses"][SAVED_AFTER:], rel=0.02)
-        assert len(run["said"]) == 1
-
-
-@pytest.mark.parametrize("clip_grad", [0.5, -1.0])  # Megatron clips to what is above 0
-def test_step_is_that_of_megatrons_passes(clip_grad):
-    for same, norm, own in run_ranks(2, _in_megatrons_passes, clip_grad):
-        assert same and norm > 0.6 and own == pytest.approx(norm, rel=1e-12)
-
-
 def test_step_of_a_stage_without_trained_parameters():
     first, frozen = run_ranks(2, _with_a_frozen_stage)
     assert first == frozen and first[0] and first[1] > 1
-
-
-def test_resume_with_another_number_of_ranks(runs):
-    """One rank goes on where two have stopped: it has no codes for its shards, and rounds
-    moments again.
-    """
-    ((steps, losses),) = run_ranks(1, _alone, runs[0]["folder"] / DIST)
-    assert steps == SAVED_AFTER and losses[0] < 0.9 * runs[0]["losses"][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tp", "kinds", "model"),
-    [
-        pytest.param(1, OTHERS, {}, marks=pytest.mark.skipif(OLD, reason="needs numpy 1")),
-        (2, ["torch", DIST], {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        (1, ["torch", DIST], {"num_moe_experts": 2, "moe_ffn_hidden_size": 128}),
-    ],
-    ids=["formats and AdamW", "TP and SP", "experts"],
-)
-def test_resume_of_other_formats_and_models(tmp_path, tp, kinds, model):
-    for resumed, losses, carried in run_ranks(2, _more, tmp_path, tp, kinds, model):
-        assert resumed == dict.fromkeys(kinds, (True, True, True))
-        assert carried == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +310,7 @@ def test_get_megatron_optimizer_refuses_replicated_gradient_hooks():
     # As install_replicated_grad_hooks leaves it.
     next(run.model.parameters()).coat_replicated_grad = True
     with pytest.raises(CoatConfigError, match="model_chunks: got replicated-gradient hooks"):
-        _check_config(run.optimizer.config, [run.model])
+        mp.get_megatron_optimizer(run.optimizer.config, [run.model], coat=COAT)
 
 
 def test_check_tied_refuses_embeddings_that_would_drift(monkeypatch):

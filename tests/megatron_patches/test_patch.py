@@ -19,7 +19,6 @@ from coat_dist.patching.report import is_patched
 from coat_dist.reference.activation import ACTIVATIONS, FUNCTIONS
 from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.layers.activations import activation_name
-from megatron_patches.layers.norm import Folded, Norm
 
 from .tiny import BLOCKS, selective, state, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
@@ -45,14 +44,6 @@ def test_patched_keeps_sharded_state_dict():
         )
         raise KeyError
     assert not is_patched(model)
-
-
-def test_tp_invariant_patches_output_layer_and_norms():
-    model = tiny_gpt(qk_layernorm=True)
-    report = patch_model(model, ActivationConfig(tp_invariant=True))
-    assert report.patched == [*BLOCKS, "output_layer"]
-    norms = [m for m in model.modules() if isinstance(m, Norm) and not isinstance(m, Folded)]
-    assert len(norms) == 5 and all(norm.exact for norm in norms)
 
 
 @pytest.mark.parametrize(
@@ -163,36 +154,18 @@ def test_patch_model_replaces_exact_classes_only():
     }
 
 
-@pytest.mark.parametrize(("layers", "kept"), [((-1,), {2}), ((0, -1), {0, 2}), ((1, 2), {1, 2})])
-def test_patch_model_leaves_bf16_layers(layers, kept):
-    report = patch_model(tiny_gpt(num_layers=3), ActivationConfig(bf16_layers=layers))
-    expected = {
-        f"decoder.layers.{i}.{b}": "bf16_layers" for i in kept for b in ("self_attention", "mlp")
-    }
-    assert report.left == expected
-    assert len(report.patched) == 6 - len(expected)
-
-
 def later(**fields):
     """Fields that a built configuration has, and that its own checks refuse together."""
     return {"later": fields}
 
 
-BF16_LAYERS = "activation.bf16_layers: got "
 INVARIANT = {"tp_invariant": True}
 FP8, NO_FP8 = {"attention": "fp8"}, 'activation.attention: got "fp8", accepted: "bf16" with '
 GRAPHS, NO_GRAPHS = {"cuda_graphs": True}, "activation.cuda_graphs: got true, accepted: false with "
 REFUSED = [
     ({}, {"enabled": False}, "activation.enabled: got false"),
     ({}, {"evaluation": "flow"}, 'coat.activation.evaluation: got "flow", accepted: "plain"'),
-    ({}, {"bf16_layers": (-3,)}, BF16_LAYERS + "-3, accepted: 0 to 1, or -2 to -1 from"),
-    ({}, {"bf16_layers": (1, -1)}, BF16_LAYERS + "[1, -1], accepted: each of 2 layers once"),
-    (
-        {},
-        {"bf16_layers": (0, -1)},
-        "model: nothing to patch (bf16_layers)\nFP8 flow: 0 of 4 blocks",
-    ),
-    ({}, INVARIANT | {"bf16_layers": (0,)}, "bf16_layers"),
+    ({}, {"bf16_layers": (1, -1)}, "[1, -1], accepted: each of 2 layers once"),
     ({"add_bias_linear": True}, INVARIANT, "tp_invariant with a bias of linear_fc2"),
     ({"attention_dropout": 0.1}, INVARIANT, "tp_invariant with config.attention_dropout=0.1"),
     ({"ffn_hidden_size": 272}, INVARIANT, "272 FFN elements a rank, no multiple of group_size 32"),

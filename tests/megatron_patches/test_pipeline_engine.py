@@ -4,27 +4,24 @@ what is refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import megatron_patches as mp
+from tests.coat_dist.deepspeed.small_engine import settings
 from tests.support import run_ranks
 
 from .tiny import SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
 from .training import start
 
 COUNT = 4
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": COUNT,
-    "gradient_clipping": 0.5,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-    "coat": {"optimizer": {"stochastic_rounding": False}, "activation": {}},
-}
+CONFIG = settings(
+    1,
+    1e-2,
+    gradient_accumulation_steps=COUNT,
+    gradient_clipping=0.5,
+    coat={"optimizer": {"stochastic_rounding": False}},
+)
 
 
 def forward_step(batches, model):
@@ -87,10 +84,9 @@ def build(rank, stages, parts=None, **changes):
 
 
 def programs(rank, world, virtual):
-    """Losses of a step, an evaluation and another step, with one stage and with two; what is
-    refused.
+    """Losses and the norm of a step, an evaluation and another step, with one stage and with two;
+    what every rank hears where stages end elsewhere. What else is refused names the key.
     """
-
     from coat_dist.config import CoatConfigError
 
     found = []
@@ -102,72 +98,54 @@ def programs(rank, world, virtual):
         losses = [float(mp.train_batch(engine, read, forward_step))]
         losses.append(float(mp.eval_batch(engine, batches(), forward_step, num_microbatches=2)))
         losses.append(float(mp.train_batch(engine, read, summed if stages == 2 else forward_step)))
-        assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (
-            2,
-            2 * COUNT,
-        )
+        assert engine.was_step_applied() and engine.global_steps == 2
+        assert engine.micro_steps == 2 * COUNT
         found.append((losses, float(engine.get_global_grad_norm())))
-    said = {}
 
-    def refused(name, call, *arguments, **options):
-        try:
+    def refused(said, call, *arguments, **options):
+        with pytest.raises((RuntimeError, CoatConfigError)) as problem:
             call(*arguments, **options)
-        except (RuntimeError, CoatConfigError) as problem:
-            said[name] = str(problem)
+        assert str(problem.value).startswith(said), problem.value
+        return str(problem.value).splitlines()
 
-    refused("forward", engine, *tiny_batch(0, "cpu"))
-    refused("backward", engine.backward, torch.ones((), requires_grad=True))
-    refused("step", engine.step)
+    part = f"called on stage {rank} of 2 pipeline stages, which is a part of a model; accepted: "
+    part += "megatron_patches.train_batch"
+    refused(f"engine.forward: {part}", engine, *tiny_batch(0, "cpu"))
+    refused(f"engine.backward: {part}", engine.backward, torch.ones((), requires_grad=True))
+    refused(f"engine.step: called on stage {rank} of 2 pipeline stages, whose", engine.step)
     config = mp.parallel.pipeline.get_model_config(mp.parallel.pipeline.chunks_of(engine.module)[0])
     config.overlap_p2p_comm = False
     if virtual:
-        refused("batch", mp.train_batch, engine, read, forward_step)
+        said = "config.overlap_p2p_comm: got False with two interleaved stages"
+        refused(said, mp.train_batch, engine, read, forward_step)
     config.overlap_p2p_comm = config.deallocate_pipeline_outputs = True
-    refused("deallocate", mp.train_batch, engine, read, forward_step)
-    for key, value in {"stage": 2, "overlap_comm": True}.items():
-        zero = {**CONFIG["zero_optimization"], key: value}
-        refused(key, mp.initialize, model=model, config={**CONFIG, "zero_optimization": zero})
-    local = {**CONFIG, "checkpoint": {"use_node_local_storage": True}}
-    refused("local", mp.initialize, model=model, config=local)
+    said = "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm"
+    refused(said, mp.train_batch, engine, read, forward_step)
+    for said, key, value in (
+        ("zero_optimization.stage: got 2", "zero_optimization", {"stage": 2}),
+        ("zero_optimization.overlap_comm: got true", "zero_optimization", OVERLAPPED),
+        ("checkpoint.use_node_local_storage: got true", "checkpoint", LOCAL),
+    ):
+        refused(f"{said}, accepted: ", mp.initialize, model=model, config={**CONFIG, key: value})
     chunk = model if virtual is None else model[-1]
     chunk.post_process = not chunk.post_process
-    refused("ends", mp.initialize, model=model, config=CONFIG)
+    ends = refused("", mp.initialize, model=model, config=CONFIG)
     config.pipeline_model_parallel_size = 1
-    refused("sizes", mp.initialize, model=model, config=CONFIG)
-    return found, said
+    said = "config.pipeline_model_parallel_size: got 1, accepted: 2"
+    refused(said, mp.initialize, model=model, config=CONFIG)
+    return found, ends
+
+
+OVERLAPPED, LOCAL = {"stage": 1, "overlap_comm": True}, {"use_node_local_storage": True}
 
 
 @pytest.mark.parametrize("virtual", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_train_batch_and_eval_batch_over_two_stages(virtual):
-    ranks = run_ranks(2, programs, virtual)
-    (one, two), said = ranks[0]
-    assert ranks[1][0] == ranks[0][0], "every stage hears of the same loss"
-    assert one == two
-    assert one[0][2] != one[0][0]
-    stage = "called on stage 0 of 2 pipeline stages"
-    for name, beginning in {
-        "forward": f"engine.forward: {stage}, which is a part of a model; accepted: "
-        "megatron_patches.train_batch",
-        "backward": f"engine.backward: {stage}, which is a part of a model; accepted: "
-        "megatron_patches.train_batch",
-        "step": f"engine.step: {stage}, whose gradients nothing has",
-        "deallocate": "config.deallocate_pipeline_outputs: got True with overlap_p2p_comm",
-        "local": "checkpoint.use_node_local_storage: got true, accepted: false",
-        "sizes": "config.pipeline_model_parallel_size: got 1, accepted: 2",
-        "stage": "zero_optimization.stage: got 2, accepted: 1 with pipeline stages",
-        "overlap_comm": "zero_optimization.overlap_comm: got true, accepted: false",
-        **(
-            {"batch": "config.overlap_p2p_comm: got False with two interleaved stages"}
-            if virtual
-            else {}
-        ),
-    }.items():
-        assert said[name].startswith(beginning), said[name]
+    (found, ends), *others = run_ranks(2, programs, virtual)
+    assert others == [(found, ends)], "every stage hears of the same loss, and of both ends"
+    one, two = found
+    assert one == two and one[0][2] != one[0][0]
     where = "" if virtual is None else ", chunk 1"
-    for stage, given in enumerate((True, False)):  # both ranks hear of both
-        for _, heard in ranks:
-            line = (
-                f"model on pipeline stage {stage}{where}: got post_process={given}, accepted: "
-                f"{not given}"
-            )
-            assert line in heard["ends"].splitlines()
+    for stage, given in enumerate((True, False)):
+        said = f"model on pipeline stage {stage}{where}: got post_process={given}, accepted: "
+        assert f"{said}{not given}" in ends

@@ -34,6 +34,10 @@ FEW, MANY = range(6), range(6, 412)
 if "RANDOM_CASES" in os.environ:
     first, _, end = os.environ["RANDOM_CASES"].partition("-")
     MANY = range(int(first), int(end))
+PARTS = (
+    *("embedding", "norm", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    *("bias", "layers.0", "layers.1", "output_layer", "weight"),
+)
 LOSS, GRADIENT, NOISE = 1e-2, 0.35, 0.02
 """Bounds on relative differences between FP8 and BF16: of losses; of gradients, and of the
 largest gradient.
@@ -106,27 +110,12 @@ class Case:
     def _trained(self) -> Callable[[str], bool]:
         """Whether a parameter of this name is trained."""
         draw, kind = self.draw, self.draw.choice(["all", "norms", "one", "not one", "some", "some"])
-        parts = [
-            "embedding",
-            "norm",
-            "linear_qkv",
-            "linear_proj",
-            "linear_fc1",
-            "linear_fc2",
-            "bias",
-            "layers.0",
-            "layers.1",
-            "output_layer",
-            "weight",
-        ]
-        part, share, salt = draw.choice(parts), draw.random(), draw.random()
-        return {
-            "all": lambda name: True,
-            "norms": lambda name: "norm" in name,
-            "one": lambda name: part in name,
-            "not one": lambda name: part not in name,
-            "some": lambda name: random.Random(f"{name}{salt}").random() < share,
-        }[kind]
+        part, share, salt = draw.choice(PARTS), draw.random(), draw.random()
+        if kind == "some":
+            return lambda name: random.Random(f"{name}{salt}").random() < share
+        if kind == "norms":
+            part = "norm"
+        return lambda name: kind == "all" or (part in name) != (kind == "not one")
 
     def check(self, device: str) -> None:
         batch, settings = tiny_batch(0, device), ActivationConfig(**self.settings)

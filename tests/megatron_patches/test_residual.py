@@ -4,9 +4,7 @@ nothing else changes.
 
 from __future__ import annotations
 
-import gc
 import importlib
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -15,18 +13,13 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, unpatch_model
-from megatron_patches.layers import mlp
 from megatron_patches.layers.residual import AliasedAdd
-from tests.support import Adds
 
 from .tiny import (
-    BATCH,
     BLOCKS,
     FAMILIES,
     FP32,
     FULL,
-    HIDDEN,
-    SEQ,
     gradients,
     selective,
     tiny_batch,
@@ -103,38 +96,6 @@ def test_residual_fusion_has_the_same_bits_in_fp32(name, residuals, device):
     residuals.clear()
     check_same_as_apart(found, gradients(model, batch))
     assert residuals == [False] * blocks
-
-
-def test_residual_gradients_are_not_added_by_autograd(device):
-    model, counts = tiny_gpt(), []
-    patch_model(model, SETTINGS)
-    for apart in (False, True):
-        if apart:
-            take_apart(model)
-        loss = tiny_loss(model, tiny_batch(0, device))
-        with Adds(SEQ * BATCH * HIDDEN) as adds, torch.autograd.set_multithreading_enabled(False):
-            loss.backward()
-        counts.append(adds.count)
-    assert counts[1] - counts[0] == len(BLOCKS)
-
-
-def test_residual_keeps_nothing_alive(monkeypatch, device):
-    made, original = [], mlp.Residual
-
-    def spy(x, alias=None):
-        made.append((weakref.ref(x), None if alias is None else weakref.ref(alias)))
-        return original(x, alias)
-
-    monkeypatch.setattr(mlp, "Residual", spy)
-    monkeypatch.setattr("megatron_patches.layers.attention.Residual", spy)
-    model = tiny_gpt()
-    patch_model(model, SETTINGS)
-    loss = tiny_loss(model, tiny_batch(0, device))
-    gc.collect()
-    assert len(made) == len(BLOCKS) and all(
-        x() is None and (alias is None or alias() is None) for x, alias in made
-    )
-    loss.backward()
 
 
 def test_residual_stays_apart_at_other_additions(residuals, device):

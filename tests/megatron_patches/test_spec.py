@@ -4,54 +4,14 @@ refused.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_patches import gpt_layer_spec, rng_state, universal_checkpoint_info
 from megatron_patches.layers.core_attention import SDPA
-from megatron_patches.layers.norm import AllHeadsNorm, Norm
 
-from .tiny import FP32, OLMO2, SEQ, assert_close, gradients, tiny_batch, tiny_config, tiny_gpt
-
-
-@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("affine", [True, False])
-def test_norm_is_torchs(normalization, affine, device):
-    config = tiny_config(normalization=normalization, params_dtype=torch.float32)
-    ours = Norm(config, 96, eps=1e-3, affine=affine).to(device)
-    theirs = (torch.nn.RMSNorm if normalization == "RMSNorm" else torch.nn.LayerNorm)(
-        96, eps=1e-3, elementwise_affine=affine, device=device
-    )
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(5, 3, 96, device=device).mul_(
-        torch.logspace(-6, 6, 15, device=device).view(5, 3, 1)
-    )
-    x[0, 0] = 0
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [norm(i) for norm, i in zip((ours, theirs), inputs, strict=True)]
-    torch.testing.assert_close(*outputs)
-    dy = torch.randn_like(outputs[0])
-    for y in outputs:
-        y.backward(dy)
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_norm_parameters_are_marked_for_sequence_parallelism_and_never_as_sharded(sp):
-    config = tiny_config(
-        tensor_model_parallel_size=2, sequence_parallel=sp, normalization="LayerNorm"
-    )
-    for parameter in Norm(config, 64).parameters():
-        assert parameter.sequence_parallel is sp and parameter.dtype is torch.bfloat16
-        assert not hasattr(parameter, "tensor_model_parallel")
+from .tiny import OLMO2, SEQ, assert_close, gradients, tiny_batch, tiny_config, tiny_gpt
 
 
 def attention(kind=AttnMaskType.causal, **options) -> SDPA:
@@ -65,21 +25,6 @@ def qkv(heads, groups, device, keys=SEQ):
         torch.randn(s, 2, n, 32, device=device)
         for s, n in ((SEQ, heads), (keys, groups), (keys, groups))
     ]
-
-
-@pytest.mark.parametrize(("groups", "scale"), [(4, None), (2, 0.3), (1, None)])
-@pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.no_mask])
-def test_sdpa_is_attention_with_grouped_queries(groups, scale, kind, device):
-    q, k, v = qkv(4, groups, device, keys=SEQ if kind is AttnMaskType.causal else SEQ + 5)
-    out = attention(kind, softmax_scale=scale)(q, k, v, None)
-    k, v = (t.repeat_interleave(4 // groups, dim=2) for t in (k, v))
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * (scale or 1 / math.sqrt(32))
-    if kind is AttnMaskType.causal:
-        scores = scores.masked_fill(
-            torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).triu(1), -torch.inf
-        )
-    expected = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), v).flatten(2)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_sdpa_dropout_follows_the_configuration(device):
@@ -143,26 +88,6 @@ def test_universal_checkpoint_info_of_norms_after_blocks():
     replicated = universal_checkpoint_info(model)["tp_replicated_parameter_patterns"]
     plain = {pattern.strip("^$").replace("\\", "") for pattern in replicated}
     assert plain == AFTER | {"decoder.final_layernorm.weight"}
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_all_heads_norm_against_its_definition(exact):
-    """Against the definition, with its gradients, in fp32."""
-    norm = AllHeadsNorm(tiny_config(**FP32, num_query_groups=2), 8, heads=6, eps=1e-3)
-    norm.exact = exact
-    with torch.no_grad():
-        norm.weight.normal_()
-    x = torch.randn(5, 2, 6, 8).mul_(torch.logspace(-3, 3, 10).view(5, 2, 1, 1)).requires_grad_()
-    flat, weight = (t.detach().double().requires_grad_() for t in (x.flatten(-2), norm.weight))
-    expected = torch.nn.functional.rms_norm(flat, (48,), weight, eps=1e-3)
-    y = norm(x)
-    torch.testing.assert_close(y.flatten(-2).double(), expected, rtol=1e-5, atol=1e-6)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    expected.backward(dy.flatten(-2).double())
-    assert x.grad is not None and norm.weight.grad is not None
-    torch.testing.assert_close(x.grad.flatten(-2).double(), flat.grad, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(norm.weight.grad.double(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_gpt_layer_spec_refuses_norms():

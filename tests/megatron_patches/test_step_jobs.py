@@ -74,40 +74,42 @@ def by_schedule(engine: Any) -> None:
     mp.train_batch(engine, (BATCH for _ in range(100)), forward_step)
 
 
-def norms(rank: int, world: int, case: str) -> dict[Any, float]:
+def losses_count_once(rank: int, world: int, case: str) -> None:
     """Gradient norms of equal micro-batches; the order leaves each engine what the one before
     has left.
     """
     start(seed=1)
     found = {}
     for steps in (4, 1):
-        for drive in (by_hand, by_loss, by_schedule):
-            for enabled in (
-                (False, True) if drive is by_hand and case != "next tokens" else (False,)
-            ):
+        for drive, enabled in (
+            (by_hand, False),
+            (by_hand, True),
+            (by_loss, False),
+            (by_schedule, False),
+        ):
+            if not (enabled and case == "next tokens"):
                 engine, *_ = mp.initialize(
                     model=model(**LOSSES[case]), config=settings(steps, enabled)
                 )
                 drive(engine)
-                found[drive.__name__, enabled, steps] = float(engine.get_global_grad_norm())
-    return found
+                found[drive, enabled, steps] = float(engine.get_global_grad_norm())
+    for way, norm in found.items():
+        assert norm == pytest.approx(found[by_hand, way[1], 1], rel=1e-3), way
 
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_losses_inside_backward_count_once(case):
-    (found,) = run_ranks(1, norms, case)
-    for (name, enabled, steps), norm in found.items():
-        assert norm == pytest.approx(found["by_hand", enabled, 1], rel=1e-3), (name, enabled, steps)
+    run_ranks(1, losses_count_once, case)
 
 
-def interleaved(rank: int, world: int) -> list[float]:
-    """The gradient norm of an engine, with the backward of another one between its forward and its
-    backward.
+def interleaved(rank: int, world: int) -> None:
+    """The gradient norm of an engine is the same with the backward of another one between its
+    forward and its backward.
 
     Before all, a model without an engine runs backward: its scale is a tensor of no dimension.
     """
     start(seed=1)
-    found: list[Any] = []
+    found = []
     labelled_loss(model(**LOSSES["aux"]), BATCH).backward()
     for between in (False, True):
         engine, *_ = mp.initialize(model=model(**LOSSES["aux"]), config=settings(1))
@@ -118,85 +120,80 @@ def interleaved(rank: int, world: int) -> list[float]:
         engine.backward(loss)
         engine.step()
         found.append(float(engine.get_global_grad_norm()))
-    return found
+    assert found[0] == found[1]
 
 
 def test_engines_do_not_share_a_scale():
-    alone, beside = run_ranks(1, interleaved)[0]
-    assert alone == beside
+    run_ranks(1, interleaved)
 
 
-def balanced(rank: int, world: int) -> list[Any]:
-    """Biases and counts after a step of two micro-batches on two data-parallel ranks, by each
-    way of driving.
+def balanced(rank: int, world: int) -> list[float]:
+    """Biases after a step of two micro-batches on two data-parallel ranks, by each way of
+    driving.
     """
     start(seed=1)
-    found: list[Any] = []
+    found = []
     for drive in (by_hand, by_schedule):
         engine, *_ = mp.initialize(model=model(**BIAS), config=settings(2))
         router = engine.module.decoder.layers[0].mlp.router
-        assert router.expert_bias.dtype == torch.float32, (
-            "a checkpoint that is loaded now would be rounded"
-        )
+        # A checkpoint that is loaded now would be rounded otherwise.
+        assert router.expert_bias.dtype == torch.float32
         drive(engine)
-        counts, moved = router.local_tokens_per_expert.tolist(), router.expert_bias.tolist()
+        moved = router.expert_bias.tolist()
+        assert all(abs(abs(x) - 1e-2) < 1e-4 or x == 0 for x in moved) and any(moved), moved
+        assert not router.local_tokens_per_expert.any(), "counts are of one step"
         engine.eval()
         with torch.no_grad():
             engine(BATCH[0], BATCH[2], None)
-        found.append((moved, counts, router.local_tokens_per_expert.tolist()))
+        assert not router.local_tokens_per_expert.any(), "without evaluations"
+        found.append(moved)
+    assert found[0] == found[1]
     engine, *_ = mp.initialize(model=model(**LOSSES["global"]), config=settings(2))
     router, steps = engine.module.decoder.layers[0].mlp.router, []
     for _ in range(4):
         engine.backward(labelled_loss(engine, BATCH))
         steps.append(float(router.ga_steps))
         engine.step()
-    return [*found, [*steps, float(router.ga_steps)]]
+    assert [*steps, float(router.ga_steps)] == [1, 2, 1, 2, 0]  # global_aux_loss
+    return found[0]
 
 
 def test_step_jobs_move_the_bias_of_routers():
     first, second = run_ranks(2, balanced)
-    for moved, counts, evaluated in first[:2]:
-        assert all(abs(abs(x) - 1e-2) < 1e-4 or x == 0 for x in moved) and any(moved), moved
-        assert not any(counts) and not any(evaluated), "counts are of one step, without evaluations"
-    assert first == second and first[0][0] == first[1][0]
-    assert first[2] == [1, 2, 1, 2, 0]  # global_aux_loss
+    assert first == second
 
 
-def refused(rank: int, world: int) -> list[str]:
+def refused(rank: int, world: int) -> None:
     import coat_dist
 
     start(seed=1)
-    found: list[Any] = []
-    for change in (dict(calculate_per_token_loss=True), dict(finalize_model_grads_func=print)):
+    for said, change in (
+        ("calculate_per_token_loss: got True, accepted: False", {"calculate_per_token_loss": True}),
+        (
+            "finalize_model_grads_func: got a function, accepted: None",
+            {"finalize_model_grads_func": print},
+        ),
+    ):
         net = model(**EXPERTS, **change)
         for initialize in (mp.initialize, coat_dist.initialize):
-            try:
+            with pytest.raises(coat_dist.CoatConfigError, match=f"^config.{said}"):
                 initialize(model=net, config=settings(1))
-            except coat_dist.CoatConfigError as error:
-                found.append(str(error))
-    return found
 
 
 def test_step_jobs_refuse_fields_of_schedules():
-    per_token, again, function, once_more = run_ranks(1, refused)[0]
-    assert per_token == again and function == once_more
-    assert per_token.startswith("config.calculate_per_token_loss: got True, accepted: False")
-    assert function.startswith("config.finalize_model_grads_func: got a function, accepted: None")
+    run_ranks(1, refused)
 
 
-def staged(rank: int, world: int) -> list[float]:
+def staged(rank: int, world: int) -> None:
     found = []
     for stages in (1, 2):
-        net, config = (
-            build(rank, stages, **LOSSES["aux"]),
-            settings(4, stage=1) | {"data_types": {}},
-        )
+        config = settings(4, stage=1) | {"data_types": {}}
+        net = build(rank, stages, **LOSSES["aux"])
         engine, *_ = mp.initialize(model=net, config=config, dist_init_required=False)
         by_schedule(engine)
         found.append(float(engine.get_global_grad_norm()))
-    return found
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
 
 
 def test_one_and_two_stages_have_the_same_gradients():
-    for one, two in run_ranks(2, staged):
-        assert two == pytest.approx(one, rel=1e-2)
+    run_ranks(2, staged)

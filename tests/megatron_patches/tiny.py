@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
@@ -60,6 +60,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         gated_linear_unit=False,
         activation_func=F.gelu,
         add_bias_linear=True,
+        hidden_dropout=0.2,
+        attention_dropout=0.2,
         gpt={"share_embeddings_and_output_weights": True},
     ),
     "experts": dict(num_moe_experts=4, moe_router_topk=2, moe_shared_expert_intermediate_size=64),
@@ -83,21 +85,24 @@ def tiny_gpt(
     seed: int = 5,
     gpt: dict | None = None,
     spec: dict | None = None,
+    later: dict | None = None,
     **changes: Any,
 ):
     """A model, on the GPU where there is one. Weights depend on ``seed``, not on the
     tensor-parallel size.
 
-    ``gpt`` and ``spec`` are further arguments of ``GPTModel`` and ``gpt_layer_spec``.
+    ``gpt`` and ``spec`` are further arguments of ``GPTModel`` and ``gpt_layer_spec``. ``later`` is
+    set on the built configuration, whose own checks refuse some values together.
     """
     config = tiny_config(**changes)
+    for name, value in (later or {}).items():
+        setattr(config, name, value)
     if megatron_spec:
-        layers = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=False,
-            qk_layernorm=config.qk_layernorm,
+        layers = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            qk_l2_norm=getattr(config, "qk_l2_norm", False),
             normalization=config.normalization,
-            multi_latent_attention=config.multi_latent_attention,
         )
     else:
         layers = gpt_layer_spec(config, affine=affine, **spec or {})

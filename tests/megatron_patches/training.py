@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from coat_dist.config import ActivationConfig
+from tests.coat_dist.deepspeed.small_engine import FP32, settings
 
 from .tiny import NARROW, tiny_batch, tiny_gpt, tiny_loss
 
@@ -28,15 +29,7 @@ def start(tp: int = 1, **options: Any) -> None:
 
 
 def engine_config(stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {},
-        **more,
-    }
+    return settings(stage, **{**FP32, "coat": {}, **more})
 
 
 def drive(

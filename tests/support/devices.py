@@ -16,6 +16,8 @@ from coat_dist.devices import KERNEL_CAPABILITY
 
 ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= KERNEL_CAPABILITY
 DEVICE = "cuda" if ON_GPU else "cpu"
+CONVERTS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+"""Whether there is a GPU that has instructions for FP8."""
 
 
 def on_device(gpu: Any, interpreter: Any) -> Any:

@@ -7,8 +7,8 @@ import copy
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
+from tests.coat_dist.checkpoint.universal_runs import contents as contents_of
 from tests.coat_dist.deepspeed.remainders import Given, build
-from tests.coat_dist.deepspeed.test_master_weights import contents_of_given
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 CASES = {
@@ -55,7 +55,8 @@ def train(engine, rank, first, last):
 
 
 def contents(engine):
-    return tree_map(torch.Tensor.cpu, contents_of_given(engine))
+    found = contents_of(engine)
+    return {k: tree_map(torch.Tensor.cpu, found[k]) for k in ("fp32", "first", "second", "weights")}
 
 
 def trajectory(rank, world, zero, offloaded, folder):

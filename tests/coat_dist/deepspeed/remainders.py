@@ -22,6 +22,7 @@ class Given(torch.nn.Module):
         self.matrix = torch.nn.Parameter(torch.randn(61, 47))
         self.scale = torch.nn.Parameter(torch.ones(1))
         self.other = torch.nn.Parameter(torch.randn(33, 129))
+        self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, given):
         return sum(

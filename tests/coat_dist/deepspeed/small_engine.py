@@ -2,17 +2,24 @@
 
 import torch
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "optimizer": {
-        "type": "CoatAdamW",
-        "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
-    },
-    "coat": {"optimizer": {"second_moment": "e5m2"}, "activation": {"enabled": False}},
-}
+FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+NO_FLOW = {"activation": {"enabled": False}}
+
+
+def settings(stage=2, lr=3e-3, **more):
+    """A configuration in which CoatAdamW is named; ``more`` replaces or adds keys."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "CoatAdamW", "params": {"lr": lr}},
+        "coat": NO_FLOW,
+        **more,
+    }
+
+
+CONFIG = settings(coat={"optimizer": {"second_moment": "e5m2"}, **NO_FLOW}, **FP32)
+CONFIG["optimizer"]["params"] |= {"betas": [0.9, 0.95], "weight_decay": 0.1}
 PLAIN = {key: value for key, value in CONFIG.items() if key not in ("coat", "optimizer")}
 """Without a block and without an optimizer."""
 

@@ -7,28 +7,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.remainders import BF16
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed, settings
+from tests.megatron_patches.test_grouped import EXPERTS, GROUPED_GEMM
+from tests.megatron_patches.tiny import FULL, SMALL, tiny_batch, tiny_gpt, tiny_loss
 from tests.support import run_ranks
 
 STEPS, ACCUMULATION = 7, 2
 
 
-def _config(stage, grad_accum, weights):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "data_types": {"grad_accum_dtype": grad_accum},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {"activation": {"weights": weights}},
-    }
-
-
 def _evaluate(engine, losses):
-    from tests.megatron_patches.tiny import tiny_batch, tiny_loss
-
     engine.eval()
     with torch.no_grad() if len(losses) % 2 else torch.inference_mode():
         losses.append(tiny_loss(engine, tiny_batch(1000)).item())
@@ -41,14 +29,17 @@ def _train(rank, stage, grad_accum, weights, folder, changes):
     """
     import coat_dist
     from megatron_patches import MPUAdapter, install_replicated_grad_hooks, patch_model
-    from tests.megatron_patches.test_grouped import EXPERTS, GROUPED_GEMM
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     quiet_deepspeed()
-    config = _config(stage, grad_accum, weights)
-    settings = coat_dist.CoatConfig.from_deepspeed(config).activation
+    config = settings(
+        stage,
+        gradient_accumulation_steps=ACCUMULATION,
+        data_types={"grad_accum_dtype": grad_accum},
+        gradient_clipping=1.0,
+        coat={"activation": {"weights": weights}},
+    )
     model = tiny_gpt(**SMALL | EXPERTS | GROUPED_GEMM | changes)
-    patch_model(model, settings)
+    patch_model(model, config)
     install_replicated_grad_hooks(model)
     engine, *_ = coat_dist.initialize(model=model, config=config, mpu=MPUAdapter())
     losses = []
@@ -81,33 +72,29 @@ def _train(rank, stage, grad_accum, weights, folder, changes):
 
 
 def _modes(rank, world, stage, grad_accum, changes, folder):
-    """{mode: (losses, weights quantized)}."""
+    """Losses are the same; weights are quantized on every use, or where they have changed."""
     from coat_dist.flow.blocks.grouped import _Weight
     from megatron_patches import initialize_model_parallel
 
     initialize_model_parallel(1)
-    quantized, original = [], _Weight._quantize
+    quantized, original, losses, made = [], _Weight._quantize, {}, {}
     _Weight._quantize = lambda weight: (quantized.append(weight), original(weight))[1]
-    runs = {}
     for mode in ("on_use", "cached"):
-        runs[mode] = (
-            _train(rank, stage, grad_accum, mode, f"{folder}/{mode}", changes),
-            len(quantized),
-        )
         quantized.clear()
-    return runs
+        losses[mode] = _train(rank, stage, grad_accum, mode, f"{folder}/{mode}", changes)
+        made[mode] = len(quantized)
+    assert losses["cached"] == losses["on_use"]
+    assert len(set(losses["cached"])) > STEPS * ACCUMULATION  # weights did move
+    # Two layers of two weights: at the start, after all steps but the last, and after the load.
+    # By hand: two.
+    assert made["cached"] == 2 * 2 * (STEPS + 3) and made["on_use"] > 2 * made["cached"]
 
 
-RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 CASES = {
     "ZeRO-1": (1, "bf16", {}),
     "BF16_Optimizer": (1, "fp32", {}),
     "ZeRO-2": (2, "fp32", {}),
-    "ZeRO-2, recompute": (2, "fp32", RECOMPUTE),
+    "ZeRO-2, recompute": (2, "fp32", FULL),
 }
 
 
@@ -116,14 +103,7 @@ CASES = {
     "case", [pytest.param(c, marks=pytest.mark.slow) if c == "BF16_Optimizer" else c for c in CASES]
 )
 def test_cached_weights_give_the_same_losses(case, tmp_path):
-    for runs in run_ranks(2, _modes, *CASES[case], str(tmp_path)):
-        (plain, uncached), (cached, made) = runs["on_use"], runs["cached"]
-        assert cached == plain
-        assert len(set(plain)) > STEPS * ACCUMULATION  # weights did move
-        # Two layers of two weights: at the start, after all steps but the last, and after the
-        # load. By hand: two.
-        assert made == 2 * 2 * (STEPS + 3)
-        assert uncached > 2 * made
+    run_ranks(2, _modes, *CASES[case], str(tmp_path))
 
 
 def _replaced(rank, world, weights):
@@ -133,14 +113,10 @@ def _replaced(rank, world, weights):
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
     import megatron_patches
-    from tests.megatron_patches.test_grouped import EXPERTS, GROUPED_GEMM
-    from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
     megatron_patches.initialize_model_parallel(1)
-    config = _config(2, "bf16", weights) | {"gradient_accumulation_steps": 1}
-    config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    config["coat"]["optimizer"] = {"master_weights": "bf16_remainder"}
-    del config["data_types"]
+    halves = {"master_weights": "bf16_remainder"}
+    config = settings(bf16=BF16, coat={"activation": {"weights": weights}, "optimizer": halves})
     engine = megatron_patches.initialize(
         model=tiny_gpt(**SMALL | EXPERTS | GROUPED_GEMM), config=config
     )[0]

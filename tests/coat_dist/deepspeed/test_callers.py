@@ -3,27 +3,31 @@ would build.
 """
 
 import argparse
-import base64
 import copy
 import importlib.util
 import json
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coat_dist.deepspeed.attach import ATTACHMENTS
-from tests.coat_dist.deepspeed.small_engine import CONFIG, PLAIN, model, quiet_deepspeed, train
+from tests.coat_dist.deepspeed.small_engine import (
+    CONFIG,
+    NO_FLOW,
+    PLAIN,
+    model,
+    quiet_deepspeed,
+    settings,
+    train,
+)
 from tests.support import run_ranks
 
 HF = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
-BLOCK = {
-    "optimizer": {"first_moment": "int8", "second_moment": "log8"},
-    "activation": {"enabled": False},
-}
+BLOCK = {"optimizer": {"first_moment": "int8", "second_moment": "log8"}, **NO_FLOW}
 WITH_BLOCK = {**CONFIG, "coat": BLOCK}
-HJSON = "{ // a comment, and no comma after it\n" + json.dumps(WITH_BLOCK)[1:]
 
 
 def built(engine, rank):
@@ -42,16 +46,14 @@ def as_lightning_calls(net, config, rank):
     """The call of DeepSpeedStrategy in pytorch-lightning 2.6."""
     import deepspeed
 
-    given = {
-        "optimizer": None,
-        "lr_scheduler": None,
-        "dist_init_required": False,
-        "model": net,
-        "config": config,
-    }
-    trained = filter(lambda p: p.requires_grad, net.parameters())
     return deepspeed.initialize(
-        args=argparse.Namespace(device_rank=rank), model_parameters=trained, **given
+        args=argparse.Namespace(device_rank=rank),
+        model_parameters=filter(lambda p: p.requires_grad, net.parameters()),
+        optimizer=None,
+        lr_scheduler=None,
+        dist_init_required=False,
+        model=net,
+        config=config,
     )
 
 
@@ -61,8 +63,6 @@ def every_form(rank, world, folder):
     import coat_dist
 
     (folder / "ds.json").write_text(json.dumps(WITH_BLOCK))
-    (folder / "ds.hjson").write_text(HJSON)
-    encoded = base64.urlsafe_b64encode(json.dumps(WITH_BLOCK).encode()).decode()
     start, found = deepspeed.initialize, {}
     given = copy.deepcopy(WITH_BLOCK)
     arguments = SimpleNamespace(deepspeed_config=given, local_rank=rank)
@@ -71,8 +71,6 @@ def every_form(rank, world, folder):
         "ours, by position": lambda: coat_dist.initialize(None, model(), *[None] * 8, given),
         "dict": lambda: start(model=model(), config=given),
         "path": lambda: start(model=model(), config=str(folder / "ds.json")),
-        "HJSON": lambda: start(model=model(), config=str(folder / "ds.hjson")),
-        "base64": lambda: start(model=model(), config=encoded),
         "config_params": lambda: start(model=model(), config_params=given),
         "args": lambda: start(args=arguments, model=model()),
         "position": lambda: start(
@@ -203,51 +201,22 @@ def under_the_trainer(rank, world, folder):
     quiet_deepspeed()
     import transformers
 
-    from tests.coat_dist.deepspeed.test_trainer import Tokens
+    from tests.coat_dist.deepspeed.test_trainer import llama, trainer
 
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
-    config = transformers.LlamaConfig(
-        vocab_size=61, num_key_value_heads=2, max_position_embeddings=32, **sizes
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(f"{folder}/pretrained")
+    llama().save_pretrained(f"{folder}/pretrained")
 
-    def trainer(block, stage):
-        settings = {
-            **{
-                "train_micro_batch_size_per_gpu": "auto",
-                "bf16": {"enabled": "auto"},
-                "gradient_clipping": "auto",
-            },
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
-            "optimizer": {
-                "type": "CoatAdamW",
-                "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"},
-            },
-            "coat": block,
-        }
-        arguments = transformers.TrainingArguments(
-            output_dir=folder,
-            max_steps=3,
-            learning_rate=0.01,
-            weight_decay=0.1,
-            per_device_train_batch_size=4,
-            save_strategy="no",
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            bf16=True,
-            deepspeed=settings,
-        )
-        net = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/pretrained")
-        partitioned = hasattr(net.model.norm.weight, "ds_shape")
-        return transformers.Trainer(
-            model=net, args=arguments, eval_dataset=Tokens(), train_dataset=Tokens()
-        ), partitioned
+    def built(block, stage):
+        auto = settings(stage, "auto", coat=block, gradient_clipping="auto")
+        auto |= {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+        auto["optimizer"]["params"] |= {"betas": "auto", "weight_decay": "auto"}
+        auto["zero_optimization"]["reduce_bucket_size"] = "auto"
+        load = partial(transformers.LlamaForCausalLM.from_pretrained, f"{folder}/pretrained")
+        return trainer(folder, 3, auto, load)
 
-    evaluates, partitioned = trainer(BLOCK, 3)
+    evaluates = built(BLOCK, 3)
+    partitioned = hasattr(evaluates.model.model.norm.weight, "ds_shape")
     evaluated = evaluates.evaluate()["eval_loss"]
-    trains, _ = trainer({}, 2)
+    trains = built({}, 2)
     trains.train()
     return partitioned, evaluated, str(trains.model_wrapped.coat_patch_report)
 

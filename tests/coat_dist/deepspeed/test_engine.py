@@ -12,7 +12,13 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.settings import Settings
-from tests.coat_dist.deepspeed.small_engine import CONFIG, PLAIN, model, quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import (
+    CONFIG,
+    PLAIN,
+    model,
+    quiet_deepspeed,
+    settings,
+)
 from tests.support import run_ranks
 
 
@@ -60,15 +66,15 @@ def other_groups(rank, world):
             "order": {"model_parameters": [{"params": params[::-1] if rank else params}]},
             "same": {"model_parameters": ({"params": (p for p in params)} for _ in range(1))},
         }.get(case, {})
-        settings = CONFIG
+        config = CONFIG
         if case.startswith("object"):
             lr = 1e-3 * (1 + rank if case == "object" else 1)
             given = {"optimizer": coat_dist.CoatAdamW(params, lr=torch.tensor(lr) if rank else lr)}
-            settings = PLAIN
+            config = PLAIN
         if case == "object and clip":
-            settings = {**PLAIN, "gradient_clipping": 1.0 + rank}
+            config = {**PLAIN, "gradient_clipping": 1.0 + rank}
         try:
-            engine, *_ = deepspeed.initialize(model=net, config=settings, **given)
+            engine, *_ = deepspeed.initialize(model=net, config=config, **given)
             messages.append(
                 [len(group["params"]) for group in engine.optimizer.optimizer.param_groups]
             )
@@ -89,16 +95,7 @@ def test_initialize_names_groups_that_differ_between_ranks():
     assert same == [1, 1], "iterators are read once, and split into both kinds"
 
 
-ALONE = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-3}},
-    "coat": {"activation": {"enabled": False}},
-}
-
-
-def built(net, config=ALONE, **given):
+def built(net, config, **given):
     """An engine of one rank, and the lines that it printed; or the message of what was refused."""
     deepspeed = quiet_deepspeed()
     said = io.StringIO()
@@ -110,13 +107,14 @@ def built(net, config=ALONE, **given):
     return engine, [line for line in said.getvalue().splitlines() if line.startswith("coat_dist: ")]
 
 
-HOSTED = {**ALONE, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+HOSTED = settings()
+HOSTED["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
 
 
 def start_line(rank, world):
     """What an engine prints, its configuration for other libraries, and the caller's own."""
-    given, settings = copy.deepcopy(HOSTED), Settings.read(ALONE)
-    lines = built(torch.nn.Linear(128, 128), settings)[1]
+    given = copy.deepcopy(HOSTED)
+    lines = built(torch.nn.Linear(128, 128), Settings.read(settings()))[1]
     engine, more = built(torch.nn.Linear(64, 64), given)
     net = model()
     built(net, Settings.read(PLAIN), optimizer=torch.optim.AdamW(net.parameters()))
@@ -138,12 +136,7 @@ def reference(rank, world, frozen, bf16):
     plain, kind = copy.deepcopy(net), torch.bfloat16 if bf16 else torch.float32
     plain.to(kind)
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
-    given = ALONE | {
-        "bf16": {"enabled": bf16},
-        "zero_optimization": {"stage": 0},
-        "scheduler": scheduler,
-    }
-    engine, lines = built(net, given)
+    engine, lines = built(net, settings(0, bf16={"enabled": bf16}, scheduler=scheduler))
     x, messages = torch.randn(2, 64, dtype=kind), []
     with torch.no_grad():
         same = torch.equal(engine(x), plain(x))

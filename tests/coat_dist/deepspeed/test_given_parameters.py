@@ -53,23 +53,22 @@ def half_trained(rank, world, stage):
     """Losses where only matrices, or only vectors, of a given group are trained: as given, and
     without what is not.
     """
-    deepspeed, found = quiet_deepspeed(), []
+    deepspeed = quiet_deepspeed()
     for vectors in (False, True):
+        found = []
         for chosen in (lambda p: True, lambda p: p.requires_grad):
             net = model()
             for p in net.parameters():
                 p.requires_grad_((p.ndim < 2) == vectors)
-            settings = {**CONFIG, "zero_optimization": {"stage": stage}}
+            config = {**CONFIG, "zero_optimization": {"stage": stage}}
             groups = [{"params": [p for p in net.parameters() if chosen(p)], "lr": 0.05}]
-            engine = deepspeed.initialize(model=net, model_parameters=groups, config=settings)[0]
-            assert [g["moments"] for g in engine.optimizer.param_groups] == [
-                "fp32" if vectors else "fp8"
-            ]
+            engine = deepspeed.initialize(model=net, model_parameters=groups, config=config)[0]
+            (group,) = engine.optimizer.param_groups
+            assert group["moments"] == ("fp32" if vectors else "fp8")
             found.append(train(engine, rank, 3))
-    return found
+        assert found[0] == found[1] and len(set(found[0])) > 1
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_initialize_with_a_half_frozen_group_trains(stage):
-    ((all_matrices, matrices, all_vectors, vectors),) = run_ranks(1, half_trained, stage)
-    assert all_matrices == matrices and all_vectors == vectors and len(set(matrices + vectors)) > 4
+    run_ranks(1, half_trained, stage)

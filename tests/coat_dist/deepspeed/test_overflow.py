@@ -6,20 +6,19 @@ import pytest
 import torch
 
 from coat_dist.deepspeed.step import step as reviewed
+from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed, settings
 from tests.support import run_ranks
 
 STEPS, BAD = 5, 2
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-BF16 = {"bf16": {"enabled": True}}
+FP16["bf16"] = {"enabled": False}
 CASES = {
-    "zero-1": BF16 | {"zero_optimization": {"stage": 1}},
-    "zero-2": BF16
-    | {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "zero-3": BF16 | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
-    "bf16_optimizer": BF16
-    | {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero-1": {"zero_optimization": {"stage": 1}},
+    "zero-2": FP32,
+    "zero-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "bf16_optimizer": {"zero_optimization": {"stage": 1}} | FP32,
     "zero-1, fp16": FP16 | {"zero_optimization": {"stage": 1}},
-    "zero-2, fp16": FP16 | {"zero_optimization": {"stage": 2}},
+    "zero-2, fp16": FP16,
     "zero-3, fp16": FP16 | {"zero_optimization": {"stage": 3}},
 }
 
@@ -95,21 +94,17 @@ def both(rank, case, value, read):
 
     import coat_dist
 
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, **CASES[case]}
-    found = []
+    found, config = [], settings(lr=1e-2, gradient_clipping=1.0) | CASES[case]
+    plain = {k: v for k, v in config.items() if k not in ("optimizer", "coat")}
+    plain["zero_allow_untested_optimizer"] = True
     for ours in (True, False):
         net, active = Net(), []
         poison(net.up.weight, value, active)
         if ours:
-            settings = config | {
-                "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-                "coat": {"activation": {"enabled": False}},
-            }
-            engine, *_ = coat_dist.initialize(model=net, config=settings)
+            engine, *_ = coat_dist.initialize(model=net, config=config)
         else:
             adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
-            settings = config | {"zero_allow_untested_optimizer": True}
-            engine, *_ = deepspeed.initialize(model=net, optimizer=adamw, config=settings)
+            engine, *_ = deepspeed.initialize(model=net, optimizer=adamw, config=plain)
         found.append(follow(engine, rank, active))
         replaced = "unscale_and_clip_grads" in vars(engine.optimizer)
         assert replaced == (ours and read and case.split(",")[0] in ("zero-1", "zero-2")), (
@@ -120,41 +115,33 @@ def both(rank, case, value, read):
 
 
 def run(rank, world, cases, value, read):
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator = quiet_deepspeed().accelerator.get_accelerator()
     # DeepSpeed refuses it on a CPU, where torch has it.
     accelerator.is_fp16_supported = lambda: True
     if not read:
         reviewed.VERIFIED.clear()
-    return {case: both(rank, case, value, read) for case in cases}
-
-
-def same_as_plain(ranks, case):
-    for (ours, finite), (plain, plain_finite) in (rank[case] for rank in ranks):
-        assert [s[:3] for s in ours] == [s[:3] for s in plain] and finite == plain_finite
-        assert finite and [s[0] for s in ours] == [i != BAD for i in range(STEPS)]
-        assert ours[BAD] == (False, True, 1, True) and not any(
-            s[3] for i, s in enumerate(ours) if i != BAD
-        )
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(2, run, list(CASES), float("nan"), True)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_step_skips_a_bad_gradient_as_plain_deepspeed(ranks, case):
-    same_as_plain(ranks, case)
-
-
-def test_step_of_an_unverified_deepspeed_keeps_its_passes():
-    cases = ["zero-1", "zero-2", "zero-3"]
-    ranks = run_ranks(2, run, cases, float("inf"), False)
     for case in cases:
-        same_as_plain(ranks, case)
+        (ours, finite), (plain, plain_finite) = both(rank, case, value, read)
+        assert finite and plain_finite, case
+        assert [s[:3] for s in ours] == [s[:3] for s in plain], case
+        check_skipped(ours, case)
+
+
+def check_skipped(said, case):
+    """The bad step, and no other one, was skipped and left everything as it was."""
+    assert [s[0] for s in said] == [i != BAD for i in range(STEPS)], case
+    assert said[BAD] == (False, True, 1, True), case
+    assert not any(s[3] for i, s in enumerate(said) if i != BAD), case
+
+
+@pytest.mark.parametrize(
+    ("cases", "value", "read"),
+    [(CASES, "nan", True), (["zero-1", "zero-2", "zero-3"], "inf", False)],
+    ids=["verified", "unverified"],
+)
+def test_step_skips_a_bad_gradient_as_plain_deepspeed(cases, value, read):
+    """An unverified DeepSpeed keeps its passes."""
+    run_ranks(2, run, list(cases), float(value), read)
 
 
 # Parameter whose gradient is bad, whether the step is fused, whether biases are marked as
@@ -169,48 +156,40 @@ OUTSIDE = [
 
 def tensor_parallel(rank, world):
     """NaN on rank 1 of two tensor-parallel ranks, in the gradient of a parameter that the norm
-    of rank 1 leaves out.
+    of rank 1 leaves out: both skip, and no gradient is looked at again where the norm has seen
+    those that it does not count.
     """
-    import deepspeed
-
     import coat_dist
     from coat_dist.deepspeed.step import step
     from megatron_patches import MPUAdapter, initialize_model_parallel
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    quiet_deepspeed()
     initialize_model_parallel(2)
-    allowed, found = step.may_leave_out_passes, []
-    for name, fused, pipeline in OUTSIDE:
-        net, active = Net(), []
+    allowed = step.may_leave_out_passes
+    for case in OUTSIDE:
+        name, fused, pipeline = case
+        net, active, looked = Net(), [], []
         for n, p in net.named_parameters():
             if n.endswith("weight"):
                 p.tensor_model_parallel = True
             elif pipeline:
                 p.tensor_model_parallel = p.ds_pipe_replicated = True
         poison(net.get_parameter(name), float("nan"), active)
-        looked = []
         step.may_leave_out_passes = allowed if fused else lambda zero: False
-        config = {"train_micro_batch_size_per_gpu": 2, **CASES["zero-2"]}
-        config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 1e-2}}
-        config["coat"] = {"activation": {"enabled": False}}
+        config = settings(lr=1e-2, **FP32)
         engine, *_ = coat_dist.initialize(model=net, config=config, mpu=MPUAdapter())
         check = engine.optimizer._has_inf_or_nan
-        engine.optimizer._has_inf_or_nan = lambda g, check=check, looked=looked: (
-            looked.append(g.numel()),
-            check(g),
-        )[1]
+
+        def look(gradient, check=check, looked=looked):
+            looked.append(gradient)
+            return check(gradient)
+
+        engine.optimizer._has_inf_or_nan = look
         said, finite = follow(engine, rank, active)
-        found.append((said, finite, sorted(looked[: len(looked) // STEPS])))
+        assert finite and bool(looked) != fused, case
+        check_skipped(said, case)
         engine.destroy()
-    return found
 
 
 def test_step_checks_gradients_that_the_norm_leaves_out():
-    """Both ranks skip, and no gradient is looked at again: the norm has seen those that it does
-    not count.
-    """
-    for rank, found in enumerate(run_ranks(2, tensor_parallel)):
-        for case, (said, finite, looked) in zip(OUTSIDE, found, strict=True):
-            assert finite and [s[0] for s in said] == [i != BAD for i in range(STEPS)], (rank, case)
-            assert said[BAD] == (False, True, 1, True), (rank, case)
-            assert (looked == []) == case[1], (rank, case)
+    run_ranks(2, tensor_parallel)

@@ -5,8 +5,7 @@ not change a bit.
 import torch
 import torch.nn.functional as F
 
-from coat_dist.config import ActivationConfig
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed, settings
 from tests.support import run_ranks
 
 MONITORS = {
@@ -31,18 +30,10 @@ def train(folder, name, monitored, patched=True):
     from megatron_patches import MPUAdapter, patch_model
     from tests.megatron_patches.tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 
-    changes = dict(MODELS[name])
-    settings = ActivationConfig(**changes.pop("coat", {}))
-    model = tiny_gpt(**SMALL | changes)
+    model, config = tiny_gpt(**SMALL | MODELS[name]), settings()
     if patched:
-        patch_model(model, settings)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 3e-3}},
-        "coat": {"activation": {**settings.model_dump(), "enabled": patched}},
-    }
+        config["coat"] = {}
+        patch_model(model, config)
     if monitored:
         output = {"output_file": f"{folder}/{name}-{patched}.txt"}
         config |= MONITORS | {"flops_profiler": MONITORS["flops_profiler"] | output}
@@ -63,17 +54,17 @@ def monitored(rank, world, folder):
     quiet_deepspeed()
     initialize_model_parallel(1)
     functions = F.silu, F.gelu, F.linear, torch.matmul
-    found = {name: [train(folder, name, on) for on in (False, True)] for name in MODELS}
-    found["plain"] = [train(folder, "swiglu", True, patched=False)] * 2
+    plain = train(folder, "swiglu", True, patched=False)[2]
+    for name in MODELS:
+        losses, weights, _ = train(folder, name, False)
+        watched, same, flops = train(folder, name, True)
+        assert watched == losses and torch.equal(same, weights) and flops > 0, name
+        if name == "swiglu":
+            assert 0.5 * plain < flops < 2 * plain, (flops, plain)
     assert (F.silu, F.gelu, F.linear, torch.matmul) == functions
-    return found
 
 
 def test_deepspeeds_monitors_change_no_bit(tmp_path):
-    (found,) = run_ranks(1, monitored, str(tmp_path))
-    plain = found["plain"][1][2]
-    for name, ((losses, weights, _), (watched, same, flops)) in found.items():
-        assert watched == losses and torch.equal(same, weights) and flops > 0, name
-        report = tmp_path / f"{'swiglu-False' if name == 'plain' else name + '-True'}.txt"
-        assert "Profile Summary at step" in report.read_text(), name
-    assert 0.5 * plain < found["swiglu"][1][2] < 2 * plain, (found["swiglu"][1][2], plain)
+    run_ranks(1, monitored, str(tmp_path))
+    for name in ("swiglu-False", *(f"{name}-True" for name in MODELS)):
+        assert "Profile Summary at step" in (tmp_path / f"{name}.txt").read_text(), name

@@ -153,7 +153,7 @@ def one_step(rank, world, files):
 
 @pytest.mark.filterwarnings("ignore")
 def test_shipped_files_train_with_the_block():
-    for name, found in run_ranks(1, one_step, FILES)[0].items():
+    for name, found in run_ranks(1, one_step, FILES | OFFLOADED)[0].items():
         assert not isinstance(found, str), f"{name}: {found}"
         optimizer, losses = found
         assert (
@@ -164,9 +164,7 @@ def test_shipped_files_train_with_the_block():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_shipped_files_that_offload_take_remainders():
-    for name, (optimizer, losses) in run_ranks(1, one_step, OFFLOADED)[0].items():
-        assert optimizer == "CoatAdamW" and losses[-1] < losses[0], name
+def test_shipped_files_that_offload_refuse_parameters_as_masters():
     files = copy.deepcopy(OFFLOADED)
     for file in files.values():
         file["optimizer"] = {"params": {"lr": 1e-3, "master_weights": "parameter"}}

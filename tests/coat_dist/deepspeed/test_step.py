@@ -6,13 +6,12 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 from coat_dist.deepspeed.step import step as reviewed
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed, settings
 from tests.support import run_ranks
 
 
@@ -36,16 +35,8 @@ def train(rank, world, stage, clip, fused):
         passes.may_leave_out_passes = lambda zero: False
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(96, 160), torch.nn.GELU(), torch.nn.Linear(160, 96))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": clip,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2}},
-        "coat": {"activation": {"enabled": False}},
-    } | ({"data_types": {"grad_accum_dtype": "fp32"}} if stage == 2 else {})
-    built, *_ = initialize(model=net, config=config)
+    config = settings(stage, 1e-2, gradient_accumulation_steps=2, gradient_clipping=clip)
+    built, *_ = initialize(model=net, config=config | FP32 if stage == 2 else config)
     assert isinstance(built.basic_optimizer, CoatAdamW)
     replaced = [name for name in built.coat_attached if name.startswith("step: ")]
     generator = torch.Generator().manual_seed(rank)
@@ -176,50 +167,3 @@ def test_is_verified_build_compares_file_hashes(monkeypatch, tmp_path, caplog):
     )
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "docs/support.md" in record.message
-
-
-def test_wait_on_the_gpu_waits_by_streams(monkeypatch):
-    """The end of a step's last backward has a stream wait for the other, once; afterwards all is
-    as before.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    from coat_dist.deepspeed.step.step_gradients import wait_on_the_gpu
-
-    accelerator, order = get_accelerator(), []
-    current = SimpleNamespace(wait_stream=lambda other: order.append(other))
-    monkeypatch.setattr(type(accelerator), "synchronize", lambda *_: order.append("host"))
-    monkeypatch.setattr(type(accelerator), "current_stream", lambda *_: current)
-
-    class Zero:
-        reduction_stream, boundary = "reductions", True
-
-        def is_gradient_accumulation_boundary(self):
-            return self.boundary
-
-        def independent_gradient_partition_epilogue(self):
-            get_accelerator().synchronize()
-
-    zero = Zero()
-    wait_on_the_gpu(zero)
-    zero.boundary = False
-    wait_on_the_gpu(zero)
-    assert order == ["reductions", "host"] and "synchronize" not in vars(accelerator)
-
-
-def test_norm_known_after_steps_that_were_applied() -> None:
-    """A norm forgets the event of the step before, and after a call that changed nothing there
-    is none.
-    """
-    from coat_dist.deepspeed.step.step import gradient_norm, norm_known
-
-    zero = SimpleNamespace(coat_norm_known="event", device="cpu", dp_process_group=None)
-    zero._model_parallel_all_reduce = lambda **_: None
-    known = [
-        norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda a=a: a))
-        for a in (True, False)
-    ]
-    with mock.patch("deepspeed.comm.all_reduce"):
-        assert float(gradient_norm(zero, [], [])) == 0.0
-    known.append(norm_known(SimpleNamespace(optimizer=zero, was_step_applied=lambda: True)))
-    assert known == ["event", None, None]

@@ -9,7 +9,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.hf import patch_model
 from coat_dist.hf.modules import Projection
 
-from .tiny import relative, step, tiny, tokens
+from .tiny import check_near, relative, step, tiny, tokens
 
 peft = pytest.importorskip("peft")
 LORA = {
@@ -31,7 +31,7 @@ def adapted(model, **more):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_patch_model_with_adapters(name):
     model = adapted(tiny(name))
-    loss, grads = step(model)
+    wanted = step(model)
     report = patch_model(model, ActivationConfig())
     assert any("self_attn" in block for block in report.patched), report
     assert report.unfused.keys() >= {block for block in report.patched if "self_attn" in block}
@@ -39,11 +39,9 @@ def test_patch_model_with_adapters(name):
     assert [n.rpartition("self_attn.")[2] for n in fp8[:2]] == ["q_proj.base_layer", "k_proj"], (
         "base weights in FP8"
     )
-    got, found = step(model)
-    assert abs(got / loss - 1) < 2e-3 and found.keys() == grads.keys()
-    assert all("lora_" in key for key in found)
-    whole = [torch.cat([g[key].flatten() for key in grads]) for g in (found, grads)]
-    assert relative(*whole) < 0.15
+    found = step(model)
+    check_near(found, wanted)
+    assert all("lora_" in key for key in found[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])

@@ -15,7 +15,7 @@ from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.hf import is_transformers_model, patch_model, unpatch_model
 from coat_dist.patching.report import PatchReport
 
-from .tiny import FUSED, GENERIC, relative, same, step, tiny, tokens
+from .tiny import FUSED, GENERIC, check_near, relative, same, step, tiny, tokens
 
 DEFAULT = ActivationConfig()
 
@@ -31,12 +31,10 @@ def test_patch_model_is_near_and_unpatch_model_restores(name, dtype):
     assert (model.model.layers[0].coat.kind is not None) == (name in FUSED) == (not report.unfused)
     assert list(model.state_dict()) == keys and [type(m).__name__ for m in model.modules()] == names
     loss, found = step(model)
-    assert loss.dtype == torch.float32 and abs(loss / before - 1) < 2e-3
-    assert found.keys() == grads.keys()
+    check_near((loss, found), (before, grads))
+    assert loss.dtype == torch.float32
     for key in grads:
         assert found[key].dtype == dtype and relative(found[key], grads[key]) < 0.35, key
-    whole = [torch.cat([g[key].flatten().float() for key in grads]) for g in (found, grads)]
-    assert relative(*whole) < 0.16
     unpatch_model(model)
     again, old = step(model)
     assert (
@@ -109,19 +107,16 @@ def test_fp8_attention_with_and_without_a_mask(name):
     """Where nothing stands against it; else attention is transformers'."""
     model, ids = tiny(name, attn_implementation="sdpa"), tokens()
     mask = torch.ones_like(ids)  # without it and a cache, transformers 4 makes masks of its own
-    wanted, grads = step(model)
+    wanted = step(model)
     patch_model(model, ActivationConfig(attention="fp8"))
-    loss, found = step(model, use_cache=False, attention_mask=mask)
-    assert abs(loss / wanted - 1) < 2e-3
-    whole = [torch.cat([g[key].flatten() for key in grads]) for g in (found, grads)]
-    assert relative(*whole) < 0.16
+    found = step(model, use_cache=False, attention_mask=mask)
+    check_near(found, wanted)
     mask[0, :5] = 0
     masked, _ = step(model, attention_mask=mask)
     unpatch_model(model)
     patch_model(model, DEFAULT)
-    assert torch.equal(step(model, attention_mask=mask)[0], masked) and not torch.equal(
-        step(model)[0], loss
-    )
+    assert torch.equal(step(model, attention_mask=mask)[0], masked)
+    assert not torch.equal(step(model)[0], found[0])
 
 
 def test_attention_interface_of_another_library(monkeypatch):
@@ -192,20 +187,6 @@ def test_patch_model_with_tied_embeddings_and_frozen_layers():
     assert (
         not any("layers.0" in key for key in grads) and "model.layers.1.mlp.up_proj.weight" in grads
     )
-
-
-def test_gradient_accumulation_sums_gradients():
-    model = tiny()
-    patch_model(model, DEFAULT)
-    singles = [step(model, tokens(seed=i))[1] for i in range(2)]
-    model.zero_grad()
-    for i in range(2):
-        ids = tokens(seed=i)
-        model(ids, labels=ids).loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(
-            p.grad, singles[0][name] + singles[1][name], rtol=1e-5, atol=1e-6
-        )
 
 
 def test_report_names_blocks_in_bf16():

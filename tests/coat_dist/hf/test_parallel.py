@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coat_dist.hf import patch_model
+from tests.coat_dist.deepspeed.small_engine import settings
 from tests.support import run_ranks
 from tests.support.gathers import values
 
@@ -17,16 +18,10 @@ BLOCK = {"activation": {}, "optimizer": {"stochastic_rounding": False}}
 
 
 def config(stage, **changes):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
-        "coat": BLOCK,
-        **changes,
-    }
+    adamw = {"type": "CoatAdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+    given = settings(stage, optimizer=adamw, gradient_clipping=0.0, coat=BLOCK) | changes
+    given["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return given
 
 
 def run(call, weights, rank):
@@ -39,8 +34,8 @@ def run(call, weights, rank):
 def under_zero(rank, world, name, stage, built_in_shards):
     import deepspeed
 
-    settings = config(stage)
-    of_zero = {k: v for k, v in settings.items() if k != "coat"}
+    given = config(stage)
+    of_zero = {k: v for k, v in given.items() if k != "coat"}
     with deepspeed.zero.Init(config_dict_or_path=of_zero) if built_in_shards else nullcontext():
         model = tiny(name, torch.bfloat16, pad_token_id=None)
     # Weights are drawn otherwise there, and DeepSpeed rounds rotary frequencies to BF16.
@@ -52,8 +47,8 @@ def under_zero(rank, world, name, stage, built_in_shards):
         for buffer, right in zip(model.buffers(), whole.buffers(), strict=True):
             buffer.data = right
     if stage == 1:  # the others by the block alone
-        patch_model(model, settings)
-    engine, *_ = deepspeed.initialize(model=model, config=settings)
+        patch_model(model, given)
+    engine, *_ = deepspeed.initialize(model=model, config=given)
     assert len(engine.coat_patch_report.patched) == 4
 
     def step(ids):
@@ -69,10 +64,16 @@ def under_zero(rank, world, name, stage, built_in_shards):
     engine.module.train()
     losses, first = run(step, lambda: values(engine), rank)
     shapes = {tuple(p.shape) for p in engine.module.parameters()}
-    engine.module.eval()
+    state = engine.module.eval().state_dict()
+    if stage == 3:
+        state = engine._zero3_consolidated_16bit_state_dict()
     with torch.no_grad():
         logits = engine(input_ids=tokens()).logits
-    return losses, first, shapes, logits.float()
+        if rank == 0:  # what is saved is the model that was evaluated
+            saved = tiny(name, torch.bfloat16, pad_token_id=None, seed=1)
+            saved.load_state_dict(state)
+            assert torch.equal(saved.eval()(tokens()).logits, logits)
+    return losses, first, shapes
 
 
 def under_torch(rank, world, name, how):
@@ -166,7 +167,9 @@ def test_universal_checkpoints_after_accumulation(name, tmp_path):
 
 
 def sharded_parts(rank, world, how):
-    """Losses of three steps and the report, with some parts sharded by themselves."""
+    """Three steps with some parts sharded by themselves: near BF16, and the report says why a block
+    is not patched.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
@@ -178,16 +181,12 @@ def sharded_parts(rank, world, how):
     mesh, found = init_device_mesh("cpu", (world,)), []
     for patched in (False, True):
         model = tiny("llama", num_hidden_layers=1)
-        plan = {
-            name: ColwiseParallel()
-            for name, _ in model.model.named_modules()
-            if name.endswith(("gate_proj", "up_proj"))
-        }
-        plan |= {
-            name: RowwiseParallel()
-            for name, _ in model.model.named_modules()
-            if name.endswith("down_proj")
-        }
+        plan = {}
+        for name, _ in model.model.named_modules():
+            if name.endswith(("gate_proj", "up_proj")):
+                plan[name] = ColwiseParallel()
+            if name.endswith("down_proj"):
+                plan[name] = RowwiseParallel()
         if how == "tensor parallel":
             parallelize_module(model.model, mesh, plan)
         if patched:
@@ -204,17 +203,17 @@ def sharded_parts(rank, world, how):
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
-    return found, model.coat_patch_report
+    assert found[3:] == pytest.approx(found[:3], rel=5e-3)
+    report = model.coat_patch_report
+    why = {
+        "linears": "torch's FSDPLinear in place of gate_proj",
+        "tensor parallel": "a DTensor as weight of gate_proj",
+    }
+    assert report.left.get("model.layers.0.mlp") == why.get(how)
+    assert ("model.layers.0.self_attn" in report.patched) == (how != "linears")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["linears", "norms", "MLPs", "tensor parallel"])
 def test_modules_that_are_sharded_alone(how):
-    for losses, report in run_ranks(2, sharded_parts, how):
-        assert losses[3:] == pytest.approx(losses[:3], rel=5e-3)
-        why = {
-            "linears": "torch's FSDPLinear in place of gate_proj",
-            "tensor parallel": "a DTensor as weight of gate_proj",
-        }
-        assert report.left.get("model.layers.0.mlp") == why.get(how)
-        assert ("model.layers.0.self_attn" in report.patched) == (how != "linears")
+    run_ranks(2, sharded_parts, how)

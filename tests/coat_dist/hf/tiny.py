@@ -76,3 +76,11 @@ def relative(got, wanted):
     return (
         (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
     ).item()
+
+
+def check_near(found, wanted):
+    """FP8 is near: losses within 0.2 %, and gradients as a whole."""
+    (loss, grads), (plain, expected) = found, wanted
+    assert abs(loss / plain - 1) < 2e-3 and grads.keys() == expected.keys()
+    whole = [torch.cat([g[key].flatten().float() for key in expected]) for g in (grads, expected)]
+    assert relative(*whole) < 0.16

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.cuda_graphs.models import pair
-from tests.support import megatron_on_one_rank
 
 
 @pytest.fixture(autouse=True)
-def one_rank():
-    with megatron_on_one_rank():
-        yield
+def always_one_rank(one_rank):
+    pass
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ from megatron_patches import patch_model
 from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
 from tests.support import equal
 
-__all__ = ["GRAPHS", "batch", "captured", "gradients", "heals", "loss_of", "pair", "same", "train"]
+__all__ = [
+    *("GRAPHS", "batch", "captured", "gradients", "heals", "hidden"),
+    *("loss_of", "pair", "same", "through", "train"),
+]
 
 GRAPHS = ActivationConfig(cuda_graphs=True)
 
@@ -33,6 +36,16 @@ def batch(seed: int):
 
 def loss_of(model, seed: int) -> torch.Tensor:
     return tiny_loss(model, batch(seed))
+
+
+def hidden(tokens: int = 32) -> torch.Tensor:
+    """What a layer of these models takes."""
+    shape = tokens, 2, 256
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def through(layer, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    return layer(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
 
 
 def captured(model) -> list[int]:

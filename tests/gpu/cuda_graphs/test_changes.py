@@ -24,8 +24,6 @@ from tests.gpu.cuda_graphs.models import (
 from tests.megatron_patches.tiny import tiny_gpt
 from tests.support import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize("part", ["", "decoder.layers.1"])
 def test_parameters_that_move(models, part):

@@ -7,9 +7,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.cuda_graphs.models import captured, gradients, heals, loss_of, same, train
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from tests.gpu.cuda_graphs.models import (
+    captured,
+    gradients,
+    heals,
+    hidden,
+    loss_of,
+    same,
+    through,
+    train,
+)
 
 
 def test_two_passes_in_flight(models):
@@ -63,11 +70,9 @@ def test_backward_in_another_order(models):
     rope, layers = model.rotary_pos_emb(32), list(model.decoder.layers)
 
     def call():
-        x = torch.randn(32, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        first = layers[0](hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
-        return first, layers[1](
-            hidden_states=first.detach().requires_grad_(), attention_mask=None, rotary_pos_emb=rope
-        )[0]
+        x = hidden()
+        first = through(layers[0], x, rope)
+        return first, through(layers[1], first.detach().requires_grad_(), rope)
 
     for _ in range(3):
         first, second = call()
@@ -110,9 +115,9 @@ def test_a_backward_that_was_not_wanted_at_first(models):
         torch.manual_seed(0)
         found.append([])
         for step in range(6):
-            x = torch.randn(32, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            first = layers[0](hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
-            last = layers[1](hidden_states=first, attention_mask=None, rotary_pos_emb=rope)[0]
+            x = hidden()
+            first = through(layers[0], x, rope)
+            last = through(layers[1], first, rope)
             out = first if step in (1, 2) else last
             del last, first
             parameters = (
@@ -135,11 +140,9 @@ def test_losses_of_parts(models):
         torch.manual_seed(0)
         found.append([])
         for part in (*["lower"] * 3, *["upper"] * 2, *["both"] * 4):
-            x = torch.randn(32, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            first = lower(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)[0]
-            second = upper(hidden_states=first.detach(), attention_mask=None, rotary_pos_emb=rope)[
-                0
-            ]
+            x = hidden()
+            first = through(lower, x, rope)
+            second = through(upper, first.detach(), rope)
             losses = {"lower": first.float().sin().sum(), "upper": second.float().sin().sum()}
             del first, second
             loss = losses["lower"] + losses["upper"] if part == "both" else losses[part]
