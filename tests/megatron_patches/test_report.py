@@ -6,7 +6,6 @@ import pytest
 from torch import nn
 
 from coat_dist.config import CoatConfig, CoatConfigError
-from coat_dist.settings import Settings
 from megatron_patches import patch_model, unpatch_model
 from megatron_patches.parallel.engine import _patch
 from megatron_patches.parallel.optimizer import _moments
@@ -20,8 +19,7 @@ OFF = CoatConfig.parse({"activation": {"enabled": False}})
 
 
 def by_initialize(model, block=BLOCK):
-    chunks = nn.ModuleList(model) if isinstance(model, list) else model
-    return _patch(chunks, Settings.read({"coat": block}))
+    return _patch(nn.ModuleList(model) if isinstance(model, list) else model, block)
 
 
 def by_optimizer(model, block=BLOCK):
