@@ -152,16 +152,6 @@ atexit.register(look)
 """
 
 
-def test_workers_of_prepare_data_import_no_torch():
-    """They import the program again, each of them: seconds of work for nothing."""
-    look = (
-        "import launch.prepare_data, sys; print([m for m in ('torch', 'megatron', 'deepspeed') "
-        "if m in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True)
-    assert ended.stdout == "[]\n", ended.stderr
-
-
 @pytest.mark.parametrize(
     "name", [PROGRAMS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS[1:])]
 )

@@ -172,11 +172,16 @@ def meaning(folder: Path) -> dict:
     return {k: v for k, v in read.items() if k not in ("transformers_version", "_name_or_path")}
 
 
+def convert(source, target, *more, status=0):
+    argv = ["--from", str(source), "--to", str(target), *map(str, more)]
+    assert convert_hf.main(argv) == status
+
+
 def fails(capsys, source, target, *more):
     """The error, after which nothing is left."""
     capsys.readouterr()
     before = sorted(p.name for p in target.parent.iterdir())
-    assert convert_hf.main(["--from", str(source), "--to", str(target), *more]) == 2
+    convert(source, target, *more, status=2)
     assert sorted(p.name for p in target.parent.iterdir()) == before
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("error:") == 1

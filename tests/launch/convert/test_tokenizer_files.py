@@ -12,7 +12,7 @@ from launch.convert.weights import CheckpointError
 from launch.data.tokenizer import for_data
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
-from tests.launch.convert.hf_folders import Given, fails, make
+from tests.launch.convert.hf_folders import Given, convert, fails, make
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,19 +34,13 @@ def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
     for file in (tmp_path / "hf").glob("tokenizer*"):
         file.unlink()
     (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
-    argv = [
-        "--from",
-        str(tmp_path / "hf"),
-        "--to",
-        str(tmp_path / "again"),
-        "--overwrite",
-    ]
-    assert convert_hf.main(argv) == 0
+    folders = tmp_path / "hf", tmp_path / "again"
+    convert(*folders)
     assert (
         f"note: no tokenizer is beside {tmp_path / 'hf'}: copy its files" in capsys.readouterr().out
     )
     (tmp_path / "hf" / name).write_text("{}")
-    assert convert_hf.main(argv) == 0
+    convert(*folders, "--overwrite")
     assert "note: " not in capsys.readouterr().out and (tmp_path / "again" / name).is_file()
 
 
@@ -75,7 +69,7 @@ def test_convert_takes_the_tokenizer_of_the_runs_data(
         tensors = {n: torch.ones(shape) for n, shape in parameter_shapes(model).items()}
         given = Given(model, tensors, manifest={"run": {"data": {"paths": [data]}}})
         monkeypatch.setattr(convert_hf, "open_weights", lambda *_, given=given, **__: given)
-        assert convert_hf.main(["--from", "x", "--to", str(out)]) == 0
+        convert("x", out)
         said = capsys.readouterr().out
         assert ("note: no tokenizer" in said) == (file is None or size < vocab_size)
         end = json.loads((out / "config.json").read_text())["eos_token_id"]
@@ -98,8 +92,7 @@ def test_byte_order_marks_do_not_come_out(tmp_path):
     (tmp_path / "hf" / "generation_config.json").write_text('{"do_sample": false}')
     for file in (tmp_path / "hf").glob("*.json"):
         file.write_bytes(mark + file.read_bytes())
-    argv = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "back"), "--verify"]
-    assert convert_hf.main(argv) == 0
+    convert(tmp_path / "hf", tmp_path / "back", "--verify")
     assert not [f.name for f in (tmp_path / "back").iterdir() if f.read_bytes().startswith(mark)]
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from launch import prepare_data
 from launch.common.errors import DataError
 from launch.data import token_files
 from launch.data.blend import parse_blend, read_info, without_suffix
@@ -216,3 +217,16 @@ def test_sources_of_the_same_name_in_two_descriptions_are_both_kept_in_checkpoin
     assert list(plan(pretrain_options.parse([*argv, paths[0]]), 1).data_identity()["sources"]) == [
         "web"
     ]
+
+
+def test_prepare_data_index_prints_what_is_there(two, tmp_path, capsys):
+    index = ["--index", describe(tmp_path, two)]
+    assert prepare_data.main(index) == 0
+    rows_of_sources = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:3] for row in rows_of_sources] == [["low", "3", "121"], ["high", "1", "150"]]
+    assert [row[-1] for row in rows_of_sources] == ["0.2500", "0.7500"]
+    assert prepare_data.main([*index, "--log-level", "warning"]) == 0
+    assert capsys.readouterr().out == ""
+    assert prepare_data.main(["--index", str(tmp_path / "no.json")]) == 2
+    said = f"prepare_data: error: data: {tmp_path}/no.json: No such file"
+    assert capsys.readouterr().err.startswith(said)

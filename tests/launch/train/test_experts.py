@@ -3,17 +3,19 @@
 import functools
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
+from launch import pretrain
 from launch.model.gpt import build_model, flops_per_token, load_model_config, parameter_count
 from launch.model.sizes import parameter_shapes
 from launch.train.metrics import read_metrics
 from megatron_patches import patch_model
-from tests.launch.pretrain_runs import command, configuration, losses, rank_main
+from tests.launch.pretrain_runs import command, configuration, losses, rank_main, run_with
 from tests.support import run_ranks
 
 TINY = Path(__file__).parents[3] / "configs" / "models" / "tiny-moe.json"
@@ -115,13 +117,7 @@ def report_and_gradients(rank, world, argv):
     """How a run ended, what it printed, and gradients of the first layer in the first
     micro-batch.
     """
-    from unittest import mock
-
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
     printed, grads = [], {}
-    device = runtime.start(rank)
 
     def keep(name, grad):
         grads.setdefault(name, grad.float().clone())
@@ -132,16 +128,13 @@ def report_and_gradients(rank, world, argv):
             layer.get_parameter(name).register_hook(functools.partial(keep, name))
 
     with mock.patch.object(pretrain, "say", printed.append):
-        end = pretrain.train(
-            pretrain.plan(pretrain_options.parse(argv), world), device, interfere=watch
-        )
+        end = run_with(rank, world, argv, watch)
     return end, "\n".join(printed), grads
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_experts_pretrain(work, tmp_path, stage):
+def test_experts_pretrain(work, tmp_path):
     """Three steps on two data-parallel ranks, every expert on each, with the flow."""
-    config = configuration(tmp_path, stage)
+    config = configuration(tmp_path, 3)
     argv = command(
         work, tmp_path / "run", config, "--model-override", *EXPERTS, "hidden_dropout=0.0", steps=3
     )
@@ -186,10 +179,7 @@ def router_losses(rank, world, argv):
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
-    device, seen = runtime.start(rank), []
+    seen = []
 
     def keep(module, args, kwargs, result):
         if module.training and torch.is_grad_enabled():
@@ -206,10 +196,7 @@ def router_losses(rank, world, argv):
             if isinstance(module, TopKRouter):
                 module.register_forward_hook(keep, with_kwargs=True)
 
-    end = pretrain.train(
-        pretrain.plan(pretrain_options.parse(argv), world), device, interfere=watch
-    )
-    return end, seen
+    return run_with(rank, world, argv, watch), seen
 
 
 @pytest.mark.slow
