@@ -17,10 +17,7 @@ from coat_dist import CoatConfigError
 from launch.common.find_config import find_config
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = (
-    *("pretrain", "convert_hf", "planner"),
-    *("prepare_data", "to_universal", "plot"),
-)
+PROGRAMS = ("pretrain", "convert_hf", "planner", "prepare_data", "to_universal", "plot")
 CONFIGS = {
     kind: sorted(p.name for p in (ROOT / "configs" / kind).glob("*.json"))
     for kind in ("models", "deepspeed")

@@ -20,6 +20,14 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=32,
 )
+SMALL = dict(
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=2,
+    seq_length=16,
+)
+"""A model as Megatron describes it."""
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -6,23 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import convert_hf, prepare_data
+from launch import convert_hf
 from launch.convert.sources import open_weights
 from launch.convert.weights import CheckpointError
 from launch.data.tokenizer import for_data
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
-from tests.launch.convert.hf_folders import Given, convert, fails, make
+from tests.launch.convert.hf_folders import SMALL, Given, convert, fails, make
+from tests.launch.data.prepare_runs import run
 
 transformers = pytest.importorskip("transformers")
-
-SMALL = dict(
-    num_layers=1,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=2,
-    seq_length=16,
-)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +53,7 @@ def test_convert_takes_the_tokenizer_of_the_runs_data(
     (tmp_path / "text.txt").write_text(text + Path(__file__).read_text(encoding="utf-8"))
     spec = f"sentencepiece:{sentencepiece_file}" if tokenizer == "sentencepiece" else tokenizer
     data = str(tmp_path / "data")
-    argv = ["--input", str(tmp_path / "text.txt"), "--output", data, "--tokenizer", spec, *options]
-    assert prepare_data.main([*argv, "--quiet", "--workers", "1"]) == 0
+    run(tmp_path / "text.txt", data, *options, tokenizer=spec)
     ours = for_data(data)
     for size in (vocab_size - 1, vocab_size):
         out = tmp_path / f"out{size}"

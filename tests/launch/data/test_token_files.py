@@ -12,9 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from launch import prepare_data
 from launch.common.errors import DataError
 from launch.data import token_files
-from launch.data.blend import parse_blend, read_info, without_suffix
 from launch.data.endless import EndlessBlend
-from launch.data.mixture import is_mixture, read_mixture
 from launch.train import pretrain_options
 from launch.train.plan import plan
 from tests.launch.pretrain_runs import configuration
@@ -141,18 +139,6 @@ def test_a_blend_with_a_prepared_data_set(two, tmp_path):
         60,
         80,
     ]
-
-
-def test_names(two, tmp_path):
-    path = describe(tmp_path, two)
-    assert (
-        is_mixture(path)
-        and without_suffix(path) == path
-        and without_suffix(f"0.5 {path}") == f"0.5 {path}"
-    )
-    assert parse_blend([f"1 {path}", "2 x"]) == ([path, "x"], [1.0, 2.0])
-    assert (read_info(path).vocab_size, read_info(path).eod) == (VOCAB, EOS)
-    assert [s.name for s in read_mixture(path).sources] == ["low", "high"]
 
 
 def test_index_is_built_once_and_anew_for_a_file_that_has_changed(two, tmp_path, monkeypatch):

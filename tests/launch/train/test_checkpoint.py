@@ -47,10 +47,9 @@ def test_find(tmp_path):
     manifest = tmp_path / "step00000003" / "manifest.json"
     manifest.write_text('{"format": 1}')
     assert find(tmp_path) == find(tmp_path / "step00000003") == tmp_path / "step00000003"
-    for content in ('{"format": 2}', "[]", "{"):
-        manifest.write_text(content)
-        with pytest.raises(CheckpointError, match=r"manifest.json: (format|cannot be read)"):
-            read_manifest(tmp_path / "step00000003")
+    manifest.write_text('{"format": 2}')
+    with pytest.raises(CheckpointError, match="manifest.json: format"):
+        read_manifest(manifest.parent)
 
 
 def test_a_damaged_manifest_is_one_line(tmp_path):

@@ -9,7 +9,6 @@ import torch
 
 from coat_dist import convert_to_universal
 from launch.convert.sources import open_weights
-from tests.launch.convert.hf_folders import convert
 from tests.launch.pretrain_runs import (
     FP32_GRADIENTS,
     command,
@@ -82,20 +81,6 @@ def test_universal_files_and_weights_are_those_of_one_stage(saved):
             assert equal(one["ranks"][0], two["ranks"][0]), name
     counters = torch.load(made[1] / "mp_rank_00_model_states.pt", weights_only=False)
     assert "universal_checkpoint_info" not in counters  # it would say what stage 0 holds
-
-
-def test_the_hugging_face_folder_is_that_of_one_stage(saved, tmp_path):
-    pytest.importorskip("safetensors")
-    for name in ("one", "two"):
-        source = saved[0] / name / "step00000002"
-        convert(source, tmp_path / name, "--verify")
-    one, two = (
-        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "two")
-    )
-    assert (
-        one["model.safetensors"] == two["model.safetensors"]
-        and one["config.json"] == two["config.json"]
-    )
 
 
 def test_a_checkpoint_without_a_stages_files_is_refused(saved, tmp_path):
