@@ -255,8 +255,13 @@ def full_disk_by_torch(engine):
     return mock.patch.object(torch, "save", full(RuntimeError("unexpected pos 64 vs 0")))
 
 
-def failing(place):
-    return lambda engine: Failing(place, 1, for_good=False)
+def failing_copy(engine):
+    problem = OSError(5, "Input/output error")
+    return mock.patch("deepspeed.runtime.engine.copyfile", side_effect=problem)
+
+
+def failing_flush(engine):
+    return Failing("fsync", 1, for_good=False)
 
 
 def a_disk_of_its_own(engine):
@@ -287,12 +292,11 @@ SAVES = {
     "a full disk in torch's words": (1, full_disk_by_torch, "y", NO_ROOM),
     "a script that cannot be copied": (
         0,
-        failing("copyfile"),
+        failing_copy,
         "y",
         ["rank 0: ", "Input/output error"],
     ),
-    "a file that cannot be opened": (1, failing("open"), "y", ["rank 1: ", "Input/output error"]),
-    "a file that cannot be flushed": (1, failing("fsync"), "y", ["rank 1: ", "Input/output error"]),
+    "a file that cannot be flushed": (1, failing_flush, "y", ["pp_rank_1_", "Input/output error"]),
     "a hook that raises": (1, a_failing_hook, "y", ["rank 1: ", "KeyError: 'of one rank'"]),
     "a folder of a node's own": (
         1,

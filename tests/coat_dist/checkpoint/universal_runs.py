@@ -1,5 +1,7 @@
 """Engines that save and load universal checkpoints, and how what they hold is compared."""
 
+import functools
+
 import torch
 
 from coat_dist.optim.state import FP32_KEYS
@@ -47,7 +49,7 @@ def contents(engine):
     rank.
     """
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param
 
     import coat_dist
 
@@ -58,10 +60,7 @@ def contents(engine):
     weights["seen"] = engine.module.seen.clone()
     moment = coat_dist.safe_get_full_moment
     if not isinstance(engine.optimizer.optimizer, coat_dist.CoatAdamW):
-
-        def moment(p, which):
-            return safe_get_full_optimizer_state(p, FP32_KEYS[which]).clone()
-
+        moment = functools.partial(moment_of_adamw, engine)
     return {
         "fp32": {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()},
         "first": {n: moment(p, "first") for n, p in trained.items()},
@@ -72,6 +71,21 @@ def contents(engine):
             (g["lr"], g["weight_decay"], g.get("moments")) for g in engine.optimizer.param_groups
         ],
     }
+
+
+def moment_of_adamw(engine, p, which):
+    """A moment of torch's AdamW, put together from every rank's partitions."""
+    from coat_dist.checkpoint.zero_partitions import partitions
+
+    whole = torch.zeros(getattr(p, "ds_shape", p.shape))
+    for part in partitions(engine.optimizer):
+        held = engine.optimizer.optimizer.state[part.flat][FP32_KEYS[which]]
+        for f in part.fragments:
+            if f.param is p:
+                mine = held[f.start : f.start + f.numel]
+                whole.view(-1)[f.first : f.first + f.numel] = mine
+    torch.distributed.all_reduce(whole)
+    return whole
 
 
 def train_and_save(rank, world, settings, folder):

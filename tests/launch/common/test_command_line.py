@@ -26,7 +26,6 @@ from tests.launch.tiny_data import make
 REQUIRED = ["--deepspeed_config", "zero2", "--model", "tiny", "--data", "d", "--train-steps", "100"]
 SEVEN = ["--model", "llama2-7b", "--gpus", "8", "--gpu", "h100"]
 STAGES = "--dry-run --data one --deepspeed_config zero1 --pipeline-parallel"
-FOUR = "--model-override num_layers=4"
 EXPERT = "--dry-run --data one --gpus 2 --model tiny-moe --expert-parallel"
 REFUSED = {
     "pretrain": {
@@ -67,7 +66,6 @@ REFUSED = {
         "--dry-run --data one --gpus 2 --tensor-parallel 3": "--tensor-parallel: got 3, accepted",
         f"{STAGES} 0 --gpus 2": "--pipeline-parallel: got 0, accepted: an integer >= 1",
         f"{STAGES} 2 --gpus 3": r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)",
-        f"{STAGES} 3 --gpus 3 {FOUR}": r".*accepted: a divisor of the model's layers \(4\)",
         f"{STAGES} 1 --virtual-stages 2": "--virtual-stages: got 2, accepted: 1 with one pipeline",
         f"{STAGES} 2 --virtual-stages 2 --gpus 2": r".*a divisor of the layers of a stage \(1\)",
         f"{STAGES} 2 --expert-parallel 2 --gpus 4": "--expert-parallel: got 2, accepted: 1 with -",

@@ -124,12 +124,18 @@ def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
             assert torch.equal(value, four[1][rank % 4][name]), name
 
 
-def test_plan_refuses_micro_batches_that_interleaved_stages_cannot_share(work, tmp_path):
+@pytest.mark.parametrize(
+    ("world", "stages", "said"),
+    [
+        (3, "--pipeline-parallel 3", r"accepted: a divisor of the model's layers \(4\)"),
+        (2, PARTS, "gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-paral"),
+    ],
+)
+def test_plan_refuses_what_stages_cannot_share(work, tmp_path, world, stages, said):
     config = configuration(tmp_path, 1, gradient_accumulation_steps=3)
-    argv = command(work, tmp_path / "run", config, *DROP_NOTHING, *PARTS.split())
-    said = r"gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-parallel \(2\)"
+    argv = command(work, tmp_path / "run", config, *DROP_NOTHING, *stages.split())
     with pytest.raises(CoatConfigError, match=said):
-        plan(pretrain_options.parse(argv), 2)
+        plan(pretrain_options.parse(argv), world)
 
 
 def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monkeypatch):

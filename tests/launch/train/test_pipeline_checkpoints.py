@@ -10,7 +10,6 @@ import torch
 from coat_dist import convert_to_universal
 from launch.convert.sources import open_weights
 from tests.launch.pretrain_runs import (
-    FP32_GRADIENTS,
     command,
     configuration,
     losses,
@@ -95,15 +94,3 @@ def test_a_checkpoint_without_a_stages_files_is_refused(saved, tmp_path):
         match="got optimizer files of 1 model- x 1 data-parallel ranks, accepted: of 2 x 1",
     ):
         convert_to_universal(source, tmp_path / "target")
-
-
-@pytest.mark.slow
-def test_weights_of_stages_start_a_run_of_any_number_of_stages(work, tmp_path):
-    """From BF16_Optimizer, which has other files."""
-    config = configuration(tmp_path, 1, NO_NOISE, gradient_clipping=0, **FP32_GRADIENTS)
-    save = ["--save", tmp_path / "save", "--stop-at-step", "2"]
-    first, _ = train(work, tmp_path / "first", config, 2, *TIED, *PARTS, *save)
-    start = ["--init-from", tmp_path / "save"]
-    one = train(work, tmp_path / "one", config, 1, *TIED, *start, steps=1)
-    two = train(work, tmp_path / "two", config, 2, *TIED, *TWO, *start, steps=1)
-    assert one[0][0][1] == two[0][0][1] < first[0][1] and equal(one[1], two[1])
