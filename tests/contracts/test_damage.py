@@ -7,8 +7,8 @@ Three tables, a case a row:
   changes nothing, whatever the damage.
 * ``SAVES``: what goes wrong on one rank during a save, and what saving says on every rank. The
   folder stays as it was, and the next save succeeds.
-* ``KILLS``: system calls at which a save is killed, each in turn. What was saved last loads, and
-  the next save leaves nothing of the killed one.
+* ``KILLS``: calls that touch the disk, at which a save is killed, each in turn. What was saved last
+  loads, and the next save leaves nothing of the killed one.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from tests.coat_dist.checkpoint.small_saves import (
 )
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
+from tests.launch.disk import PLACES, Failing
 from tests.support import run_ranks
 
 
@@ -254,6 +255,15 @@ def full_disk_by_torch(engine):
     return mock.patch.object(torch, "save", full(RuntimeError("unexpected pos 64 vs 0")))
 
 
+def failing_copy(engine):
+    problem = OSError(5, "Input/output error")
+    return mock.patch("deepspeed.runtime.engine.copyfile", side_effect=problem)
+
+
+def failing_flush(engine):
+    return Failing("fsync", 1, for_good=False)
+
+
 def a_disk_of_its_own(engine):
     """What rank 0 made is not there."""
     return mock.patch.object(save, "MANIFEST", "nothing.json")
@@ -277,11 +287,19 @@ NO_ROOM = (
     " bytes are needed, ",
 )
 SAVES = {
-    "a full disk, a new tag": (full_disk, "y", NO_ROOM),
-    "a full disk, the same tag": (full_disk, "x", NO_ROOM),
-    "a full disk in torch's words": (full_disk_by_torch, "y", NO_ROOM),
-    "a hook that raises": (a_failing_hook, "y", ["rank 1: ", "KeyError: 'of one rank'"]),
+    "a full disk, a new tag": (1, full_disk, "y", NO_ROOM),
+    "a full disk, the same tag": (1, full_disk, "x", NO_ROOM),
+    "a full disk in torch's words": (1, full_disk_by_torch, "y", NO_ROOM),
+    "a script that cannot be copied": (
+        0,
+        failing_copy,
+        "y",
+        ["rank 0: ", "Input/output error"],
+    ),
+    "a file that cannot be flushed": (1, failing_flush, "y", ["pp_rank_1_", "Input/output error"]),
+    "a hook that raises": (1, a_failing_hook, "y", ["rank 1: ", "KeyError: 'of one rank'"]),
     "a folder of a node's own": (
+        1,
         a_disk_of_its_own,
         "y",
         ["save_dir: got {root}: rank 1: not the folder of rank 0, accepted: a folder that all"],
@@ -290,7 +308,7 @@ SAVES = {
 
 
 def failed_saves(rank, world, folder):
-    """What goes wrong on rank 1 alone: what both ranks say, and what is wrong afterwards."""
+    """What goes wrong on one rank alone: what both ranks say, and what is wrong afterwards."""
     save.PATIENCE = 0.2
     engine, found = build(CASES["zero-2"]), {}
     run(engine, rank, 0, 1)
@@ -298,9 +316,9 @@ def failed_saves(rank, world, folder):
     before = snapshot(engine)
     files = [Path(folder, name) for name in ("x/manifest.json", "latest")]
     times = [path.stat().st_mtime_ns for path in files]
-    for name, (problem, tag, lines) in SAVES.items():
+    for name, (at, problem, tag, lines) in SAVES.items():
         run(engine, rank, 1, 2)
-        with problem(engine) if rank == 1 else contextlib.nullcontext():
+        with problem(engine) if rank == at else contextlib.nullcontext():
             said = told(engine.save_checkpoint, folder, tag=tag)
         wrong = [] if str(said).startswith("CheckpointError: ") else [str(said)]
         for line in lines:
@@ -336,15 +354,18 @@ class Killed(BaseException):
     pass
 
 
-KILLS = [(tag, call) for tag in ("a", "b") for call in ("rename", "replace", "fsync", "mkdir")]
-"""The tag, which is there (a) or new (b), and the system call."""
+CALLS = ("rename", "replace", "fsync", "mkdir", "open", "torch.save", "scandir")
+KILLS = [(tag, call) for tag in ("a", "b") for call in CALLS]
+"""The tag, which is there (a) or new (b), and the call at which the save dies."""
 
 
 def kill_in_turn(save_once, call):
     """Die at the first call of a save, then at the second, and so on, until a save ends."""
     nth, ended = 0, False
     while not ended:
-        nth, calls, original = nth + 1, [], getattr(os, call)
+        nth, calls = nth + 1, []
+        owner, name = PLACES[call]
+        original = getattr(owner, name)
 
         def die(*args, calls=calls, original=original, nth=nth, **kwargs):
             calls.append(args)
@@ -352,7 +373,7 @@ def kill_in_turn(save_once, call):
                 raise Killed
             return original(*args, **kwargs)
 
-        with mock.patch.object(os, call, die):
+        with mock.patch.object(owner, name, die):
             try:
                 save_once()
                 ended = True

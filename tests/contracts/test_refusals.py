@@ -4,7 +4,6 @@ One line of the table is one configuration. Its error names that key alone, and 
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -331,8 +330,6 @@ def test_known_keys_are_those_that_deepspeed_reads():
     read = {"train_batch_size", "wandb", "csv_monitor", ZERO, "hybrid_engine", "timers", "pipeline"}
     known = known_keys()
     assert read <= {*known[""]} and {*known["optimizer"]} == {"type", "params", "legacy_fusion"}
-    for path in sorted((Path(__file__).parents[2] / "configs" / "deepspeed").glob("*.json")):
-        Settings.read(path).check()
 
 
 def coat_adamw(params, **options):
@@ -359,10 +356,7 @@ OFF = {f"{FLOW}.enabled": False}
     ("make", "changes", "key", "given"),
     [
         (coat_adamw, {**GIVEN, f"{ZERO}.elastic_checkpoint": True}, None, "got true"),
-        (coat_adamw, {**GIVEN, f"{OFFLOAD}.device": "nvme"}, None, 'got "nvme"'),
         (coat_adamw, {**GIVEN, f"{ZERO}.stage": 0}, None, "got 0"),
-        (coat_adamw, {**GIVEN, ZERO: True}, None, "got true"),
-        (coat_adamw, {**GIVEN, MASTERS: True}, None, "got true"),
         (fp32_checkpoints, GIVEN, f"{PARAMS}.checkpoint", "got null"),
         (
             two_groups,

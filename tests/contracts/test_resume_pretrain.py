@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from launch import to_universal
 from launch.train.layout import FOLDER
 from launch.train.metrics import read_metrics
 from tests.launch.conftest import work  # noqa: F401 - a fixture
-from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration
+from tests.launch.pretrain_runs import (
+    FP32_GRADIENTS,
+    command,
+    configuration,
+    make_universal,
+    weights_of,
+)
 from tests.support import run_ranks
 
 
@@ -56,26 +61,6 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     """Of the configuration."""
     slow: bool = True
-
-
-def trained(rank, world, argv):
-    """How a run ended, and this rank's parameters by their names in the whole model."""
-    from coat_dist.checkpoint.names import names_in_whole
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
-    kept = []
-    device = runtime.start(rank)
-    p = pretrain.plan(pretrain_options.parse(argv), world)
-    try:
-        end = pretrain.train(p, device, interfere=lambda loop: kept.append(loop.engine))
-    except pretrain.USER_ERRORS as problem:
-        return str(problem), {}
-    names = names_in_whole(kept[0])
-    held = {}
-    for parameter in kept[0].module.parameters():
-        held[names[parameter]] = getattr(parameter, "ds_tensor", parameter).detach().clone()
-    return end, held
 
 
 NEAREST = {"optimizer": {"stochastic_rounding": False}, "activation": {}}
@@ -146,6 +131,22 @@ CASES = {
         more={"bf16": {"enabled": True, **REMAINDERS}},
     ),
     **{
+        f"divided experts{' grouped' * (grouped == 'true')} converted": Case(
+            reason="experts of another rank are joined, and divided again",
+            starts=[
+                Start(2, 2, "--expert-parallel 2"),
+                Start(2, 3, "--expert-parallel 2", by_hand=True),
+                Start(2, 4, by_hand=True),
+                Start(1, 5, by_hand=True),
+            ],
+            same=4e-4,
+            model=f"{MOE} moe_grouped_gemm={grouped}",
+            coat=NEAREST,
+            more=EIGHT,
+        )
+        for grouped in ("false", "true")
+    },
+    **{
         f"experts{' grouped' * (grouped == 'true')}{' converted' * hand}": Case(
             reason="experts of a layer are stored one by one, or in one tensor",
             starts=[Start(1, 2), Start(1, 4, by_hand=hand)],
@@ -154,6 +155,12 @@ CASES = {
         for grouped in ("false", "true")
         for hand in (False, True)
     },
+    "documents apart": Case(
+        reason="documents of a sequence do not see one another, in evaluation either",
+        starts=[Start(2, 2), Start(2, 4)],
+        options="--separate-documents --eval-interval 2 --eval-steps 1",
+        slow=False,
+    ),
     "another rounding": Case(
         reason="how codes are found may change; states made without a seed get one",
         starts=[
@@ -190,6 +197,24 @@ CASES = {
         model=TIED,
         coat=NEAREST,
     ),
+    **{
+        f"pipeline stages of tensor-parallel ranks{' AdamW' * (not coat)}": Case(
+            reason="both divisions of a weight change at once",
+            starts=[
+                Start(8, 2, f"{TWO} {TP}"),
+                Start(4, 3, PARTS),
+                Start(2, 4, TP),
+                Start(1, 5),
+                Start(4, 6, "--pipeline-parallel 4"),
+            ],
+            same=4e-4,
+            stage=1,
+            model=TIED,
+            coat=NEAREST if coat else False,
+            more=EIGHT,
+        )
+        for coat in (True, False)
+    },
     "pipeline stages, fp32 sums": Case(
         reason="BF16_Optimizer has other files",
         starts=[Start(2, 2, PARTS), Start(1, 4, by_hand=True)],
@@ -265,10 +290,10 @@ def test_resume_continues_the_run(work, tmp_path, name):  # noqa: F811
         model = ["--model-override", *case.model.split()] if case.model else []
         more = [*case.options.split(), *one.options.split(), *argv, *model]
         ends = run_ranks(
-            one.ranks, trained, command(work, tmp_path / run, config, *more, steps=last)
+            one.ranks, weights_of, command(work, tmp_path / run, config, *more, steps=last)
         )
         found = {}
-        for _, held in ends:
+        for _, _, held in ends:
             found.update(held)
         return ends[0][0], found
 
@@ -282,7 +307,7 @@ def test_resume_continues_the_run(work, tmp_path, name):  # noqa: F811
         argv = ["--save", save, "--load", "auto"]
         if one.by_hand:
             made = tmp_path / f"universal{number}"
-            assert to_universal.main(["--load", str(save), "--output", str(made)]) == 0
+            make_universal(save, made)
             save = tmp_path / f"save{number}"
             argv = ["--save", save, "--load", made]
         end, held = start(one, "parts", *argv, "--stop-at-step", one.end)

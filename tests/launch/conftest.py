@@ -6,13 +6,13 @@ import io
 import json
 import random
 
-import numpy as np
 import pytest
 import sentencepiece
 import torch
 
 from launch.common import log_level
 from tests.launch.pretrain_runs import MODEL
+from tests.launch.tiny_data import make
 from tests.support import megatron_on_one_rank
 
 
@@ -25,17 +25,9 @@ def nothing_is_hidden(monkeypatch):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A folder with random-token data and a model description."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     folder = tmp_path_factory.mktemp("pretrain")
-    builder = IndexedDatasetBuilder(str(folder / "data.bin"), dtype=np.uint16)
-    for _ in range(60):
-        tokens = torch.randint(1, 250, (int(torch.randint(30, 90, ())),))
-        builder.add_document(
-            torch.cat([tokens, torch.zeros(1, dtype=torch.long)]), [len(tokens) + 1]
-        )
-    builder.finalize(str(folder / "data.idx"))
-    (folder / "data.json").write_text(json.dumps({"vocab_size": 250, "eod": 0}))
+    seed = int(torch.randint(10**6, ()))
+    make(folder / "data", seed=seed, vocab=250, vocab_size=250, tokenizer_digest=None)
     (folder / "model.json").write_text(json.dumps(MODEL))
     return folder
 

@@ -10,7 +10,11 @@ from unittest import mock
 
 import torch
 
+from coat_dist.checkpoint.names import names_in_whole
+from launch import to_universal
+from launch.train import runtime
 from launch.train.metrics import read_metrics
+from tests.support import run_ranks
 
 MODEL = {
     "num_layers": 2,
@@ -47,15 +51,45 @@ def configuration(folder, stage, coat=True, **more):
     return str(path)
 
 
+def run_with(rank, world, argv, interfere=None):
+    """``pretrain.train`` in a process group that exists; returns how it ended, or the error."""
+    from launch import pretrain
+    from launch.train import pretrain_options
+
+    try:
+        device = runtime.start(rank)
+        p = pretrain.plan(pretrain_options.parse(argv), world)
+        return pretrain.train(p, device, interfere=interfere)
+    except (*pretrain.USER_ERRORS, pretrain.BadSteps) as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def held(engine):
+    """This rank's part of every parameter, by its name in the whole model."""
+    import deepspeed
+
+    names = names_in_whole(engine)
+    with deepspeed.zero.GatheredParameters(list(names)):
+        return {name: p.detach().clone() for p, name in names.items()}
+
+
+def weights_of(rank, world, argv):
+    """How a run ended, and this rank's weights before its first step and after its last."""
+    kept = []
+    end = run_with(rank, world, argv, lambda loop: kept.extend((loop.engine, held(loop.engine))))
+    if not kept:
+        return end, {}, {}
+    engine, before = kept
+    return end, before, held(engine)
+
+
 def rank_main(rank, world, argv, poisoned=()):
-    """``pretrain.train`` in a process group that exists; returns how it ended, or the error.
+    """How a run ended in which steps went wrong.
 
     Args:
         argv: command line; "{rank}" in it is replaced.
         poisoned: (step, kind, rank) of what is to go wrong.
     """
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
 
     def interfere(loop):
         if loop.options.eval_only:
@@ -96,12 +130,16 @@ def rank_main(rank, world, argv, poisoned=()):
 
         loop._step = step
 
-    try:
-        device = runtime.start(rank)
-        args = pretrain_options.parse([a.format(rank=rank) for a in argv])
-        return pretrain.train(pretrain.plan(args, world), device, interfere=interfere)
-    except (*pretrain.USER_ERRORS, pretrain.BadSteps) as problem:
-        return f"{type(problem).__name__}: {problem}"
+    return run_with(rank, world, [a.format(rank=rank) for a in argv], interfere)
+
+
+def pretrain_on(ranks, work, run, config, *more, steps=20, poisoned=()):
+    """How a run of :func:`command` ended, on each of ``ranks``."""
+    return run_ranks(ranks, rank_main, command(work, run, config, *more, steps=steps), poisoned)
+
+
+def make_universal(load, output):
+    assert to_universal.main(["--load", str(load), "--output", str(output)]) == 0
 
 
 def without_a_model(rank, world, argv):
@@ -115,11 +153,7 @@ def without_a_model(rank, world, argv):
 
 def hyperparameters(rank, world, argv):
     """Hyperparameters of the optimizer's groups at the start of a run."""
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
     seen = []
-    device = runtime.start(rank)
 
     def look(loop):
         seen.extend(
@@ -129,7 +163,7 @@ def hyperparameters(rank, world, argv):
             ]
         )
 
-    pretrain.train(pretrain.plan(pretrain_options.parse(argv), world), device, interfere=look)
+    run_with(rank, world, argv, look)
     return seen
 
 

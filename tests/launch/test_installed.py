@@ -17,10 +17,7 @@ from coat_dist import CoatConfigError
 from launch.common.find_config import find_config
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = (
-    *("pretrain", "convert_hf", "planner"),
-    *("prepare_data", "to_universal", "plot"),
-)
+PROGRAMS = ("pretrain", "convert_hf", "planner", "prepare_data", "to_universal", "plot")
 CONFIGS = {
     kind: sorted(p.name for p in (ROOT / "configs" / kind).glob("*.json"))
     for kind in ("models", "deepspeed")
@@ -150,16 +147,6 @@ def look():
 
 atexit.register(look)
 """
-
-
-def test_workers_of_prepare_data_import_no_torch():
-    """They import the program again, each of them: seconds of work for nothing."""
-    look = (
-        "import launch.prepare_data, sys; print([m for m in ('torch', 'megatron', 'deepspeed') "
-        "if m in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True)
-    assert ended.stdout == "[]\n", ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from launch.data.dataset import build_datasets
 VOCAB = 50000
 
 
-def make(prefix, documents=60, seed=0, eod=0, **info):
-    """A data set in which every token but the last of a document is unique, so that a sample
-    tells where it is from.
+def make(prefix, documents=60, seed=0, eod=0, vocab=VOCAB, **info):
+    """A data set. Every token but the last of a document is unique in a large ``vocab``, so that
+    a sample tells where it is from.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 120, documents)
-    tokens = rng.permutation(np.arange(1, VOCAB))[: lengths.sum()].astype(np.uint16)
+    tokens = 1 + rng.permutation(VOCAB - 1)[: lengths.sum()] % (vocab - 1)
     ends = np.cumsum(lengths)
     tokens[ends - 1] = eod
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)

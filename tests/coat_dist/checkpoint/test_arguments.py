@@ -3,9 +3,7 @@ loaded.
 """
 
 import inspect
-import json
 import os
-import zlib
 from pathlib import Path
 
 import pytest
@@ -66,11 +64,6 @@ def arguments(rank, world, folder):
         listed(folder) == ["global_step1", "latest"]
         and Path(folder, "latest").read_text() == "global_step1"
     )
-    files = json.loads(Path(folder, "global_step1", "manifest.json").read_text())["files"]
-    for name, (size, checksum) in files.items():
-        data = Path(folder, "global_step1", name).read_bytes()
-        assert (len(data), zlib.crc32(data)) == (size, checksum), name
-    assert set(files) == set(listed(f"{folder}/global_step1")) - {"manifest.json"}
     state = {"universal_checkpoint_info": {"a": 1}, "x": 2}  # as Megatron-DeepSpeed passes it
     engine.save_checkpoint(folder, 7, state, False)
     assert state.items() <= engine.load_checkpoint(folder, 7)[1].items()

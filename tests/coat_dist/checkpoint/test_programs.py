@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,10 @@ from tests.coat_dist.checkpoint.small_saves import (
     told,
     weights,
 )
+from tests.coat_dist.checkpoint.universal_runs import train_and_save
+from tests.coat_dist.deepspeed.test_pipeline_module import build as build_pipeline
+from tests.coat_dist.deepspeed.test_pipeline_module import settings as pipeline_settings
+from tests.coat_dist.deepspeed.test_pipeline_module import train as train_pipeline
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.support import run_ranks
@@ -29,33 +34,12 @@ from tests.support import run_ranks
 
 def pipeline(rank, world, folder):
     """Two stages, each writing its layers."""
-    import deepspeed
-
-    import coat_dist
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    torch.manual_seed(0)
-    layers = [
-        torch.nn.Linear(64, 64),
-        torch.nn.GELU(),
-        torch.nn.Linear(64, 64),
-        torch.nn.Linear(64, 64),
-    ]
-    net = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
-    config = {
-        "train_batch_size": 4,
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
-    }
-    engine = coat_dist.initialize(model=net, config=config)[0]
-    data = [(torch.ones(2, 64).bfloat16(), torch.zeros(2, 64).bfloat16())] * 100
-    engine.train_batch(iter(data))
+    layers = [torch.nn.Linear(64, 64), torch.nn.GELU(), *(torch.nn.Linear(64, 64) for _ in "ab")]
+    engine = build_pipeline(layers, pipeline_settings())
+    train_pipeline(engine, 1)
     before = [p.detach().clone() for p in engine.module.parameters()]
     engine.save_checkpoint(folder)
-    engine.train_batch(iter(data))
+    train_pipeline(engine, 1)
     engine.load_checkpoint(folder)
     same = all(map(torch.equal, before, engine.module.parameters()))
     files = json.loads(Path(folder, "global_step1", "manifest.json").read_text())["files"]
@@ -148,23 +132,14 @@ def test_a_run_with_sequence_parallelism_loads_what_it_wrote(tmp_path):
     assert run_ranks(2, natively, str(tmp_path)) == [[], []]
 
 
-def saved_on_two(rank, world, settings, folder):
-    engine = build(settings)
-    run(engine, rank, 0, 2)
-    engine.save_checkpoint(folder, tag="two")
-    trained = snapshot(engine)
-    engine.load_checkpoint(folder, tag="two")
-    return changes(trained, snapshot(engine))
-
-
 @pytest.mark.parametrize("case", ["zero-2", "zero-3"])
 def test_deepspeeds_own_converter_names_ours_and_ends(case, tmp_path):
     from deepspeed.checkpoint import ds_to_universal
 
-    assert run_ranks(2, saved_on_two, CASES[case], str(tmp_path)) == [[], []]
+    run_ranks(2, train_and_save, CASES[case], str(tmp_path))
     given = [
         "--input_folder",
-        f"{tmp_path}/two",
+        f"{tmp_path}/plain",
         "--output_folder",
         f"{tmp_path}/out",
         "--inject_missing_state",
@@ -234,11 +209,6 @@ def follow_the_page(rank, world, folder):
     """What docs/from-deepspeed.md says in steps 2 and 4, in its words: losses, and what moved
     over.
     """
-    import contextlib
-    import io
-    import re
-    from pathlib import Path
-
     from launch import to_universal
     from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 

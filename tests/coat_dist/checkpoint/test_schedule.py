@@ -13,10 +13,11 @@ from tests.support import run_ranks
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 100}}
 
 
-def engine_of(optimizer, schedule, universal):
+def engine_of(optimizer, schedule=None, universal=False, stage=2):
     """A DeepSpeed program's: torch's AdamW has one group, a CoatAdamW has two."""
     deepspeed = quiet_deepspeed()
     config = {**CONFIG, "optimizer": {"type": optimizer, "params": {"lr": 3e-3}}}
+    config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config["checkpoint"] = {"load_universal": universal}
     if optimizer == "AdamW":
         config.pop("coat")
@@ -37,7 +38,7 @@ def schedules_go_on(rank, world, folder):
 
     seen = {}
     for name, schedule in {"WarmupLR": "WarmupLR", "falling": falling}.items():
-        engine = engine_of("AdamW", schedule, False)
+        engine = engine_of("AdamW", schedule)
         train(engine, rank, 3)
         engine.save_checkpoint(f"{folder}/{name}", tag="plain")
         convert_to_universal(f"{folder}/{name}/plain", f"{folder}/{name}/universal")
@@ -51,7 +52,7 @@ def schedules_go_on(rank, world, folder):
     said = []
     for case in ("no schedule then", "another kind"):
         here = engine_of("CoatAdamW", falling, True)
-        engine = engine_of("AdamW", None if case == "no schedule then" else "WarmupLR", False)
+        engine = engine_of("AdamW", None if case == "no schedule then" else "WarmupLR")
         train(engine, rank, 1)
         engine.save_checkpoint(f"{folder}/{case}", tag="plain")
         convert_to_universal(f"{folder}/{case}/plain", f"{folder}/{case}/universal")
@@ -79,11 +80,11 @@ def left_in(rank, world, folder):
 
     from launch.to_universal import convert
 
-    engine = engine_of("AdamW", None, False)
+    engine = engine_of("AdamW")
     train(engine, rank, 1)
     engine.save_checkpoint(f"{folder}/old")
     convert(Path(folder, "old", "global_step1"), Path(folder, "new"))
-    engine = engine_of("CoatAdamW", None, True)
+    engine = engine_of("CoatAdamW", universal=True)
     engine.load_checkpoint(f"{folder}/new")
     engine.load_checkpoint(f"{folder}/new")  # nothing was saved beside it
     train(engine, rank, 1)

@@ -28,8 +28,8 @@ def test_what_deepspeeds_converter_writes_loads(tmp_path):
         elif path.stem in ("fp32", "exp_avg", "exp_avg_sq"):
             held = torch.load(path)
             torch.save({**held, "param": held["param"].flatten()}, path)
-    (r,) = run_ranks(1, load_and_compare, CASES["zero-2"], str(tmp_path), saved, True)
-    assert set(r["problems"]) == {"weights frozen.weight", "weights frozen.bias", "weights seen"}
+    (found,) = run_ranks(1, load_and_compare, CASES["zero-2"], str(tmp_path), saved)
+    assert set(found) == {"weights frozen.weight", "weights frozen.bias", "weights seen"}
 
 
 def save_new(rank, world, folder):
@@ -60,18 +60,6 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     os.truncate(model, model.stat().st_size // 2)
     with pytest.raises(ValueError, match="mp_rank_00_model_states.pt: cannot be read"):
         convert_to_universal(tmp_path / "plain", tmp_path / "out")
-
-
-def test_fp32_moments_stop_the_first_step():
-    """As DeepSpeed's own loader would fill a CoatAdamW with."""
-    p = torch.nn.Parameter(torch.zeros(256))
-    optimizer = CoatAdamW([p])
-    optimizer.state[p] = {"step": 1, "exp_avg": torch.zeros(256), "exp_avg_sq": torch.zeros(256)}
-    p.grad = torch.ones(256)
-    with pytest.raises(
-        ValueError, match="got exp_avg, exp_avg_sq, step, accepted with moments='fp8'"
-    ):
-        optimizer.step()
 
 
 def weights(engine):

@@ -20,11 +20,13 @@ from launch.data.blend import parse_blend, read_info, without_suffix
 from launch.model.gpt import load_model_config
 from launch.train.plan import plan
 from launch.train.pretrain_options import parse, parser
+from tests.launch.data.prepare_runs import argv, run
 from tests.launch.tiny_data import make
 
 REQUIRED = ["--deepspeed_config", "zero2", "--model", "tiny", "--data", "d", "--train-steps", "100"]
 SEVEN = ["--model", "llama2-7b", "--gpus", "8", "--gpu", "h100"]
-EXPERTS = ["--model", "tiny-moe", "--vocab-size", "500"]
+STAGES = "--dry-run --data one --deepspeed_config zero1 --pipeline-parallel"
+EXPERT = "--dry-run --data one --gpus 2 --model tiny-moe --expert-parallel"
 REFUSED = {
     "pretrain": {
         "-lr 1": "unrecognized arguments: -lr 1",
@@ -40,6 +42,7 @@ REFUSED = {
         "--lr-decay-steps 0": "--lr-decay-steps: got 0, accepted: an integer >= 1",
         "--warmup-steps 101": r"--warmup-steps: got 101, accepted: 0 to the end \(100\)",
         "--warmup-steps -1": "--warmup-steps: got -1",
+        "--load x --init-from y": "--init-from: got 'y', accepted: absent with --load x, which",
         "--save-interval 5": "--save-interval: got 5, accepted: 0 without --save",
         "--load auto": "--load: got 'auto', accepted: auto only with --save",
         "--eval-only": "--eval-only: got True, accepted: only with --load or --init-from",
@@ -61,6 +64,16 @@ REFUSED = {
         "--dry-run --data one two": "--data: two was made with another tokenizer than one: with ",
         "--dry-run --data one --min-lr 1": "--min-lr: got 1.0, accepted: 0 to the peak learning",
         "--dry-run --data one --gpus 2 --tensor-parallel 3": "--tensor-parallel: got 3, accepted",
+        f"{STAGES} 0 --gpus 2": "--pipeline-parallel: got 0, accepted: an integer >= 1",
+        f"{STAGES} 2 --gpus 3": r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)",
+        f"{STAGES} 1 --virtual-stages 2": "--virtual-stages: got 2, accepted: 1 with one pipeline",
+        f"{STAGES} 2 --virtual-stages 2 --gpus 2": r".*a divisor of the layers of a stage \(1\)",
+        f"{STAGES} 2 --expert-parallel 2 --gpus 4": "--expert-parallel: got 2, accepted: 1 with -",
+        f"{STAGES} 2 --gpus 2": "--pipeline-parallel: got 2, accepted: 1",
+        f"{STAGES} 2 --gpus 2 --deepspeed_config quickstart": "zero_optimization.stage: got 2",
+        f"{EXPERT} 3": r"--expert-parallel: got 3, .*a divisor of model.num_moe_experts \(8",
+        f"{EXPERT} 2 --deepspeed_config zero3": "zero_optimization.stage: got 3, accepted: 1 or 2",
+        f"{EXPERT} 2 --model tiny": "--expert-parallel: got 2, .*model.num_moe_experts .1. and of",
         "--dry-run --data none": "--data: none.bin does not exist, accepted: ",
     },
     "planner": {
@@ -69,6 +82,7 @@ REFUSED = {
         "--gpu v100": "--gpu: got 'v100', accepted: h200, h100, ",
         "--recompute-method block": ".*accepted: only with --recompute-granularity full",
         "--model tiny-moe --vocab-size 500": "--model: got a model with 8 experts, accepted: one w",
+        "--pipeline-parallel 2": "--pipeline-parallel: got 2, accepted: 1",
         "--num-gpus 8": ".*did you mean --gpus?",
         "--gpu-memory 80apples": "--gpu-memory: got '80apples', accepted: a size such as",
         "--zero-stage 3": "--zero-stage: no such option",
@@ -81,6 +95,8 @@ REFUSED = {
     "prepare_data": {
         "--tokeniser x": r"--tokeniser: no such option \(did you mean --t",
         "": "--input: missing, accepted: a value",
+        # Outputs are tried before inputs are read, in a way that stops root, too.
+        "--input stdlib --tokenizer bytes --output bad.json/x": "--output: .*accepted: a folder",
         "--max-files 0": "--max-files: got '0', accepted: a whole number from 1",
     },
     "plot": {
@@ -105,11 +121,11 @@ GIVEN = {
 """What comes before a row's arguments."""
 
 
-def said(capsys, call, *argv):
+def said(capsys, call, *words):
     """The one line that a program prints, with status 2."""
     capsys.readouterr()
     try:
-        status = call(list(argv))
+        status = call(list(words))
     except SystemExit as leaving:
         status = leaving.code
     out, err = capsys.readouterr()
@@ -118,9 +134,9 @@ def said(capsys, call, *argv):
 
 
 @pytest.mark.parametrize(
-    ("program", "argv", "message"), [(p, *row) for p in REFUSED for row in REFUSED[p].items()]
+    ("program", "words", "message"), [(p, *row) for p in REFUSED for row in REFUSED[p].items()]
 )
-def test_refused_arguments_are_one_line(capsys, tmp_path, monkeypatch, program, argv, message):
+def test_refused_arguments_are_one_line(capsys, tmp_path, monkeypatch, program, words, message):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -131,7 +147,7 @@ def test_refused_arguments_are_one_line(capsys, tmp_path, monkeypatch, program, 
     make(tmp_path / "two", tokenizer="hf:org/name", tokenizer_digest="e" * 64)
     before = sorted(tmp_path.iterdir())
     main = importlib.import_module(f"launch.{program}").main
-    line = said(capsys, main, *GIVEN.get(program, []), *argv.split())
+    line = said(capsys, main, *GIVEN.get(program, []), *words.split())
     assert re.match(f"(prepare_data: )?error: {message}", line), line
     assert sorted(tmp_path.iterdir()) == before
 
@@ -149,6 +165,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_misspelt_option_is_refused_before_torch_is_imported(program, tmp_path):
+    """Workers of prepare_data.py import the program again, each of them."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}"}
     line = [sys.executable, Path(launch.__file__).with_name(f"{program}.py"), "--qqq"]
@@ -257,34 +274,16 @@ def test_a_learning_rate_of_zero_is_noted(tmp_path):
     assert idle.warning == "note: --lr: 0, with which no weight changes"
 
 
-def test_outputs_are_tried_first(tmp_path, capsys):
-    """In ways that stop root, too: a file as a folder, a system's own folder, a link to nowhere,
-    a name too long.
-    """
-    (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "a.txt").write_text("some text")
-    prepare = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--output"]
-    for folder in (tmp_path / "file", tmp_path / "file/x", tmp_path / "link", "/proc/x"):
-        line = said(capsys, prepare_data.main, *prepare, f"{folder}/x")
-        assert line.startswith(
-            f"prepare_data: error: --output: got {folder}/x.parts, accepted: a folder to write to"
-        )
-    assert "a folder to write to" in said(
-        capsys, prepare_data.main, *prepare, str(tmp_path / ("x" * 300))
-    )
-
-
 def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants, file_download
 
     (tmp_path / "a.txt").write_text("hello world " * 30)
-    argv = ["--input", str(tmp_path / "a.txt"), "--workers", "1", "--quiet", "--output"]
-    assert prepare_data.main([*argv, str(tmp_path / "x"), "--tokenizer", "bpe:260"]) == 0
+    run(tmp_path / "a.txt", tmp_path / "x", tokenizer="bpe:260")
+    given = argv(tmp_path / "a.txt", tmp_path / "y", "--quiet", tokenizer="hf:org/name")
     cache = tmp_path / "hub"
     for module in (constants, file_download.constants):
         monkeypatch.setattr(module, "HF_HUB_CACHE", str(cache))
-    line = said(capsys, prepare_data.main, *argv, str(tmp_path / "y"), "--tokenizer", "hf:org/name")
+    line = said(capsys, prepare_data.main, *given)
     assert line.startswith("prepare_data: error: --tokenizer: got hf:org/name, accepted: ")
     assert "hf download org/name tokenizer.json" in line
     snapshot = cache / "models--org--name/snapshots/0123"
@@ -292,7 +291,7 @@ def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     (cache / "models--org--name/refs").mkdir()
     (cache / "models--org--name/refs/main").write_text("0123")
     (snapshot / "tokenizer.json").write_bytes((tmp_path / "x.tokenizer.json").read_bytes())
-    assert prepare_data.main([*argv, str(tmp_path / "y"), "--tokenizer", "hf:org/name"]) == 0
+    assert prepare_data.main(given) == 0
     assert (tmp_path / "y.bin").read_bytes() == (tmp_path / "x.bin").read_bytes()
 
 
@@ -302,13 +301,5 @@ def test_ctrl_c_while_preparing(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(prepare_data, "tokenize", interrupted)
     (tmp_path / "a.txt").write_text("text")
-    argv = [
-        "--input",
-        str(tmp_path / "a.txt"),
-        "--output",
-        str(tmp_path / "x"),
-        "--tokenizer",
-        "bytes",
-    ]
-    assert prepare_data.main(argv) == 130
+    assert prepare_data.main(argv(tmp_path / "a.txt", tmp_path / "x")) == 130
     assert capsys.readouterr().err == "prepare_data: interrupted; the same command continues\n"

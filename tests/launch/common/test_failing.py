@@ -15,12 +15,12 @@ from launch.common import failing
 from tests.support import run_ranks
 
 
-def fail(rank, world, lines, folder):
+def fail(rank, world, lines, folder, kind=""):
     """Every rank ends with its line; None: a collective fails because of another rank."""
     screen = sys.stderr = io.StringIO()
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}.json"
     line = lines[rank]
-    failing.end(line or "Connection closed by peer", rank, consequence=line is None)
+    failing.end(line or "Connection closed by peer", rank, kind, consequence=line is None)
     sys.stderr = sys.__stderr__
     with open(f"{folder}/{rank}.json", encoding="utf-8") as file:
         return screen.getvalue(), json.load(file)["message"]["extraInfo"]["py_callstack"]
@@ -35,7 +35,7 @@ def fail(rank, world, lines, folder):
         (("one", None), ("error: one\n", "")),
     ],
 )
-def test_one_line(lines, screens, tmp_path):
+def test_end_prints_one_line_of_one_rank(lines, screens, tmp_path):
     found = run_ranks(2, fail, lines, str(tmp_path))
     assert tuple(screen for screen, _ in found) == screens
     assert [told for _, told in found] == [
@@ -43,8 +43,11 @@ def test_one_line(lines, screens, tmp_path):
     ]
 
 
-def test_one_rank_tells_a_consequence(tmp_path):
-    assert sum(screen != "" for screen, _ in run_ranks(2, fail, (None, None), str(tmp_path))) == 1
+@pytest.mark.parametrize(("lines", "kind"), [((None, None), ""), (("1 MB", "2 MB"), "memory")])
+def test_end_prints_one_line_of_a_kind(lines, kind, tmp_path):
+    """Of a consequence, and of errors whose text differs between ranks."""
+    screens = [screen for screen, _ in run_ranks(2, fail, lines, str(tmp_path), kind)]
+    assert sum(screen != "" for screen in screens) == 1
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):
@@ -99,10 +102,8 @@ def test_all_nodes_learn_what_one_lacks():
         )
 
 
-def test_tasks_of_slurm_that_find_the_same_wrong_say_it_once(monkeypatch):
-    """They have no ranks yet, and no store: each knows its number, and all but the first let it
-    speak.
-    """
+def test_main_gives_end_the_number_of_a_task_that_slurm_has_not_started(monkeypatch):
+    """Tasks have no ranks yet, and no store: all but the first let it speak."""
     for name in ("RANK", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "4")

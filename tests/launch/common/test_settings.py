@@ -67,11 +67,6 @@ ADAMW = {
             {**ADAMW, "zero_optimization": {"stage": 0}},
             "zero_optimization.stage: got 0, accepted: 1, 2 or 3",
         ),
-        (
-            {"checkpoint": {"use_node_local_storage": True}},
-            "checkpoint.use_node_local_storage: got [Tt]rue, accepted: fal",
-        ),
-        ({"coat": {"optimiser": {}}}, "coat.optimiser: unknown key"),
     ],
 )
 def test_configurations_that_cannot_run(tmp_path, change, message):

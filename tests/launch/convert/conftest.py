@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from launch import convert_hf
-from tests.launch.convert.hf_folders import make
+from tests.launch.convert.hf_folders import convert, make
 
 
 @pytest.fixture(scope="session")
@@ -12,5 +11,5 @@ def sharded(tmp_path_factory):
     """``hf``, of several files, and ``back``, what it converts to."""
     folder = tmp_path_factory.mktemp("made")
     make("llama3", folder / "hf", dtype=torch.bfloat16, shard="60KB")
-    assert convert_hf.main(["--from", str(folder / "hf"), "--to", str(folder / "back")]) == 0
+    convert(folder / "hf", folder / "back")
     return folder

@@ -20,6 +20,14 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=32,
 )
+SMALL = dict(
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=2,
+    seq_length=16,
+)
+"""A model as Megatron describes it."""
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -172,11 +180,16 @@ def meaning(folder: Path) -> dict:
     return {k: v for k, v in read.items() if k not in ("transformers_version", "_name_or_path")}
 
 
+def convert(source, target, *more, status=0):
+    argv = ["--from", str(source), "--to", str(target), *map(str, more)]
+    assert convert_hf.main(argv) == status
+
+
 def fails(capsys, source, target, *more):
     """The error, after which nothing is left."""
     capsys.readouterr()
     before = sorted(p.name for p in target.parent.iterdir())
-    assert convert_hf.main(["--from", str(source), "--to", str(target), *more]) == 2
+    convert(source, target, *more, status=2)
     assert sorted(p.name for p in target.parent.iterdir()) == before
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("error:") == 1

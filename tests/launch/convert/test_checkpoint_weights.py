@@ -12,7 +12,6 @@ import torch
 
 from coat_dist import CoatConfigError
 from coat_dist.reference.master import split
-from launch import convert_hf, to_universal
 from launch.convert.checkpoint_weights import find_checkpoint
 from launch.convert.sources import open_weights
 from launch.convert.weights import CheckpointError
@@ -23,11 +22,16 @@ from launch.train import pretrain_options
 from launch.train.initial import tokenizer_warning
 from launch.train.metrics import read_metrics
 from launch.train.plan import plan
-from tests.launch.convert.hf_folders import SIZES, make, tensors
+from tests.launch.convert.hf_folders import SIZES, convert, make, tensors
 from tests.launch.convert.hf_folders import config as written_config
 from tests.launch.convert.test_fill import joined
-from tests.launch.convert.weight_runs import options, train
-from tests.launch.pretrain_runs import FP32_GRADIENTS, configuration
+from tests.launch.convert.weight_runs import options, without_model
+from tests.launch.pretrain_runs import (
+    FP32_GRADIENTS,
+    configuration,
+    make_universal,
+    weights_of,
+)
 from tests.support import run_ranks
 
 pytest.importorskip("transformers")
@@ -60,7 +64,9 @@ def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
     config = configuration(tmp_path, stage, coat, **more)
     parallel = ["--tensor-parallel", tp]
     ends = run_ranks(
-        2, train, options(work, tmp_path / "run", config, *parallel, "--save", tmp_path / "save")
+        2,
+        weights_of,
+        options(work, tmp_path / "run", config, *parallel, "--save", tmp_path / "save"),
     )
     assert "finished 2 steps" in ends[0][0], ends[0][0]
     after = {name: joined(name, [end[2][name] for end in ends[:tp]]) for name in ends[0][2]}
@@ -73,30 +79,20 @@ def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
     held = (lambda master: split(master)[0]) if "bf16" in more else torch.Tensor.bfloat16
     assert all(torch.equal(held(masters[name]), after[name]) for name in after)
 
-    assert (
-        convert_hf.main(
-            ["--from", str(tmp_path / "save"), "--to", str(tmp_path / "hf"), "--verify"]
-        )
-        == 0
-    )
+    convert(tmp_path / "save", tmp_path / "hf", "--verify")
     hf = open_weights(tmp_path / "hf")
     for name in after:
         rows = VOCAB if "embedding" in name or "output" in name else None
         assert torch.equal(hf.read(name)[:rows], after[name][:rows])
 
-    assert (
-        to_universal.main(
-            ["--load", str(tmp_path / "save"), "--output", str(tmp_path / "universal")]
-        )
-        == 0
-    )
+    make_universal(tmp_path / "save", tmp_path / "universal")
     universal = open_weights(tmp_path / "universal")
     assert all(torch.equal(universal.read(name), masters[name].bfloat16()) for name in after)
 
     again = options(
         work, tmp_path / "again", config, *parallel, "--init-from", tmp_path / "save", steps=1
     )
-    begun = run_ranks(2, train, again)
+    begun = run_ranks(2, weights_of, again)
     assert all(
         torch.equal(begun[rank][1][n], ends[rank][2][n]) for rank in range(2) for n in ends[0][2]
     )
@@ -108,11 +104,6 @@ def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
         open_weights(tmp_path / "save")
 
 
-def without_model(argv):
-    at = argv.index("--model")
-    return argv[:at] + argv[at + 2 :]
-
-
 def refuses_another_model(save, tmp_path, capsys):
     """A description that is not the checkpoint's would mix up its rows, or leave some of them
     out.
@@ -120,8 +111,7 @@ def refuses_another_model(save, tmp_path, capsys):
 
     def fails(changes):
         (tmp_path / "model.json").write_text(json.dumps({**known, **changes}))
-        argv = ["--from", save, "--to", tmp_path / "another", "--model", tmp_path / "model.json"]
-        assert convert_hf.main([str(a) for a in argv]) == 2
+        convert(save, tmp_path / "another", "--model", tmp_path / "model.json", status=2)
         assert not (tmp_path / "another").exists()
         return capsys.readouterr().err
 
@@ -153,8 +143,7 @@ def refuses_another_model(save, tmp_path, capsys):
     ):
         assert name in fails(changes)
     (tmp_path / "model.json").write_text(json.dumps(known))
-    bare = ["--from", save, "--to", tmp_path / "bare", "--model", tmp_path / "model.json"]
-    assert convert_hf.main([str(a) for a in bare]) == 0
+    convert(save, tmp_path / "bare", "--model", tmp_path / "model.json")
     one, other = tensors(tmp_path / "bare"), tensors(tmp_path / "out")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     (tmp_path / "kept.json").rename(manifest)
@@ -169,15 +158,17 @@ def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
     config = configuration(tmp_path, 3)
     argv = ["--init-from", tmp_path / "hf", "--save", save, "--load", "auto", "--keep-last", "1"]
     argv = without_model(options(work, tmp_path / "run", config, *argv))
-    (ending, before, _), _ = run_ranks(2, train, [*argv, "--stop-at-step", "1"])
+    (ending, before, _), _ = run_ranks(2, weights_of, [*argv, "--stop-at-step", "1"])
     assert "after step 1" in ending, ending
     assert all(torch.equal(before[name], start.read(name)) for name in before)
-    (ending, before, after), _ = run_ranks(2, train, argv)  # continues, and does not start again
+    (ending, before, after), _ = run_ranks(
+        2, weights_of, argv
+    )  # continues, and does not start again
     assert "finished 2 steps" in ending, ending
     assert not all(torch.equal(before[name], start.read(name)) for name in before)
     assert [r["step"] for r in read_metrics(tmp_path / "run")] == [1, 2]
 
-    assert convert_hf.main(["--from", str(save), "--to", str(tmp_path / "out")]) == 0
+    convert(save, tmp_path / "out")
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
     assert written_config(tmp_path / "out") == written_config(tmp_path / "hf")
@@ -190,7 +181,7 @@ def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
     )
     refuses_another_model(save, tmp_path, capsys)
     universal = tmp_path / "universal"
-    assert to_universal.main(["--load", str(save), "--output", str(universal)]) == 0
+    make_universal(save, universal)
     assert open_weights(universal).travelling().keys() == start.travelling().keys()
 
 
@@ -220,14 +211,6 @@ def test_contradictions_are_named(work, tmp_path):
         CoatConfigError, match="model.vocab_size: got 100, accepted: at least the 250 ids"
     ):
         planned(work, tmp_path, "--init-from", tmp_path / "small")
-    ending = run_ranks(
-        1,
-        train,
-        without_model(
-            options(work, tmp_path, configuration(tmp_path, 2), *init, "--load", init[1])
-        ),
-    )
-    assert "which continues with the weights there" in ending[0][0]
 
 
 def test_sequences_longer_than_the_weights_are_made_for_are_noted(work, tmp_path):

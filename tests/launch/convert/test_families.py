@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from coat_dist.config import ActivationConfig
-from launch import convert_hf
 from launch.convert.conversion import plan_conversion
 from launch.convert.families import FAMILIES
 from launch.convert.fill import fill
@@ -20,7 +19,16 @@ from launch.convert.recipes import put_together
 from launch.convert.sources import open_weights
 from launch.model.gpt import build_model, parameter_count
 from megatron_patches import patch_model
-from tests.launch.convert.hf_folders import CASES, SIZES, Given, config, make, meaning, tensors
+from tests.launch.convert.hf_folders import (
+    CASES,
+    SIZES,
+    Given,
+    config,
+    convert,
+    make,
+    meaning,
+    tensors,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,10 +56,6 @@ def assert_close(ours, theirs, tolerance=1e-5, message=None):
         atol=tolerance * float(theirs.detach().abs().max()),
         msg=message,
     )
-
-
-def convert(*argv):
-    assert convert_hf.main([str(a) for a in argv]) == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,7 +97,7 @@ def test_conversion_of_every_family(one_rank, tmp_path, capsys, name):
     """
     source, back, new = (tmp_path / n for n in ("source", "back", "new"))
     make(name, source, shard="100KB")
-    convert("--from", source, "--to", back, "--max-shard-size", "150KB", "--verify")
+    convert(source, back, "--max-shard-size", "150KB", "--verify")
     assert len(list(back.glob("model-0000?-of-0000?.safetensors"))) > 1
     assert f"--verify: {len(tensors(back))} tensors" in capsys.readouterr().out
     one, other = tensors(source), tensors(back)
@@ -129,8 +133,8 @@ def test_every_family_is_tried():
 
 def test_a_type_can_be_asked_for(tmp_path):
     make("llama3", tmp_path / "source")
-    convert("--from", tmp_path / "source", "--to", tmp_path / "half", "--dtype", "bfloat16")
-    convert("--from", tmp_path / "half", "--to", tmp_path / "back")
+    convert(tmp_path / "source", tmp_path / "half", "--dtype", "bfloat16")
+    convert(tmp_path / "half", tmp_path / "back")
     one, other = tensors(tmp_path / "source"), tensors(tmp_path / "back")
     assert all(torch.equal(one[n].bfloat16(), other[n]) for n in one)
     assert config(tmp_path / "back")["dtype"] == "bfloat16"
@@ -143,15 +147,7 @@ def test_values_that_a_type_cannot_hold_are_refused(tmp_path, capsys):
     for value, ends in ((float("inf"), 0), (-70000.0, 2)):
         content[name][3, 5] = value
         save_file(content, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-        argv = [
-            "--from",
-            str(tmp_path / "source"),
-            "--to",
-            str(tmp_path / str(ends)),
-            "--dtype",
-            "float16",
-        ]
-        assert convert_hf.main(argv) == ends
+        convert(tmp_path / "source", tmp_path / str(ends), "--dtype", "float16", status=ends)
     assert f"tensor {name}: got values beyond 65504" in capsys.readouterr().err
     assert not (tmp_path / "2").exists()
 
@@ -167,7 +163,7 @@ def test_a_folder_of_several_types_comes_back_as_it_was(tmp_path):
     save_file(stored, file, metadata={"format": "pt"})
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**written, "torch_dtype": "float16"}))
     for source, target in (("hf", "back"), ("back", "last")):
-        convert("--from", tmp_path / source, "--to", tmp_path / target, "--verify")
+        convert(tmp_path / source, tmp_path / target, "--verify")
     for target in ("back", "last"):
         back = tensors(tmp_path / target)
         assert {n: t.dtype for n, t in back.items()} == {n: t.dtype for n, t in stored.items()}

@@ -9,7 +9,7 @@ from launch.convert.fill import fill
 from launch.convert.sources import open_weights
 from launch.convert.weights import CheckpointError
 from launch.model.gpt import ModelConfig, build_model
-from tests.launch.convert.hf_folders import Given, make
+from tests.launch.convert.hf_folders import SMALL, Given, make
 from tests.launch.convert.weight_runs import filled
 from tests.support import run_ranks
 
@@ -58,16 +58,6 @@ def test_ranks_hold_their_slices(tmp_path, name, tp, pp):
     assert seen == set(weights.shapes)
 
 
-SMALL = dict(
-    num_layers=1,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=2,
-    seq_length=16,
-    vocab_size=100,
-)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -84,7 +74,7 @@ SMALL = dict(
     ],
 )
 def test_what_does_not_fit_is_named(one_rank, change, message):
-    model = ModelConfig(**SMALL)
+    model = ModelConfig(**SMALL, vocab_size=100)
     built = build_model(model)
     tensors = {n: p.detach().clone() for n, p in built.named_parameters()}
     change(tensors)
@@ -94,7 +84,7 @@ def test_what_does_not_fit_is_named(one_rank, change, message):
 
 def test_padding_may_be_another(one_rank):
     """A vocabulary padded to 128 rows fills one of 104, and the other way round."""
-    wide, narrow = ModelConfig(**SMALL), ModelConfig(**SMALL, vocab_multiple=8)
+    wide, narrow = (ModelConfig(**SMALL, vocab_size=100, vocab_multiple=n) for n in (128, 8))
     models = {m.padded_vocab: build_model(m) for m in (wide, narrow)}
     tensors = {n: p.detach().clone() for n, p in models[128].named_parameters()}
     fill(models[104], Given(wide, tensors))

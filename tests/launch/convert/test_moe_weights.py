@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch import convert_hf
 from launch.convert.checkpoint_weights import Ungrouped
 from launch.convert.config_json_out import config_for
-from launch.convert.fill import each_expert, fill, grouped
+from launch.convert.fill import each_expert, grouped
 from launch.convert.sources import open_weights
-from launch.model.gpt import build_model
-from tests.launch.convert.hf_folders import CASES, config, edit, make, tensors
+from tests.launch.convert.hf_folders import CASES, config, convert, edit, make, tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,13 +25,7 @@ def test_stacked_experts_of_transformers_5(tmp_path, name):
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     assert any(tensor.dim() == 3 for tensor in tensors(tmp_path / "stacked").values())
     for folder in ("each", "stacked"):
-        argv = [
-            "--from",
-            str(tmp_path / folder),
-            "--to",
-            str(tmp_path / f"{folder}-again"),
-        ]
-        assert convert_hf.main(argv) == 0
+        convert(tmp_path / folder, tmp_path / f"{folder}-again")
     one, other = tensors(tmp_path / "each-again"), tensors(tmp_path / "stacked-again")
     assert one.keys() == other.keys() == tensors(tmp_path / "each").keys()
     assert all(torch.equal(one[n], other[n]) for n in one)
@@ -86,21 +78,3 @@ def test_another_number_of_experts_replaces_both_spellings(tmp_path):
     written = config_for(model.model_copy(update={"num_moe_experts": 7}), torch.float32, known)[0]
     assert written["num_experts"] == 7 and "num_local_experts" not in written
     assert transformers.AutoConfig.for_model(**written).num_experts == 7
-
-
-@torch.no_grad()
-@pytest.mark.slow
-def test_grouped_models_are_filled(one_rank, tmp_path):
-    """The same weights for experts in grouped products: logits are those of experts one by one."""
-    make("qwen2_moe", tmp_path)
-    weights, logits = open_weights(tmp_path), []
-    for grouped_gemm in (False, True):
-        model = build_model(
-            weights.model.model_copy(update={"moe_grouped_gemm": grouped_gemm}), dtype=torch.float32
-        )
-        fill(model, weights)
-        logits.append(
-            model(torch.arange(32).view(1, 32) * 37 % 100, torch.arange(32).expand(1, -1), None)
-        )
-    assert any("experts.weight1" in name for name, _ in model.named_parameters())
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5 * float(logits[0].abs().max()))

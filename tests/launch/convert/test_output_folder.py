@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import zlib
@@ -15,9 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch import convert_hf
 from launch.convert.sources import open_weights
-from tests.launch.convert.hf_folders import copied, fails, make, tensors
+from tests.launch.convert.hf_folders import convert, copied, fails, make, tensors
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[3]
@@ -63,9 +61,7 @@ def test_overwrite_removes_a_model_and_nothing_else(sharded, tmp_path, capsys):
         )
         (hf / name).unlink()
     for _ in range(2):
-        assert (
-            convert_hf.main(["--from", str(sharded / "back"), "--to", str(hf), "--overwrite"]) == 0
-        )
+        convert(sharded / "back", hf, "--overwrite")
 
 
 def test_a_link_leads_to_the_folder(sharded, tmp_path):
@@ -73,10 +69,7 @@ def test_a_link_leads_to_the_folder(sharded, tmp_path):
     (tmp_path / "link").symlink_to("disk")
     (tmp_path / "new").symlink_to("later")
     for target, more in (("link", []), ("link", ["--overwrite"]), ("new", [])):
-        assert (
-            convert_hf.main(["--from", str(sharded / "hf"), "--to", str(tmp_path / target), *more])
-            == 0
-        )
+        convert(sharded / "hf", tmp_path / target, *more)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "later", "link", "new"]
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "config.json").is_file()
 
@@ -106,15 +99,7 @@ def test_every_file_is_brought_to_disk(sharded, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", renamed)
-    argv = [
-        "--from",
-        str(sharded / "hf"),
-        "--to",
-        str(tmp_path / "out"),
-        "--max-shard-size",
-        "100KB",
-    ]
-    assert convert_hf.main(argv) == 0
+    convert(sharded / "hf", tmp_path / "out", "--max-shard-size", "100KB")
     assert list((tmp_path / "out").glob("*.index.json")) and not found
 
 
@@ -131,59 +116,27 @@ def test_nothing_is_published_that_may_not_be_on_disk(sharded, tmp_path, capsys,
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    argv = [
-        "--from",
-        str(sharded / "back"),
-        "--to",
-        str(tmp_path / "good"),
-        "--max-shard-size",
-        "100KB",
-    ]
-    assert convert_hf.main(argv) == 0
-    (tmp_path / "in").mkdir()
-    for at in range(1, -left[0]):
+    small = "--max-shard-size", "100KB"
+    convert(sharded / "back", tmp_path / "good", *small)
+    last, out = -left[0], tmp_path / "in" / "out"
+    out.parent.mkdir()
+    for at in range(1, last):
         left[0] = at
-        assert "No space left" in fails(
-            capsys, sharded / "back", tmp_path / "in" / "out", *argv[4:]
-        ), at
-    left[0] = at + 1
-    assert convert_hf.main([*argv[:3], str(tmp_path / "in" / "out"), *argv[4:]]) == 2
-    assert open_weights(tmp_path / "in" / "out").model.num_layers == 2
+        assert "No space left" in fails(capsys, sharded / "back", out, *small), at
+    left[0] = last
+    convert(sharded / "back", out, *small, status=2)
+    assert open_weights(out).model.num_layers == 2
 
 
-KILLED = """
-import os, sys
-from launch.convert import tensor_files
-inner, at = tensor_files.save_file, int(sys.argv.pop(1))
-def save(*content, **more):
-    global at
-    at -= 1
-    inner(*content, **more)
-    if not at:
-        os.kill(os.getpid(), 9)
-tensor_files.save_file = save
-from launch import convert_hf
-sys.exit(convert_hf.main(sys.argv[1:]))
-"""
-
-
-def test_a_kill_leaves_nothing_that_looks_finished(sharded, tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, "2", "--from", str(sharded / "hf"), "--to", str(out)]
-    command += ["--max-shard-size", "60KB"]
-    assert (
-        subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
-        == -signal.SIGKILL
-    )
-    assert not out.exists() and (tmp_path / ".unfinished-out").is_dir()
-    assert convert_hf.main(["--from", str(sharded / "hf"), "--to", str(out)]) == 0
+def test_convert_hf_removes_what_a_kill_left(sharded, tmp_path):
+    shutil.copytree(sharded / "back", tmp_path / ".unfinished-out")
+    convert(sharded / "hf", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 MEASURED = """
 import sys
 from pathlib import Path
-from launch import convert_hf
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 small = ["--max-shard-size", "70MB"]
@@ -251,16 +204,7 @@ def test_ctrl_c_while_a_model_is_replaced(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(holder, call, interrupted)
-    argv = [
-        "--from",
-        str(sharded / "back"),
-        "--to",
-        str(target),
-        "--overwrite",
-        "--dtype",
-        "float32",
-    ]
-    assert convert_hf.main(argv) == 130
+    convert(sharded / "back", target, "--overwrite", "--dtype", "float32", status=130)
     assert "interrupted; " in capsys.readouterr().err
     assert ((target / "config.json").read_bytes() == old) is not complete
     assert open_weights(target).model.num_layers == 2

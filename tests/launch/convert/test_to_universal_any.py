@@ -3,73 +3,43 @@ DeepSpeed's options.
 """
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 
-import coat_dist
 from coat_dist.checkpoint.manifest import read_manifest, sync_files, verify
 from launch import to_universal
-from tests.coat_dist.deepspeed.small_engine import model, quiet_deepspeed, train
+from tests.coat_dist.checkpoint.test_schedule import engine_of
+from tests.coat_dist.deepspeed.small_engine import train
 from tests.support import run_ranks
 
 
-def engine_of(coat, stage, universal=False):
-    """An engine of ``coat_dist.initialize`` with CoatAdamW, or DeepSpeed's own with torch's
-    AdamW.
-    """
-    deepspeed = quiet_deepspeed()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "checkpoint": {"load_universal": universal},
-    }
-    net = model()
-    if coat:
-        config["optimizer"] = {"type": "CoatAdamW", "params": {"lr": 3e-3}}
-        return coat_dist.initialize(
-            model=net, config={**config, "coat": {"activation": {"enabled": False}}}
-        )[0]
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    config["zero_allow_untested_optimizer"] = True
-    return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
-
-
-def contents(engine, coat):
+def contents(engine, kind):
+    """fp32 weights; of torch's AdamW, moments too."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    def moment(param, which, key):
-        return (
-            coat_dist.safe_get_full_moment(param, which)
-            if coat
-            else safe_get_full_optimizer_state(param, key)
-        )
-
-    return {
-        name: [
-            safe_get_full_fp32_param(param).clone(),
-            moment(param, "first", "exp_avg").clone(),
-            moment(param, "second", "exp_avg_sq").clone(),
-        ]
-        for name, param in engine.module.named_parameters()
-    }
+    found = {}
+    for name, p in engine.module.named_parameters():
+        found[name] = safe_get_full_fp32_param(p).clone()
+        for key in () if kind == "CoatAdamW" else ("exp_avg", "exp_avg_sq"):
+            found[f"{name} {key}"] = safe_get_full_optimizer_state(p, key).clone()
+    return found
 
 
-def save(rank, world, coat, stage, folder):
-    engine = engine_of(coat, stage)
+def save(rank, world, kind, stage, folder):
+    engine = engine_of(kind, stage=stage)
     train(engine, rank, 3)
     engine.save_checkpoint(folder, client_state={"mine": 7})
-    return contents(engine, coat)
+    return contents(engine, kind)
 
 
-def load(rank, world, coat, stage, folder):
-    engine = engine_of(coat, stage, universal=True)
+def load(rank, world, kind, stage, folder):
+    engine = engine_of(kind, stage=stage, universal=True)
     _, client = engine.load_checkpoint(folder)
     assert client["mine"] == 7 and engine.global_steps == 3
-    found = contents(engine, coat)
+    found = contents(engine, kind)
     train(engine, rank, 1)
     return found
 
@@ -78,13 +48,10 @@ def main(*argv):
     return to_universal.main([str(a) for a in argv])
 
 
-def same(one, other, count=3):
-    assert one.keys() == other.keys()
-    return all(
-        torch.equal(a, b)
-        for name in one
-        for a, b in zip(one[name][:count], other[name][:count], strict=True)
-    )
+def same(one, other):
+    """Whether what both have is equal."""
+    common = one.keys() & other.keys()
+    return len(common) >= 6 and all(torch.equal(one[name], other[name]) for name in common)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +60,7 @@ def saved(tmp_path_factory):
     what it holds.
     """
     folder = tmp_path_factory.mktemp("trainer") / "checkpoint-3"
-    return folder, run_ranks(2, save, False, 2, str(folder))[0]
+    return folder, run_ranks(2, save, "AdamW", 2, str(folder))[0]
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +70,19 @@ def converted(saved, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize(("coat", "world", "stage"), [(False, 1, 3), (False, 2, 1), (True, 1, 2)])
-def test_a_plain_checkpoint_loads_in_both_kinds_of_programs(saved, converted, coat, world, stage):
+@pytest.mark.parametrize(("kind", "world", "stage"), [("AdamW", 2, 1), ("CoatAdamW", 1, 2)])
+def test_a_plain_checkpoint_loads_in_both_kinds_of_programs(saved, converted, kind, world, stage):
     assert (converted / "latest_universal").read_text() == "global_step3"
     verify(converted / "global_step3", read_manifest(converted / "global_step3")["files"])
-    found = run_ranks(world, load, coat, stage, str(converted))[0]
-    assert same(found, saved[1], 1 if coat else 3)  # moments in FP8 are rounded
+    found = run_ranks(world, load, kind, stage, str(converted))[0]
+    assert same(found, saved[1])
 
 
 def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
     """From stage 3 on two ranks to stage 2 on one, by DeepSpeed's options, beside the
     checkpoint.
     """
-    held = run_ranks(2, save, True, 3, str(tmp_path))[0]
+    held = run_ranks(2, save, "CoatAdamW", 3, str(tmp_path))[0]
     before = (tmp_path / "latest").read_text()
     manifest = tmp_path / "global_step3" / "manifest.json"
     # Of a program that has one of the names that pretrain.py uses.
@@ -133,7 +100,7 @@ def test_a_coat_engines_checkpoint_loads_in_a_plain_program(tmp_path):
     assert not [
         p.name for p in tmp_path.iterdir() if p.name.startswith((".unfinished", ".converting"))
     ]
-    assert same(run_ranks(1, load, False, 2, str(tmp_path))[0], held)
+    assert same(run_ranks(1, load, "AdamW", 2, str(tmp_path))[0], held)
 
 
 def test_deepspeeds_options_are_taken(saved, tmp_path, capsys):
@@ -158,6 +125,7 @@ def test_deepspeeds_options_are_taken(saved, tmp_path, capsys):
     assert '"checkpoint": {"load_universal": true}' in said and str(tmp_path) in said
     assert (tmp_path / "latest_universal").read_text() == "there_universal"
     files = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    (tmp_path / ".unfinished-there_universal").mkdir()  # of a conversion that was killed
     assert main(*given) == 0  # again: replaced
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == files
 
@@ -180,7 +148,6 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
     out = ("--output", tmp_path / "out")
     assert f"{folder.parent}, which is no checkpoint" in refused("--load", folder.parent, *out)
     assert "which is no checkpoint" in refused("--load", tmp_path / "none", *out)
-    assert "where the source is" in refused("--load", folder, "--output", folder)
     assert "is universal already" in refused("--load", converted, *out)
     assert "which is a checkpoint or in one" in refused("--load", folder, "--output_folder", tag)
     (tmp_path / "mine").mkdir()
@@ -188,30 +155,13 @@ def test_what_would_be_lost_or_cannot_be_converted_is_one_line(saved, converted,
     assert "no earlier conversion" in refused(
         "--load", folder, "--output_folder", tmp_path / "mine"
     )
-    shutil.copytree(tag, tmp_path / "other/global_step3")
-    assert "another run's global_step3" in refused(
-        "--load", tmp_path / "other/global_step3", "--output", converted
-    )
-    for option in ("--output", "--output_folder"):  # with its run's next save it might be removed
-        inside = tmp_path / "other/global_step3/deep/x"
-        assert "which is a checkpoint or in one" in refused("--load", folder, option, inside)
+    for option in ("--output", "--output_folder"):
         assert f"{option}: got " in refused("--load", folder, option, tmp_path / "mine/notes.txt/x")
 
-    def changed(name, change):
-        shutil.copytree(tag, tmp_path / name / "global_step3")
-        change(tmp_path / name / "global_step3")
-        return refused("--load", tmp_path / name / "global_step3", *out)
-
-    first = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    assert "of ZeRO" in changed(
-        "stage0", lambda f: [p.unlink() for p in f.glob("*optim_states.pt")]
-    )
-    assert "accepted: of 1 x 2" in changed(
-        "missing", lambda f: (f / first.replace("rank_0_", "rank_1_")).unlink()
-    )
-    assert first in changed(
-        "truncated", lambda f: (f / first).write_bytes((f / first).read_bytes()[:1000])
-    )
+    cut = shutil.copytree(tag, tmp_path / "cut/global_step3")
+    states = next(cut.glob("*optim_states.pt"))
+    os.truncate(states, 1000)
+    assert states.name in refused("--load", cut, *out)
 
 
 def test_steps_that_an_optimizer_counts_by_group(saved, tmp_path):
@@ -228,46 +178,6 @@ def test_steps_that_an_optimizer_counts_by_group(saved, tmp_path):
     assert main("--load", tmp_path / "save", "--output", tmp_path / "out") == 0
     steps = sorted((tmp_path / "out").rglob("step.pt"))
     assert len(steps) == 6 and all(torch.load(path) == 3 for path in steps)
-
-
-def test_a_kill_while_converting_leaves_nothing_that_looks_finished(saved, tmp_path, monkeypatch):
-    whole = coat_dist.convert_to_universal
-
-    def killed(source, target, on_progress):
-        whole(source, target)
-        next(target.rglob("step.pt")).unlink()
-        # As little is cleaned up after it as a kill leaves: the folder is put back below.
-        raise SystemExit
-
-    monkeypatch.setattr(coat_dist, "convert_to_universal", killed)
-    for option in ("--output", "--output_folder"):
-        place = tmp_path / option
-        with pytest.raises(SystemExit):
-            main("--load", saved[0], option, place)
-        half = (
-            (place / ".unfinished-global_step3")
-            if option == "--output"
-            else tmp_path / f".unfinished-{option}"
-        )
-        half.mkdir(parents=True)
-        (half / "mp_rank_00_model_states.pt").write_text("half")
-        assert not list(tmp_path.rglob("latest*")) and not list(tmp_path.rglob("manifest.json"))
-    monkeypatch.setattr(coat_dist, "convert_to_universal", whole)
-    for option in ("--output", "--output_folder"):
-        assert main("--load", saved[0], option, tmp_path / option) == 0
-    assert not list(tmp_path.rglob(".*"))
-    for path in tmp_path.rglob("manifest.json"):
-        assert json.loads(path.read_text())["universal"]
-
-
-def test_interrupted(saved, tmp_path, monkeypatch, capsys):
-    def interrupted(source, target, on_progress):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(coat_dist, "convert_to_universal", interrupted)
-    assert main("--load", saved[0], "--output", tmp_path / "out") == 130
-    assert capsys.readouterr().err == "to_universal: interrupted; nothing was changed\n"
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_manifest_of_another_program_is_verified(saved, tmp_path, capsys):

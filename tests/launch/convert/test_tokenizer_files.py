@@ -6,23 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import convert_hf, prepare_data
+from launch import convert_hf
 from launch.convert.sources import open_weights
 from launch.convert.weights import CheckpointError
 from launch.data.tokenizer import for_data
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
-from tests.launch.convert.hf_folders import Given, fails, make
+from tests.launch.convert.hf_folders import SMALL, Given, convert, fails, make
+from tests.launch.data.prepare_runs import run
 
 transformers = pytest.importorskip("transformers")
-
-SMALL = dict(
-    num_layers=1,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=2,
-    seq_length=16,
-)
 
 
 @pytest.mark.parametrize(
@@ -34,19 +27,13 @@ def test_tokenizers_of_other_names_go_along(tmp_path, capsys, name):
     for file in (tmp_path / "hf").glob("tokenizer*"):
         file.unlink()
     (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
-    argv = [
-        "--from",
-        str(tmp_path / "hf"),
-        "--to",
-        str(tmp_path / "again"),
-        "--overwrite",
-    ]
-    assert convert_hf.main(argv) == 0
+    folders = tmp_path / "hf", tmp_path / "again"
+    convert(*folders)
     assert (
         f"note: no tokenizer is beside {tmp_path / 'hf'}: copy its files" in capsys.readouterr().out
     )
     (tmp_path / "hf" / name).write_text("{}")
-    assert convert_hf.main(argv) == 0
+    convert(*folders, "--overwrite")
     assert "note: " not in capsys.readouterr().out and (tmp_path / "again" / name).is_file()
 
 
@@ -66,8 +53,7 @@ def test_convert_takes_the_tokenizer_of_the_runs_data(
     (tmp_path / "text.txt").write_text(text + Path(__file__).read_text(encoding="utf-8"))
     spec = f"sentencepiece:{sentencepiece_file}" if tokenizer == "sentencepiece" else tokenizer
     data = str(tmp_path / "data")
-    argv = ["--input", str(tmp_path / "text.txt"), "--output", data, "--tokenizer", spec, *options]
-    assert prepare_data.main([*argv, "--quiet", "--workers", "1"]) == 0
+    run(tmp_path / "text.txt", data, *options, tokenizer=spec)
     ours = for_data(data)
     for size in (vocab_size - 1, vocab_size):
         out = tmp_path / f"out{size}"
@@ -75,7 +61,7 @@ def test_convert_takes_the_tokenizer_of_the_runs_data(
         tensors = {n: torch.ones(shape) for n, shape in parameter_shapes(model).items()}
         given = Given(model, tensors, manifest={"run": {"data": {"paths": [data]}}})
         monkeypatch.setattr(convert_hf, "open_weights", lambda *_, given=given, **__: given)
-        assert convert_hf.main(["--from", "x", "--to", str(out)]) == 0
+        convert("x", out)
         said = capsys.readouterr().out
         assert ("note: no tokenizer" in said) == (file is None or size < vocab_size)
         end = json.loads((out / "config.json").read_text())["eos_token_id"]
@@ -98,8 +84,7 @@ def test_byte_order_marks_do_not_come_out(tmp_path):
     (tmp_path / "hf" / "generation_config.json").write_text('{"do_sample": false}')
     for file in (tmp_path / "hf").glob("*.json"):
         file.write_bytes(mark + file.read_bytes())
-    argv = ["--from", str(tmp_path / "hf"), "--to", str(tmp_path / "back"), "--verify"]
-    assert convert_hf.main(argv) == 0
+    convert(tmp_path / "hf", tmp_path / "back", "--verify")
     assert not [f.name for f in (tmp_path / "back").iterdir() if f.read_bytes().startswith(mark)]
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 

@@ -48,6 +48,9 @@ def conversion(monkeypatch):
     monkeypatch.setattr(coat_dist, "convert_to_universal", convert)
 
 
+FULL = "error: {option}: cannot write {place}: the disk is full"
+
+
 def main(load, output):
     return to_universal.main(["--load", str(load), "--output", str(output)])
 
@@ -167,24 +170,29 @@ def test_an_error_anywhere_leaves_a_whole_checkpoint(tmp_path, place, for_good):
 
 
 @pytest.mark.parametrize(
-    "problem",
+    ("problem", "status", "said"),
     [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 768 vs 662"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, FULL),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 7 vs 6"),
+            2,
+            FULL,
+        ),
+        (KeyboardInterrupt(), 130, "to_universal: interrupted; nothing was changed"),
     ],
 )
-def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys, problem):
-    def full(source, target, on_progress):
+def test_main_stopped_while_converting_leaves_nothing(
+    tmp_path, monkeypatch, capsys, problem, status, said
+):
+    def stopped(source, target, on_progress):
         (target / "zero").mkdir()
         raise problem
 
-    monkeypatch.setattr(coat_dist, "convert_to_universal", full)
+    monkeypatch.setattr(coat_dist, "convert_to_universal", stopped)
     step, output = make(tmp_path / "save", 4), tmp_path / "out"
     for option, place in (("--output", output / step.name), ("--output_folder", output)):
-        assert to_universal.main(["--load", str(step), option, str(output)]) == 2
-        assert (
-            capsys.readouterr().err == f"error: {option}: cannot write {place}: the disk is full\n"
-        )
+        assert to_universal.main(["--load", str(step), option, str(output)]) == status
+        assert capsys.readouterr().err == said.format(option=option, place=place) + "\n"
         assert os.listdir(tmp_path) == ["save"]
 
 

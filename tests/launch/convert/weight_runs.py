@@ -1,4 +1,4 @@
-"""Runs of pretrain.py on ranks that say which weights their engine holds."""
+"""Runs that begin with given weights, and models that are filled with them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,14 @@ import torch
 from tests.launch.pretrain_runs import command
 
 
-def held(engine) -> dict[str, torch.Tensor]:
-    """This rank's part of every parameter, without what ZeRO-3 does to them."""
-    import deepspeed
-
-    parameters = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        return {name: p.detach().clone() for name, p in parameters.items()}
-
-
-def train(rank, world, argv):
-    """``pretrain.train``; how it ended, the weights before the first step and after the last."""
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
-    seen = {}
-
-    def interfere(loop):
-        seen["loop"], seen["before"] = loop, held(loop.engine)
-
-    try:
-        device = runtime.start(rank)
-        p = pretrain.plan(pretrain_options.parse(argv), world)
-        ending = pretrain.train(p, device, interfere=interfere)
-    except pretrain.USER_ERRORS as problem:
-        return str(problem), {}, {}
-    return ending, seen["before"], held(seen["loop"].engine)
-
-
 def options(work, run, config, *more, steps=2):
     """A command line without the dropout and with sizes that two ranks can share."""
     return command(work, run, config, "--model-override", "hidden_dropout=0.0", *more, steps=steps)
+
+
+def without_model(argv):
+    at = argv.index("--model")
+    return argv[:at] + argv[at + 2 :]
 
 
 def filled(rank, world, folder, tp, pp):

@@ -14,8 +14,15 @@ from launch.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, for_dat
 from launch.prepare_data import prepare
 
 
-def run(*arguments, tokenizer="bytes", workers="1"):
-    words = [*map(str, arguments), "--tokenizer", tokenizer, "--workers", workers, "--quiet"]
+def argv(source, output, *more, tokenizer="bytes", workers=1):
+    """Arguments of ``prepare_data.py``."""
+    kinds = "--tokenizer", tokenizer, "--workers", workers
+    return [str(word) for word in ("--input", source, "--output", output, *kinds, *more)]
+
+
+def run(source, output, *more, **kinds):
+    """The summary of a preparation; errors are raised."""
+    words = argv(source, output, *more, "--quiet", **kinds)
     return prepare(PrepareOptions(**vars(parser().parse_args(words))))
 
 

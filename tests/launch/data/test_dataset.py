@@ -15,7 +15,6 @@ from launch.common.errors import DataError
 from launch.data.dataset import build_datasets
 from launch.data.sampler import PretrainSampler, batches
 from tests.launch.tiny_data import VOCAB, make, rows, train
-from tests.support import run_ranks
 
 
 def test_items(tmp_path):
@@ -99,19 +98,6 @@ def test_blend(tmp_path):
     )
     batch = next(iter(batches(by_tokens, PretrainSampler(300, 0, 2, 0, 1))))
     assert set(batch) == by_tokens[0].keys() - {"dataset_id"}
-
-
-def build_on_rank(rank, world, paths, cache):
-    dataset = train(paths, 50, cache_dir=cache)
-    return rows(dataset, 50)
-
-
-@pytest.mark.parametrize("blend", [False, True])
-def test_ranks_agree(tmp_path, blend):
-    a, b = make(tmp_path / "a", 40, 1), make(tmp_path / "b", 50, 2)
-    paths = [f"1 {a}", f"2 {b}"] if blend else [a]
-    results = run_ranks(2, build_on_rank, paths, str(tmp_path / "cold"))
-    assert results[0] == results[1] == rows(train(paths, 50, cache_dir=str(tmp_path / "other")), 50)
 
 
 def test_data_prepared_anew_is_not_read_with_the_old_index(tmp_path):

@@ -27,9 +27,7 @@ def test_documents_come_back(tmp_path, kind, tokenizer):
         pq.write_table(pa.table({"n": list(range(200)), "text": expected}), path, row_group_size=7)
     else:
         write_jsonl(path, expected)
-    summary = run(
-        "--input", path, "--output", tmp_path / "out", "--shard-bytes", "3k", tokenizer=tokenizer
-    )
+    summary = run(path, tmp_path / "out", "--shard-bytes", "3k", tokenizer=tokenizer)
     assert decoded(tmp_path / "out") == expected
     assert summary["documents"] == 200 and summary["skipped"] == {}
     assert summary["tokens"] == sum(map(len, documents(tmp_path / "out")))
@@ -42,7 +40,7 @@ def test_documents_come_back(tmp_path, kind, tokenizer):
 def test_lines_of_a_file_from_windows(tmp_path, opened, name):
     with opened(tmp_path / name, "wb") as file:
         file.write(b'\xef\xbb\xbf{"text": "first"}\r\n{"text": "second"}\r\n')
-    run("--input", tmp_path / name, "--output", tmp_path / "out")
+    run(tmp_path / name, tmp_path / "out")
     assert decoded(tmp_path / "out") == ["first", "second"]
 
 
@@ -64,9 +62,7 @@ def test_lines_of_a_file_from_windows(tmp_path, opened, name):
 )
 def test_separator_splits_text_files(tmp_path, content, separator, expected):
     (tmp_path / "in.txt").write_bytes(content)
-    summary = run(
-        "--input", tmp_path / "in.txt", "--output", tmp_path / "out", "--separator", separator
-    )
+    summary = run(tmp_path / "in.txt", tmp_path / "out", "--separator", separator)
     assert decoded(tmp_path / "out") == expected
     assert summary["skipped"].get("empty", 0) == (b"\n\n\n\n" in content)
 
@@ -94,23 +90,16 @@ def test_bad_lines_are_named_or_counted(tmp_path):
         path, out = tmp_path / f"{number}.jsonl", tmp_path / f"o{number}"
         path.write_bytes("\n".join([*good, line, *good]).encode("latin-1"))
         with pytest.raises(DataError, match=rf"{number}.jsonl:51: .*--skip-bad"):
-            run("--input", path, "--output", out, "--shard-bytes", "100")
-        summary = run(
-            "--input", path, "--output", out, "--skip-bad", "--shard-bytes", "1M", "--overwrite"
-        )
+            run(path, out, "--shard-bytes", "100")
+        summary = run(path, out, "--skip-bad", "--shard-bytes", "1M", "--overwrite")
         assert summary["skipped"] == {"bad line": 1} and summary["documents"] == 100
     with gzip.open(tmp_path / "z.jsonl.gz", "wt") as file:
         file.write("\n".join([*good, *bad]))
     with pytest.raises(DataError, match="z.jsonl.gz:51: "):
-        run("--input", tmp_path / "z.jsonl.gz", "--output", tmp_path / "z", tokenizer="bpe:300")
+        run(tmp_path / "z.jsonl.gz", tmp_path / "z", tokenizer="bpe:300")
     pq.write_table(
         pa.table({"text": ["a", "b", None, "c"]}), tmp_path / "p.parquet", row_group_size=1
     )
     with pytest.raises(DataError, match="p.parquet: row 3: 'text' is NoneType"):
-        run("--input", tmp_path / "p.parquet", "--output", tmp_path / "p")
-    assert (
-        run("--input", tmp_path / "p.parquet", "--output", tmp_path / "p", "--skip-bad")[
-            "documents"
-        ]
-        == 3
-    )
+        run(tmp_path / "p.parquet", tmp_path / "p")
+    assert run(tmp_path / "p.parquet", tmp_path / "p", "--skip-bad")["documents"] == 3

@@ -26,7 +26,7 @@ def test_folder_of_text_counts_what_it_leaves_out(tmp_path):
     (folder / "gone.py").symlink_to(folder / "nowhere")
     (folder / "again.py").symlink_to(folder / "0/f0.py")
     os.mkfifo(folder / "pipe.py")
-    summary = run("--input", folder, "--output", tmp_path / "out")
+    summary = run(folder, tmp_path / "out")
     assert Counter(decoded(tmp_path / "out")) == Counter([*expected.values(), "marked"])
     assert summary["skipped"] == {
         "binary": 1,
@@ -38,13 +38,12 @@ def test_folder_of_text_counts_what_it_leaves_out(tmp_path):
     }
     order = [s.name for s in find([str(folder)])[0]]
     assert order != sorted(order) and order == [s.name for s in find([str(folder)])[0]]
-    run("--input", folder, "--output", tmp_path / "globbed", "--glob", "f1*.py")
+    run(folder, tmp_path / "globbed", "--glob", "f1*.py")
     assert len(documents(tmp_path / "globbed")) == 11
 
 
 def test_standard_library(tmp_path):
-    options = ["--input", "stdlib", "--max-files", 40, "--max-bytes", "10M"]
-    summary = run(*options, "--output", tmp_path / "a")
+    summary = run("stdlib", tmp_path / "a", "--max-files", 40, "--max-bytes", "10M")
     assert summary["files"] == 40 and summary["documents"] > 20
     names = [s.name for s in find(["stdlib"])[0]]
     assert all(n.endswith(".py") and "site-packages" not in n for n in names) and len(names) > 200

@@ -16,6 +16,7 @@ from launch.common.errors import DataError
 from launch.data.tokenizer import for_data
 from launch.prepare_data import main
 from tests.launch.data.prepare_runs import (
+    argv,
     decoded,
     documents,
     files_of,
@@ -29,20 +30,16 @@ from tests.support import held_elsewhere
 def test_sentencepiece_and_hf_files_travel_with_the_data(tmp_path, sentencepiece_file):
     write_jsonl(tmp_path / "in.jsonl", ["one two", "ten nine eight"])
     run(
-        "--input",
         tmp_path / "in.jsonl",
-        "--output",
         tmp_path / "a",
         tokenizer=f"sentencepiece:{sentencepiece_file}",
     )
     assert decoded(tmp_path / "a") == ["one two", "ten nine eight"]
     assert (tmp_path / "a.tokenizer.model").read_bytes() == sentencepiece_file.read_bytes()
-    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "b", tokenizer="bpe:300")
+    run(tmp_path / "in.jsonl", tmp_path / "b", tokenizer="bpe:300")
     source = f"hf:{tmp_path / 'b.tokenizer.json'}"
     run(
-        "--input",
         tmp_path / "in.jsonl",
-        "--output",
         tmp_path / "c",
         "--eod",
         "<|endoftext|>",
@@ -54,7 +51,7 @@ def test_sentencepiece_and_hf_files_travel_with_the_data(tmp_path, sentencepiece
 
 def test_append_eod_can_be_left_out(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", ["ab", "c"])
-    run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--no-append-eod")
+    run(tmp_path / "in.jsonl", tmp_path / "out", "--no-append-eod")
     assert documents(tmp_path / "out") == [[97, 98], [99]]
 
 
@@ -62,10 +59,9 @@ def test_result_does_not_depend_on_workers_or_how_files_are_given(tmp_path):
     for name, seed in (("a", 5), ("b", 6)):
         write_jsonl(tmp_path / f"{name}.jsonl", some_texts(150, seed))
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    common = ["--shard-bytes", "2k"]
-    run("--input", *files, "--output", tmp_path / "1/x", *common, tokenizer="bpe:300")
-    twice = ["--input", files[0], "--input", files[1]]
-    run(*twice, "--output", tmp_path / "n/x", *common, tokenizer="bpe:300", workers="3")
+    common = ["--shard-bytes", "2k", "--tokenizer", "bpe:300"]
+    assert main(["--input", *map(str, files), "--output", str(tmp_path / "1/x"), *common]) == 0
+    run(files[0], tmp_path / "n/x", "--input", files[1], *common, workers=3)
     first, second = files_of(tmp_path / "1/x"), files_of(tmp_path / "n/x")
     assert first == second and set(first) == {".bin", ".idx", ".json"}
     assert decoded(tmp_path / "n/x") == some_texts(150, 5) + some_texts(150, 6)
@@ -75,17 +71,17 @@ def test_other_settings_are_refused_unless_overwritten(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", ["ab"], key="body")
     (tmp_path / "in.txt").write_text("xyz")
     out = tmp_path / "out"
-    run("--input", tmp_path / "in.jsonl", "--output", out, "--text-key", "body")
+    run(tmp_path / "in.jsonl", out, "--text-key", "body")
     with pytest.raises(
         DataError, match=r"--output: .*text_key: 'body' then, 'text' now.*--overwrite"
     ):
-        run("--input", tmp_path / "in.txt", "--output", out)
+        run(tmp_path / "in.txt", out)
     assert decoded(out) == ["ab"]
-    run("--input", tmp_path / "in.txt", "--output", out, "--overwrite")
+    run(tmp_path / "in.txt", out, "--overwrite")
     assert decoded(out) == ["xyz"]
     (tmp_path / "in.txt").write_text("changed")
     with pytest.raises(DataError, match="files_digest"):
-        run("--input", tmp_path / "in.txt", "--output", out)
+        run(tmp_path / "in.txt", out)
 
 
 def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
@@ -93,31 +89,22 @@ def test_a_corrected_command_is_not_one_of_other_settings(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"body": "xyz"}\n')
     for wrong in ("empty.txt", "bad.jsonl"):
         with pytest.raises(DataError, match=r"no document in|no key 'text'"):
-            run("--input", tmp_path / wrong, "--output", tmp_path / "out")
-    run("--input", tmp_path / "bad.jsonl", "--text-key", "body", "--output", tmp_path / "out")
+            run(tmp_path / wrong, tmp_path / "out")
+    run(tmp_path / "bad.jsonl", tmp_path / "out", "--text-key", "body")
     assert decoded(tmp_path / "out") == ["xyz"]
 
 
 @pytest.mark.parametrize(("separator", "noted"), [("\\n", False), ("xyz", True)])
 def test_a_separator_that_is_nowhere_is_noted(tmp_path, capsys, separator, noted):
     (tmp_path / "t.txt").write_text("one\ntwo")
-    given = ["--input", str(tmp_path / "t.txt"), "--output", str(tmp_path / "made")]
-    more = ["--workers", "1", "--tokenizer", "bytes", "--separator", separator]
-    assert main([*given, *more]) == 0
+    assert main(argv(tmp_path / "t.txt", tmp_path / "made", "--separator", separator)) == 0
     assert ("note: --separator: got 'xyz', which divides no" in capsys.readouterr().err) == noted
 
 
 def test_what_is_missing_of_an_output_is_made_again(tmp_path):
     (tmp_path / "in.txt").write_text("some text and more text " * 99)
-    argv = [
-        "--input",
-        str(tmp_path / "in.txt"),
-        "--output",
-        str(tmp_path / "out"),
-        "--tokenizer",
-        "bpe:270",
-    ]
-    assert main([*argv, "--workers", "1"]) == 0
+    given = tmp_path / "in.txt", tmp_path / "out"
+    run(*given, tokenizer="bpe:270")
     files = {
         file: file.read_bytes()
         for file in tmp_path.glob("out.*")
@@ -126,7 +113,7 @@ def test_what_is_missing_of_an_output_is_made_again(tmp_path):
     assert len(files) == 3
     for file in files:
         file.unlink()
-        assert main([*argv, "--workers", "1"]) == 0
+        run(*given, tokenizer="bpe:270")
         assert {one: one.read_bytes() for one in files} == files, file
 
 
@@ -135,7 +122,7 @@ def test_files_of_others_are_not_replaced(tmp_path, name):
     (tmp_path / "in.txt").write_text("xyz")
     (tmp_path / name).write_text('{"mine": 1}')
     with pytest.raises(DataError, match=f"--output: .*{name} was not made by this program"):
-        run("--input", tmp_path / "in.txt", "--output", tmp_path / "x")
+        run(tmp_path / "in.txt", tmp_path / "x")
     assert (tmp_path / name).read_text() == '{"mine": 1}'
 
 
@@ -146,7 +133,7 @@ def test_two_processes_do_not_write_one_output(tmp_path):
         held_elsewhere(tmp_path / "x.parts/.lock"),
         pytest.raises(DataError, match="another program is writing"),
     ):
-        run("--input", tmp_path / "in.txt", "--output", tmp_path / "x")
+        run(tmp_path / "in.txt", tmp_path / "x")
     assert not (tmp_path / "x.bin").exists()
 
 
@@ -168,10 +155,6 @@ def bad_inputs(folder):
         (["g.jsonl.gz"], "cannot read g.jsonl.gz"),
         (["t.txt", "--max-bytes", "2"], "--max-bytes 2"),
         (["t.txt", "--tokenizer", "bpe:9"], "--tokenizer: got 'bpe:9'"),
-        (
-            ["t.txt", "--output", "t.txt/x"],
-            "--output: got t.txt/x.parts, accepted: a folder to write to",
-        ),
     ]
 
 
@@ -179,11 +162,8 @@ def test_bad_input_is_named(tmp_path, capsys, monkeypatch):
     cases = bad_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     for arguments, words in cases:
-        defaults = [] if "--output" in arguments else ["--output", "o"]
-        defaults += [] if "--tokenizer" in arguments else ["--tokenizer", "bytes"]
-        assert main(["--input", *arguments, *defaults, "--workers", "1", "--overwrite"]) == 2, (
-            arguments
-        )
+        source, *more = arguments
+        assert main(argv(source, "o", "--overwrite", *more)) == 2, arguments
         error = capsys.readouterr().err
         assert re.search(words, error), (arguments, error)
         assert (
@@ -200,29 +180,18 @@ def test_error_of_a_worker_reaches_the_user(tmp_path):
         file.write("broken\n")
     with pytest.raises(DataError, match="in.jsonl:101: not JSON"):
         run(
-            "--input",
             tmp_path / "in.jsonl",
-            "--output",
             tmp_path / "o",
             "--shard-bytes",
             "1K",
-            workers="2",
+            workers=2,
         )
 
 
 def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, capsys):
     """An error of the disk must not make a finished output, or finished shards, look unfinished."""
     write_jsonl(tmp_path / "in.jsonl", some_texts(5, 9))
-    arguments = [
-        "--input",
-        tmp_path / "in.jsonl",
-        "--output",
-        tmp_path / "x",
-        "--tokenizer",
-        "bytes",
-        "--quiet",
-    ]
-    arguments = list(map(str, arguments))
+    arguments = argv(tmp_path / "in.jsonl", tmp_path / "x")
     assert main(arguments) == 0
     before = files_of(tmp_path / "x")
     original = Path.read_text

@@ -15,16 +15,6 @@ def positions(sampler, count):
     return list(itertools.islice(iter(sampler), count))
 
 
-@pytest.mark.parametrize("dp, micro", [(1, 12), (2, 6), (3, 4), (4, 1), (12, 1), (6, 2)])
-@pytest.mark.parametrize("consumed", [0, 24, 84])
-def test_global_batches_are_the_same_sets_for_any_layout(dp, micro, consumed):
-    steps = 12 // (dp * micro)  # gradient accumulation
-    ranks = [positions(PretrainSampler(100, consumed, micro, r, dp), 5 * steps) for r in range(dp)]
-    for k in range(5):
-        batch = [p for rank in ranks for m in rank[k * steps : (k + 1) * steps] for p in m]
-        assert sorted(batch) == sorted((consumed + 12 * k + i) % 100 for i in range(12))
-
-
 def test_sampler_resumes_and_wraps():
     straight = positions(PretrainSampler(10, 0, 2, 1, 2), 9)
     assert straight[:4] == [[2, 3], [6, 7], [0, 1], [4, 5]]

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from launch import prepare_data
 from launch.common.errors import DataError
 from launch.data import token_files
-from launch.data.blend import parse_blend, read_info, without_suffix
 from launch.data.endless import EndlessBlend
-from launch.data.mixture import is_mixture, read_mixture
 from launch.train import pretrain_options
 from launch.train.plan import plan
 from tests.launch.pretrain_runs import configuration
@@ -142,18 +141,6 @@ def test_a_blend_with_a_prepared_data_set(two, tmp_path):
     ]
 
 
-def test_names(two, tmp_path):
-    path = describe(tmp_path, two)
-    assert (
-        is_mixture(path)
-        and without_suffix(path) == path
-        and without_suffix(f"0.5 {path}") == f"0.5 {path}"
-    )
-    assert parse_blend([f"1 {path}", "2 x"]) == ([path, "x"], [1.0, 2.0])
-    assert (read_info(path).vocab_size, read_info(path).eod) == (VOCAB, EOS)
-    assert [s.name for s in read_mixture(path).sources] == ["low", "high"]
-
-
 def test_index_is_built_once_and_anew_for_a_file_that_has_changed(two, tmp_path, monkeypatch):
     path = describe(tmp_path, two)
     expected, read = rows(train(path, 30), 30), []
@@ -216,3 +203,16 @@ def test_sources_of_the_same_name_in_two_descriptions_are_both_kept_in_checkpoin
     assert list(plan(pretrain_options.parse([*argv, paths[0]]), 1).data_identity()["sources"]) == [
         "web"
     ]
+
+
+def test_prepare_data_index_prints_what_is_there(two, tmp_path, capsys):
+    index = ["--index", describe(tmp_path, two)]
+    assert prepare_data.main(index) == 0
+    rows_of_sources = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:3] for row in rows_of_sources] == [["low", "3", "121"], ["high", "1", "150"]]
+    assert [row[-1] for row in rows_of_sources] == ["0.2500", "0.7500"]
+    assert prepare_data.main([*index, "--log-level", "warning"]) == 0
+    assert capsys.readouterr().out == ""
+    assert prepare_data.main(["--index", str(tmp_path / "no.json")]) == 2
+    said = f"prepare_data: error: data: {tmp_path}/no.json: No such file"
+    assert capsys.readouterr().err.startswith(said)

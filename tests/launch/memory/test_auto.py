@@ -1,6 +1,5 @@
 """The micro-batch "auto", and runs that are out of memory."""
 
-import io
 import json
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def test_what_leaves_no_choice_is_refused(work, tmp_path, more, options, said) -
 def test_out_of_memory_says_what_other_choices_need(work, tmp_path) -> None:
     config = configuration(tmp_path, 2, zero_optimization=SMALL)
     for at, doing, *more in (
-        ("build", "while the engine was built"),
+        ("build_engine", "while the engine was built"),
         (1, "in step 1"),
         (6, "in step 3"),
         (5, "in the evaluation after step 2", "--eval-interval", "2", "--eval-steps", "1"),
@@ -106,7 +105,7 @@ def test_out_of_memory_says_what_other_choices_need(work, tmp_path) -> None:
             f"OutOfMemory: out of memory {doing}, with micro-batch 2: CUDA out of memory. Tried to "
         )
         assert end.endswith("what takes how much, and which settings fit")
-        assert ("as measured in the first step:" in end) == (at not in ("build", 1))
+        assert ("as measured in the first step:" in end) == (at not in ("build_engine", 1))
 
 
 def test_the_program_ends_with_status_5(work, tmp_path, capfd, monkeypatch):
@@ -119,24 +118,6 @@ def test_the_program_ends_with_status_5(work, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(pretrain.runtime, "start", lambda *args: None)
     assert pretrain.main(command(work, tmp_path / "run", config)) == 5
     assert capfd.readouterr().err.endswith("error: out of memory in step 7\n  and a table\n")
-
-
-def said_by(rank, world):
-    """What a rank prints that is out of memory, as all of them are."""
-    from contextlib import redirect_stderr
-
-    from launch.common import failing
-    from launch.train import runtime
-
-    runtime.start(rank)
-    with redirect_stderr(io.StringIO()) as said:
-        failing.end(f"out of memory with {rank} bytes", rank, kind="out of memory")
-    return said.getvalue()
-
-
-def test_one_rank_says_it() -> None:
-    said = run_ranks(2, said_by)
-    assert sum("out of memory" in one for one in said) == 1 and "" in said
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,18 @@ def test_padding_does_not_depend_on_the_parallel_size():
             r"model.num_layer: unknown key \(did you mean 'num_layers'\?\), accepted: "
             r".*num_layers, ",
         ),
+        (
+            "num_moe_experts=8 moe_router_topk=1",
+            "model.moe_router_pre_softmax: got false with moe_router_topk 1, accepted: true",
+        ),
+        (
+            "moe_aux_loss_coeff=0.01",
+            "model.moe_aux_loss_coeff: got 0.01 without num_moe_experts, accepted: absent",
+        ),
+        (
+            "num_moe_experts=8 linear_bias=true",
+            "model.linear_bias: got true with num_moe_experts, accepted: false",
+        ),
         ("num_layers=0", r"model.num_layers: got 0, accepted: greater than 0"),
         (
             "activation=relu",

@@ -8,7 +8,6 @@ import os
 import pytest
 
 from coat_dist.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
-from coat_dist.checkpoint.write.engine_writes import watch_writes
 from coat_dist.checkpoint.write.publish import find
 from launch.train import checkpoint
 from tests.launch.saved_steps import Engine, progress, start
@@ -47,10 +46,9 @@ def test_find(tmp_path):
     manifest = tmp_path / "step00000003" / "manifest.json"
     manifest.write_text('{"format": 1}')
     assert find(tmp_path) == find(tmp_path / "step00000003") == tmp_path / "step00000003"
-    for content in ('{"format": 2}', "[]", "{"):
-        manifest.write_text(content)
-        with pytest.raises(CheckpointError, match=r"manifest.json: (format|cannot be read)"):
-            read_manifest(tmp_path / "step00000003")
+    manifest.write_text('{"format": 2}')
+    with pytest.raises(CheckpointError, match="manifest.json: format"):
+        read_manifest(manifest.parent)
 
 
 def test_a_damaged_manifest_is_one_line(tmp_path):
@@ -80,22 +78,6 @@ def test_differences_name_the_key():
     assert list(differences(old, new)) == ["model.layers", "seed"]
     assert differences(old, new)["model.layers"] == "model.layers: checkpoint has 2, this run has 4"
     assert differences(old, new)["seed"] == "seed: checkpoint has nothing, this run has 3"
-
-
-def test_errors_name_the_file_however_deepspeed_passes_it():
-    class Full:
-        def save(self, state, path):
-            raise RuntimeError("unexpected pos 4992 vs 4886")
-
-        makedirs = _copy_recovery_script = _save_checkpoint = _save_zero_checkpoint = save
-
-    engine = Full()
-    engine.checkpoint_engine = Full()
-    with watch_writes(engine) as writes:
-        engine.checkpoint_engine.save({}, "a/model.pt")
-        engine.checkpoint_engine.save({}, path="a/model.pt")
-        engine.checkpoint_engine.save(state={}, path="a/model.pt")
-    assert [str(e) for e in writes.errors] == ["a/model.pt: No space left on device"] * 3
 
 
 def unsyncable_folders(rank, world, folder):

@@ -8,7 +8,7 @@ import threading
 import psutil
 import torch
 
-from tests.launch.pretrain_runs import command, configuration
+from tests.launch.pretrain_runs import command, configuration, run_with
 from tests.support import run_ranks
 
 EVERY = 10
@@ -30,9 +30,6 @@ def held():
 
 
 def looks(rank, world, argv):
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
     found = []
 
     def interfere(loop):
@@ -45,8 +42,7 @@ def looks(rank, world, argv):
 
         loop._step = step
 
-    device = runtime.start(rank)
-    pretrain.train(pretrain.plan(pretrain_options.parse(argv), world), device, interfere=interfere)
+    run_with(rank, world, argv, interfere)
     return found
 
 

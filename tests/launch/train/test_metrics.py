@@ -23,13 +23,12 @@ BASE = ["--deepspeed_config", "x", "--model", "y", "--data", "z", "--train-steps
 
 
 FIXED = {
-    **{
-        "lr": 1e-3 / 3,
-        "tokens_per_second": 1234.5,
-        "tokens_per_second_per_gpu": 617.25,
-        "tflops_per_gpu": 0.5,
-    },
-    **{"step_time": 2.0, "peak_memory_bytes": 3 * 2**30},
+    "lr": 1e-3 / 3,
+    "tokens_per_second": 1234.5,
+    "tokens_per_second_per_gpu": 617.25,
+    "tflops_per_gpu": 0.5,
+    "step_time": 2.0,
+    "peak_memory_bytes": 3 * 2**30,
 }
 
 

@@ -1,7 +1,6 @@
 """Two nodes: started by each launcher, folders that they do not share, a node that fails."""
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -113,20 +112,6 @@ def test_two_nodes_train(launcher, nodes, work, tmp_path):
             "logs are those of rank 0"
         )
     assert losses(parts) == losses(whole)
-
-
-@pytest.mark.slow
-def test_folders_that_nodes_do_not_share_are_found_at_the_start(nodes, work, tmp_path):
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--save", "disk", steps=2)
-    programs = start_on(nodes, srun(), argv, tmp_path)
-    texts = finish(programs)
-    assert [p.returncode for p in programs] == [2, 2], texts
-    who = (
-        r"--save: got disk, which rank 0 \(host node-a\) and rank 1 \(host node-b\) do not "
-        r"share, accepted: "
-    )
-    assert len(re.findall(who, "".join(texts))) == 1, texts
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from coat_dist import CoatConfigError
+from launch.train import pretrain_options
 from launch.train.metrics import read_metrics
-from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses, rank_main
+from launch.train.plan import plan
+from tests.launch.pretrain_runs import (
+    FP32_GRADIENTS,
+    command,
+    configuration,
+    losses,
+    pretrain_on,
+    weights_of,
+)
 from tests.support import run_ranks
 
 NO_NOISE = {"optimizer": {"stochastic_rounding": False}, "activation": {}}
@@ -28,34 +37,11 @@ PARTS = f"{TWO} --virtual-stages 2"
 DROP_NOTHING = ["--model-override", "hidden_dropout=0", "num_layers=4"]
 
 
-def weights_after(rank, world, argv):
-    """Whole names and values of this rank's weights at the end of a run."""
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-    from megatron_patches.parallel.pipeline import whole_names
-
-    kept = []
-    device = runtime.start(rank)
-    p = pretrain.plan(pretrain_options.parse(argv), world)
-    pretrain.train(p, device, interfere=lambda loop: kept.append(loop.engine.module))
-    names = whole_names(kept[0])
-    return {names[name]: value.detach().clone() for name, value in kept[0].named_parameters()}
-
-
-def planned(argv, world=2):
-    from launch import pretrain
-    from launch.train import pretrain_options
-
-    return pretrain.plan(pretrain_options.parse(argv), world)
-
-
 def trained(work, run, config, world, *more, steps=4):
-    found = {}
-    for one in run_ranks(
-        world, weights_after, command(work, run, config, *DROP_NOTHING, *more, steps=steps)
-    ):
-        found.update(one)
-    return losses(run), found
+    """Losses, and the weights of each rank."""
+    argv = command(work, run, config, *DROP_NOTHING, *more, steps=steps)
+    weights = [after for _, _, after in run_ranks(world, weights_of, argv)]
+    return losses(run), weights
 
 
 BF16_OPTIMIZER = {**FP32_GRADIENTS, "gradient_clipping": 0}
@@ -97,108 +83,31 @@ def test_two_stages_are_one_to_the_bit(work, tmp_path, model, stages, settings):
             for name in ("one", "two")
         ]
         assert routers[0] == pytest.approx(routers[1], rel=1e-6) and min(routers[0]) > 0
-    tied = {"output_layer.weight"} if "tie_embeddings=true" in model else set()
-    assert two[1].keys() - one[1].keys() == tied
-    for name, value in one[1].items():
-        assert torch.equal(value, two[1][name]), name
-    if tied:
-        assert torch.equal(
-            two[1]["output_layer.weight"], one[1]["embedding.word_embeddings.weight"]
-        )
+    (whole,), stages = one[1], two[1]
+    assert {*stages[0], *stages[1]} == whole.keys()
+    for held in stages:  # both have a tied embedding
+        for name, value in held.items():
+            assert torch.equal(value, whole[name]), name
 
 
-def test_checkpoints_of_stages_name_what_they_hold_and_other_layouts_are_refused(work, tmp_path):
-    config, save = configuration(tmp_path, 1), tmp_path / "save"
-    stages = ["--model-override", "tie_embeddings=true", "num_layers=4", "--pipeline-parallel", "2"]
-    parts = [*stages, "--virtual-stages", "2"]
-    both = [*parts, "--save", save, "--load", "auto"]
-    run_ranks(
-        2,
-        rank_main,
-        command(work, tmp_path / "parts", config, *both, "--stop-at-step", "2", steps=4),
-    )
-    folder = save / "step00000002"
-    listed = json.loads((folder / "manifest.json").read_text())
-    assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= listed["files"].keys()
-    assert {k: listed["engine"][k] for k in ("tensor_parallel", "pipeline_stages")} == {
-        "tensor_parallel": 1,
-        "pipeline_stages": 2,
-    }
-    told = [
-        torch.load(folder / f"mp_rank_0{i}_model_states.pt", weights_only=False) for i in (0, 1)
-    ]
-    stage = [one["universal_checkpoint_info"]["pipeline"] for one in told]
-    assert [(s["stage"], s["stages"], s["virtual_stages"]) for s in stage] == [(0, 2, 2), (1, 2, 2)]
-    assert (
-        stage[1]["names"]["1.decoder.layers.0.mlp.linear_fc1.weight"]
-        == "decoder.layers.3.mlp.linear_fc1.weight"
-    )
-    assert set(stage[0]["names"]) == {name for group in told[0]["param_shapes"] for name in group}
-    ends = run_ranks(
-        2, rank_main, command(work, tmp_path / "other", config, *stages, "--load", save, steps=4)
-    )
-    assert all("parallel.virtual_stages" in end and "launch/to_universal.py" in end for end in ends)
-
-
-def poisoned_run(rank, world, argv):
-    """A run whose last stage has an infinite loss in step 2 and whose first stage has a NaN
-    gradient in step 3.
-    """
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
-    changed = []
-
-    def interfere(loop):
-        inner, steps = loop.steps.loss, loop._step
-
-        def loss(model, batch):
-            output = inner(model, batch)
-            now = loop.progress.step + 1
-            if now == 3 and model.pre_process:
-                output.register_hook(lambda gradient: gradient * float("nan"))
-            if now == 2 and model.post_process:
-                return output * float("inf")
-            return output
-
-        def step():
-            before = [p.detach().clone() for p in loop.engine.module.parameters()]
-            record = steps()
-            after = loop.engine.module.parameters()
-            changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-            return record
-
-        loop.steps.loss, loop._step = loss, step
-
-    device = runtime.start(rank)
-    pretrain.train(pretrain.plan(pretrain_options.parse(argv), world), device, interfere=interfere)
-    return changed
-
-
-def test_a_bad_number_on_one_stage_skips_the_step_on_all(work, tmp_path):
-    config = configuration(tmp_path, 1)
-    more = ["--pipeline-parallel", "2", "--model-override", "num_layers=2"]
-    ends = run_ranks(2, poisoned_run, command(work, tmp_path / "run", config, *more, steps=5))
-    assert ends == [[True, False, False, True, False]] * 2  # the last step has a learning rate of 0
+def test_non_finite_steps_of_a_stage_are_skipped_by_all(work, tmp_path):
+    """An infinite loss on the last stage in step 2, a NaN gradient on the first one in step 3."""
+    poisoned = [(2, "loss", 1), (3, "gradient", 0)]
+    given = work, tmp_path / "run", configuration(tmp_path, 1), *TWO.split()
+    ends = pretrain_on(2, *given, steps=5, poisoned=poisoned)
+    assert all(end.startswith("finished 5") for end in ends)
     records = read_metrics(tmp_path / "run")
-    assert [r.get("skipped") for r in records] == [
-        None,
-        "non-finite loss",
-        "non-finite gradient norm",
-        None,
-        None,
-    ]
+    why = {2: "non-finite loss", 3: "non-finite gradient norm"}
+    assert {r["step"]: r["skipped"] for r in records if "skipped" in r} == why
+    assert [r["changed"] for r in records] == [True, False, False, True, True]
     table = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert table["activations"]["bytes"] > 0 and table["gradients"]["elements"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds", [("tie_embeddings=true",), ("num_layers=4", "--separate-documents")]
-)
+@pytest.mark.parametrize("kinds", [TIED, ("num_layers=4", "--separate-documents")])
 def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
-    """PP 2 x TP 2 with SP x DP 2 on eight ranks is TP 2 with SP x DP 2 on four, and a resume is
-    exact.
+    """PP 2 x TP 2 with SP x DP 2 on eight ranks is TP 2 with SP x DP 2 on four.
 
     Norms are sums over shards of other parameters, so their last bits differ, and gradients are not
     clipped here.
@@ -206,55 +115,27 @@ def test_pipeline_tensor_sequence_and_data_parallel(work, tmp_path, kinds):
     adamw = {"type": "AdamW", "params": {"lr": 5e-3, "weight_decay": 0.1}}
     config = configuration(tmp_path, 1, {"activation": {}}, optimizer=adamw, gradient_clipping=0)
     both = [*kinds, "--tensor-parallel", "2", "--sequence-parallel"]
-    stages = [*both, "--pipeline-parallel", "2", "--save", tmp_path / "save", "--load", "auto"]
     four = trained(work, tmp_path / "four", config, 4, *both)
-    trained(work, tmp_path / "eight", config, 8, *stages, "--stop-at-step", "2")
-    names = {p.name for p in (tmp_path / "save" / "step00000002").iterdir()}
-    assert {f"mp_rank_0{i}_model_states.pt" for i in range(4)} <= names
-    eight = trained(work, tmp_path / "eight", config, 8, *stages)
+    eight = trained(work, tmp_path / "eight", config, 8, *both, *TWO.split())
     assert [r[:2] for r in four[0]] == [r[:2] for r in eight[0]] and len(four[0]) == 4
     assert [r[2] for r in four[0]] == pytest.approx([r[2] for r in eight[0]], rel=1e-6)
-    for name, value in four[1].items():  # of the last data- and tensor-parallel rank of each stage
-        assert torch.equal(value, eight[1][name]), name
-
-
-STAGE_2 = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
+    for rank, held in enumerate(eight[1]):
+        for name, value in held.items():
+            assert torch.equal(value, four[1][rank % 4][name]), name
 
 
 @pytest.mark.parametrize(
-    ("world", "more", "changes", "said"),
+    ("world", "stages", "said"),
     [
-        (2, "--pipeline-parallel 0", {}, "--pipeline-parallel: got 0, accepted: an integer >= 1"),
-        (3, TWO, {}, r"--pipeline-parallel: got 2, accepted: a divisor of .* \(3\)"),
-        (3, "--pipeline-parallel 3", {}, r"accepted: a divisor of the model's layers \(2\)"),
-        (
-            2,
-            "--virtual-stages 2",
-            {},
-            "--virtual-stages: got 2, accepted: 1 with one pipeline stage",
-        ),
-        (2, PARTS, {}, r"a divisor of the layers of a stage \(1\)"),
-        (4, f"{TWO} --expert-parallel 2", {}, "--expert-parallel: got 2, accepted: 1 with --p"),
-        (
-            2,
-            f"{PARTS} --model-override num_layers=4",
-            {"gradient_accumulation_steps": 3},
-            r"gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-parallel "
-            r"\(2\)",
-        ),
-        (
-            2,
-            TWO,
-            STAGE_2,
-            "(?s)zero_optimization.stage: got 2, accepted: 1 with.*zero_optimization.overlap_comm: "
-            "got true",
-        ),
+        (3, "--pipeline-parallel 3", r"accepted: a divisor of the model's layers \(4\)"),
+        (2, PARTS, "gradient_accumulation_steps: got 3, accepted: a multiple of --pipeline-paral"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(work, tmp_path, world, more, changes, said):
-    config = configuration(tmp_path, 1, **changes)
+def test_plan_refuses_what_stages_cannot_share(work, tmp_path, world, stages, said):
+    config = configuration(tmp_path, 1, gradient_accumulation_steps=3)
+    argv = command(work, tmp_path / "run", config, *DROP_NOTHING, *stages.split())
     with pytest.raises(CoatConfigError, match=said):
-        planned(command(work, tmp_path / "run", config, *more.split()), world)
+        plan(pretrain_options.parse(argv), world)
 
 
 def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monkeypatch):
@@ -271,20 +152,6 @@ def test_stages_drop_other_elements_after_a_universal_checkpoint(one_rank, monke
         drawn.append(torch.rand(4).tolist())
     set_random_state(before)
     assert drawn[0] == drawn[2] != drawn[1]
-
-
-def test_programs_that_know_one_stage_say_so(work, tmp_path, capsys):
-    from launch import planner, pretrain
-
-    config = configuration(tmp_path, 1)
-    dry = [*command(work, tmp_path / "run", config, *TWO.split()), "--dry-run", "--gpus", "2"]
-    plan = ["--model", "tiny", "--gpus", "2"]
-    for main, line in (
-        (pretrain.main, dry),
-        (planner.main, [*plan, *PARTS.split()]),
-    ):
-        assert main(line) == 2
-        assert "--pipeline-parallel: got 2, accepted: 1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():

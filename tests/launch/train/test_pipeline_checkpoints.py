@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from coat_dist import convert_to_universal
-from launch import convert_hf, to_universal
 from launch.convert.sources import open_weights
-from tests.launch.pretrain_runs import FP32_GRADIENTS, command, configuration, losses
-from tests.launch.train.test_pipeline import NO_NOISE, weights_after
+from tests.launch.pretrain_runs import (
+    command,
+    configuration,
+    losses,
+    make_universal,
+    weights_of,
+)
+from tests.launch.train.test_pipeline import NO_NOISE
 from tests.support import run_ranks
 
 TIED = ["--model-override", "hidden_dropout=0", "num_layers=4", "tie_embeddings=true"]
-APART = ["--model-override", "hidden_dropout=0", "num_layers=4"]
 TWO = ["--pipeline-parallel", "2"]
 PARTS = [*TWO, "--virtual-stages", "2"]
 
@@ -23,10 +27,9 @@ PARTS = [*TWO, "--virtual-stages", "2"]
 def train(work, run, config, world, *more, steps=4):
     """Losses of a run and its weights at the end; copies of tied embeddings are compared."""
     found = {}
-    for one in run_ranks(world, weights_after, command(work, run, config, *more, steps=steps)):
-        found.update(one)
-    if TIED[-1] in more and (copy := found.pop("output_layer.weight", None)) is not None:
-        assert torch.equal(copy, found["embedding.word_embeddings.weight"])
+    for _, _, after in run_ranks(world, weights_of, command(work, run, config, *more, steps=steps)):
+        for name, weight in after.items():
+            assert torch.equal(found.setdefault(name, weight), weight), name
     return losses(run), found
 
 
@@ -34,14 +37,6 @@ def equal(one, other):
     return one.keys() == other.keys() and all(
         torch.equal(value, other[name]) for name, value in one.items()
     )
-
-
-def universal(load, output):
-    assert (
-        to_universal.main(["--load", str(load), "--output", str(output), "--log-level", "warning"])
-        == 0
-    )
-    return output
 
 
 def whole(folder, dtype=torch.float32):
@@ -72,7 +67,8 @@ def test_universal_files_and_weights_are_those_of_one_stage(saved):
     made = [folder / f"converted{i}" for i in (0, 1)]
     numbers = [convert_to_universal(*both) for both in zip(steps, made, strict=True)]
     assert numbers[0] == numbers[1] > 20
-    assert equal(whole(folder / "two"), whole(universal(folder / "two", folder / "again")))
+    make_universal(folder / "two", folder / "again")
+    assert equal(whole(folder / "two"), whole(folder / "again"))
     names = [{p.relative_to(one) for p in (one / "zero").rglob("*") if p.is_file()} for one in made]
     assert names[0] == names[1]
     for name in sorted(names[0]):
@@ -84,22 +80,6 @@ def test_universal_files_and_weights_are_those_of_one_stage(saved):
             assert equal(one["ranks"][0], two["ranks"][0]), name
     counters = torch.load(made[1] / "mp_rank_00_model_states.pt", weights_only=False)
     assert "universal_checkpoint_info" not in counters  # it would say what stage 0 holds
-
-
-def test_the_hugging_face_folder_is_that_of_one_stage(saved, tmp_path):
-    pytest.importorskip("safetensors")
-    for name in ("one", "two"):
-        source = saved[0] / name / "step00000002"
-        assert (
-            convert_hf.main(["--from", str(source), "--to", str(tmp_path / name), "--verify"]) == 0
-        )
-    one, two = (
-        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "two")
-    )
-    assert (
-        one["model.safetensors"] == two["model.safetensors"]
-        and one["config.json"] == two["config.json"]
-    )
 
 
 def test_a_checkpoint_without_a_stages_files_is_refused(saved, tmp_path):
@@ -114,100 +94,3 @@ def test_a_checkpoint_without_a_stages_files_is_refused(saved, tmp_path):
         match="got optimizer files of 1 model- x 1 data-parallel ranks, accepted: of 2 x 1",
     ):
         convert_to_universal(source, tmp_path / "target")
-
-
-def tensors(universal_checkpoint):
-    """Of trained parameters, by file."""
-    files = [
-        p
-        for p in (universal_checkpoint / "zero").rglob("*.pt")
-        if p.stem in ("fp32", "exp_avg", "exp_avg_sq")
-    ]
-    return {
-        p.relative_to(universal_checkpoint): torch.load(p, weights_only=False)["param"]
-        for p in files
-    }
-
-
-def saved_at_once(rank, world, argv):
-    """What a run saves that has loaded a checkpoint and not begun to train."""
-    from launch import pretrain
-    from launch.train import pretrain_options, runtime
-
-    def interfere(loop):
-        loop.save()
-        loop.options.train_steps = loop.progress.step
-
-    device = runtime.start(rank)
-    return pretrain.train(
-        pretrain.plan(pretrain_options.parse(argv), world), device, interfere=interfere
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kinds", "before", "after"),
-    [
-        (
-            TIED,
-            (8, [*TWO, "--tensor-parallel", "2"]),
-            [(2, ["--tensor-parallel", "2"]), (4, PARTS), (1, [])],
-        ),
-        (
-            APART,
-            (4, [*PARTS]),
-            [(4, ["--pipeline-parallel", "4"]), (2, ["--tensor-parallel", "2"])],
-        ),
-        (
-            TIED,
-            (4, ["--tensor-parallel", "2"]),
-            [(8, [*PARTS, "--tensor-parallel", "2"]), (4, TWO)],
-        ),
-    ],
-)
-@pytest.mark.parametrize("coat", [True, False])
-def test_any_layout_to_any_other(work, tmp_path, kinds, before, after, coat):
-    """Every other layout of PP x TP x DP loads, and saves again, what the universal checkpoint
-    holds, to the bit.
-
-    FP8 moments are encoded again where the groups of another tensor-parallel size are not those
-    that were saved.
-    """
-    config = configuration(tmp_path, 1, NO_NOISE if coat else None, gradient_clipping=0)
-    world, first = before
-    save = ["--save", tmp_path / "save", "--stop-at-step", "2"]
-    train(work, tmp_path / "first", config, world, *kinds, *first, *save)
-    made = universal(tmp_path / "save", tmp_path / "universal") / "step00000002"
-    there = tensors(made)
-    assert equal(whole(made), whole(tmp_path / "save")) and len(there) > 60
-    for i, (world, more) in enumerate(after):
-        load = ["--load", made, "--save", tmp_path / f"save{i}"]
-        run_ranks(
-            world,
-            saved_at_once,
-            command(work, tmp_path / f"run{i}", config, *kinds, *more, *load, steps=4),
-        )
-        again = tensors(
-            universal(tmp_path / f"save{i}", tmp_path / f"universal{i}") / "step00000002"
-        )
-        assert again.keys() == there.keys()
-        same_tp = ("--tensor-parallel" in first) == ("--tensor-parallel" in more)
-        for name, value in there.items():
-            if name.stem == "fp32" or same_tp or not coat:
-                assert torch.equal(again[name], value), name
-            else:
-                assert torch.allclose(
-                    again[name], value, rtol=0.1, atol=float(value.abs().max()) / 100
-                ), name
-
-
-@pytest.mark.slow
-def test_weights_of_stages_start_a_run_of_any_number_of_stages(work, tmp_path):
-    """From BF16_Optimizer, which has other files."""
-    config = configuration(tmp_path, 1, NO_NOISE, gradient_clipping=0, **FP32_GRADIENTS)
-    save = ["--save", tmp_path / "save", "--stop-at-step", "2"]
-    first, _ = train(work, tmp_path / "first", config, 2, *TIED, *PARTS, *save)
-    start = ["--init-from", tmp_path / "save"]
-    one = train(work, tmp_path / "one", config, 1, *TIED, *start, steps=1)
-    two = train(work, tmp_path / "two", config, 2, *TIED, *TWO, *start, steps=1)
-    assert one[0][0][1] == two[0][0][1] < first[0][1] and equal(one[1], two[1])

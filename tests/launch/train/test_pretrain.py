@@ -2,18 +2,19 @@
 random tokens.
 """
 
-import json
 import math
 
 import pytest
 
-from launch import to_universal
 from launch.train.metrics import read_metrics
+from tests.coat_dist.checkpoint.small_saves import flip
 from tests.launch.pretrain_runs import (
     FP32_GRADIENTS,
     command,
     configuration,
     hyperparameters,
+    make_universal,
+    pretrain_on,
     rank_main,
     without_a_model,
 )
@@ -36,11 +37,8 @@ def test_non_finite_steps_are_skipped_and_change_nothing(work, tmp_path, stage, 
     """
     config = configuration(tmp_path, stage, coat, **more)
     poisoned = [(3, "gradient", 1), (5, "loss", 0), (6, "gradient", 0)]
-    ends = run_ranks(
-        2,
-        rank_main,
-        command(work, tmp_path / "run", config, "--max-bad-steps", "3", steps=8),
-        poisoned,
+    ends = pretrain_on(
+        2, work, tmp_path / "run", config, "--max-bad-steps", "3", steps=8, poisoned=poisoned
     )
     assert ends[0].startswith("finished 8 steps")
     records = read_metrics(tmp_path / "run")
@@ -58,43 +56,11 @@ def test_non_finite_steps_are_skipped_and_change_nothing(work, tmp_path, stage, 
     )
 
 
-def test_memory_table_counts_what_is_there(work, tmp_path):
-    activations = {}
-    # Two embeddings; two layers of 4 h^2 + 3 h f, f = h; norms.
-    weights = 256 * 256 * (2 + 2 * (4 + 3)) + 5 * 256
-    for stage, coat in (2, True), (3, True), (2, False):
-        config = configuration(tmp_path, stage, coat, data_types={"grad_accum_dtype": "fp32"})
-        run = tmp_path / f"{stage}{coat}"
-        wide = ["--model-override", "hidden_size=256"]
-        assert (
-            "finished 1" in run_ranks(2, rank_main, command(work, run, config, *wide, steps=1))[0]
-        )
-        table = json.loads((run / "memory.json").read_text())
-        held = {
-            "parameters": weights // (stage - 1),
-            "gradients": weights // 2,
-            "master weights": weights // 2,
-        }
-        for name, elements in held.items():
-            assert table[name]["elements"] == pytest.approx(elements, rel=2e-3), name
-        per_element = {n: row["bytes"] / row["elements"] for n, row in table.items()}
-        assert (
-            per_element["parameters"],
-            per_element["gradients"],
-            per_element["master weights"],
-        ) == (2.0, 4.0, 4.0)
-        assert per_element["optimizer moments"] == pytest.approx(2.05 if coat else 8.0, abs=0.02)
-        assert table["activations"]["elements"] == 2 * 32  # tokens of a micro-batch
-        activations[stage, coat] = table["activations"]["bytes"]
-    # Weights that ZeRO-3 gathers for a layer are no activations.
-    assert activations[2, True] == activations[3, True] < activations[2, False]
-
-
 def test_bad_steps_in_a_row_stop_the_run_and_name_the_checkpoint(work, tmp_path):
     config, save = configuration(tmp_path, 2), tmp_path / "save"
     poisoned = [(s, "loss", 1) for s in (2, 5, 6, 7, 8)]
     more = ["--max-bad-steps", "3", "--save", save, "--save-interval", "4"]
-    ends = run_ranks(2, rank_main, command(work, tmp_path / "run", config, *more), poisoned)
+    ends = pretrain_on(2, work, tmp_path / "run", config, *more, poisoned=poisoned)
     for end in ends:
         assert (
             end.startswith("BadSteps: 3 steps in a row, up to step 7, had a non-finite loss")
@@ -104,86 +70,47 @@ def test_bad_steps_in_a_row_stop_the_run_and_name_the_checkpoint(work, tmp_path)
 
 
 def test_signal_on_one_rank_stops_all_after_the_step_and_saves(work, tmp_path):
-    config, save = configuration(tmp_path, 2), tmp_path / "save"
-    ends = run_ranks(
-        2, rank_main, command(work, tmp_path / "run", config, "--save", save), [(4, "signal", 1)]
-    )
+    run, save = tmp_path / "run", tmp_path / "save"
+    given = work, run, configuration(tmp_path, 2)
+    ends = pretrain_on(2, *given, "--save", save, poisoned=[(4, "signal", 1)])
     assert ends[1] == f"stopped by SIGTERM after step 4; checkpoint {save}/step00000004"
     assert ends[0].startswith("stopped by a signal on another rank after step 4")
-    assert len(read_metrics(tmp_path / "run")) == 4
+    assert len(read_metrics(run)) == 4
     # Reached before, as by the same command given again: nothing is trained.
+    again = f"stopped by --stop-at-step after step 4; checkpoint {save}/step00000004"
     for step in (3, 4):
-        argv = command(
-            work, tmp_path / "run", config, "--save", save, "--load", "auto", "--stop-at-step", step
-        )
-        ends = run_ranks(2, rank_main, argv)
-        assert set(ends) == {
-            f"stopped by --stop-at-step after step 4; checkpoint {save}/step00000004"
-        }
-    assert len(read_metrics(tmp_path / "run")) == 4 and [p.name for p in save.glob("*step*")] == [
-        "step00000004"
-    ]
-    assert (
-        "finished 6"
-        in run_ranks(
-            2, rank_main, command(work, tmp_path / "run", config, "--load", save, steps=6)
-        )[0]
-    )
+        more = ["--save", save, "--load", "auto", "--stop-at-step", step]
+        assert set(pretrain_on(2, *given, *more)) == {again}
+    assert len(read_metrics(run)) == 4
+    assert [p.name for p in save.glob("*step*")] == ["step00000004"]
 
 
 def test_checkpoints_of_other_runs_and_damaged_ones_are_refused(work, tmp_path):
     config, save, run = configuration(tmp_path, 2), tmp_path / "save", tmp_path / "run"
-    assert (
-        "finished 2"
-        in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
-    )
-    go_on = command(work, run, config, "--load", save, steps=4)
+    assert "finished 2" in pretrain_on(2, work, run, config, "--save", save, steps=2)[0]
 
-    def end(argv, world=2):
-        return run_ranks(world, without_a_model, argv)[0]
+    def refused(*more, load=save, ranks=2):
+        argv = command(work, run, config, "--load", load, *more, steps=4)
+        return run_ranks(ranks, without_a_model, argv)[0]
 
-    universal = tmp_path / "universal"
-    assert to_universal.main(["--load", str(save), "--output", str(universal)]) == 0
-    on_one = command(work, run, config, "--load", universal, steps=4)
-    more = ["--model-override", "ffn_hidden_size=384"]
-    assert "model.ffn_hidden_size: checkpoint has 256" in end([*on_one, *more], world=1)
-    moment = next(universal.rglob("*linear_fc1.weight/exp_avg.pt"))
-    content = bytearray(moment.read_bytes())
-    content[1000] ^= 1
-    moment.write_bytes(content)
-    assert "linear_fc1.weight/exp_avg.pt: damaged" in end(on_one, world=1)
-    bigger = end([*go_on, *more])
+    universal, wide = tmp_path / "universal", ("--model-override", "ffn_hidden_size=384")
+    make_universal(save, universal)
+    assert "model.ffn_hidden_size: checkpoint has 256" in refused(*wide, load=universal, ranks=1)
+    flip(next(universal.rglob("*linear_fc1.weight/exp_avg.pt")))
+    assert "linear_fc1.weight/exp_avg.pt: damaged" in refused(load=universal, ranks=1)
+    bigger = refused(*wide)
     assert "to_universal" not in bigger
     assert bigger.startswith(
         f"CheckpointError: {save}/step00000002 was made by a different "
         "run:\nmodel.ffn_hidden_size: checkpoint has 256"
     )
-    assert "parallel.tensor: checkpoint has 1, this run has 2" in end(
-        [*go_on, "--tensor-parallel", "2"]
-    )
-    assert "parallel.data: checkpoint has 2, this run has 1" in end(go_on, world=1)
-    other = command(work, run, configuration(tmp_path, 3), "--load", save, steps=4)
-    assert (
-        "deepspeed.zero_optimization.stage: checkpoint has 2, this run has "
-        "3\nlaunch/to_universal.py" in end(other)
-    )
-    other = command(work, run, configuration(tmp_path, 2, coat=False), "--load", save, steps=4)
-    assert "deepspeed.optimizer.type: checkpoint has 'CoatAdamW', this run has 'AdamW'" in end(
-        other
-    )
+    other = refused(ranks=1)
+    assert "parallel.data: checkpoint has 2, this run has 1\nlaunch/to_universal.py" in other
     assert len(read_metrics(run)) == 2  # a refused start leaves the record of the run alone
-    assert "--load: got" in end(command(work, run, config, "--load", tmp_path / "empty", steps=4))
-
-    states = sorted((save / "step00000002").glob("*optim_states.pt"))
-    whole = states[0].read_bytes()
-    states[0].write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
-    assert f"{states[0].name}: damaged" in end(go_on)
-    states[0].write_bytes(states[1].read_bytes())  # rank files swapped
-    assert f"{states[0].name}: damaged" in end(go_on)
-    states[0].unlink()
-    assert f"{states[0].name}: missing" in end(go_on)
-    (save / "latest").write_text("step00000009")
-    assert "names 'step00000009', which is no checkpoint; there are: step00000002" in end(go_on)
+    assert "--load: got" in refused(load=tmp_path / "empty")
+    states = next((save / "step00000002").glob("*optim_states.pt"))
+    flip(states)
+    assert f"{states.name}: damaged" in refused()
 
 
 SIZES = {
@@ -232,31 +159,25 @@ def test_tensor_parallel_sizes_agree(work, tmp_path, names, steps):
 
 
 def test_hyperparameters_are_the_configurations_after_a_restart(work, tmp_path):
-    config, save, run = configuration(tmp_path, 3), tmp_path / "save", tmp_path / "run"
-    assert (
-        "finished 2"
-        in run_ranks(2, rank_main, command(work, run, config, "--save", save, steps=2))[0]
-    )
+    save, run = tmp_path / "save", tmp_path / "run"
+    config = configuration(tmp_path, 3)
+    assert "finished 2" in pretrain_on(2, work, run, config, "--save", save, steps=2)[0]
     changed = {
         "type": "CoatAdamW",
         "params": {"lr": 5e-3, "betas": [0.8, 0.99], "weight_decay": 0.3},
     }
-    go_on = command(
-        work, run, configuration(tmp_path, 3, optimizer=changed), "--load", save, steps=3
-    )
-    groups = run_ranks(2, hyperparameters, go_on)[0]
+    config = configuration(tmp_path, 3, optimizer=changed)
+    argv = command(work, run, config, "--load", save, steps=3)
+    groups = run_ranks(2, hyperparameters, argv)[0]
     assert groups == [["decay/fp8", 0.3, (0.8, 0.99)], ["no_decay/fp32", 0.0, (0.8, 0.99)]]
 
 
 def test_ranks_started_differently_are_told(work, tmp_path):
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--seed", "{rank}")
-    for end in run_ranks(2, rank_main, argv):
-        assert (
-            end.startswith("CoatConfigError: ranks were started differently: ")
-            and "seed: 0 on rank 0, 1 on rank 1" in end
-        )
-    argv = command(work, tmp_path / "run", configuration(tmp_path, 2), "--max-bad-steps", "{rank}1")
-    assert "arguments.max_bad_steps: 1 on rank 0, 11 on rank 1" in run_ranks(2, rank_main, argv)[0]
+    different = "--seed", "{rank}", "--max-bad-steps", "{rank}1"
+    for end in pretrain_on(2, work, tmp_path / "run", configuration(tmp_path, 2), *different):
+        assert end.startswith("CoatConfigError: ranks were started differently: ")
+        assert "seed: 0 on rank 0, 1 on rank 1" in end
+        assert "arguments.max_bad_steps: 1 on rank 0, 11 on rank 1" in end
     assert not (tmp_path / "run").exists()
 
 

@@ -16,7 +16,7 @@ from launch.train import pretrain_options
 from launch.train.metrics import read_metrics
 from launch.train.run_folders import open_folders, open_on_nodes
 from tests.coat_dist.test_shared_folders import error_of, on_a_node
-from tests.launch.pretrain_runs import command, configuration, rank_main
+from tests.launch.pretrain_runs import configuration, pretrain_on
 from tests.support import held_elsewhere, run_ranks
 
 
@@ -113,10 +113,6 @@ def test_a_run_that_continues_may_write_to_its_folders(tmp_path, monkeypatch):
     fresh = opened("--load", "auto", "--save", tmp_path / "new", "--output", output)
     # Killed before its first checkpoint; its metrics are renamed, not cut.
     assert fresh.source is None
-    with pytest.raises(
-        CoatConfigError, match="--overwrite: got True, accepted: not with --load auto"
-    ):
-        opened("--load", "auto", "--save", save, "--overwrite")
 
 
 def test_branching_into_a_used_folder_is_refused(tmp_path):
@@ -229,17 +225,13 @@ def test_runs_refuse_continue_and_begin_anew(work, tmp_path):
 
     def end(*more, steps=2, to=run):
         more = ["--save", save, "--keep-last", "1", *more]
-        return set(run_ranks(2, rank_main, command(work, to, config, *more, steps=steps)))
+        return set(pretrain_on(2, work, to, config, *more, steps=steps))
 
     assert all(text.startswith("finished 2") for text in end())
     (text,) = end()
     assert text.startswith(
         f"CoatConfigError: --save: got {save}, which holds checkpoints of an earlier run"
     )
-    (text,) = end(
-        "--load", "auto", "--save", tmp_path / "other", "--overwrite", to=tmp_path / "other"
-    )
-    assert "--overwrite: got True" in text and not (tmp_path / "other").exists()
     # A kill while it was saved again.
     (save / "step00000002").rename(save / ".unfinished-replaced-step00000002")
     assert all(t.startswith("finished 3") for t in end("--load", "auto", steps=3))
