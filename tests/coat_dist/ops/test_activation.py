@@ -4,7 +4,6 @@ the definition.
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from coat_dist.formats import E4M3, E5M2
 from coat_dist.reference.activation import (
@@ -25,20 +24,9 @@ from coat_dist.reference.quantize import (
     quantize_tensor,
     tensor_scale,
 )
+from tests.support.activations import TORCH, torch_activation
 
-TORCH = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
-    "quick_gelu": lambda g: g * torch.sigmoid(1.702 * g),
-    "squared_relu": lambda g: F.relu(g).square(),
-}
-
-
-def expected_activation(name, parts):
-    """a, by torch, from one or two tensors."""
-    value = TORCH[ACTIVATIONS[name].function](parts[0])
-    return value * parts[1] if ACTIVATIONS[name].gated else value
+from .agreement import compare
 
 
 def u8(q):
@@ -72,8 +60,8 @@ def test_activation_passes_are_their_parts(name, f, biased):
     # No group spans gate and up.
     assert torch.equal(dequantize(exact.pre8), torch.stack(rounded, -2))
     assert torch.equal(u8(exact.pre8), u8(rough.pre8))
-    torch.testing.assert_close(exact.amax, expected_activation(name, plain).abs().max())
-    torch.testing.assert_close(rough.amax, expected_activation(name, rounded).abs().max())
+    torch.testing.assert_close(exact.amax, torch_activation(name, plain).abs().max())
+    torch.testing.assert_close(rough.amax, torch_activation(name, rounded).abs().max())
 
     scale = tensor_scale(rough.amax, E4M3)
     a8 = activation_quantize(rough.pre8, name, E4M3, scale)
@@ -83,7 +71,7 @@ def test_activation_passes_are_their_parts(name, f, biased):
     assert torch.equal(u8(activation_quantize(pre, name, E4M3, scale, False, bias)), u8(wanted))
 
     leaves = [t.double().requires_grad_() for t in rounded]
-    grads = torch.autograd.grad(expected_activation(name, leaves), leaves, da.double())
+    grads = torch.autograd.grad(torch_activation(name, leaves), leaves, da.double())
     expected = torch.cat(grads, -1).float()
     largest = activation_grad_amax(da, rough.pre8, name)
     torch.testing.assert_close(largest, amax(expected), rtol=1e-5, atol=1e-6)
@@ -112,17 +100,9 @@ def test_activation_compress_rows_is_two_passes(name, f, exact, biased):
     bias = torch.randn(width) if biased else None
     arguments = (pre, name, E4M3, 32, "e8m0", exact, bias)
     got, first = activation_compress_rows(*arguments), activation_compress(*arguments)
-    assert torch.equal(u8(got.pre8), u8(first.pre8)) and torch.equal(
-        got.pre8.scales, first.pre8.scales
-    )
+    compare(got.pre8, first.pre8)
     a = activation_apply(pre, name, bias) if exact else activation_apply(first.pre8, name)
-    expected = quantize_rows(a, E4M3, aligned=True)
-    assert (
-        got.a8.layout == "row"
-        and got.a8.codes.shape == (2, 3, f)
-        and got.a8.scales.shape == (2, 3, 1)
-    )
-    assert torch.equal(u8(got.a8), u8(expected)) and torch.equal(got.a8.scales, expected.scales)
+    compare(got.a8, quantize_rows(a, E4M3, aligned=True))
     assert torch.equal(got.a8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
 
 

@@ -25,6 +25,8 @@ from coat_dist.reference.quantize import (
 )
 from tests.support import equal
 
+from .agreement import compare, same
+
 EPS = 1e-5
 
 
@@ -79,9 +81,8 @@ def test_norm_stats_beside_other_rows():
     for kind in ("rmsnorm", "layernorm"):
         together = norm_stats(x, kind, EPS)
         alone = [norm_stats(row[None], kind, EPS) for row in x]
-        assert torch.equal(together.rstd, torch.cat([s.rstd for s in alone]))
-        if together.mean is not None:
-            assert torch.equal(together.mean, torch.cat([s.mean for s in alone]))
+        for i, whole in enumerate(together):
+            assert whole is None or torch.equal(whole, torch.cat([stats[i] for stats in alone]))
 
 
 def test_norm_forward_of_zeros():
@@ -98,8 +99,7 @@ def test_norm_compress_is_its_parts(kind, exact):
     x8 = quantize_groups(x if whole.mean is None else x - whole.mean, E4M3, 32, "e8m0")
     source = x if exact else dequantize(x8)
     stats = whole if exact else norm_stats(source, "rmsnorm", EPS)
-    assert torch.equal(found.x8.codes.view(torch.uint8), x8.codes.view(torch.uint8))
-    assert torch.equal(found.x8.scales, x8.scales)
+    compare(found.x8, x8)
     assert torch.equal(found.stats.rstd, stats.rstd)
     assert torch.equal(found.amax, norm_apply(source, stats, weight, bias).abs().max())
     assert exact == torch.equal(found.stats.rstd, whole.rstd)
@@ -112,14 +112,9 @@ def test_norm_compress_rows_is_two_passes(kind, exact):
     x, weight, bias = inputs()
     arguments = (x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
     got, first = norm_compress_rows(*arguments), norm_compress(*arguments)
-    assert torch.equal(got.x8.codes.view(torch.uint8), first.x8.codes.view(torch.uint8))
-    assert torch.equal(got.x8.scales, first.x8.scales)
-    for mine, expected in zip(got.stats, first.stats, strict=True):
-        assert mine is expected is None or torch.equal(mine, expected)
+    compare((got.x8, got.stats), (first.x8, first.stats))
     y = norm_apply(x if exact else first.x8, first.stats, weight, bias)
-    expected = quantize_rows(y, E4M3, aligned=True)
-    assert got.y8.layout == "row" and torch.equal(got.y8.scales, expected.scales)
-    assert torch.equal(got.y8.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    compare(got.y8, quantize_rows(y, E4M3, aligned=True))
     assert torch.equal(got.y8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
 
 
@@ -129,9 +124,7 @@ def test_norm_quantize_from_codes_and_transposed():
     scale = tensor_scale(found.amax, E4M3)
     plain = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale)
     flipped = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale, transpose=True)
-    assert torch.equal(
-        plain.codes.view(torch.uint8).view(12, 72).t(), flipped.codes.view(torch.uint8)
-    )
+    same(flipped.codes, plain.codes.view(12, 72).t())
     y = norm_apply(dequantize(found.x8), NormStats(found.stats.rstd, None), weight, bias)
     assert amax(plain.codes.float()) == E4M3.max
     assert (dequantize(plain) - y).norm() < 0.04 * y.norm()
