@@ -46,6 +46,14 @@ RESIDUAL = "norm_qkv", "norm_mlp"
 """Functions that also return an alias of x, the last of their outputs, with ``residual``."""
 
 
+def layer_for_all(dtype=torch.float32, kind="layernorm"):
+    return Layer.random(h=H, n=HEADS.width, kind=kind, dtype=dtype)
+
+
+def leaves(layer: Layer, x):
+    return [x, *layer.parameters().values()]
+
+
 def catalogue(layer: Layer, residual=False, **changes):
     """{name: function of x ``[s, b, 64]`` that returns a tuple of its outputs}; parameters are
     ``layer``'s, whose ``weight`` is ``[HEADS.width, 64]``.
