@@ -26,6 +26,8 @@ from coat_dist.flow import (
 )
 from tests.support import equal, run_ranks
 
+from .saved_bytes import saved
+
 H, N, F, V, S, B = 64, 96, 128, 80, 8, 3
 ONE = TensorParallel()
 
@@ -228,16 +230,8 @@ def scale_edges(rank, scales):
     facts["bf16 gather"] = equal(*runs)
 
     # With sequence parallelism only this rank's tokens are kept.
-    held = []
     weight = p["weight"].chunk(2)[rank].requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        norm_linear(x, one, weight, None, sp, config)
-    kept = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in held
-        if t.untyped_storage().data_ptr()
-        not in (p["weight"].untyped_storage().data_ptr(), p["gain"].data_ptr())
-    }
+    kept = saved(lambda: norm_linear(x, one, weight, None, sp, config), weight, p["gain"])
     facts["saved"] = sum(kept.values()) == S // 2 * B * (H + H // 32 + 4) + 8
 
     # One rank's NaN is everybody's: through the shared scale in every token, by rows in this token
