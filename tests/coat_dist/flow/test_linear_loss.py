@@ -5,11 +5,10 @@ memory.
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_dist.flow import invariant_linear, linear_cross_entropy, vocab_parallel_cross_entropy
 from coat_dist.flow.blocks import loss
-from tests.support import equal
+from tests.support import Largest, equal
 
 from .common import ONE, relative_error
 from .saved_bytes import saved
@@ -81,21 +80,6 @@ def test_linear_cross_entropy_exact_has_the_same_bits_for_every_chunk(dtype, chu
     got = linear_cross_entropy(*leaves, labels.int(), ONE, chunk=chunk, exact=True)
     assert torch.equal(got, wanted)
     assert equal(*(torch.autograd.grad(t, leaves, upstream) for t in (got, wanted)))
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation made, and the shapes that have many."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (list, tuple)) else [out]:
-            if isinstance(t, torch.Tensor):
-                self.elements = max(self.elements, t.numel())
-        return out
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -98,12 +98,6 @@ def test_scaled_mm_with_row_scales(dtype, m, n, k):
         assert torch.equal(scaled_mm(one, b, dtype), got[i : i + 1])
 
 
-def test_scaled_mm_with_equal_row_scales():
-    a, b = operand(9, 48), operand(5, 48)
-    rows = [QuantizedTensor(q.codes, q.scales.expand(len(q.codes), 1), "row") for q in (a, b)]
-    assert torch.equal(scaled_mm(*rows, torch.float32), scaled_mm(a, b, torch.float32))
-
-
 def test_scaled_mm_of_a_bad_row():
     a, b = row_operand(4, 16), row_operand(3, 16)
     a.scales[1] = torch.nan
