@@ -159,48 +159,22 @@ def all_cases(rank, world, seed):
             out[
                 f"{forward} {fmt} {scale} {kind} {dtype} sp={sp} {scales} invariant={invariant}"
             ] = result
-    return out, torch_edges(rank) | {
+    return out, {
         f"{name}, {scales}": fact
         for scales in ("tensor", "row")
         for name, fact in scale_edges(rank, scales).items()
     }
 
 
-def torch_edges(rank):
+def scale_edges(rank, scales):
     """The small statements that need two ranks."""
     tp, sp = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
-    facts = {"size": (tp.size, tp.rank, tp.sharded, sp.sharded) == (2, rank, False, True)}
-    codes = torch.full((2, 3), rank + 1.0).to(torch.float8_e4m3fn)
-    gathered = sp.gather_rows(codes)
-    facts["gather"] = (
-        gathered.dtype == codes.dtype
-        and gathered.float().tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
-    )
-    whole = torch.arange(12.0).view(4, 3)
-    facts["scatter"] = torch.equal(sp.reduce_scatter_rows(whole), 2 * whole.chunk(2)[rank])
+    config, facts = ActivationConfig(forward_scales=scales), {}
     try:
         sp.reduce_scatter_rows(torch.ones(3, 2))
         facts["odd rows"] = False
     except ValueError as error:
         facts["odd rows"] = "got 3 rows, accepted: a multiple of 2" in str(error)
-
-    # reduce_grad is what makes a replicated norm's gradient complete.
-    gain, x = torch.rand(H, requires_grad=True), torch.randn(S // 2, B, H)
-    y = [
-        norm(x, Norm("rmsnorm", 1e-5, gain, None, reduce), sp, exact=True)
-        for reduce in (True, False)
-    ]
-    reduced, local = (torch.autograd.grad(t.sum(), gain)[0] for t in y)
-    facts["reduce_grad"] = torch.allclose(tp.sum(local.clone()), reduced) and not torch.allclose(
-        local, reduced
-    )
-    return facts
-
-
-def scale_edges(rank, scales):
-    """The small statements about scales, on two ranks."""
-    tp, sp = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
-    config, facts = ActivationConfig(forward_scales=scales), {}
 
     # FP8 or BF16 on the wire: the same numbers where nothing is rounded between the norm and the
     # gather.

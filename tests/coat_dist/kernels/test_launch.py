@@ -69,12 +69,8 @@ TENSORS = [
 ] + [torch.nn.Parameter(torch.zeros(4)), _base[1:9], _base[15:23], _base[:0]]
 INTS = [
     *range(-33, 34),
-    *(
-        sign * 2**power + more
-        for sign in (1, -1)
-        for power in (31, 32, 62)
-        for more in (-16, -1, 0, 1, 16)
-    ),
+    *(2**power + more for power in (31, 32, 62) for more in (-16, -1, 0, 1, 16)),
+    *(-(2**power) + more for power in (31, 32, 62) for more in (-16, -1, 0, 1, 16)),
     *(2**63 - 16, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16, 2**64 - 1, -(2**63), -(2**63) + 1),
 ]
 CONSTANTS = [constants(f, torch.zeros(1)) for f in (E4M3, E5M2)] + [

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coat_dist.optim import CoatAdamW, export_moments, param_groups
+from coat_dist.optim import CoatAdamW, export_moments
 from coat_dist.optim.state import moment
 
 from .common import make, train
@@ -145,26 +145,6 @@ def test_stochastic_rounding_can_be_switched_on_later_and_parameters_draw_differ
         )
         assert same is not group_on
     assert [optimizer.state[p]["coat_seed"] for p in params] == [0, 1]
-
-
-def test_two_bytes_a_parameter_for_a_model():
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(500, 256), torch.nn.Linear(256, 1024), torch.nn.LayerNorm(1024)
-    )
-    optimizer = CoatAdamW(param_groups(model, 0.1))
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    held = sum(
-        t.nbytes
-        for s in optimizer.state.values()
-        for t in s.values()
-        if isinstance(t, torch.Tensor)
-    )
-    assert held / sum(p.numel() for p in model.parameters()) <= 2.1
-    matrix = model[1].weight
-    exported, _ = export_moments(matrix, optimizer.state[matrix], optimizer.param_groups[0])
-    assert exported.shape == matrix.shape
 
 
 @pytest.mark.parametrize("options", [{}, {"expand": False}, {"second_moment": "log8"}], ids=str)
