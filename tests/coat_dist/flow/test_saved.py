@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coat_dist.flow import linear, norm, norm_linear, norm_mlp, scale_rows
+from coat_dist.flow import linear, norm, norm_linear, scale_rows
 from coat_dist.formats import FORMATS, QuantizedTensor
 from coat_dist.reference.activation import activation_apply
 from coat_dist.reference.norm import NormStats, norm_apply
@@ -23,27 +23,21 @@ def test_layer_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, grou
     config = settings(forward=forward, forward_scales=scales, scale=scale, group_size=group_size)
     layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16)
     x = torch.randn(10, 3, h, dtype=torch.bfloat16, requires_grad=True)
-    parameters, tokens = layer.parameters().values(), 30
-    kept = saved(lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, config), *parameters)
-    # Scales of y8 and of the weight.
-    assert sum(kept.values()) == tokens * normed_bytes(h, config) + 2 * 4
-    kept = saved(
-        lambda: norm_mlp(x, layer.norm, layer.fc1, layer.fc2, "swiglu", ONE, config), *parameters
+    ungated = Layer.random(
+        h=h, f=f, dtype=torch.bfloat16, kind=kind, activation="gelu", biased=True
     )
-    assert sum(kept.values()) == tokens * (normed_bytes(h, config) + pre_bytes(f, config)) + 4 * 4
-
-    layer = Layer.random(h=h, f=f, kind=kind, dtype=torch.bfloat16, activation="gelu", biased=True)
-    parameters = layer.parameters().values()
-    # Half of a gated one's; a bias costs nothing.
-    kept = saved(lambda: layer.norm_mlp(x, config, "gelu"), *parameters)
-    assert (
-        sum(kept.values()) == tokens * (normed_bytes(h, config) + pre_bytes(f, config, 1)) + 4 * 4
-    )
-    kept = saved(lambda: layer.mlp(x, config, "gelu"), *parameters)
-    assert sum(kept.values()) == tokens * (h + pre_bytes(f, config, 1)) + 4 * 4
     factor = torch.rand(10, 3, requires_grad=True)
-    kept = saved(lambda: scale_rows(x, factor, config), factor)
-    assert sum(kept.values()) == tokens * (h + scale_bytes(h, config))
+    known = [*layer.parameters().values(), *ungated.parameters().values(), factor]
+    normed, pre = normed_bytes(h, config), pre_bytes(f, config)
+    for call, of_token, scales in (
+        (lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, config), normed, 2),
+        (lambda: layer.norm_mlp(x, config), normed + pre, 4),
+        # Half of a gated one's; a bias costs nothing.
+        (lambda: ungated.norm_mlp(x, config, "gelu"), normed + pre // 2, 4),
+        (lambda: ungated.mlp(x, config, "gelu"), h + pre // 2, 4),
+        (lambda: scale_rows(x, factor, config), h + scale_bytes(h, config), 0),
+    ):
+        assert sum(saved(call, *known).values()) == 30 * of_token + 4 * scales
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])

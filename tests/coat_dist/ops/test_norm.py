@@ -7,24 +7,18 @@ import torch
 
 from coat_dist.formats import E4M3
 from coat_dist.reference.norm import (
-    NormStats,
     norm_apply,
     norm_backward,
     norm_compress,
-    norm_compress_rows,
-    norm_quantize,
     norm_stats,
 )
 from coat_dist.reference.quantize import (
-    amax,
     dequantize,
     quantize_groups,
-    quantize_rows,
-    tensor_scale,
 )
 from tests.support import equal
 
-from .agreement import compare, same
+from .agreement import compare
 
 EPS = 1e-5
 
@@ -77,30 +71,6 @@ def test_norm_compress_is_its_parts(kind, exact):
     assert torch.equal(found.amax, norm_apply(source, stats, weight, bias).abs().max())
     assert exact == torch.equal(found.stats.rstd, whole.rstd)
     assert found.stats.mean is whole.mean is None or torch.equal(found.stats.mean, whole.mean)
-
-
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("exact", [True, False])
-def test_norm_compress_rows_is_two_passes(kind, exact):
-    x, weight, bias = inputs()
-    arguments = (x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
-    got, first = norm_compress_rows(*arguments), norm_compress(*arguments)
-    compare((got.x8, got.stats), (first.x8, first.stats))
-    y = norm_apply(x if exact else first.x8, first.stats, weight, bias)
-    compare(got.y8, quantize_rows(y, E4M3, aligned=True))
-    assert torch.equal(got.y8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
-
-
-def test_norm_quantize_from_codes_and_transposed():
-    x, weight, bias = inputs()
-    found = norm_compress(x, "layernorm", EPS, weight, bias, E4M3, 32, "bf16", False)
-    scale = tensor_scale(found.amax, E4M3)
-    plain = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale)
-    flipped = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale, transpose=True)
-    same(flipped.codes, plain.codes.view(12, 72).t())
-    y = norm_apply(dequantize(found.x8), NormStats(found.stats.rstd, None), weight, bias)
-    assert amax(plain.codes.float()) == E4M3.max
-    assert (dequantize(plain) - y).norm() < 0.04 * y.norm()
 
 
 def test_norm_backward_sums_in_fp64():
