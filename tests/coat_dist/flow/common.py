@@ -29,6 +29,8 @@ from tests.support.activations import torch_activation
 
 ONE = TensorParallel()
 EPS = 1e-5
+
+
 def chunks(pre, activation):
     return pre.chunk(ACTIVATIONS[activation].parts, -1)
 

@@ -1,14 +1,11 @@
-"""What is kept for backward: counted to the byte, and read back as the bytes that forward used."""
+"""What is kept for backward: counted to the byte, and read back as the bytes that forward used.
+With row scales gradients are those of scales per tensor: ``test_row_scales.py``.
+"""
 
 import pytest
 import torch
 
 from coat_dist.flow import linear, norm, norm_linear, scale_rows
-from coat_dist.formats import FORMATS, QuantizedTensor
-from coat_dist.reference.activation import activation_apply
-from coat_dist.reference.norm import NormStats, norm_apply
-from coat_dist.reference.quantize import amax, quantize_rows, quantize_tensor, tensor_scale
-from tests.coat_dist.ops.agreement import compare
 
 from .common import ONE, Layer, settings
 from .saved_bytes import normed_bytes, pre_bytes, saved, scale_bytes
@@ -103,42 +100,6 @@ def test_backward_multiplies_the_bytes_of_forward(products, fmt, scale, kind, fo
         # The scales are forward's in both modes.
         assert torch.equal(fc1.a.scales, wgrad1.b.scales)
         assert torch.equal(fc2.a.scales, wgrad2.b.scales)
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_backward_with_row_scales_quantizes_the_values_of_forward(products, fmt, kind):
-    """ "quantized" mode: y and a of both directions are one function of the same bytes. Forward's
-    codes are theirs by rows, backward's theirs per tensor, transposed, with the largest of
-    forward's scales; so it is with weights.
-    """
-    config, form = settings(forward="quantized", format=fmt, forward_scales="row"), FORMATS[fmt]
-    layer, x = Layer.random(kind=kind, f=80), torch.randn(96, 64, requires_grad=True)
-
-    def check(forward, backward, values):
-        rows = quantize_rows(values, form, aligned=True)
-        compare(forward, rows)
-        whole = quantize_tensor(values, form, rows.scales.amax(), transpose=True)
-        compare((backward, backward.scales), (whole, whole.scales))
-        assert torch.equal(backward.scales, tensor_scale(amax(values), form, aligned=True))
-
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        out = layer.norm_mlp(x, config)
-    codes, scales, rstd = held[:3]
-    x8 = QuantizedTensor(codes, scales, "group", config.group_size)
-    pre8 = next(
-        QuantizedTensor(c, s, "group", config.group_size)
-        for c, s in zip(held, held[1:], strict=False)
-        if c.shape == (96, 2, 80)
-    )
-    out.square().sum().backward()
-    fc1, fc2, dgrad2, wgrad2, dgrad1, wgrad1 = products
-    y = norm_apply(x8, NormStats(rstd, None), layer.norm_weight, layer.norm_bias)
-    check(fc1.a, wgrad1.b, y)
-    check(fc2.a, wgrad2.b, activation_apply(pre8, "swiglu"))
-    check(fc1.b, dgrad1.b, layer.fc1)
-    check(fc2.b, dgrad2.b, layer.fc2)
 
 
 def test_forward_exact_saturates_in_backward(products):

@@ -185,12 +185,25 @@ def test_parameters_are_passed_in_the_order_of_the_kernel(launched):
     for _ in range(2):
         kernel[(1,)](FLAG=False, factor=2.0, num_warps=4, m=3, y=y, C=0, n=2, x=x)
     assert calls["compiled"] == [
-        (1, 1, 1, 7, 1001, "metadata", None, None, None, *_addresses(x, y), 2, 3, 2.0, 0, False)
+        (
+            1,
+            1,
+            1,
+            7,
+            1001,
+            "metadata",
+            None,
+            None,
+            None,
+            x.data_ptr(),
+            y.data_ptr(),
+            2,
+            3,
+            2.0,
+            0,
+            False,
+        )
     ]
-
-
-def _addresses(*tensors):
-    return tuple(t.data_ptr() for t in tensors)
 
 
 @pytest.mark.parametrize("changed", ["alignment", "dtype", "one", "constant", "warps", "type"])

@@ -2,7 +2,6 @@
 ``reference/moments.py``.
 """
 
-
 import hypothesis.strategies as st
 import torch
 

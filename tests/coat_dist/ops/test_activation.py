@@ -11,6 +11,7 @@ from coat_dist.reference.activation import (
     FUNCTIONS,
     activation_apply,
     activation_compress,
+    activation_grad_amax,
     activation_quantize,
 )
 from coat_dist.reference.quantize import (
@@ -62,6 +63,12 @@ def test_activation_passes_are_their_parts(name, f, biased):
         assert a8.codes.float().abs().max() == E4M3.max
     wanted = quantize_tensor(activation_apply(torch.cat(plain, -1), name), E4M3, scale)
     assert torch.equal(u8(activation_quantize(pre, name, E4M3, scale, False, bias)), u8(wanted))
+
+    leaves, da = [t.double().requires_grad_() for t in rounded], torch.randn(6, f)
+    grads = torch.autograd.grad(torch_activation(name, leaves), leaves, da.double())
+    largest = torch.cat(grads, -1).abs().max().float()
+    got = activation_grad_amax(da, rough.pre8, name)
+    torch.testing.assert_close(got, largest, rtol=1e-5, atol=1e-6)
 
 
 def test_activation_compress_of_nan():

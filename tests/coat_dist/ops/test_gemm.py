@@ -51,7 +51,6 @@ def test_code_products_split_over_the_sum():
         for part in order.tensor_split([1, 100, 450])
     ]
     assert torch.equal(whole, scale_and_round(sum(parts), a.scales, b.scales, torch.float32))
-    assert torch.equal(whole, sum(parts).mul(a.scales.double() * b.scales.double()).float())
 
 
 def test_exact_mm_in_chunks(monkeypatch):

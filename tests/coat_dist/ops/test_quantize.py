@@ -92,11 +92,8 @@ def test_tensor_scale_uses_the_whole_range(fmt, largest):
     assert scale >= SMALLEST_SCALE and scale.isfinite()
     if largest > fmt.max * SMALLEST_SCALE:
         assert q.codes.float().max() == fmt.max
-    step = 2.0 ** -(fmt.mantissa_bits + 1)
-    bound = torch.maximum(x.double() * step, torch.tensor(fmt.smallest / 2).double() * scale) * (
-        1 + 1e-6
-    )
-    assert ((dequantize(q).double() - x.double()).abs() <= bound).all()
+    exact = nearest_even((x * scale.reciprocal()).double(), fmt)
+    assert torch.equal(code_values(q.codes).double(), exact)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -188,11 +185,6 @@ def test_quantize_groups_of_a_bad_value(scale, bad):
 def test_quantize_groups_of_subnormal_and_huge_values(scale):
     x = torch.tensor([[1e-45, -1e-40, 0.0, 1e-39], [1e38, -1e-38, 1.0, 1.5e38]])
     assert dequantize(quantize_groups(x, E4M3, 4, scale)).isfinite().all()
-
-
-def test_quantize_groups_twice():
-    once = dequantize(quantize_groups(wide(50, 64, low=-9, high=9), E4M3, 32, "e8m0"))
-    assert torch.equal(dequantize(quantize_groups(once, E4M3, 32, "e8m0")), once)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, **ids)

@@ -13,7 +13,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict, import_moments, param_groups
+from coat_dist.optim import (
+    CoatAdamW,
+    export_master,
+    export_moments,
+    fp32_state_dict,
+    import_moments,
+    param_groups,
+)
 
 from .common import assert_same_state, equal_bytes, make, train
 
@@ -118,13 +125,13 @@ def test_states_of_adam_come_without_its_own_weight_decay():
 )
 def test_fp32_state_dict_through_a_distributed_checkpoint(tmp_path, normalize, lr, always, flatten):
     """A distributed load asks for every key, whether first moments are normalized or not; torch
-    takes the names of a flattened state dict from ``optimizer.state``.
+    takes the names of a flattened state dict from ``optimizer.state``. Groups may be others.
     """
     mode = contextlib.nullcontext if always else fp32_state_dict
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     checkpoint = "fp32" if always else "codes"
 
-    def build(normalize):
+    def build(normalize, **more):
         model = torch.nn.Sequential(torch.nn.Linear(100, 48), torch.nn.LayerNorm(48)).bfloat16()
         return model, CoatAdamW(
             param_groups(model, 0.1),
@@ -132,9 +139,11 @@ def test_fp32_state_dict_through_a_distributed_checkpoint(tmp_path, normalize, l
             master_weights="bf16_remainder",
             checkpoint=checkpoint,
             normalize=normalize,
+            **more,
         )
 
-    (model, optimizer), (other_model, other) = map(build, normalize)
+    model, optimizer = build(normalize[0])
+    other_model, other = build(normalize[1], group_size=64, second_moment="e5m2")
     for i in range(3):
         model(torch.randn(4, 100).bfloat16()).mul(i + 1).square().sum().backward()
         optimizer.step()
@@ -152,7 +161,7 @@ def test_fp32_state_dict_through_a_distributed_checkpoint(tmp_path, normalize, l
             old, new = optimizer.coded_state[p], other.coded_state[q]
             assert old.keys() == new.keys() and old["step"] == new["step"] == 3
             moments = export_moments(p, old, theirs)
-            wanted = import_moments(q, mine, *moments, step=3) | {"coat_p_low": old["coat_p_low"]}
+            wanted = import_moments(q, mine, *moments, 3, export_master(p, old))
             assert all(equal_bytes(x, new[k]) for k, x in wanted.items() if k != "step")
 
 
