@@ -4,7 +4,7 @@ model.
 
 from coat_dist.nodes import free_port
 
-from .models import Adds, residuals_apart
+from .models import Adds, Largest, residuals_apart
 from .nodes import Node, Nodes
 from .processes import held_elsewhere, megatron_on_one_rank, saves_by_dist_checkpointing
 from .programs import Program, forked_programs
@@ -13,6 +13,7 @@ from .tensors import equal
 
 __all__ = [
     "Adds",
+    "Largest",
     "Node",
     "Nodes",
     "Program",

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Adds(TorchDispatchMode):
@@ -22,6 +23,21 @@ class Adds(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
             self.count += out.dtype == torch.bfloat16 and out.numel() == self.elements
+        return out
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes, while this is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and not func.is_view:
+                self.elements = max(self.elements, t.numel())
         return out
 
 

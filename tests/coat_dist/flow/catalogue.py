@@ -10,7 +10,6 @@ from coat_dist.flow import (
     invariant_linear,
     linear,
     linear_cross_entropy,
-    mlp,
     norm,
     norm_linear,
     norm_mlp,
@@ -47,6 +46,14 @@ RESIDUAL = "norm_qkv", "norm_mlp"
 """Functions that also return an alias of x, the last of their outputs, with ``residual``."""
 
 
+def layer_for_all(dtype=torch.float32, kind="layernorm"):
+    return Layer.random(h=H, n=HEADS.width, kind=kind, dtype=dtype)
+
+
+def leaves(layer: Layer, x):
+    return [x, *layer.parameters().values()]
+
+
 def catalogue(layer: Layer, residual=False, **changes):
     """{name: function of x ``[s, b, 64]`` that returns a tuple of its outputs}; parameters are
     ``layer``'s, whose ``weight`` is ``[HEADS.width, 64]``.
@@ -54,7 +61,7 @@ def catalogue(layer: Layer, residual=False, **changes):
     config = settings(**changes)
 
     def labels(x):
-        return torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2]) % H
+        return torch.arange(x.numel() // H, device=x.device).view(x.shape[:-1]) % H
 
     def qkv(x, table=True):
         freqs = torch.linspace(0, 30, x.shape[0] * 12, device=x.device).view(x.shape[0], 1, 1, 12)
@@ -64,12 +71,12 @@ def catalogue(layer: Layer, residual=False, **changes):
         )
 
     def mlp_behind_norm(x):
-        weights = layer.norm, layer.fc1, layer.fc2
-        out = norm_mlp(x, *weights, "swiglu", ONE, config, residual=residual)
+        weights = layer.norm, layer.fc1, layer.fc2, "swiglu"
+        out = norm_mlp(x, *weights, ONE, config, layer.fc1_bias, residual=residual)
         return out if residual else (out,)
 
     def heads(x):
-        q = x.view(*x.shape[:2], 4, 16)
+        q = x.reshape(*x.shape[:2], 4, 16)
         return q, q[:, :, :2] * 0.5, q[:, :, 2:] * 2
 
     return {
@@ -81,7 +88,7 @@ def catalogue(layer: Layer, residual=False, **changes):
         "norm_qkv without rotation": lambda x: qkv(x, table=False),
         "linear": lambda x: (linear(x, layer.weight, ONE, config),),
         "norm_mlp": mlp_behind_norm,
-        "mlp": lambda x: (mlp(x, layer.fc1, layer.fc2, "swiglu", ONE, config),),
+        "mlp": lambda x: (layer.mlp(x, config),),
         "scale_rows": lambda x: (scale_rows(x, x[..., 0], config),),
         "invariant_linear": lambda x: (invariant_linear(x, layer.weight, ONE),),
         "vocab_parallel_cross_entropy": lambda x: (

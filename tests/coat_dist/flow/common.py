@@ -2,7 +2,8 @@
 precision flow.
 
 The second implementation is plain autograd over values that are quantized and read back, gradients
-passing straight through. It shares no code with the flow.
+passing straight through. It shares no code with the flow but the quantizers of ``reference/``,
+which ``tests/coat_dist/ops/test_quantize.py`` compares with rounding by search.
 """
 
 from __future__ import annotations
@@ -14,34 +15,29 @@ import torch.nn.functional as F
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Norm, TensorParallel, linear, mlp, norm_linear, norm_mlp
+from coat_dist.formats import FORMATS
+from coat_dist.reference.activation import ACTIVATIONS
+from coat_dist.reference.quantize import (
+    amax,
+    dequantize,
+    quantize_groups,
+    quantize_rows,
+    quantize_tensor,
+    tensor_scale,
+)
+from tests.support.activations import torch_activation
 
 ONE = TensorParallel()
 EPS = 1e-5
-LARGEST = {"int8": 127.0, "e3m4": 31.0, "e4m3": 448.0, "e5m2": 57344.0}
-E3M4 = (torch.arange(8)[:, None] - 3).clamp(min=-2).exp2() * (
-    torch.arange(16) / 16 + torch.arange(8)[:, None].clamp(max=1)
-)
-"""Its numbers from 0 to 31, in order."""
-GATED = {
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu_tanh": lambda g: F.gelu(g, approximate="tanh"),
-    "quick_geglu": lambda g: g * torch.sigmoid(1.702 * g),
-}
-PLAIN = {
-    "gelu": F.gelu,
-    "gelu_tanh": GATED["geglu_tanh"],
-    "quick_gelu": GATED["quick_geglu"],
-    "squared_relu": lambda g: F.relu(g) ** 2,
-}
+
+
+def chunks(pre, activation):
+    return pre.chunk(ACTIVATIONS[activation].parts, -1)
 
 
 def act(pre, activation):
     """The activation of fc1's output by torch."""
-    if activation in PLAIN:
-        return PLAIN[activation](pre)
-    gate, up = pre.chunk(2, -1)
-    return GATED[activation](gate) * up
+    return torch_activation(activation, chunks(pre, activation))
 
 
 @dataclass
@@ -72,7 +68,7 @@ class Layer:
         def leaf(t):
             return t.to(dtype).requires_grad_()
 
-        parts = 1 if activation in PLAIN else 2
+        parts = ACTIVATIONS[activation].parts
         return cls(
             kind,
             leaf(torch.rand(h) + 0.5),
@@ -117,7 +113,8 @@ class Layer:
 
     def plain_mlp(self, y, activation="swiglu"):
         pre = y @ self.fc1.t()
-        return act(pre if self.fc1_bias is None else pre + self.fc1_bias, activation) @ self.fc2.t()
+        pre = pre if self.fc1_bias is None else pre + self.fc1_bias
+        return act(pre, activation) @ self.fc2.t()
 
     def fp8_linear(self, a, w, config, bias=None):
         """Straight-through autograd of a linear: operands and the gradient of its output are
@@ -149,9 +146,8 @@ class Layer:
     def straight_mlp(self, y, config, activation):
         """:func:`coat_dist.flow.mlp` in "quantized" mode."""
         pre = self.fp8_linear(y, self.fc1, config, self.fc1_bias)
-        parts = (pre,) if activation in PLAIN else pre.chunk(2, -1)
-        pre = torch.cat([self.grouped(t, config, "int8") for t in parts], -1)
-        return self.fp8_linear(act(pre, activation), self.fc2, config)
+        parts = [self.grouped(t, config, "int8") for t in chunks(pre, activation)]
+        return self.fp8_linear(torch_activation(activation, parts), self.fc2, config)
 
     def grouped_norm(self, x, config):
         """The norm of values that groups rounded; of a LayerNorm they are those of x less its
@@ -191,49 +187,16 @@ class GradQuantized(torch.autograd.Function):
 
 
 def per_tensor(x, fmt, aligned=True):
-    return rounded(x.detach(), x.detach().abs().max(), fmt, aligned)
+    scale = tensor_scale(amax(x), FORMATS[fmt], aligned)
+    return dequantize(quantize_tensor(x.detach(), FORMATS[fmt], scale))
 
 
 def per_row(x, fmt):
-    return rounded(x.detach(), x.detach().abs().amax(-1, keepdim=True), fmt, True)
-
-
-def rounded(x, amax, fmt, aligned):
-    scale = amax / LARGEST[fmt]
-    if aligned:
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    return as_format(x / scale, fmt) * scale
-
-
-def as_format(x, fmt):
-    """The nearest numbers of a format; E3M4's of what fp16 makes of x."""
-    if fmt == "int8":
-        return x.round()
-    if fmt != "e3m4":
-        return x.to({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt]).to(x.dtype)
-    x, numbers = ((x * 2.0**-12).half() * 2.0**12).to(x.dtype), E3M4.flatten().to(x)
-    above = torch.searchsorted(numbers, x.abs().contiguous()).clamp(1, 127)
-    low, high = numbers[above - 1], numbers[above]
-    up = torch.where(
-        x.abs() - low == high - x.abs(), above % 2 == 0, x.abs() - low > high - x.abs()
-    )
-    return torch.where(up, high, low).copysign(x)
+    return dequantize(quantize_rows(x.detach(), FORMATS[fmt], aligned=True))
 
 
 def per_group(x, fmt, group_size, kind):
-    parts = []
-    for part in x.detach().split(group_size, dim=-1):
-        scale = part.abs().amax(-1, keepdim=True) / LARGEST[fmt]
-        if kind == "e8m0":
-            scale = torch.exp2(torch.ceil(torch.log2(scale)))
-        else:
-            rounded = scale.bfloat16()
-            up = torch.where(
-                rounded.float() < scale, rounded.view(torch.int16) + 1, rounded.view(torch.int16)
-            )
-            scale = up.to(torch.int16).view(torch.bfloat16).float()
-        parts.append(as_format(part / scale, fmt) * scale)
-    return torch.cat(parts, -1)
+    return dequantize(quantize_groups(x.detach(), FORMATS[fmt], group_size, kind))
 
 
 def relative_error(got, expected):

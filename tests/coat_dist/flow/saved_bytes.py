@@ -30,6 +30,6 @@ def normed_bytes(h, config):
     return h + scale_bytes(h, config) + 4
 
 
-def pre_bytes(f, config, parts=2):
-    """Per token: the pre-activation, its parts apart, and its scales."""
-    return parts * (f + scale_bytes(f, config))
+def pre_bytes(f, config):
+    """Per token: a gated pre-activation, its parts apart, and its scales."""
+    return 2 * (f + scale_bytes(f, config))

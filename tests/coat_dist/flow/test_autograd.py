@@ -9,32 +9,38 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import Norm, TensorParallel, linear, norm, norm_linear, norm_mlp, scale_rows
+from tests.support import equal
 
-from .catalogue import catalogue
+from .catalogue import HEADS, RESIDUAL, catalogue
 from .common import EPS, ONE, Layer, gradients, settings
 
+ANY_SHAPE = "norm", "norm_linear", "linear", "norm_mlp", "mlp", "scale_rows", "invariant_linear"
+ANY_SHAPE += "vocab_parallel_cross_entropy", "linear_cross_entropy", "whole"
 
-def calls(layer, **changes):
-    """Of the catalogue what takes any shape, the first output; and compositions."""
-    functions, config = catalogue(layer, **changes), settings(**changes)
+
+def calls(**changes):
+    """{name: x → one tensor} of all functions, those with a residual connection, and a layer."""
+    layer, config = Layer.random(n=HEADS.width), settings(**changes)
+    functions, residual = catalogue(layer, **changes), catalogue(layer, residual=True, **changes)
+    functions |= {f"{name} with residual": residual[name] for name in RESIDUAL}
     ungated = Layer.random(activation="gelu", biased=True)
     return {
-        **{name: lambda x, f=functions[name]: f(x)[0] for name in ALONE},
+        **{name: lambda x, f=f: together(f(x)) for name, f in functions.items()},
         "biased_gelu": lambda x: ungated.norm_mlp(x, config, "gelu"),
         "whole": lambda x: layer.flow(x, config),
     }
 
 
-ALONE = "norm", "norm_linear", "linear", "norm_mlp", "mlp", "scale_rows", "invariant_linear"
-NAMES = *ALONE, "biased_gelu", "whole"
+def together(outs):
+    return outs[0] if len(outs) == 1 else torch.cat([t.flatten(2) for t in outs], -1)
 
 
 @pytest.fixture(
-    params=[*((name, "tensor") for name in NAMES), ("whole", "row"), ("mlp", "row")], ids="-".join
+    params=[*((name, "tensor") for name in calls()), ("whole", "row"), ("mlp", "row")], ids="-".join
 )
 def call(request):
     name, scales = request.param
-    return calls(Layer.random(), forward_scales=scales)[name]
+    return calls(forward_scales=scales)[name]
 
 
 def run(call, x, weighting=None):
@@ -44,14 +50,21 @@ def run(call, x, weighting=None):
     return out, torch.autograd.grad(out, x, weighting, retain_graph=True)[0]
 
 
-def test_functions_of_inputs_of_any_layout_and_shape(call):
-    x = torch.randn(6, 4, 64)
+@pytest.mark.parametrize("name", ANY_SHAPE)
+def test_functions_of_inputs_of_any_shape(name):
+    call, x = calls()[name], torch.randn(6, 4, 64)
     out, grad = run(call, x)
     flat, flat_grad = run(call, x.view(24, 64))
-    assert torch.equal(out.view(24, -1), flat) and torch.equal(grad.view(24, -1), flat_grad)
+    assert torch.equal(out.flatten(), flat.flatten())
+    assert torch.equal(grad.view(24, -1), flat_grad)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("name", [name for name in calls() if name != "sdpa"])
+def test_functions_of_inputs_of_any_layout(name, scales):
+    call = calls(forward_scales=scales)[name]
     strided = torch.randn(4, 6, 128)[..., ::2].transpose(0, 1)
-    assert torch.equal(run(call, strided)[0], run(call, strided.contiguous())[0])
-    assert torch.equal(run(call, strided)[1], run(call, strided.contiguous())[1])
+    assert equal(run(call, strided), run(call, strided.contiguous()))
 
 
 def test_functions_of_gradients_with_strides_zero_or_transposed(call):
@@ -72,6 +85,9 @@ def test_functions_backward_twice(call):
         gradients(out, w, [x])[0] for w in (weighting, torch.randn_like(out), weighting)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)
+    out.backward(weighting)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward(weighting)
 
 
 def test_functions_in_inference_mode(call):
@@ -87,8 +103,7 @@ def test_functions_in_inference_mode(call):
 def test_functions_under_checkpointing_and_saved_tensor_hooks(call):
     x = torch.randn(6, 4, 64)
     out, grad = run(call, x)
-    again = run(lambda t: checkpoint(call, t, use_reentrant=False), x)
-    assert torch.equal(out, again[0]) and torch.equal(grad, again[1])
+    assert equal(run(lambda t: checkpoint(call, t, use_reentrant=False), x), (out, grad))
     leaf = x.clone().requires_grad_()
     checkpoint(call, leaf, use_reentrant=True).backward(torch.ones_like(out))
     assert torch.equal(leaf.grad, grad)
@@ -102,8 +117,7 @@ def test_functions_under_checkpointing_and_saved_tensor_hooks(call):
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("name", ["norm_linear", "linear", "norm_mlp", "biased_gelu", "mlp"])
 def test_functions_of_nan_and_infinity(bad, forward, scales, name):
-    layer = Layer.random()
-    call = calls(layer, forward=forward, forward_scales=scales)[name]
+    call = calls(forward=forward, forward_scales=scales)[name]
     x = torch.randn(6, 4, 64)
     x[2, 1, 7] = bad
     assert call(x)[2, 1].isnan().all()

@@ -35,8 +35,11 @@ def kinds(which):
     return lambda q, k, v, docs=None, **o: attention(q, k, v, FP8, documents=docs, **o)[0]
 
 
-def each_alone(attend, inputs, **options):
-    ends = documents().bounds
+ATTENDS = kinds("bf16"), kinds("fp8")
+
+
+def each_alone(attend, inputs, docs, **options):
+    ends = docs.bounds
     return torch.cat(
         [attend(*(t[a:b] for t in inputs), **options) for a, b in itertools.pairwise(ends) if a < b]
     )
@@ -46,23 +49,20 @@ def each_alone(attend, inputs, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_have_the_bits_that_each_has_alone(which, dtype, groups, causal):
-    inputs, attend = qkv(groups, dtype), kinds(which)
-    out = attend(*inputs, documents(), causal=causal, scale=0.3)
-    alone = each_alone(attend, inputs, causal=causal, scale=0.3)
+@pytest.mark.parametrize("lengths", [LENGTHS, [T]], ids=["several", "one"])
+def test_documents_have_the_bits_that_each_has_alone(which, dtype, groups, causal, lengths):
+    inputs, attend, docs = qkv(groups, dtype), kinds(which), documents(lengths)
+    options = {"causal": causal, "scale": 0.3}
+    out = attend(*inputs, docs, **options)
+    alone = each_alone(attend, inputs, docs, **options)
     assert torch.equal(out, alone)
     dout = torch.randn_like(out)
-    grads, wanted = (torch.autograd.grad(o, inputs, dout, retain_graph=True) for o in (out, alone))
-    again = torch.autograd.grad(out, inputs, dout)
-    assert all(
-        torch.equal(a, b) and torch.equal(a, c)
-        for a, b, c in zip(grads, wanted, again, strict=True)
-    )
+    wanted = torch.autograd.grad(alone, inputs, dout)
+    for _ in range(2):
+        assert equal(torch.autograd.grad(out, inputs, dout, retain_graph=True), wanted)
     with torch.no_grad():
-        assert torch.equal(attend(*inputs, documents(), causal=causal, scale=0.3), out)
-    recomputed = checkpoint(
-        attend, *inputs, documents(), causal=causal, scale=0.3, use_reentrant=False
-    )
+        assert torch.equal(attend(*inputs, docs, **options), out)
+    recomputed = checkpoint(attend, *inputs, docs, **options, use_reentrant=False)
     assert equal(torch.autograd.grad(recomputed, inputs, dout), wanted)
 
 
@@ -88,15 +88,6 @@ def test_documents_are_softmax_under_a_block_mask(groups):
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
-def test_documents_of_one_are_the_whole_sequence(which):
-    inputs, attend = qkv(), kinds(which)
-    one, plain = attend(*inputs, documents([T])), attend(*inputs)
-    dout = torch.randn_like(plain)
-    assert torch.equal(one, plain)
-    assert equal(*(torch.autograd.grad(o, inputs, dout) for o in (one, plain)))
-
-
-@pytest.mark.parametrize("which", ["bf16", "fp8"])
 def test_documents_saved_bytes(which):
     """q, k, v and the output once, and a logarithm of a sum for each token and head."""
     inputs, attend = qkv(), kinds(which)
@@ -112,7 +103,7 @@ def test_documents_dropout():
     torch.manual_seed(1)
     out = sdpa(*inputs, documents=documents(), dropout=0.5)
     torch.manual_seed(1)
-    alone = each_alone(sdpa, inputs, dropout=0.5)
+    alone = each_alone(sdpa, inputs, documents(), dropout=0.5)
     dout = torch.randn_like(out)
     assert torch.equal(out, alone) and not torch.equal(out, sdpa(*inputs, documents=documents()))
     assert equal(*(torch.autograd.grad(o, inputs, dout) for o in (out, alone)))
@@ -120,8 +111,8 @@ def test_documents_dropout():
 
 def test_documents_beside_nan():
     """Other documents may even be NaN."""
-    for which in ("bf16", "fp8"):
-        inputs, attend = qkv(), kinds(which)
+    for attend in ATTENDS:
+        inputs = qkv()
         wanted = attend(*inputs, documents())
         for t in inputs:
             t.data[6:23] = float("nan")
@@ -158,16 +149,13 @@ def test_documents_refuse_misfits():
         ),
         (Documents(starts, torch.tensor(17)), r"max_seqlen: got tensor\(17\), accepted: an int"),
     ):
-        for attend in (kinds("bf16"), kinds("fp8")):
+        for attend in ATTENDS:
             with pytest.raises(ValueError, match=message):
                 attend(q, k, v, given)
-    for attend in (kinds("bf16"), kinds("fp8")):
-        with pytest.raises(
-            TypeError, match=r"documents: got Tensor, accepted: Documents\(cu_seqlens, max_seqlen\)"
-        ):
+    for attend in ATTENDS:
+        with pytest.raises(TypeError, match=r"documents: got Tensor, accepted: Documents\(cu_seq"):
             attend(q, k, v, starts)
-    for tensors in ([t.expand(-1, 2, -1, -1) for t in (q, k, v)],):
-        with pytest.raises(
-            ValueError, match=r"q: got \[40, 2, 4, 32\] with 40 keys, accepted: \[s, 1, heads, d\]"
-        ):
-            sdpa(*tensors, documents=documents())
+    with pytest.raises(
+        ValueError, match=r"q: got \[40, 2, 4, 32\] with 40 keys, accepted: \[s, 1, heads, d\]"
+    ):
+        sdpa(*(t.expand(-1, 2, -1, -1) for t in (q, k, v)), documents=documents())

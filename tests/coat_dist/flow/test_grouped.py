@@ -9,6 +9,9 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import TensorParallel, grouped_mlp, mlp, scale_rows
+from tests.support import equal
+
+from .saved_bytes import saved
 
 H, F = 64, 48
 COUNTS = {
@@ -64,66 +67,50 @@ def test_grouped_mlp_has_the_bits_of_one_expert_after_the_other(counts, activati
     y = grouped_mlp(x, torch.tensor(counts), w1, w2, activation, settings, probs)
     grads = torch.autograd.grad(y, inputs, dout)
     expected = one_by_one(counts, *inputs, activation, settings)
-    for got, wanted in zip(
-        (y, *grads), (expected, *torch.autograd.grad(expected, inputs, dout)), strict=True
-    ):
-        assert got.shape == wanted.shape and got.dtype == wanted.dtype
-        assert torch.equal(got, wanted)
+    assert y.dtype == expected.dtype
+    assert equal((y, *grads), (expected, *torch.autograd.grad(expected, inputs, dout)))
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_grouped_mlp_into_main_grad(overwrite):
-    """What one by one adds to main_grad, in fp32, is added to the same places; nothing is kept
-    of a replaced one.
-    """
-    counts, settings = COUNTS["any"], ActivationConfig(wgrad="main_grad")
-    (x, probs, w1, w2), dout = problem(counts)
-    for w in (w1, w2):
-        w.main_grad = torch.ones_like(w, dtype=torch.float32)
-        w.overwrite_main_grad = overwrite
-    grouped_mlp(x, torch.tensor(counts), w1, w2, "swiglu", settings, probs).backward(dout)
-    assert w1.grad is None and x.grad is not None
-    parts = []
-    first = 0
-    for e, n in enumerate(counts):
-        fcs = [
-            w.detach().view(len(counts), *size)[e].t().contiguous().requires_grad_()
-            for w, size in ((w1, (H, -1)), (w2, (F, H)))
-        ]
-        for fc in fcs:
-            fc.main_grad = torch.ones_like(fc, dtype=torch.float32)
-            fc.overwrite_main_grad = overwrite
-        y = mlp(x.detach()[first : first + n], *fcs, "swiglu", TensorParallel(), settings)
-        scale_rows(y, probs.detach()[first : first + n], settings).backward(dout[first : first + n])
-        parts.append([fc.main_grad.t() for fc in fcs])
-        first += n
-    for w, wanted in zip((w1, w2), zip(*parts, strict=True), strict=True):
-        assert torch.equal(
-            w.main_grad.view(len(counts), -1), torch.stack(wanted).view(len(counts), -1)
-        )
+def test_grouped_mlp_into_main_grad():
+    """The product in fp32, added or written: without ``main_grad`` it is rounded to BF16."""
+    counts = torch.tensor(COUNTS["any"])
+    (x, probs, *weights), dout = problem(COUNTS["any"])
+
+    def run(wgrad):
+        config = ActivationConfig(wgrad=wgrad)
+        grouped_mlp(x, counts, *weights, "swiglu", config, probs).backward(dout)
+
+    run("grad")
+    rounded = [w.grad for w in weights]
+    found = []
+    for overwrite in (True, False):
+        for w in weights:
+            w.grad, w.main_grad = None, torch.ones_like(w, dtype=torch.float32)
+            w.overwrite_main_grad = overwrite
+        run("main_grad")
+        assert all(w.grad is None for w in weights)
+        found.append([w.main_grad for w in weights])
+    for grad, written, added in zip(rounded, *found, strict=True):
+        assert torch.equal(written.bfloat16(), grad) and not torch.equal(written, grad.float())
+        assert torch.equal(added, 1 + written)
 
 
 def test_grouped_mlp_saved_bytes():
     """What docs/flow.md says, for 96 rows of which 71 are tokens."""
     counts, settings = [5, 0, 33, 32, 1], ActivationConfig()
     (x, probs, w1, w2), _ = problem(counts)
-    storages = {}
 
-    def pack(t):
-        storages[t.untyped_storage().data_ptr()] = t.nbytes
-        return t
+    def call():
+        return grouped_mlp(x, torch.tensor(counts), w1, w2, "swiglu", settings, probs)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        grouped_mlp(x, torch.tensor(counts), w1, w2, "swiglu", settings, probs)
-    for t in (w1, w2, probs):
-        del storages[t.untyped_storage().data_ptr()]
+    kept = saved(call, w1, w2, probs)
     rows, groups = 160, -(-F // settings.group_size)
     expected = (
         rows * (H + 2 * F + 2 * groups + H + -(-H // settings.group_size))
         + 4 * rows
         + 4 * sum(counts)
     )
-    assert sum(storages.values()) == expected + 4 * rows // 32 + 4 * 5 + 4 * 4 * 5
+    assert sum(kept.values()) == expected + 4 * rows // 32 + 4 * 5 + 4 * 4 * 5
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 from coat_dist.flow import attention, linear, sdpa
 from tests.support import equal
 
-from .catalogue import HEADS, NAMES, H, catalogue
-from .common import ONE, Layer, settings
+from .catalogue import NAMES, H, catalogue, layer_for_all, leaves
+from .common import ONE, settings
 
 REFUSED = {"attention": "is a view and is being modified inplace"}
 """What autograd refuses at once."""
@@ -20,17 +20,8 @@ NEEDED = {"sdpa": "modified by an inplace operation"}
 SHAPES = [(6, 2, torch.float32), (6, 1, torch.bfloat16), (1, 1, torch.float32)]
 
 
-def leaves(layer, x):
-    return [x, *layer.parameters().values()]
-
-
 def grads(outs, inputs, weightings):
     return torch.autograd.grad(outs, inputs, weightings, allow_unused=True)
-
-
-def same(got, expected):
-    assert [g is None for g in got] == [e is None for e in expected]
-    assert equal(got, expected)
 
 
 def changed(t):
@@ -46,13 +37,13 @@ def change_(t):
 @pytest.mark.parametrize(("s", "b", "dtype"), SHAPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_functions_whose_outputs_are_changed_in_place(name, s, b, dtype):
-    layer = Layer.random(h=H, n=HEADS.width if "qkv" in name else 48, kind="layernorm", dtype=dtype)
+    layer = layer_for_all(dtype)
     call, x = catalogue(layer)[name], torch.randn(s, b, H, dtype=dtype, requires_grad=True)
     expected = [changed(t) for t in call(x)]
     weightings = [torch.randn_like(t) for t in expected]
     wanted = grads(expected, leaves(layer, x), weightings)
     for i in range(len(expected)):
-        outs = list(call(x))
+        outs = call(x)
         if name in REFUSED:
             with pytest.raises(RuntimeError, match=REFUSED[name]):
                 change_(outs[i])
@@ -63,12 +54,12 @@ def test_functions_whose_outputs_are_changed_in_place(name, s, b, dtype):
             with pytest.raises(RuntimeError, match=NEEDED[name]):
                 grads(outs, leaves(layer, x), weightings)
         else:
-            same(grads(outs, leaves(layer, x), weightings), wanted)
+            assert equal(grads(outs, leaves(layer, x), weightings), wanted)
 
 
 @pytest.mark.parametrize("name", ["norm_qkv", "norm_mlp"])
 def test_residual_alias_changed_in_place_is_refused(name):
-    layer, x = Layer.random(h=H, n=HEADS.width), torch.randn(6, 2, H, requires_grad=True)
+    layer, x = layer_for_all(), torch.randn(6, 2, H, requires_grad=True)
     call = catalogue(layer, residual=True)[name]
     *outs, alias = call(x)
     expected = [*(changed(t) for t in outs), alias * 2]
@@ -76,7 +67,7 @@ def test_residual_alias_changed_in_place_is_refused(name):
     wanted = grads(expected, leaves(layer, x), weightings)
     *outs, alias = call(x)
     got = [*(change_(t) for t in outs), alias * 2]
-    same(grads(got, leaves(layer, x), weightings), wanted)
+    assert equal(grads(got, leaves(layer, x), weightings), wanted)
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         alias += 1
     # Through x, of which it is an alias: the alias's own gradient would be that of the old value.
@@ -92,7 +83,7 @@ def test_functions_whose_inputs_are_changed_in_place(name):
     """What backward needs of an input is either a copy in FP8 or guarded by autograd's version
     counter.
     """
-    layer = Layer.random(h=H, n=HEADS.width if "qkv" in name else 48)
+    layer = layer_for_all()
     call, x = catalogue(layer)[name], torch.randn(6, 2, H, requires_grad=True)
     outs = call(x * 1)
     weightings = [torch.randn_like(t) for t in outs]
@@ -106,7 +97,7 @@ def test_functions_whose_inputs_are_changed_in_place(name):
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
     else:
-        same(got, wanted)
+        assert equal(got, wanted)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -114,7 +105,7 @@ def test_linear_after_attention_changed_in_place(compressed):
     """``linear`` keeps attention's output, or its codes. A change after it is refused in
     backward, or harmless.
     """
-    layer, x = Layer.random(h=H, n=48), torch.randn(6, 2, 4, 16, requires_grad=True)
+    layer, x = layer_for_all(), torch.randn(6, 2, 4, 16, requires_grad=True)
 
     def run():
         if compressed:
@@ -130,7 +121,7 @@ def test_linear_after_attention_changed_in_place(compressed):
     with torch.no_grad():
         o.mul_(2)
     if compressed:
-        same(torch.autograd.grad(y.sum(), [x, layer.weight]), wanted)
+        assert equal(torch.autograd.grad(y.sum(), [x, layer.weight]), wanted)
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(y.sum(), [x, layer.weight])

@@ -6,7 +6,6 @@ import importlib
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from coat_dist.reference.norm import norm_backward
 from tests.support import Adds, equal
@@ -107,45 +106,3 @@ def test_residual_with_an_unused_output(name):
     (got,) = torch.autograd.grad(outs[0], x, dout)
     (expected,) = torch.autograd.grad(function(name, layer, residual=False)(x)[0], x, dout)
     assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("name", RESIDUAL)
-def test_residual_gradients_with_strides_zero_or_transposed(name):
-    layer, x = tensors()
-    *outs, alias = function(name, layer)(x)
-    dout = torch.randn_like(outs[0])
-    for carried in (
-        x.new_tensor(3.0).expand(S, B, H),
-        torch.randn(B, S, H, dtype=x.dtype).transpose(0, 1),
-    ):
-        a, b = (
-            torch.autograd.grad((outs[0], alias), x, (dout, c), retain_graph=True)[0]
-            for c in (carried, carried.contiguous())
-        )
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", RESIDUAL)
-def test_residual_under_checkpointing(name, reentrant):
-    """Around function and residual connection, and, not reentrant, around the function alone."""
-    layer, x = tensors()
-    call = function(name, layer)
-
-    def block(x):
-        *outs, alias = call(x)
-        return alias + outs[0].flatten(2).sum(-1, keepdim=True)
-
-    def outside(x):
-        *outs, alias = checkpoint(call, x, use_reentrant=False)
-        return alias + outs[0].flatten(2).sum(-1, keepdim=True)
-
-    weighting, grads = torch.randn_like(x), []
-    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant), outside):
-        leaf = x.detach().requires_grad_()
-        layer.norm_weight.grad = None
-        run(leaf).backward(weighting)
-        grads.append((leaf.grad, layer.norm_weight.grad))
-    assert all(
-        torch.equal(a, b) for other in grads[1:] for a, b in zip(other, grads[0], strict=True)
-    )

@@ -17,6 +17,7 @@ from coat_dist.reference.norm import norm_apply, norm_stats
 from coat_dist.reference.quantize import SMALLEST_SCALE, dequantize, quantize_groups, quantize_rows
 from tests.support import equal
 
+from .catalogue import catalogue
 from .common import EPS, ONE, Layer, settings
 
 FORMS = [("e4m3", "e8m0"), ("e4m3", "bf16"), ("e5m2", "e8m0")]
@@ -148,40 +149,25 @@ def test_mlp_with_row_scales_has_gradients_of_per_tensor_scales(
     assert equal(*grads)
 
 
-def test_row_scales_of_a_token_beside_wild_ones():
+@pytest.mark.parametrize("name", ["linear", "norm_linear", "norm_mlp", "mlp"])
+def test_row_scales_of_a_token_beside_wild_ones(name):
     """Forward's bits of a token do not depend on what else is in the batch, be it large or not a
-    number.
+    number. Gradients of weights sum over tokens: there NaN must not get lost with its scale.
     """
-    layer, config = Layer.random(), settings(forward_scales="row")
-    calls = {
-        "linear": lambda x: linear(x, layer.weight, ONE, config),
-        "norm_linear": lambda x: norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
-        "norm_mlp": lambda x: layer.norm_mlp(x, config),
-        "mlp": lambda x: layer.mlp(x, config),
-    }
+    layer = Layer.random()
+    call = catalogue(layer, forward_scales="row")[name]
     x = torch.randn(20, 64)
     wild = x.clone()
     wild[3] *= 1e4
     wild[7, 5], wild[9, 0] = torch.nan, torch.inf
     rest = [i for i in range(20) if i not in (3, 7, 9)]
-    for name, call in calls.items():
-        calm, stormy = call(x), call(wild)
-        assert torch.equal(calm[rest], stormy[rest]), name
-        assert stormy[[7, 9]].isnan().all() and stormy[3].isfinite().all(), name
-
-
-def test_row_scales_keep_nan_in_weight_gradients():
-    """wgrad sums over tokens: one that is not a number must not get lost with its scale."""
-    layer, config = Layer.random(), settings(forward_scales="row")
-    x = torch.randn(20, 64)
-    x[7, 5] = torch.nan
-    for call in (
-        lambda t: linear(t, layer.weight, ONE, config),
-        lambda t: norm_linear(t, layer.norm, layer.weight, None, ONE, config),
-    ):
-        out = call(x.requires_grad_())
-        (grad,) = torch.autograd.grad(out, layer.weight, torch.randn_like(out))
-        assert grad.isnan().all()
+    (calm,), (stormy,) = call(x), call(wild)
+    assert torch.equal(calm[rest], stormy[rest])
+    assert stormy[[7, 9]].isnan().all() and stormy[3].isfinite().all()
+    matrices = [p for p in layer.parameters().values() if p.dim() == 2]
+    found = torch.autograd.grad(stormy.sum(), matrices, allow_unused=True)
+    grads = [grad for grad in found if grad is not None]
+    assert grads and all(grad.isnan().all() for grad in grads)
 
 
 def test_row_operand_finds_the_largest_scale_of_its_rows():

@@ -26,6 +26,8 @@ from coat_dist.flow import (
 )
 from tests.support import equal, run_ranks
 
+from .saved_bytes import saved
+
 H, N, F, V, S, B = 64, 96, 128, 80, 8, 3
 ONE = TensorParallel()
 
@@ -157,48 +159,22 @@ def all_cases(rank, world, seed):
             out[
                 f"{forward} {fmt} {scale} {kind} {dtype} sp={sp} {scales} invariant={invariant}"
             ] = result
-    return out, torch_edges(rank) | {
+    return out, {
         f"{name}, {scales}": fact
         for scales in ("tensor", "row")
         for name, fact in scale_edges(rank, scales).items()
     }
 
 
-def torch_edges(rank):
+def scale_edges(rank, scales):
     """The small statements that need two ranks."""
     tp, sp = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
-    facts = {"size": (tp.size, tp.rank, tp.sharded, sp.sharded) == (2, rank, False, True)}
-    codes = torch.full((2, 3), rank + 1.0).to(torch.float8_e4m3fn)
-    gathered = sp.gather_rows(codes)
-    facts["gather"] = (
-        gathered.dtype == codes.dtype
-        and gathered.float().tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
-    )
-    whole = torch.arange(12.0).view(4, 3)
-    facts["scatter"] = torch.equal(sp.reduce_scatter_rows(whole), 2 * whole.chunk(2)[rank])
+    config, facts = ActivationConfig(forward_scales=scales), {}
     try:
         sp.reduce_scatter_rows(torch.ones(3, 2))
         facts["odd rows"] = False
     except ValueError as error:
         facts["odd rows"] = "got 3 rows, accepted: a multiple of 2" in str(error)
-
-    # reduce_grad is what makes a replicated norm's gradient complete.
-    gain, x = torch.rand(H, requires_grad=True), torch.randn(S // 2, B, H)
-    y = [
-        norm(x, Norm("rmsnorm", 1e-5, gain, None, reduce), sp, exact=True)
-        for reduce in (True, False)
-    ]
-    reduced, local = (torch.autograd.grad(t.sum(), gain)[0] for t in y)
-    facts["reduce_grad"] = torch.allclose(tp.sum(local.clone()), reduced) and not torch.allclose(
-        local, reduced
-    )
-    return facts
-
-
-def scale_edges(rank, scales):
-    """The small statements about scales, on two ranks."""
-    tp, sp = TensorParallel(dist.group.WORLD), TensorParallel(dist.group.WORLD, True)
-    config, facts = ActivationConfig(forward_scales=scales), {}
 
     # FP8 or BF16 on the wire: the same numbers where nothing is rounded between the norm and the
     # gather.
@@ -228,16 +204,8 @@ def scale_edges(rank, scales):
     facts["bf16 gather"] = equal(*runs)
 
     # With sequence parallelism only this rank's tokens are kept.
-    held = []
     weight = p["weight"].chunk(2)[rank].requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        norm_linear(x, one, weight, None, sp, config)
-    kept = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in held
-        if t.untyped_storage().data_ptr()
-        not in (p["weight"].untyped_storage().data_ptr(), p["gain"].data_ptr())
-    }
+    kept = saved(lambda: norm_linear(x, one, weight, None, sp, config), weight, p["gain"])
     facts["saved"] = sum(kept.values()) == S // 2 * B * (H + H // 32 + 4) + 8
 
     # One rank's NaN is everybody's: through the shared scale in every token, by rows in this token

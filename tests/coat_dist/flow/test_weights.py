@@ -199,41 +199,20 @@ def quietly(function, *arguments):
         function(*arguments)
 
 
-def optimizer_step(p, new):
-    p.grad = new
-    torch.optim.SGD([p], lr=0.5).step()
-
-
 def step_elsewhere(p, new):
     """As ZeRO does it: an optimizer steps on something else, then the parameter's storage is
     written.
     """
     master = torch.nn.Parameter(p.detach().clone())
-    optimizer_step(master, new)
+    master.grad = new
+    torch.optim.SGD([master], lr=0.5).step()
     p.data.copy_(master.detach())
 
 
-def averaged(p, new):
-    average = torch.optim.swa_utils.AveragedModel(torch.nn.ParameterList([p]))
-    average.update_parameters(torch.nn.ParameterList([torch.nn.Parameter(new)]))
-    quietly(torch._foreach_copy_, [p], list(average.parameters()))
-
-
 WRITES = {
+    # A version counts what writes through the parameter: nn.init, load_state_dict, foreach, ...
     "copy_": (lambda p, new: quietly(p.copy_, new), True),
     "data =": (lambda p, new: setattr(p, "data", new), True),
-    "detach().copy_": (lambda p, new: p.detach().copy_(new), True),
-    "load_state_dict": (
-        lambda p, new: torch.nn.ParameterList([p]).load_state_dict({"0": new}),
-        True,
-    ),
-    "nn.init": (lambda p, new: torch.nn.init.normal_(p), True),
-    "vector_to_parameters": (
-        lambda p, new: torch.nn.utils.vector_to_parameters(new.view(-1), [p]),
-        True,
-    ),
-    "averaged weights": (averaged, True),
-    "an optimizer's step": (optimizer_step, True),
     "an optimizer's step on a master": (step_elsewhere, True),
     # As torch's DistributedDataParallel makes its ranks equal.
     "_broadcast_coalesced": (
@@ -241,8 +220,6 @@ WRITES = {
         True,
     ),
     "broadcast": (lambda p, new: dist.broadcast(p, 0), False),
-    "broadcast of data": (lambda p, new: dist.broadcast(p.data, 0), False),
-    "all_reduce": (lambda p, new: dist.all_reduce(p.detach()), False),
     "data.copy_": (lambda p, new: p.data.copy_(new), False),
     "foreach on data": (lambda p, new: quietly(torch._foreach_mul_, [p.data], 2.0), False),
 }

@@ -2,8 +2,6 @@
 ``reference/moments.py``.
 """
 
-import math
-
 import hypothesis.strategies as st
 import torch
 
@@ -129,15 +127,6 @@ def assert_within_bound(x, moment, codec, steps=1.0):
     assert (error[kept] <= bound[kept]).all()
 
 
-def assert_zeros(x, moment, codec):
-    """What became zero was smaller than half of the smallest code, as rounding to nearest may
-    see it (FP8).
-    """
-    decoded = decode(moment, codec, x.numel())
-    lost = groups_of((decoded == 0) & (x.abs() >= TINY), codec.group_size)
-    assert (exact_y(x, moment, codec)[lost] <= codec.fp8.smallest / 2 * (1 + 1e-4)).all()
-
-
 def assert_metadata(x, moment, codec):
     """a is the amax rounded up (from 2**-17 above a bf16 number on), k as large (the step as small)
     as the group's spread allows.
@@ -164,8 +153,3 @@ def assert_metadata(x, moment, codec):
             assert ((spread * (k + 1) / codec.unit > log2_range - 1e-3) | (k == 255)).all()
     else:
         assert (k == codec.unit).all()
-
-
-def _log_noise_can_explain(value, between):
-    """The value lies within the error of fp32 logarithms of a rounding boundary."""
-    return (torch.log2(between) - math.log2(value)).abs().min().item() < 4e-6

@@ -8,7 +8,7 @@ import torch
 from coat_dist.reference import adamw
 from coat_dist.reference.adamw import AdamWStep, adamw_fp32_step, adamw_step
 from coat_dist.reference.moments import MomentCodec, decode, encode
-from tests.support import equal
+from tests.support import Largest, equal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
@@ -89,20 +89,10 @@ def test_adamw_step_in_chunks(monkeypatch, seed):
 def test_adamw_step_temporaries(monkeypatch):
     """The largest tensor that a step creates is one chunk."""
     monkeypatch.setattr(adamw, "_CHUNK", 1024)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and not func.is_view:
-                largest = max(largest, out.numel())
-            return out
-
     arguments = problem(20_000)
-    with Watch():
+    with Largest() as made:
         adamw_step(*arguments, NUMBERS, 3)
-    assert 0 < largest <= 1024
+    assert 0 < made.elements <= 1024
 
 
 def test_adamw_step_with_a_seed():

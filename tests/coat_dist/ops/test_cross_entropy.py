@@ -1,8 +1,7 @@
-"""Statistics and gradient of blocks of logits: fp64's values, and the same bits however columns
-are cut into blocks.
+"""Statistics and gradient of blocks of logits against fp64. That the bits are the same however
+columns are cut into blocks: ``tests/coat_dist/flow/test_linear_loss.py``.
 """
 
-import itertools
 import math
 
 import pytest
@@ -15,11 +14,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def log_sum(exponent, total):
     return total.log() + exponent.double() * math.log(2)
-
-
-def cut(columns):
-    inner = torch.randint(0, columns + 1, (5,)).tolist()
-    return [p for p in itertools.pairwise(sorted([0, columns, *inner])) if p[0] < p[1]]
 
 
 @DTYPES
@@ -39,44 +33,6 @@ def test_logit_stats_against_fp64(dtype, size):
         rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6,
         atol=1e-6,
     )
-
-
-@DTYPES
-def test_logit_stats_of_blocks_merge(dtype, monkeypatch):
-    """The exponent and the gradient are the same bits, the sum is to fp64's own rounding, the
-    loss is the same bits.
-    """
-    logits, labels = (torch.randn(7, 300) * 9).to(dtype), torch.randint(0, 300, (7,))
-    logits[2, 100:] -= 400  # blocks that count for nothing
-    logits[3, :290] = -torch.inf
-    whole = ce.logit_stats(logits, labels, 0)
-    rest = whole.exponent, whole.total.reciprocal().float(), None, torch.randn(7)
-    gradient = ce.logit_grad(logits, labels, 0, *rest)
-    monkeypatch.setattr(ce, "_CHUNK", 500)
-    for _ in range(10):
-        pairs = cut(300)
-        parts = [ce.logit_stats(logits[:, a:b], labels, a) for a, b in pairs]
-        exponent, total = ce.merge(*(torch.stack([p[i] for p in parts]) for i in (0, 1)))
-        assert torch.equal(exponent, whole.exponent)
-        # Two sums of 300 terms.
-        assert ((total - whole.total).abs() <= 2 * 300 * 2.0**-53 * whole.total).all()
-        assert torch.equal(sum(p.label for p in parts), whole.label)
-        assert torch.equal(
-            log_sum(exponent, total).float(), log_sum(whole.exponent, whole.total).float()
-        )
-        assert torch.equal(
-            torch.cat([ce.logit_grad(logits[:, a:b], labels, a, *rest) for a, b in pairs], 1),
-            gradient,
-        )
-
-
-def test_logit_grad_in_place():
-    logits, labels = torch.randn(4, 30), torch.randint(0, 30, (4,))
-    exponent, total, _ = ce.logit_stats(logits, labels, 0)
-    rest = (labels, 0, exponent, total.reciprocal().float(), None, torch.ones(4))
-    wanted = ce.logit_grad(logits, *rest)
-    assert ce.logit_grad(logits, *rest, out=logits) is logits and torch.equal(logits, wanted)
-    assert wanted.sum(-1).abs().max() < 1e-6
 
 
 def test_logit_stats_of_non_finite_logits():

@@ -11,7 +11,6 @@ from coat_dist.reference.moments import TINY, MomentCodec, decode, encode
 from tests.coat_dist.ops.moment_groups import (
     CODECS,
     FP8_CODECS,
-    _log_noise_can_explain,
     assert_metadata,
     assert_within_bound,
     exact_y,
@@ -75,35 +74,26 @@ def test_the_smallest_element_lands_where_the_docstring_says(codec, least):
 
 
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=lambda f: f.name)
-def test_codes_are_the_nearest_values_ties_to_even(fp8):
-    """Without expansion and with a = F, codes are plain FP8 rounding: compare with a search over
-    all values.
-    """
-    table = torch.arange(128, dtype=torch.uint8).view(fp8.dtype).double()
+def test_encode_gives_the_nearest_codes(fp8):
+    """Without expansion and with a = F, codes are plain FP8 rounding, as torch has it."""
+    table = torch.arange(128, dtype=torch.uint8).view(fp8.dtype).float()
     table = table[table.isfinite()]
     between = (table[1:] + table[:-1]) / 2
-    tests = torch.cat(
-        [
-            table,
-            between,
-            torch.nextafter(between.float(), torch.tensor(torch.inf)).double(),
-            torch.nextafter(between.float(), torch.tensor(0.0)).double(),
-        ]
-    ).float()
-    codec = MomentCodec(fp8.name, expand=False, group_size=64)
-    for value in tests.tolist():
-        moment = encode(torch.tensor([fp8.max, value, -value]), codec)
-        distance = (table - value).abs()
-        nearest = torch.nonzero(distance == distance.min()).flatten()
-        expected = nearest[nearest % 2 == 0].item() if len(nearest) > 1 else nearest.item()
-        y = fp8.max * 2.0 ** (math.log2(value) - math.log2(fp8.max)) if value else 0.0
-        if len(nearest) > 1 and y != value:  # the logarithm moved an exact tie by a rounding error
-            assert moment.q[0, 1].item() in nearest
-        else:
-            got = moment.q[0, 1].item()
-            assert got == expected or _log_noise_can_explain(value, between), (value, got, expected)
-        assert moment.q[0, 2].item() == moment.q[0, 1].item() | 0x80
-        assert moment.q[0, 0].item() == len(table) - 1
+    ends = torch.tensor([torch.inf, 0.0])[:, None]
+    values = torch.cat([table, between, *torch.nextafter(between, ends)])
+    groups = torch.zeros(len(values), 64)
+    groups[:, 0], groups[:, 1], groups[:, 2] = fp8.max, values, -values
+    q = encode(groups, MomentCodec(fp8.name, expand=False, group_size=64)).q
+    # Logarithms in fp32 may move a value over a middle that is so close.
+    apart = (torch.log2(between.double()) - torch.log2(values.double())[:, None]).abs().amin(1)
+    wanted = values.to(fp8.dtype).view(torch.uint8)
+    assert ((q[:, 1] == wanted) | (apart < 4e-6)).all()
+    assert ((q[:, 1].int() - wanted.int()).abs() <= 1).all()
+    ties = slice(len(table), len(table) + len(between))
+    # Most of them go to the even code, as logarithms leave three in four where they are.
+    assert (q[:, 1] == wanted)[ties].float().mean() > 0.65
+    assert torch.equal(q[:, 2], q[:, 1] | 0x80)
+    assert (q[:, 0] == len(table) - 1).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -1,63 +1,32 @@
-"""Norms: the definition against torch, the two passes against their parts, and the kernels
-against the definition.
+"""Norms: the definition's two passes against their parts. The whole is compared with torch in
+``tests/coat_dist/flow/test_gradients.py``, kernels with the definition in ``agreement/norm.py``.
 """
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from coat_dist.formats import E4M3
 from coat_dist.reference.norm import (
-    NormStats,
     norm_apply,
     norm_backward,
     norm_compress,
-    norm_compress_rows,
-    norm_quantize,
     norm_stats,
 )
 from coat_dist.reference.quantize import (
-    amax,
     dequantize,
     quantize_groups,
-    quantize_rows,
-    tensor_scale,
 )
 from tests.support import equal
+
+from .agreement import compare
 
 EPS = 1e-5
 
 
-def inputs(affine=True, h=72):
+def inputs(h=72):
     # No row is nearly constant.
     x = torch.randn(4, 3, h) * (torch.rand(4, 3, 1) * 5 + 0.5) + torch.randn(4, 3, 1)
-    return x, *((torch.rand(h) + 0.5, torch.randn(h)) if affine else (None, None))
-
-
-def torch_norm(kind, x, weight, bias):
-    h = x.shape[-1:]
-    if kind == "layernorm":
-        return F.layer_norm(x, h, weight, bias, EPS)
-    y = F.rms_norm(x, h, weight, EPS)
-    return y if bias is None else y + bias
-
-
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("affine", [True, False])
-def test_norm_forward_and_backward_are_torchs(kind, affine):
-    x, weight, bias = inputs(affine)
-    dy = torch.randn_like(x)
-    leaves = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
-    expected = torch_norm(kind, leaves[0], *(leaves[1:] or (None, None)))
-    expected_grads = torch.autograd.grad(expected, leaves, dy.double())
-    stats = norm_stats(x, kind, EPS)
-    torch.testing.assert_close(
-        norm_apply(x, stats, weight, bias), expected.float(), rtol=1e-5, atol=1e-5
-    )
-    got = norm_backward(dy, x, kind, stats, weight)
-    for mine, reference in zip(got, expected_grads, strict=False):
-        torch.testing.assert_close(mine, reference.float(), rtol=1e-4, atol=1e-5)
-    assert (stats.mean is None) == (kind == "rmsnorm")
+    return x, torch.rand(h) + 0.5, torch.randn(h)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
@@ -79,9 +48,8 @@ def test_norm_stats_beside_other_rows():
     for kind in ("rmsnorm", "layernorm"):
         together = norm_stats(x, kind, EPS)
         alone = [norm_stats(row[None], kind, EPS) for row in x]
-        assert torch.equal(together.rstd, torch.cat([s.rstd for s in alone]))
-        if together.mean is not None:
-            assert torch.equal(together.mean, torch.cat([s.mean for s in alone]))
+        for i, whole in enumerate(together):
+            assert whole is None or torch.equal(whole, torch.cat([stats[i] for stats in alone]))
 
 
 def test_norm_forward_of_zeros():
@@ -98,43 +66,11 @@ def test_norm_compress_is_its_parts(kind, exact):
     x8 = quantize_groups(x if whole.mean is None else x - whole.mean, E4M3, 32, "e8m0")
     source = x if exact else dequantize(x8)
     stats = whole if exact else norm_stats(source, "rmsnorm", EPS)
-    assert torch.equal(found.x8.codes.view(torch.uint8), x8.codes.view(torch.uint8))
-    assert torch.equal(found.x8.scales, x8.scales)
+    compare(found.x8, x8)
     assert torch.equal(found.stats.rstd, stats.rstd)
     assert torch.equal(found.amax, norm_apply(source, stats, weight, bias).abs().max())
     assert exact == torch.equal(found.stats.rstd, whole.rstd)
     assert found.stats.mean is whole.mean is None or torch.equal(found.stats.mean, whole.mean)
-
-
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("exact", [True, False])
-def test_norm_compress_rows_is_two_passes(kind, exact):
-    x, weight, bias = inputs()
-    arguments = (x, kind, EPS, weight, bias, E4M3, 32, "e8m0", exact)
-    got, first = norm_compress_rows(*arguments), norm_compress(*arguments)
-    assert torch.equal(got.x8.codes.view(torch.uint8), first.x8.codes.view(torch.uint8))
-    assert torch.equal(got.x8.scales, first.x8.scales)
-    for mine, expected in zip(got.stats, first.stats, strict=True):
-        assert mine is expected is None or torch.equal(mine, expected)
-    y = norm_apply(x if exact else first.x8, first.stats, weight, bias)
-    expected = quantize_rows(y, E4M3, aligned=True)
-    assert got.y8.layout == "row" and torch.equal(got.y8.scales, expected.scales)
-    assert torch.equal(got.y8.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-    assert torch.equal(got.y8.scales.amax(), tensor_scale(first.amax, E4M3, aligned=True))
-
-
-def test_norm_quantize_from_codes_and_transposed():
-    x, weight, bias = inputs()
-    found = norm_compress(x, "layernorm", EPS, weight, bias, E4M3, 32, "bf16", False)
-    scale = tensor_scale(found.amax, E4M3)
-    plain = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale)
-    flipped = norm_quantize(found.x8, found.stats, weight, bias, E4M3, scale, transpose=True)
-    assert torch.equal(
-        plain.codes.view(torch.uint8).view(12, 72).t(), flipped.codes.view(torch.uint8)
-    )
-    y = norm_apply(dequantize(found.x8), NormStats(found.stats.rstd, None), weight, bias)
-    assert amax(plain.codes.float()) == E4M3.max
-    assert (dequantize(plain) - y).norm() < 0.04 * y.norm()
 
 
 def test_norm_backward_sums_in_fp64():

@@ -19,6 +19,8 @@ from coat_dist.reference.quantize import (
     tensor_scale,
 )
 
+from .agreement import same
+
 FORMATS = [E4M3, E5M2]
 SAVED_FORMATS = [*FORMATS, E3M4, INT8]
 SCALES = ["e8m0", "bf16"]
@@ -90,11 +92,8 @@ def test_tensor_scale_uses_the_whole_range(fmt, largest):
     assert scale >= SMALLEST_SCALE and scale.isfinite()
     if largest > fmt.max * SMALLEST_SCALE:
         assert q.codes.float().max() == fmt.max
-    step = 2.0 ** -(fmt.mantissa_bits + 1)
-    bound = torch.maximum(x.double() * step, torch.tensor(fmt.smallest / 2).double() * scale) * (
-        1 + 1e-6
-    )
-    assert ((dequantize(q).double() - x.double()).abs() <= bound).all()
+    exact = nearest_even((x * scale.reciprocal()).double(), fmt)
+    assert torch.equal(code_values(q.codes).double(), exact)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -118,10 +117,7 @@ def test_quantize_tensor_transposed(fmt):
     x = torch.randn(3, 5, 7)
     scale = tensor_scale(amax(x), fmt)
     plain, flipped = quantize_tensor(x, fmt, scale), quantize_tensor(x, fmt, scale, transpose=True)
-    assert flipped.codes.shape == (7, 15) and flipped.codes.is_contiguous()
-    assert torch.equal(
-        plain.codes.view(torch.uint8).view(15, 7).t(), flipped.codes.view(torch.uint8)
-    )
+    same(flipped.codes, plain.codes.view(15, 7).t())
 
 
 @pytest.mark.parametrize("fmt", SAVED_FORMATS, **ids)
@@ -161,36 +157,18 @@ def test_quantize_groups_bf16_scale_is_rounded_up(fmt):
 
 @pytest.mark.parametrize("fmt", SAVED_FORMATS, **ids)
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 80])
-def test_quantize_groups_bounds_the_error(fmt, scale, n):
-    x = wide(6, 3, n, low=-8, high=2) * torch.exp2(torch.randint(-40, 40, (6, 3, 1)).float())
+@pytest.mark.parametrize("n", [1, 15, 16, 75])
+def test_quantize_groups_is_a_loop_over_groups(fmt, scale, n):
+    x = wide(4, 3, n, low=-6, high=6) * torch.exp2(torch.randint(-40, 40, (4, 3, 1)).float())
     x[0, 0] = 0.0
-    q = quantize_groups(x, fmt, 32, scale)
+    q = quantize_groups(x, fmt, 16, scale)
     assert q.codes.shape == x.shape and q.codes.is_contiguous()
-    assert q.scales.shape == (6, 3, -(-n // 32)) and q.scales.dtype == (
-        torch.uint8 if scale == "e8m0" else torch.bfloat16
-    )
     assert q.nbytes == x.numel() + q.scales.numel() * q.scales.itemsize
-    s = scale_values(q.scales).repeat_interleave(32, -1)[..., :n].double()
-    error = (dequantize(q).double() - x.double()).abs()
-    bound = torch.maximum(x.double().abs() * 2.0 ** -(fmt.mantissa_bits + 1), s * fmt.smallest / 2)
-    assert (error <= bound * (1 + (2.0**-6 if fmt is E3M4 else 1e-6))).all()
-    assert (dequantize(q)[0, 0] == 0).all()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_quantize_groups_is_a_loop_over_groups(scale):
-    x = wide(4, 75, low=-6, high=6)
-    q = quantize_groups(x, E4M3, 16, scale)
-    for row in range(4):
-        for group, first in enumerate(range(0, 75, 16)):
-            part = x[row, first : first + 16]
-            s = scale_values(q.scales[row, group])
-            assert torch.equal(q.scales[row, group], group_scales(part.abs().max(), E4M3, scale))
-            assert torch.equal(
-                q.codes[row, first : first + 16].double(),
-                nearest_even((part * (1 / s)).double(), E4M3),
-            )
+    codes, scales = code_values(q.codes).split(16, -1), q.scales.unbind(-1)
+    for part, got, stored in zip(x.split(16, -1), codes, scales, strict=True):
+        assert torch.equal(stored, group_scales(part.abs().amax(-1), fmt, scale))
+        inverse = 1 / scale_values(stored)[..., None]
+        assert torch.equal(got.double(), nearest_even((part * inverse).double(), fmt))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -209,11 +187,6 @@ def test_quantize_groups_of_subnormal_and_huge_values(scale):
     assert dequantize(quantize_groups(x, E4M3, 4, scale)).isfinite().all()
 
 
-def test_quantize_groups_twice():
-    once = dequantize(quantize_groups(wide(50, 64, low=-9, high=9), E4M3, 32, "e8m0"))
-    assert torch.equal(dequantize(quantize_groups(once, E4M3, 32, "e8m0")), once)
-
-
 @pytest.mark.parametrize("fmt", FORMATS, **ids)
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 64), (7, 1), (1, 300)])
@@ -222,22 +195,12 @@ def test_quantize_rows_is_quantize_tensor_of_each_row(fmt, aligned, shape):
     x.view(-1, shape[-1])[0] = 0.0
     x.view(-1, shape[-1])[-1, 0] = 1e-41
     got = quantize_rows(x, fmt, aligned)
-    assert (
-        got.layout == "row"
-        and got.scales.shape == (*shape[:-1], 1)
-        and got.scales.dtype == torch.float32
-    )
-    assert got.codes.shape == x.shape and got.codes.is_contiguous()
-    rows = zip(
-        x.view(-1, shape[-1]), got.codes.view(-1, shape[-1]), got.scales.view(-1), strict=True
-    )
-    for row, codes, scale in rows:
-        expected = tensor_scale(amax(row), fmt)
-        expected = power_of_two(expected) if aligned else expected
-        assert torch.equal(scale, expected)
-        assert torch.equal(
-            codes.view(torch.uint8), quantize_tensor(row, fmt, expected).codes.view(torch.uint8)
-        )
+    assert got.layout == "row" and got.codes.shape == x.shape and got.codes.is_contiguous()
+    rows = x.view(-1, shape[-1])
+    scales = torch.stack([tensor_scale(amax(row), fmt, aligned) for row in rows])
+    assert torch.equal(got.scales, scales.view(*shape[:-1], 1))
+    for row, codes, scale in zip(rows, got.codes.view(rows.shape), scales, strict=True):
+        same(codes, quantize_tensor(row, fmt, scale).codes)
     assert torch.equal(got.top, tensor_scale(amax(x), fmt, aligned))
     assert dequantize(got).isfinite().all()
 
@@ -251,7 +214,7 @@ def test_quantize_rows_of_a_bad_value(bad, aligned):
     got = quantize_rows(x, E4M3, aligned)
     others = [0, 1, 2, 4]
     assert dequantize(got)[3].isnan().all() and got.scales[3].isnan() and got.top.isnan()
-    assert torch.equal(got.codes.view(torch.uint8)[others], clean.codes.view(torch.uint8)[others])
+    same(got.codes[others], clean.codes[others])
     assert torch.equal(got.scales[others], clean.scales[others])
 
 

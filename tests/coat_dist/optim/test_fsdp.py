@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from coat_dist.optim import CoatAdamW, fp32_state_dict, param_groups
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 REMAINDER = {"master_weights": "bf16_remainder"}
 
@@ -42,8 +42,25 @@ class Model(torch.nn.Module):
         return (self.last(torch.tanh(self.down(self.norm(self.up(x))))) - 1).square().mean()
 
 
-def sharded(mesh=None, **options):
-    whole = Model().bfloat16() if options.get("master_weights") == "bf16_remainder" else Model()
+class Rows(torch.nn.Module):
+    """Every row that is trained is made of whole groups; the rows of one weight do not divide by
+    the ranks.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(128, 129), torch.nn.Linear(129, 128)
+        self.down.requires_grad_(False)
+        self.experts = torch.nn.Parameter(torch.randn(5, 4, 64))
+
+    def forward(self, x):
+        y = self.up(x[:, :128].to(self.up.weight.dtype))
+        return self.down(y).square().mean() + self.experts.square().mean()
+
+
+def sharded(mesh=None, kind=Model, **options):
+    whole = kind().bfloat16() if options.get("master_weights") == "bf16_remainder" else kind()
     model = fully_shard(whole, mesh=mesh) if mesh is not None else fully_shard(whole)
     return model, CoatAdamW(param_groups(model, 0.1), lr=0.01, **options)
 
@@ -132,16 +149,13 @@ def shards_follow_the_whole_model(rank, world, moments):
     if moments == "fp32":
         optimizer = CoatAdamW([{"params": list(model.parameters()), "moments": "fp32"}], lr=0.01)
     train(model, optimizer, 0, 1)
-    slices = [
-        torch.nn.Parameter(p.to_local().detach().clone())
-        for g in optimizer.param_groups
-        for p in g["params"]
-    ]
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    slices = [torch.nn.Parameter(p.to_local().detach().clone()) for p in params]
     groups, rest = [], iter(slices)
     for g in optimizer.param_groups:
         groups.append({**g, "params": [next(rest) for _ in g["params"]]})
     plain = CoatAdamW(groups)
-    for p, q in zip([p for g in optimizer.param_groups for p in g["params"]], slices, strict=True):
+    for p, q in zip(params, slices, strict=True):
         plain.state[q] = {
             k: copy.deepcopy(x.to_local() if isinstance(x, DTensor) else x)
             for k, x in optimizer.state[p].items()
@@ -150,13 +164,10 @@ def shards_follow_the_whole_model(rank, world, moments):
         torch.manual_seed(step)
         optimizer.zero_grad()
         model(torch.randn(4, 129)).backward()
-        for p, q in zip(
-            [p for g in optimizer.param_groups for p in g["params"]], slices, strict=True
-        ):
+        for p, q in zip(params, slices, strict=True):
             q.grad = p.grad.to_local().clone()
         optimizer.step()
         plain.step()
-    held = [p.to_local() for g in optimizer.param_groups for p in g["params"]]
     codes = [
         x
         for s in optimizer.state.values()
@@ -167,13 +178,12 @@ def shards_follow_the_whole_model(rank, world, moments):
         "coat_p_low" in s for s in optimizer.state.values()
     ) == len(slices)
     assert moments == "fp32" or (codes and not any(isinstance(x, DTensor) for x in codes))
-    return all(torch.equal(p, q) for p, q in zip(held, slices, strict=True)), len(held[-1])
+    return equal([p.to_local() for p in params], slices)
 
 
 @pytest.mark.parametrize("moments", ["fp8", "fp32", "remainder"])
 def test_each_rank_updates_its_shard(moments):
-    for equal, _ in run_ranks(2, shards_follow_the_whole_model, moments):
-        assert equal
+    assert run_ranks(2, shards_follow_the_whole_model, moments) == [True, True]
 
 
 def straight_and_resumed(rank, world, folder, options):
@@ -252,8 +262,8 @@ FLAT, FULL = (
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def write(rank, world, folder, options):
-    model, optimizer = sharded(**options)
+def write(rank, world, folder, options, kind):
+    model, optimizer = sharded(kind=kind, **options)
     train(model, optimizer, 0, 3)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
@@ -301,7 +311,9 @@ def columns(**options):
 def read(rank, world, folder, options, way, build):
     found = []
     for fp32 in (False, True):
-        model, optimizer = {"rows": sharded, "columns": columns}[build](**options)
+        model, optimizer = build(**options)
+        if build is not columns:  # which is no model that runs
+            train(model, optimizer, 0, 1)  # states that loading has to replace
         # Upper halves of master weights.
         set_model_state_dict(model, torch.load(f"{folder}/model.pt"), options=FULL)
         with fp32_state_dict(optimizer) if fp32 else contextlib.nullcontext():
@@ -315,40 +327,57 @@ def read(rank, world, folder, options, way, build):
                 state = get_optimizer_state_dict(model, optimizer, options=chosen)
                 dcp.load(state, checkpoint_id=f"{folder}/{way}{'32' * fp32}")
                 set_optimizer_state_dict(model, optimizer, state, options=chosen)
-        if optimizer.state:
+        if not (fp32 and way in ("full", "rank 0")):
             found.append(moments_of(model, optimizer))
             assert {"coat_m_q", "exp_avg"} <= {k for p in optimizer.state.values() for k in p}
     return found
 
 
+def whole_rows(**options):
+    return sharded(kind=Rows, **options)
+
+
 @pytest.mark.parametrize(
     ("world", "options", "way", "build"),
     [
-        (2, {}, "flat", "columns"),
-        (3, {}, "rank 0", "rows"),
-        (3, REMAINDER, "sharded", "rows"),
+        (2, {}, "flat", columns),
+        (3, {}, "rank 0", sharded),
+        (3, REMAINDER, "sharded", sharded),
+        (1, {}, "sharded", whole_rows),
+        (3, REMAINDER, "flat", whole_rows),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (1, REMAINDER, "full", "rows"),
-                (4, {}, "rank 0", "rows"),
-                (4, REMAINDER, "full", "columns"),
-                (4, {}, "sharded", "columns"),
+                (1, REMAINDER, "full", sharded),
+                (4, {}, "rank 0", sharded),
+                (4, REMAINDER, "full", columns),
+                (4, {}, "sharded", columns),
+                (2, {}, "flat", whole_rows),
+                (3, {}, "full", whole_rows),
             )
         ),
     ],
 )
 def test_a_state_loads_on_any_sharding(world, options, way, build, tmp_path):
-    """Codes and fp32 moments, where shards cut groups: to the bit but for one more rounding."""
-    saved, given = run_ranks(2, write, str(tmp_path), options)[0]
+    """Codes and fp32 moments: to the bit but for one more rounding where shards cut groups, or
+    where codes are made of fp32 moments.
+    """
+    uncut = build is whole_rows
+    kind = Rows if uncut else Model
+    saved, given = run_ranks(2, write, str(tmp_path), options, kind)[0]
     assert all(len(x) == (4 if options else 3) for x in saved.values())
-    assert len(given) == 1 and "up.weight and 2 more: got rows" in given[0]
+    if uncut:
+        assert set(saved) == {"up.weight", "up.bias", "experts"} and not given
+    else:
+        assert len(given) == 1 and "up.weight and 2 more: got rows" in given[0]
     for found in run_ranks(world, read, str(tmp_path), options, way, build):
         assert len(found) == (1 if way in ("full", "rank 0") else 2)
         for name, (step, m, v, *master) in saved.items():
-            for one in found:
+            for i, one in enumerate(found):
                 assert one[name][0] == step == 3
-                assert all(torch.equal(x, one[name][3]) for x in master), "to the bit"
+                assert equal(one[name][3:], master)
+                if uncut and i == 0:
+                    assert equal(one[name][1:], (m, v, *master))
                 # one more encoding: 2**-4 of an element, and steps of the smallest code below the
                 # group's amax
                 root = v.sqrt().clamp(min=1e-30)
@@ -358,99 +387,6 @@ def test_a_state_loads_on_any_sharding(world, options, way, build, tmp_path):
                 ):
                     assert got.shape == wanted.shape
                     assert ((got - wanted).abs() <= 0.08 * wanted.abs() + 2**-8 * unit).all(), name
-
-
-class Rows(torch.nn.Module):
-    """Every row is made of whole groups; the rows of one weight do not divide by the ranks."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = torch.nn.Linear(256, 129), torch.nn.Linear(129, 128)
-        self.experts = torch.nn.Parameter(torch.randn(5, 4, 64))
-
-    def forward(self, x):
-        return (self.up(x)[:, :128].square().mean() + self.experts.square().mean()) * (
-            1 + 0 * self.down.bias.sum()
-        )
-
-
-def rows(options):
-    model = fully_shard(Rows().bfloat16() if options else Rows())
-    names = [n for n, _ in model.named_parameters() if not n.startswith("down")]
-    model.down.requires_grad_(False)
-    return model, CoatAdamW(param_groups(model, 0.1), lr=0.01, **options), names
-
-
-def step_rows(model, optimizer):
-    optimizer.zero_grad()
-    model(torch.ones(2, 256, dtype=next(model.parameters()).dtype)).backward()
-    optimizer.step()
-
-
-def whole_states(model, optimizer):
-    options = StateDictOptions(full_state_dict=True)
-    return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options)["state"])
-
-
-def write_rows(rank, world, folder, options, flatten):
-    model, optimizer, _ = rows(options)
-    for _ in range(2):
-        step_rows(model, optimizer)
-    flat = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    dcp.save(get_optimizer_state_dict(model, optimizer, options=flat), checkpoint_id=folder)
-    torch.save(whole_states(model, optimizer), f"{folder}-{rank}.pt")
-    return whole_states(model, optimizer)
-
-
-def read_rows(rank, world, folder, options, flatten):
-    model, optimizer, names = rows(options)
-    step_rows(model, optimizer)  # states that loading has to replace
-    keys = [set(group) for group in optimizer.param_groups]
-    flat = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    for _ in range(2):  # a second load into the same optimizer
-        state = get_optimizer_state_dict(model, optimizer, options=flat)
-        dcp.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(model, optimizer, state, options=flat)
-    assert keys == [set(group) for group in optimizer.param_groups]
-    sharded_dims = {
-        len(x.shape)
-        for s in optimizer.state_dict()["state"].values()
-        for k, x in s.items()
-        if k == "coat_m_q"
-    }
-    found = whole_states(model, optimizer)
-    saved = torch.load(f"{folder}-0.pt")
-    options = StateDictOptions(full_state_dict=True)
-    step_rows(model, optimizer)
-    whole = {
-        "state": saved,
-        "param_groups": get_optimizer_state_dict(model, optimizer, options=options)["param_groups"],
-    }
-    set_optimizer_state_dict(model, optimizer, whole, options=options)
-    return found, whole_states(model, optimizer), names, sharded_dims
-
-
-@pytest.mark.parametrize(
-    ("world", "options", "flatten"),
-    [
-        (1, {}, False),
-        (3, REMAINDER, True),
-        *(pytest.param(w, {}, True, marks=pytest.mark.slow) for w in (2, 3)),
-    ],
-)
-def test_states_of_whole_rows_load_on_any_number_of_ranks_to_the_byte(
-    world, options, flatten, tmp_path
-):
-    """Twice into the same optimizer, flattened, and as a full state dict."""
-    saved = run_ranks(2, write_rows, f"{tmp_path}/dcp", options, flatten)[0]
-    for found, from_whole, names, dims in run_ranks(
-        world, read_rows, f"{tmp_path}/dcp", options, flatten
-    ):
-        assert set(found) == set(from_whole) == set(saved) == set(names) and dims == {3}
-        for name, state in saved.items():
-            assert {"coat_m_q", "coat_v_k"} <= set(state) or "exp_avg" in state
-            assert same([state], [found[name]]) and same([state], [from_whole[name]]), name
 
 
 def ddp(rank, world):

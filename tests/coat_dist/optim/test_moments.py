@@ -30,48 +30,11 @@ def test_export_decodes_in_the_shape_of_the_parameter(group):
     assert not {m.data_ptr(), v.data_ptr()} & held
 
 
-def test_moments_of_torch_are_taken_over():
-    """The same history in torch's AdamW, imported: one further step agrees within the rounding
-    of codes.
-    """
-    torch.manual_seed(0)
-    theirs = torch.nn.Parameter(torch.randn(500))
-    other = torch.optim.AdamW([theirs], lr=0.01)
-    for _ in range(5):
-        theirs.grad = torch.randn(500)
-        other.step()
-    mine = torch.nn.Parameter(theirs.detach().clone())
-    optimizer = CoatAdamW([mine], lr=0.01)
-    saved = other.state[theirs]
-    optimizer.state[mine] = import_moments(
-        mine, optimizer.param_groups[0], saved["exp_avg"], saved["exp_avg_sq"], saved["step"]
-    )
-    before = theirs.detach().clone()
-    theirs.grad = mine.grad = torch.randn(500)
-    other.step()
-    optimizer.step()
-    assert optimizer.state[mine]["step"] == 6
-    assert (mine - theirs).norm() < 0.03 * (theirs - before).norm()
-
-
-def equal(one, other):
-    """Whether two states hold the same bytes."""
-    return all(
-        torch.equal(value, one[key]) if isinstance(value, torch.Tensor) else value == one[key]
-        for key, value in other.items()
-    )
-
-
-def there_and_back(p, state, options):
-    """A state's moments in fp32, encoded again; without the seed, which the next step chooses."""
-    again = import_moments(p, options, *export_moments(p, state, options), step=state["step"])
-    assert again.keys() == state.keys() - {"coat_seed"}
-    return again
-
-
-def test_round_trip_is_exact_where_nothing_is_encoded():
+def test_import_of_an_export_is_exact_where_nothing_is_encoded():
     p, state, options = trained(moments="fp32")
-    assert equal(state, there_and_back(p, state, options))
+    again = import_moments(p, options, *export_moments(p, state, options), step=state["step"])
+    assert again.keys() == state.keys() and again["step"] == state["step"]
+    assert all(torch.equal(again[key], state[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 
 @pytest.mark.parametrize("normalize", [False, True])

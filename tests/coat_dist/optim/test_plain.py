@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
-from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict
+from coat_dist.optim import CoatAdamW, fp32_state_dict
 from tests.coat_dist.optim.common import assert_same_state, equal_bytes, make, train
 
 
@@ -59,27 +59,12 @@ def test_schedulers_drive_lr_and_betas_and_resume(name):
     assert all(equal_bytes(a, b) for a, b in zip(params, others, strict=True))
 
 
-def test_fp32_state_dict_changes_the_layout():
+def test_fp32_state_dict_refuses_what_does_not_fit():
     p, optimizer = make(1000)
     train(optimizer, [p], 3)
-    q, other = make(1000, group_size=64, second_moment="e5m2")
-    with fp32_state_dict(optimizer), fp32_state_dict(other):
+    _, other = make(1000, group_size=64, second_moment="e5m2")
+    with fp32_state_dict(optimizer):
         saved = optimizer.state_dict()
-        other.load_state_dict(saved)
-    assert other.param_groups[0]["group_size"] == 64 and other.state[q]["coat_m_q"].shape == (
-        16,
-        64,
-    )
-    wanted = [saved["state"][0][k] for k in ("exp_avg", "exp_avg_sq")]
-    for got, exact, half_step in zip(
-        export_moments(q, other.state[q], other.param_groups[0]),
-        wanted,
-        (2**-4, 2**-3),
-        strict=True,
-    ):
-        assert torch.allclose(
-            got, exact, rtol=half_step * 1.01, atol=float(exact.abs().max()) * 1e-3
-        )
     with pytest.raises(
         ValueError, match="second_moment: got .e4m3., accepted: .e5m2.*fp32_state_dict"
     ):
@@ -122,15 +107,3 @@ def test_from_torchs_adamw_and_back():
         train(optimizer, [x], 1, seed=8)
     moved = (p - q).abs().max(), (p - again.param_groups[0]["params"][0]).abs().max()
     assert max(moved) < 0.05 * 0.1  # a tenth of a step of size lr
-
-
-def test_stepping_with_fp32_state_of_torch_is_refused_without_the_context():
-    p, ours = make()
-    theirs = torch.optim.AdamW([p])
-    train(theirs, [p], 1)
-    with pytest.raises(ValueError, match="fp32_state_dict"):
-        ours.load_state_dict(theirs.state_dict())
-    amsgrad = torch.optim.AdamW([p], amsgrad=True)
-    train(amsgrad, [p], 1)
-    with fp32_state_dict(ours), pytest.raises(ValueError, match="max_exp_avg_sq"):
-        ours.load_state_dict(amsgrad.state_dict())

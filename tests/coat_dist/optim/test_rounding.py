@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from coat_dist.optim import CoatAdamW, export_moments
-from coat_dist.optim.state import stochastic
 
-FORMATS = [("e4m3", "e4m3"), ("int8", "log8")]
+from .common import make, train
 
-
-def make(betas=(0.9, 0.999), n=4096, **options):
-    torch.manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(n))
-    return p, CoatAdamW([p], lr=0.01, betas=betas, **options)
-
-
-def train(optimizer, steps, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=g)
-        optimizer.step()
+N = 4096
+FORMATS = [("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "log8")]
 
 
 def codes(optimizer, which, i=0):
@@ -34,29 +21,13 @@ def formats(pair):
     return dict(zip(("first_moment", "second_moment"), pair, strict=True))
 
 
-@pytest.mark.parametrize("beta2", [0.9, 0.95, 0.98, 0.9801, 0.999])
-@pytest.mark.parametrize(
-    "first, option, expected",
-    [
-        ("e4m3", "auto", (False, True)),
-        ("e5m2", "auto", (False, True)),
-        ("int8", "auto", (True, True)),
-        ("e4m3", True, (True, True)),
-        ("int8", False, (False, False)),
-    ],
-)
-def test_which_moments_are_rounded_stochastically(first, option, expected, beta2):
-    group = {"stochastic_rounding": option, "first_moment": first, "betas": (0.9, beta2)}
-    assert stochastic(group) == expected
-
-
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)])
 @pytest.mark.parametrize("pair", FORMATS)
 def test_auto_is_one_of_the_other_two_in_each_moment_whatever_the_betas(pair, betas):
     runs = {}
     for option in (True, False, "auto"):
-        p, optimizer = make(betas, stochastic_rounding=option, **formats(pair))
-        train(optimizer, 3)
+        p, optimizer = make(N, betas=betas, stochastic_rounding=option, **formats(pair))
+        train(optimizer, [p], 3)
         runs[option] = p, optimizer
     keys = {option: set(optimizer.state[p]) for option, (p, optimizer) in runs.items()}
     assert keys["auto"] == keys[True] and keys["auto"] - keys[False] == {"coat_seed"}
@@ -73,8 +44,8 @@ def test_auto_is_one_of_the_other_two_in_each_moment_whatever_the_betas(pair, be
 def test_the_first_moment_of_auto_is_that_of_rounding_to_nearest(normalize):
     runs = {}
     for option in (True, False, "auto"):
-        _, optimizer = make(stochastic_rounding=option, normalize=normalize)
-        train(optimizer, 1)
+        p, optimizer = make(N, stochastic_rounding=option, normalize=normalize)
+        train(optimizer, [p], 1)
         runs[option] = codes(optimizer, "m")
     # After one step they do not depend on what was stored of the second.
     assert torch.equal(runs["auto"], runs[False])
@@ -93,7 +64,8 @@ def test_groups_go_by_their_own_rounding():
 
     runs = {options: build(*options) for options in ((True, True), (False, False), ("auto", False))}
     for optimizer in runs.values():
-        train(optimizer, 1)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        train(optimizer, params, 1)
     mixed = runs["auto", False]
     assert torch.equal(codes(mixed, "v", 0), codes(runs[True, True], "v", 0))
     assert torch.equal(codes(mixed, "v", 1), codes(runs[False, False], "v", 1))
@@ -102,26 +74,28 @@ def test_groups_go_by_their_own_rounding():
 
 
 def test_an_option_that_is_changed_counts_from_the_next_step_on():
-    (p, auto), (q, nearest) = (make((0.9, 0.95), stochastic_rounding=o) for o in ("auto", False))
-    train(auto, 2)
+    (p, auto), (q, nearest) = (
+        make(N, betas=(0.9, 0.95), stochastic_rounding=o) for o in ("auto", False)
+    )
+    train(auto, [p], 2)
     nearest.load_state_dict(
         {**copy.deepcopy(auto.state_dict()), "param_groups": nearest.state_dict()["param_groups"]}
     )
     with torch.no_grad():
         q.copy_(p)
     auto.param_groups[0]["stochastic_rounding"] = False
-    for optimizer in (auto, nearest):
-        train(optimizer, 1, seed=2)
+    for one, optimizer in ((p, auto), (q, nearest)):
+        train(optimizer, [one], 1, seed=2)
     assert torch.equal(p, q)
     assert all(torch.equal(codes(auto, which), codes(nearest, which)) for which in "mv")
     auto.param_groups[0]["stochastic_rounding"] = "auto"
-    for optimizer in (auto, nearest):
-        train(optimizer, 1, seed=3)
+    for one, optimizer in ((p, auto), (q, nearest)):
+        train(optimizer, [one], 1, seed=3)
     assert not torch.equal(codes(auto, "v"), codes(nearest, "v"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pair", [*FORMATS, ("e5m2", "e5m2")])
+@pytest.mark.parametrize("pair", FORMATS)
 def test_the_default_second_moment_follows_at_torchs_default_beta2(pair):
     """fp32 and 8-bit codes from the same gradients: rounding to nearest ends far above, the
     default does not.

@@ -13,7 +13,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from coat_dist.optim import CoatAdamW, export_moments, fp32_state_dict, import_moments, param_groups
+from coat_dist.optim import (
+    CoatAdamW,
+    export_master,
+    export_moments,
+    fp32_state_dict,
+    import_moments,
+    param_groups,
+)
 
 from .common import assert_same_state, equal_bytes, make, train
 
@@ -64,6 +71,10 @@ def test_foreign_and_damaged_checkpoints_say_what_to_do():
     train(theirs, theirs.param_groups[0]["params"], 1)
     with pytest.raises(ValueError, match="another optimizer.*import_moments"):
         optimizer.load_state_dict(theirs.state_dict())
+    amsgrad = torch.optim.AdamW([torch.nn.Parameter(torch.randn(300))], amsgrad=True)
+    train(amsgrad, amsgrad.param_groups[0]["params"], 1)
+    with fp32_state_dict(optimizer), pytest.raises(ValueError, match="max_exp_avg_sq"):
+        optimizer.load_state_dict(amsgrad.state_dict())
     train(optimizer, [p], 1)
     saved = optimizer.state_dict()
     fp32 = {"step": 3, "exp_avg": torch.zeros(300), "exp_avg_sq": torch.zeros(300)}
@@ -106,52 +117,33 @@ def test_states_of_adam_come_without_its_own_weight_decay():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("always", [False, True], ids=["inside with", "always"])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 @pytest.mark.parametrize(
     "normalize", [(False, True), (True, False)], ids=["to normalized", "from normalized"]
 )
-def test_distributed_checkpoints_in_fp32_load_whether_first_moments_are_normalized_or_not(
-    tmp_path, lr, normalize
-):
-    """A distributed load asks for every key."""
-    runs = []
-    for option in normalize:
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-        optimizer = CoatAdamW(param_groups(model, 0.1), lr=lr, normalize=option)
-        for i in range(3):
-            optimizer.zero_grad()
-            model(torch.arange(32.0).view(2, 16).roll(i)).square().sum().backward()
-            optimizer.step()
-        runs.append((model, optimizer))
-    (model, optimizer), (others, other) = runs
-    with fp32_state_dict(optimizer):
-        saved = get_optimizer_state_dict(model, optimizer)
-    dcp.save(saved, checkpoint_id=tmp_path)
-    with fp32_state_dict(other):
-        found = get_optimizer_state_dict(others, other)
-        dcp.load(found, checkpoint_id=tmp_path)
-        set_optimizer_state_dict(others, other, found)
-    for mine, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
-        assert (mine["normalize"], theirs["normalize"]) == normalize[::-1]
-        for p, q in zip(mine["params"], theirs["params"], strict=True):
-            state = import_moments(p, mine, *export_moments(q, optimizer.state[q], theirs), step=3)
-            assert all(torch.equal(x, other.state[p][k]) for k, x in state.items() if k != "step")
-            assert other.state[p]["step"] == 3
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("always", [False, True], ids=["inside with", "always"])
-def test_fp32_state_dicts_load_as_torch_names_them(always, flatten):
-    """Torch takes the names of a flattened state dict from ``optimizer.state``."""
+def test_fp32_state_dict_through_a_distributed_checkpoint(tmp_path, normalize, lr, always, flatten):
+    """A distributed load asks for every key, whether first moments are normalized or not; torch
+    takes the names of a flattened state dict from ``optimizer.state``. Groups may be others.
+    """
     mode = contextlib.nullcontext if always else fp32_state_dict
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    checkpoint = "fp32" if always else "codes"
 
-    def build():
+    def build(normalize, **more):
         model = torch.nn.Sequential(torch.nn.Linear(100, 48), torch.nn.LayerNorm(48)).bfloat16()
-        more = {"checkpoint": "fp32"} if always else {}
-        return model, CoatAdamW(param_groups(model, 0.1), master_weights="bf16_remainder", **more)
+        return model, CoatAdamW(
+            param_groups(model, 0.1),
+            lr=lr,
+            master_weights="bf16_remainder",
+            checkpoint=checkpoint,
+            normalize=normalize,
+            **more,
+        )
 
-    (model, optimizer), (other_model, other) = build(), build()
+    model, optimizer = build(normalize[0])
+    other_model, other = build(normalize[1], group_size=64, second_moment="e5m2")
     for i in range(3):
         model(torch.randn(4, 100).bfloat16()).mul(i + 1).square().sum().backward()
         optimizer.step()
@@ -159,17 +151,18 @@ def test_fp32_state_dicts_load_as_torch_names_them(always, flatten):
     other_model.load_state_dict(model.state_dict())
     with mode(optimizer), mode(other):
         saved = get_optimizer_state_dict(model, optimizer, options=options)
-        set_optimizer_state_dict(other_model, other, copy.deepcopy(saved), options=options)
-    for p, q in zip(model.parameters(), other_model.parameters(), strict=True):
-        group = next(g for g in optimizer.param_groups if any(p is x for x in g["params"]))
-        old, new = optimizer.coded_state[p], other.coded_state[q]
-        assert old.keys() == new.keys() and old["step"] == new["step"] == 3
-        assert equal_bytes(old["coat_p_low"], new["coat_p_low"])
-        if group["moments"] == "fp8":
-            wanted = import_moments(q, group, *export_moments(p, old, group), step=3)
-            assert all(
-                equal_bytes(wanted[k], new[k]) for k in wanted if k[:6] in ("coat_m", "coat_v")
-            )
+        dcp.save(saved, checkpoint_id=tmp_path)
+        found = get_optimizer_state_dict(other_model, other, options=options)
+        dcp.load(found, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(other_model, other, found, options=options)
+    for mine, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert (theirs["normalize"], mine["normalize"]) == normalize
+        for q, p in zip(mine["params"], theirs["params"], strict=True):
+            old, new = optimizer.coded_state[p], other.coded_state[q]
+            assert old.keys() == new.keys() and old["step"] == new["step"] == 3
+            moments = export_moments(p, old, theirs)
+            wanted = import_moments(q, mine, *moments, 3, export_master(p, old))
+            assert all(equal_bytes(x, new[k]) for k, x in wanted.items() if k != "step")
 
 
 @pytest.mark.parametrize(

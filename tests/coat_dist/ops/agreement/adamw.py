@@ -16,15 +16,20 @@ from tests.support.devices import DEVICE, on_device
 from ..adamw_problems import NUMBERS, VARIANTS, clone, extras, one_step, problem
 
 
+def numbers_of(variant):
+    numbers = variant.get("numbers", NUMBERS)
+    if variant.get("lr") == "tensor":
+        numbers = replace(numbers, lr=torch.tensor(0.01, device=DEVICE))
+    if "factor" in variant:
+        numbers = replace(numbers, grad_factor=torch.tensor(variant["factor"], device=DEVICE))
+    return numbers
+
+
 def check(n, name):
     """One step of both from the same start."""
     device, variant = DEVICE, VARIANTS[name]
-    numbers, seed = variant.get("numbers", NUMBERS), variant.get("seed")
-    if variant.get("lr") == "tensor":
-        numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
+    numbers, seed = numbers_of(variant), variant.get("seed")
     factor = variant.get("factor", 1.0)
-    if factor != 1.0:
-        numbers = replace(numbers, grad_factor=torch.tensor(factor, device=device))
     mine = problem(n, device, **variant)
     theirs, start = clone(mine), clone(mine)
     more, expected, before = (extras(n, device, **variant) for _ in range(3))
@@ -171,11 +176,7 @@ def check_many(name):
     more, more_alone = (
         [extras(x[0].numel(), device, **variant) for x in together] for _ in range(2)
     )
-    numbers, first = variant.get("numbers", NUMBERS), variant.get("seed")
-    if variant.get("lr") == "tensor":
-        numbers = replace(numbers, lr=torch.tensor(0.01, device=device))
-    if "factor" in variant:
-        numbers = replace(numbers, grad_factor=torch.tensor(variant["factor"], device=device))
+    numbers, first = numbers_of(variant), variant.get("seed")
     for _ in range(2):  # the second time the table is kept
         seeds = [None if first is None else (first + i) % 2**32 for i in range(len(together))]
         many = [
