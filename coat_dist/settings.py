@@ -62,7 +62,7 @@ class Settings:
         """
         if isinstance(source, Settings):
             return source
-        given = source if isinstance(source, Mapping) else load_json(source)
+        given = load_json(source)  # a copy: a dict may change after it was read
         coat: CoatConfig | None = None
         problems: tuple[Problem | str, ...] = ()
         try:

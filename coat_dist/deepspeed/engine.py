@@ -102,8 +102,9 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given["optimizer"] = request.checked(optimizer)
     if request.passed_on:
-        if isinstance(given.get("config"), Settings):
-            given["config"] = settings.for_deepspeed()
+        for way in ("config", "config_params"):
+            if isinstance(source := given.get(way), Settings):
+                given[way] = source.for_deepspeed()
         engine, *others = original()(**given)
         attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
         return engine, *others

@@ -115,7 +115,7 @@ def validate(given: Mapping[str, Any], explicit: bool = False) -> Request:
     request = Request(dict(given))
     try:
         _validate(request, explicit)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # whatever it is: the other ranks would wait for this one
         request.error = error
     return request
 
