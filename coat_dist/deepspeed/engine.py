@@ -97,7 +97,7 @@ def original() -> Callable[..., Any]:
 
 def build(request: Request) -> tuple[Any, Any, Any, Any]:
     """Make DeepSpeed's own call, and attach to its engine what belongs there."""
-    given, facts, settings = {**request.given}, request.facts, request.settings
+    given, settings = {**request.given}, request.settings
     optimizer = given.get("optimizer")
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given["optimizer"] = request.checked(optimizer)
@@ -108,10 +108,20 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         engine, *others = original()(**given)
         attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
         return engine, *others
-    if request.to_patch:
-        from ..hf import patch_model
+    if not request.to_patch:
+        return _call_deepspeed(request, given)
+    from ..hf import patch_model, unpatch_model
 
-        patch_model(given["model"], settings)
+    patch_model(given["model"], settings)
+    try:
+        return _call_deepspeed(request, given)
+    except BaseException:
+        unpatch_model(given["model"])  # the next call may have no block
+        raise
+
+
+def _call_deepspeed(request: Request, given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    facts, settings = request.facts, request.settings
     if facts.only_evaluates:
         given.pop("model_parameters", None)
         given.pop("lr_scheduler", None)

@@ -226,3 +226,20 @@ def test_initialize_under_the_trainer_with_zero_3_and_the_flow(tmp_path):
     ((partitioned, evaluated, report),) = run_ranks(1, under_the_trainer, str(tmp_path))
     assert partitioned and evaluated > 0
     assert report.startswith("FP8 flow: "), report
+
+
+def unknown_scheduler(rank, world):
+    deepspeed = quiet_deepspeed()
+    from tests.coat_dist.hf.tiny import tiny
+
+    net = tiny(dtype=torch.bfloat16)
+    before = type(net.model.layers[0])
+    config = {**CONFIG, "coat": {}, "scheduler": {"type": "Nope", "params": {}}}
+    with pytest.raises(AssertionError, match="Nope"):
+        deepspeed.initialize(model=net, config=config)
+    assert type(net.model.layers[0]) is before and not hasattr(net, "coat_patch_report")
+
+
+@pytest.mark.skipif(not HF, reason="needs transformers and accelerate")
+def test_initialize_restores_the_model_where_deepspeed_raises():
+    run_ranks(1, unknown_scheduler)
