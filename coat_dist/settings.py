@@ -130,8 +130,9 @@ class Settings:
     def check(self, **context: Any) -> Facts:
         """Refuse what CoatAdamW, the flow or Megatron's parallelism cannot honour.
 
-        Without a block and without a CoatAdamW only misspelt names, and with several stages or
-        divided experts their rows, are looked at. ``context``: the arguments of :class:`Facts`.
+        Without a block and without a CoatAdamW it looks for misspelt names only, and checks the
+        rows of pipeline stages and divided experts where there are some. ``context``: the
+        arguments of :class:`Facts`.
 
         Raises:
             CoatConfigError: one line a key, with its value and what is accepted. Misspelt keys and
@@ -155,7 +156,7 @@ class Settings:
         return facts
 
     def check_parallel(self, stages: int = 1, ep: int = 1) -> None:
-        """That part of :meth:`check` which is about pipeline stages and divided experts."""
+        """The part of :meth:`check` that concerns pipeline stages and divided experts."""
         _raise(_parallel_problems(Facts(self, stages=stages, ep=ep)))
 
     def for_deepspeed(self, facts: Facts | None = None) -> dict[str, Any]:

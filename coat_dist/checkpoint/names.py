@@ -1,7 +1,7 @@
-"""Names in the whole model of what one rank holds, where pipeline stages or ranks that divide
-experts rename it.
+"""How a rank's parameters are called in the whole model, where pipeline stages or ranks that divide
+experts rename them.
 
-A model says so in its attribute ``universal_checkpoint_info``, which DeepSpeed saves with it.
+A model has the names in its attribute ``universal_checkpoint_info``, which DeepSpeed saves with it.
 
 ``["pipeline"]``: ``{"stages": stages, "stage": this one, from 0, "virtual_stages": parts of each,
 "names": {the stage's name: the name in the whole model}, "prefixes": {how the stage's names of
@@ -64,8 +64,8 @@ def in_whole(info: Info) -> Callable[[str], str]:
 
 
 def names_of_others(engine: Any) -> set[str]:
-    """Names in the whole model of what all pipeline stages and all ranks' experts hold;
-    collective over stages.
+    """Names in the whole model of all parameters and buffers that any pipeline stage or any rank's
+    experts hold; collective over stages.
     """
     info, module = info_of(engine), engine.module
     names = {name for of_all in divided_experts(info)[1].values() for name in of_all}

@@ -38,7 +38,7 @@ FOR_NEW_ENGINES: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
 
 
 class Built:
-    """What ``deepspeed.initialize`` has built, and the facts that conditions below ask about.
+    """What ``deepspeed.initialize`` has built, and the facts on which attachments depend.
 
     Args:
         engine: DeepSpeed's.
@@ -54,7 +54,7 @@ class Built:
             evaluates,
         )
         zero = self.zero = engine.optimizer
-        """One of DeepSpeed's ZeRO optimizers or something else, such as None."""
+        """DeepSpeed's ZeRO optimizer; where there is no ZeRO another optimizer, or None."""
         self.is_zero = is_zero(zero)
         inside = base_optimizer(zero)
         self.ours = self.is_zero and inside is not None

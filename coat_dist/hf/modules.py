@@ -161,10 +161,10 @@ class ModePatched(Patched):
 
 
 class Stack(ModePatched):
-    """A module that calls layers. It lets :func:`runs_flow` know when it was given a cache.
+    """A module that calls layers. It tells :func:`runs_flow` whether its caller gave it a cache.
 
-    A cache that the model makes for itself, because its configuration has ``use_cache``, is none
-    that was given.
+    A cache that the model makes for itself, because its configuration has ``use_cache``, does not
+    count.
     """
 
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
-"""A transformers model on paper: its parameters, and what it saves for backward, by its own code
-without its memory.
+"""A transformers model on fake tensors: its parameters, and what it saves for backward, found by
+its own code without its memory.
 
 Two small depths of the model run on fake tensors, and their difference is one layer. So the bytes
 hold for every family, tier and version of transformers, patched or not. Attention counts as a
@@ -33,11 +33,11 @@ class Saved(NamedTuple):
     """Bytes of one sequence."""
 
     layer: int
-    """Of each layer."""
+    """Bytes of each layer."""
     rest: int
-    """Of what is around the layers, without output layer and loss."""
+    """Bytes of what is around the layers, without output layer and loss."""
     loss: int
-    """Of output layer and loss, where it is not chunked."""
+    """Bytes of output layer and loss, where the loss is not chunked."""
     chunked: bool
     """Whether the loss is computed without all logits."""
 
@@ -59,7 +59,7 @@ class OnPaper:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(self.config)
         self.shapes = {name: tuple(p.shape) for name, p in built.named_parameters()}
-        """Of all parameters, in the order of the model; a tied one once."""
+        """Shapes of all parameters, in the order of the model; a tied one counts once."""
 
     @functools.cache  # noqa: B019  a program has one or two models
     def saved(self, settings: ActivationConfig | None, tokens: int) -> Saved:
@@ -115,7 +115,7 @@ def _attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of ``[b, heads, s, d]``, as far as it saves."""
+    """Saves what attention of ``[b, heads, s, d]`` saves."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ from .quantize import launch_rows
 
 __all__ = ["norm_backward"]
 
-# Up to so many columns, the last also beyond: programs, each with a partial weight gradient of its
-# rows; warps; registers a thread, without and with a residual. Rows have to stay in registers, and
-# two programs should fit a multiprocessor. Rows of 4096 take 131 us with 8 warps and 119 with 16;
-# rows of 5120 take 600 us with 8.
+# Largest number of columns (the last row also serves more); programs, each of which sums a weight
+# gradient of its rows; warps; registers a thread without and with a residual. Rows have to stay in
+# registers, and two programs should fit a multiprocessor. Rows of 4096 take 131 us with 8 warps
+# and 119 with 16; rows of 5120 take 600 us with 8.
 BACKWARD = ((2048, 264, 8, (112, 128)), (4096, 264, 16, (64, 64)), (8192, 132, 16, (128, 128)))
 
 
@@ -89,8 +89,8 @@ def _backward_kernel(
             dy, x, scales, rstd, ahead, rows, column, group, columns, groups, G
         )
         here = inside & (row < rows)
-        # Of this row: on its way during the reductions; a row ahead it would not fit into
-        # registers.
+        # The residual of this row arrives during the reductions. Loaded a row ahead, it would not
+        # fit into registers.
         if RESIDUAL:
             carried = tl.load(residual + row * columns + column, mask=here, other=0.0)
         value = decode_raw(raw, stored, 1, BN, G, S)

@@ -11,15 +11,15 @@ __all__ = ["check_keys"]
 _ONE_WAY = ("fused", "foreach")
 """Options of torch's AdamW that choose an implementation."""
 _NEAR = 0.85
-"""How much of a key must be an option's, besides one letter more or less at most: "wieght_decay"
-has 0.92 of it. Names of the program's own are often longer, "no_weight_decay" (0.89) or
-"weight_decay_mult" (0.83).
+"""Least similarity (difflib's ratio) of a key and an option that makes the key a misspelling; their
+lengths also differ by one letter at most. "wieght_decay" has 0.92. Keys that programs invent are
+often longer: "no_weight_decay" has 0.89, "weight_decay_mult" 0.83.
 """
 
 
 def check_keys(group: Mapping[str, Any], options: Collection[str], what: str = "CoatAdamW") -> None:
     """Raise ValueError for keys of a new group that are nearly options, and for options of torch's
-    that are none here.
+    AdamW that CoatAdamW does not have.
 
     Keys of the program's own ("name", "lr_scale", "layer_id") stay, and so do loaded ones, whatever
     they are.

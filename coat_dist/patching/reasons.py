@@ -121,7 +121,7 @@ def has_plain_weight(module: nn.Module) -> bool:
     nothing computed.
     """
     weight = module._parameters.get("weight")
-    return weight.__class__ is nn.Parameter or isinstance(weight, FakeTensor)  # on paper
+    return weight.__class__ is nn.Parameter or isinstance(weight, FakeTensor)  # of the planner
 
 
 def why_not_fp8(weight: torch.Tensor) -> str | None:

@@ -35,16 +35,16 @@ class _Given(threading.local):
 
 
 _given = _Given()
-"""Labels ``[s, b]`` on their way to an output layer. Of each thread its own: several may call one
-model at a time, as they may call Megatron's. torch.compile would trace what one thread has, once
-and for all: it does not look in here.
+"""Labels ``[s, b]`` on their way to an output layer. Each thread has its own, since several threads
+may call one model at a time. The functions below stay outside of compiled graphs, which would keep
+the labels of their first call.
 """
 
 
 @outside_of_graphs
 def give(layer: Any, labels: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
-    """Hand labels to an output layer; returns what was on its way before, of a call one of whose
-    hooks calls this.
+    """Hand labels to an output layer. Returns what was handed over before, which an outer call
+    needs back where one of its hooks calls the model again.
     """
     before = _given.to, _given.labels
     _given.to, _given.labels = layer, labels

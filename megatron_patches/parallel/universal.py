@@ -106,9 +106,9 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
 
 
 def _divided_experts(modules: dict[str, nn.Module]) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Names in the whole model of what this rank calls its experts, by expert-parallel rank; and
-    weights of grouped experts, with the dimension along which experts count. None where each rank
-    holds all of them.
+    """For each of this rank's names of expert parameters the names in the whole model, one an
+    expert-parallel rank; and weights of grouped experts, with the dimension along which experts
+    count. Both are empty where each rank holds all experts.
     """
     size = (
         parallel_state.get_expert_model_parallel_world_size()

@@ -12,12 +12,12 @@ layout. DeepSpeed loads it by position, and its own checks come late or not at a
 * It does not know what FP8 codes mean. Codes of another format or group size have the shapes of the
   present ones, and would be read back as other numbers.
 
-So three checks run first, in this order. Each has one line for each mismatch, with the key and both
+So three checks run first, in this order. Each reports one line a mismatch, with the key and both
 values, and raises on every rank before anything is read into the model:
 
 1. ``settings``: optimizer, ZeRO stage and numbers of ranks, by the manifest. No file is opened.
 2. ``model``: names and shapes of parameters, by the model's file. It comes before the third check
-   because no conversion helps another model, while all other mismatches are mended by one.
+   because its error advises another model, where the third advises a conversion.
 3. ``layout``: storage options of each parameter group, and where each parameter lies in the flat
    shards, by this rank's optimizer file. Checkpoints of plain DeepSpeed, which have no manifest,
    are compared by this one alone.

@@ -75,8 +75,8 @@ def read_codes(
     it had.
 
     Args:
-        path: of the file. None of its codes fit where it was written with other storage options or
-            by another number of tensor-parallel ranks.
+        path: the file of codes. If it was written with other storage options or by another number
+            of tensor-parallel ranks, none of its codes can be used.
         state: with FP8 moments; changed in place.
         group: its parameter group.
         place: first, start and numel of the fragment, as in :func:`groups_within`.
@@ -93,7 +93,7 @@ def read_codes(
     groups, starts = groups_within(*place, group["group_size"])
     if not len(starts) or not len(codes["starts"]):
         return 0
-    # They ascend.
+    # The saved starts ascend.
     at = torch.searchsorted(codes["starts"], starts).clamp(max=len(codes["starts"]) - 1)
     found = codes["starts"][at] == starts
     rows = (torch.arange(groups.start, groups.stop))[found]

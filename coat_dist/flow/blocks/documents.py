@@ -1,4 +1,4 @@
-"""Several documents in one sequence: where each begins, and the kernel that attends within each.
+"""Several documents in one sequence: where each begins, and attention that stays within each.
 
 A sequence of T tokens holds n documents one after the other. ``cu_seqlens`` (``[n + 1]``, from 0 to
 T) has the places where they begin, the format that flash attention and Megatron's
@@ -22,8 +22,8 @@ class Documents:
     """The documents of one sequence. One object serves all layers; its tensor must not change
     meanwhile.
 
-    Nothing here waits for a GPU, but for :attr:`bounds` where neither ``lengths`` are given nor
-    ``cu_seqlens`` is on the CPU.
+    Only :attr:`bounds` waits for a GPU, and only where ``lengths`` are not given and ``cu_seqlens``
+    is on the GPU.
     """
 
     cu_seqlens: torch.Tensor

@@ -1,5 +1,4 @@
-"""What enters a block: the input of its column-parallel FP8 linear, what is saved of it, and its
-backward.
+"""The input of a block's column-parallel FP8 linear, what is saved of it, and its backward.
 
 A block begins with a norm (:class:`NormedInput`) or without (:class:`PlainInput`): an expert, whose
 tokens come from the router, or a block with the norm behind it. Both have the same methods:
@@ -14,7 +13,7 @@ mean), rstd and the per-tensor scale of y8. ``y8()`` is the one function that ma
 out of a source, so in "quantized" mode, where forward's source is x8 too, backward gets the same
 bytes. In "exact" mode forward's source is x itself and backward's differs by x8's rounding; the
 scale is forward's, so what the rounding carries beyond it saturates. With row scales forward's y8
-comes out of the pass that reads x, and its bytes are its own; the scale for backward is the same.
+comes out of the pass that reads x, with other bytes; the scale for backward is the same.
 
 **Without a norm** y is x. What is saved is x in per-tensor FP8 (x8), one byte an element. With
 per-tensor scales the linear reads it too: backward multiplies the very codes of forward in both
@@ -196,7 +195,7 @@ class NormedInput:
         )
 
     def options(self) -> tuple[Any, ...]:
-        """All else, for the autograd context; no tensor among it."""
+        """Everything but tensors, for the autograd context."""
         return self.tp.for_backward, self.settings, self.dtype, self.kind, self.reduce_grad
 
 
@@ -247,7 +246,8 @@ class PlainInput:
     def backward(
         self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
-        assert residual is None  # nobody makes an alias of what has no norm before it
+        # An alias needs a norm, whose backward adds the residual's gradient.
+        assert residual is None
         return dy if wanted[0] else None, ParameterGrads(None, None)
 
     def save(self) -> tuple[torch.Tensor | None, ...]:
@@ -255,7 +255,7 @@ class PlainInput:
         return self.x8.codes, self.x8.scales, None, None, None, None
 
     def options(self) -> tuple[Any, ...]:
-        """All else, for the autograd context; no tensor among it."""
+        """Everything but tensors, for the autograd context."""
         return self.tp.for_backward, self.settings, self.dtype
 
 
@@ -295,7 +295,7 @@ def quantized_input(
 
 
 def restore_input(saved: Any, options: tuple[Any, ...]) -> NormedInput | PlainInput:
-    """In backward: the object that ``save()`` and ``options()`` were taken of."""
+    """In backward: the object whose ``save()`` and ``options()`` forward kept."""
     if saved.rstd is None:
         return PlainInput(QuantizedTensor(saved.x_codes, saved.x_scales, "tensor"), *options)
     _, settings, *_ = options

@@ -2,12 +2,12 @@
 takes two.
 
 A shard is a stretch of a weight's elements, as ZeRO-3 divides it: it may begin and end inside a
-row. What comes together is what quantizing the whole weight gives, to the bit. Codes are made
+row. The gathered codes are those of the whole weight quantized at once, to the bit. Codes are made
 element by element once a scale is known, and a scale is a monotone function of an amax: the largest
 that ranks have found for their parts of a row is the row's.
 
 Two layouts of codes are gathered. Forward multiplies one (``forward_scales``), and dgrad multiplies
-codes with one scale for the whole weight: codes by rows, rounded again, would not be those. A
+codes with one scale for the whole weight: rounding the codes by rows again would give others. A
 weight that is gathered once for both is gathered in both layouts then, which are as many bytes as
 BF16's; one that is let go in between, as ZeRO-3 does where memory matters, takes half of BF16's
 bytes each time.
