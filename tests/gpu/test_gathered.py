@@ -5,7 +5,7 @@ to the bit.
 import pytest
 import torch
 
-from tests.coat_dist.flow.test_gathered import SHAPES, _gathered
+from tests.coat_dist.flow.test_gathered import SHAPES, check_gathered
 from tests.support import run_ranks
 
 
@@ -13,9 +13,9 @@ def _on_gpus(rank, world):
     torch.set_default_device("cuda")
     # More tiles than a kernel's grid has in one direction of a single row.
     SHAPES.append((20_000, 4096))
-    return _gathered(rank, world)
+    check_gathered(rank, world)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_codes_of_shards_are_those_of_the_whole_weight():
-    assert run_ranks(2, _on_gpus, backend="nccl") == [[]] * 2
+    run_ranks(2, _on_gpus, backend="nccl")
