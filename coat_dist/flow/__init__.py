@@ -9,7 +9,7 @@ from ..ops import Heads, RopeTable, rope_table
 from .blocks.attention import attention, sdpa
 from .blocks.dispatch import dispatch_rows
 from .blocks.documents import Documents
-from .blocks.grouped import grouped_mlp
+from .blocks.grouped import grouped_mlp, routed_mlp
 from .blocks.linear import invariant_linear, linear, norm_linear, norm_qkv
 from .blocks.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .blocks.mlp import mlp, norm_mlp, scale_rows
@@ -40,6 +40,7 @@ __all__ = [
     "norm_qkv",
     "permute",
     "rope_table",
+    "routed_mlp",
     "scale_rows",
     "sdpa",
     "split_norm",

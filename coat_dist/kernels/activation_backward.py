@@ -22,6 +22,7 @@ from .fp8 import (
     amax_buffer,
     atomic_amax,
     constants,
+    dense,
     inverse,
     magnitude_bits,
     pack_rows,
@@ -48,6 +49,8 @@ def _backward_kernel(
     grad_scale,
     scale,
     blocks,
+    weight,
+    source,
     amax,
     d8,
     d8_t,
@@ -69,7 +72,8 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
 ):
     """PACK rows of codes make an element of a transposed result; 0: nothing is written but the
-    amax. ``blocks``: the expert of each BLOCK rows, whose scales and amax they have.
+    amax. ``blocks``: the expert of each BLOCK rows, whose scales and amax they have; ``weight`` of
+    what ``source`` counts multiplies a row's activation.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     STEP: tl.constexpr = max(PACK, 1)
@@ -95,6 +99,10 @@ def _backward_kernel(
         inside = (row < rows) & (column < columns)
         in_group = (row < rows) & (group < groups)
         grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            choice = tl.load(source + row, mask=row < rows, other=-1).to(tl.int64)
+            times = tl.load(weight + choice, mask=choice >= 0, other=0.0).to(tl.float32)
+            grad *= times
         g = load_part(
             x,
             scales,
@@ -145,6 +153,8 @@ def _backward_kernel(
                 bits = tl.maximum(bits, magnitude_bits(du))
             atomic_amax(amax, bits)
         else:
+            if weight is not None:
+                value *= times
             at = row * PARTS * columns + column
             last, act = act, value * factor
             acts = pack_rows(acts, last, act, i, PACK, C)
@@ -174,7 +184,19 @@ def _backward_kernel(
 
 
 def _backward(
-    da, pre8, activation, grad_scale, scale, amax, outputs, grad_fmt, fmt, pack, tile, experts
+    da,
+    pre8,
+    activation,
+    grad_scale,
+    scale,
+    amax,
+    outputs,
+    grad_fmt,
+    fmt,
+    pack,
+    tile,
+    experts,
+    factor=None,
 ) -> None:
     act, columns = ACTIVATIONS[activation], da.shape[-1]
     flat = da.reshape(-1, columns).contiguous()
@@ -188,6 +210,8 @@ def _backward(
         grad_scale,
         scale,
         None if experts is None else experts.blocks,
+        dense(factor),
+        None if factor is None else experts.source,
         amax,
         *outputs,
         rows,
@@ -252,6 +276,7 @@ def launch_backward(
     scale: torch.Tensor,
     bias_sum: torch.dtype | None,
     experts: ExpertRows | None,
+    factor: torch.Tensor | None = None,
 ) -> ActivationGradients:
     """:func:`activation_backward`, where there are ``experts`` with their scales.
 
@@ -285,6 +310,7 @@ def launch_backward(
         pack,
         BACKWARD_TILE,
         experts,
+        factor,
     )
     layout = "tensor" if experts is None else "expert"
     return ActivationGradients(

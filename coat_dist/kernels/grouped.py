@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.activation import ActivationGradients
+from ..reference.activation import ACTIVATIONS, ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows, SpreadGradient
 from . import activation_backward as act
+from .activation_functions import activate, load_part
 from .fp8 import atomic_amax, constants, dense, magnitude_bits, pack_rows, scale_of, store_turned
 from .groups import load_tile, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
@@ -41,6 +42,7 @@ COLUMNS_TILE = (64, 32, 8)
 TAKE_TILE = 4096
 SUM_TILE = 1024
 SPREAD_TILE = (2, 2048, 8)
+FACTOR_TILE = (8, 256, 4)
 
 
 @fast_launch
@@ -76,18 +78,24 @@ def take_rows(
 
 @fast_launch
 @triton.jit
-def _sum_kernel(x, index, out, columns, K: tl.constexpr, TILE: tl.constexpr):
+def _sum_kernel(x, index, factor, out, columns, K: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < columns
     total = tl.zeros((TILE,), tl.float32)
     for i in tl.static_range(K):
         at = tl.load(index + row * K + i).to(tl.int64)
-        total += tl.load(x + at * columns + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + at * columns + column, mask=inside & (at >= 0), other=0.0)
+        value = value.to(tl.float32)
+        if factor is not None:
+            value *= tl.load(factor + row * K + i).to(tl.float32)
+        total += value
     tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def sum_rows(
+    x: torch.Tensor, index: torch.Tensor, factor: torch.Tensor | None = None
+) -> torch.Tensor:
     """See :func:`coat_dist.reference.grouped.sum_rows`."""
     x = x.contiguous()
     (count, terms), columns = index.shape, x.shape[1]
@@ -95,7 +103,7 @@ def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if out.numel():
         tile = min(SUM_TILE, next_power_of_2(columns))
         _sum_kernel[(count, cdiv(columns, tile))](
-            x, index, out, columns, K=terms, TILE=tile, num_warps=4
+            x, index, dense(factor), out, columns, K=terms, TILE=tile, num_warps=4
         )
     return out
 
@@ -346,11 +354,132 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
     return QuantizedTensor(codes, scales, "row")
 
 
+@fast_launch
+@triton.jit
+def _factor_kernel(
+    da,
+    x,
+    scales,
+    factor,
+    source,
+    blocks,
+    amax,
+    dfactor,
+    rows,
+    columns,
+    groups,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    FAST: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BM rows whole, of one expert: the gradient of each row's factor is a sum over its columns."""
+    PARTS: tl.constexpr = 2 if GATED else 1
+    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    choice = tl.load(source + slot, mask=slot < rows, other=-1).to(tl.int64)
+    times = tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
+    top = tl.zeros((BM, BN), tl.int32)
+    sums = tl.zeros((BM, BN), tl.float32)
+    row = slot[:, None]
+    for first in range(0, columns, BN):
+        column = (first + tl.arange(0, BN))[None, :]
+        group = (first // G + tl.arange(0, BN // G))[None, :]
+        inside = (row < rows) & (column < columns)
+        in_group = (row < rows) & (group < groups)
+        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        g = load_part(
+            x,
+            scales,
+            None,
+            0,
+            row,
+            column,
+            group,
+            inside,
+            in_group,
+            columns,
+            groups,
+            PARTS,
+            False,
+            BM,
+            BN,
+            G,
+            S,
+        )
+        value, slope = activate(g, ACT, FAST)
+        du = grad * value
+        if GATED:
+            u = load_part(
+                x,
+                scales,
+                None,
+                1,
+                row,
+                column,
+                group,
+                inside,
+                in_group,
+                columns,
+                groups,
+                PARTS,
+                False,
+                BM,
+                BN,
+                G,
+                S,
+            )
+            sums += du * u
+            grad *= u
+            top = tl.maximum(top, magnitude_bits(du * times))
+        else:
+            sums += du
+        top = tl.maximum(top, magnitude_bits(grad * slope * times))
+    atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
+    tl.store(dfactor + choice, tl.sum(sums, 1), mask=choice >= 0)
+
+
 def activation_grad_amax_experts(
-    da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows
-) -> torch.Tensor:
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    rows: ExpertRows,
+    factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.grouped.activation_grad_amax_experts`."""
-    return act.launch_grad_amax(da, pre8, activation, rows)
+    if factor is None:
+        return act.launch_grad_amax(da, pre8, activation, rows), None
+    function, columns = ACTIVATIONS[activation], da.shape[1]
+    codes, scales, size, form = unpack(pre8)
+    amax = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
+    dfactor = torch.zeros(factor.shape, dtype=torch.float32, device=da.device)
+    height, width, warps = FACTOR_TILE
+    _factor_kernel[(cdiv(da.shape[0], height),)](
+        da,
+        codes,
+        scales,
+        dense(factor),
+        rows.source,
+        rows.blocks,
+        amax,
+        dfactor,
+        da.shape[0],
+        columns,
+        cdiv(columns, size),
+        ACT=function.function,
+        GATED=function.gated,
+        FAST=da.is_cuda,
+        G=size,
+        S=form,
+        BM=height,
+        BN=max(width, size),
+        BLOCK=BLOCK,
+        num_warps=warps,
+    )
+    return amax, dfactor
 
 
 def activation_backward_experts(
@@ -362,6 +491,9 @@ def activation_backward_experts(
     fmt: FP8Format,
     scales: torch.Tensor,
     rows: ExpertRows,
+    factor: torch.Tensor | None = None,
 ) -> ActivationGradients:
     """See :func:`coat_dist.reference.grouped.activation_backward_experts`."""
-    return act.launch_backward(da, pre8, activation, grad_fmt, grad_scales, fmt, scales, None, rows)
+    return act.launch_backward(
+        da, pre8, activation, grad_fmt, grad_scales, fmt, scales, None, rows, factor
+    )

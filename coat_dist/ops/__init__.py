@@ -9,7 +9,17 @@ of the two runs; ``COAT_REFERENCE=1`` in the environment takes definitions every
 """
 
 from ..kernels.gemm import apart, one_by_one
-from ..reference import activation, adamw, cross_entropy, gemm, grouped, norm, quantize, rope
+from ..reference import (
+    activation,
+    adamw,
+    cross_entropy,
+    gemm,
+    grouped,
+    norm,
+    quantize,
+    rope,
+    routing,
+)
 from ..reference.activation import (
     ACTIVATIONS,
     Activation,
@@ -101,11 +111,13 @@ __all__ = [
     "quantize_columns",
     "quantize_experts",
     "quantize_experts_both",
+    "quantize_experts_transposed",
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
     "requantize_rows",
     "rope_table",
+    "route",
     "scale_and_round",
     "scaled_mm",
     "split",
@@ -113,6 +125,8 @@ __all__ = [
     "split_rope",
     "split_rope_backward",
     "sum_rows",
+    "take_codes",
+    "take_codes_transposed",
     "take_rows",
     "tensor_scale",
     "transpose",
@@ -178,6 +192,12 @@ quantize_experts_both = operation(grouped.quantize_experts_both)
 quantize_columns = operation(grouped.quantize_columns)
 activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
 activation_backward_experts = operation(grouped.activation_backward_experts)
+# Rows of tokens sorted by a router's choices (reference/routing.py)
+route = operation(routing.route)
+take_codes = operation(routing.take_codes)  # FP8 codes of tokens in the rows of experts
+take_codes_transposed = operation(routing.take_codes_transposed)  # the same, transposed
+# Weights with a scale an expert, transposed.
+quantize_experts_transposed = operation(routing.quantize_experts_transposed)
 # without a kernel: expert_rows, largest_rows
 
 # Attention: heads and rotary position embedding

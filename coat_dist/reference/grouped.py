@@ -31,6 +31,7 @@ __all__ = [
     "activation_grad_amax_experts",
     "amax_experts",
     "expert_rows",
+    "factor_of_rows",
     "largest_rows",
     "quantize_columns",
     "quantize_experts",
@@ -141,15 +142,19 @@ def take_rows(
     return x if factor is None else (x.float() * factor.float()[:, None]).to(x.dtype)
 
 
-def sum_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Sums of the rows ``index`` (int32 ``[m, k]``) of x ``[rows, n]``, ``[m, n]``: fp32,
-    rounded once.
+def sum_rows(
+    x: torch.Tensor, index: torch.Tensor, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums of the rows ``index`` (int32 ``[m, k]``, -1: none) of x ``[rows, n]``, each times its
+    ``factor`` ``[m, k]``; ``[m, n]``: fp32, rounded once.
     """
-    if not index.numel():
-        return x.new_zeros(index.shape[0], x.shape[1])
-    out = x[index[:, 0].long()].float()
-    for i in range(1, index.shape[1]):
-        out = out + x[index[:, i].long()].float()
+    out = torch.zeros(index.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
+    if not x.shape[0]:
+        return out.to(x.dtype)
+    for i in range(index.shape[1]):
+        at = index[:, i].long()
+        row = torch.where((at >= 0)[:, None], x[at.clamp(min=0)].float(), 0.0)
+        out = out + (row if factor is None else row * factor[:, i, None].float())
     return out.to(x.dtype)
 
 
@@ -177,10 +182,14 @@ def spread_gradient(
     return SpreadGradient(d, None if rows is None else amax_experts(d, rows), dfactor)
 
 
-def largest_rows(scales: torch.Tensor, rows: ExpertRows, least: float) -> torch.Tensor:
-    """``[experts]``: the largest of the row scales ``[total, 1]`` of each expert, ``least`` of
-    one without rows.
+def largest_rows(
+    scales: torch.Tensor, rows: ExpertRows, least: float, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[experts]``: the largest of the row scales ``[total, 1]`` of each expert, times the size
+    of the row's factor; ``least`` of one without rows.
     """
+    if factor is not None:
+        scales = (scales * factor_of_rows(factor, rows).abs()).clamp(min=least)
     of_blocks = scales.view(-1, BLOCK).amax(1)
     out = scales.new_full((rows.experts,), least)
     return out.scatter_reduce(0, rows.blocks.long(), of_blocks, "amax")
@@ -226,16 +235,42 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
     return quantize.quantize_rows(x.transpose(1, 2).contiguous(), fmt, aligned=True)
 
 
+def factor_of_rows(factor: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """Each row's factor, fp32 ``[total, 1]``; zero for a row of zeros."""
+    found = factor.flatten().float()[rows.source.clamp(min=0).long()]
+    return torch.where(rows.source >= 0, found, 0.0)[:, None]
+
+
 def activation_grad_amax_experts(
-    da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows
-) -> torch.Tensor:
-    """:func:`~coat_dist.reference.activation.activation_grad_amax` of each expert's rows; fp32
-    ``[experts]``.
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    rows: ExpertRows,
+    factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:func:`~coat_dist.reference.activation.activation_grad_amax` of each expert's rows.
+
+    Args:
+        da: the gradient of a; with ``factor`` that of ``factor * a``, which is what the expert's
+            output is linear in.
+        factor: of any floating dtype, one for each of what ``rows.source`` counts.
+
+    Returns:
+        amax fp32 ``[experts]``; with ``factor`` its gradient, fp32 of its shape, zero where a
+        choice has no row.
     """
+    dfactor = None
+    if factor is not None:
+        there = rows.source >= 0
+        dfactor = torch.zeros(factor.numel(), dtype=torch.float32, device=da.device)
+        products = (da.float() * act.activation_apply(pre8, activation)).sum(-1)
+        dfactor[rows.source[there].long()] = products[there]
+        dfactor = dfactor.view(factor.shape)
+        da = da.float() * factor_of_rows(factor, rows)
     out = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
     for expert, at in rows.pieces():
         out[expert] = act.activation_grad_amax(da[at], _part(pre8, at), activation)
-    return out
+    return out, dfactor
 
 
 def activation_backward_experts(
@@ -247,22 +282,23 @@ def activation_backward_experts(
     fmt: FP8Format,
     scales: torch.Tensor,
     rows: ExpertRows,
+    factor: torch.Tensor | None = None,
 ) -> act.ActivationGradients:
     """:func:`~coat_dist.reference.activation.activation_backward` with scales ``[experts]``; no
-    bias.
+    bias. With ``factor``, as above, the activation is ``factor * a`` too.
     """
+    times = None if factor is None else factor_of_rows(factor, rows)
     parts = []
     for expert, at in rows.pieces():
-        given = (
-            da[at],
-            _part(pre8, at),
-            activation,
-            grad_fmt,
-            grad_scales[expert],
-            fmt,
-            scales[expert],
-        )
-        parts.append([q.codes for q in act.activation_backward(*given)[:3]])
+        part, grad = _part(pre8, at), da[at]
+        if times is not None:
+            grad = grad.float() * times[at]
+        given = grad, part, activation, grad_fmt, grad_scales[expert], fmt, scales[expert]
+        d8, d8_t, a8_t, _ = act.activation_backward(*given)
+        if times is not None:
+            a = act.activation_apply(part, activation) * times[at]
+            a8_t = quantize.quantize_tensor(a, fmt, scales[expert], transpose=True)
+        parts.append((d8.codes, d8_t.codes, a8_t.codes))
     d8, d8_t, a8_t = (
         torch.cat(codes, dim)
         for codes, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True)

@@ -1,24 +1,28 @@
 """fc1 → activation → fc2 of all experts of a layer in one autograd function, with grouped products.
 
-What each expert computes and saves is what :func:`~coat_dist.flow.mlp` computes and saves of its
-tokens alone, to the bit on the reference path.
+**Rows.** The rows of all experts are one matrix, in which each expert's begin at a multiple of 32,
+with rows of zeros between (:class:`~coat_dist.ops.ExpertRows`): so a tile of a kernel belongs to one
+expert, and FP8 products of an expert's rows are aligned. Zeros change no amax and no sum. There are
+two callers: :func:`grouped_mlp` is given tokens that were sorted by expert before, as Megatron's
+dispatchers do; :func:`routed_mlp` is given a router's choices, K for a token, and sorts them itself
+(``reference/routing.py``).
 
-**Rows.** Tokens come sorted by expert, any number for each. They are copied into one matrix in
-which each expert's rows begin at a multiple of 32 (:class:`~coat_dist.ops.ExpertRows`), with rows
-of zeros between: so a tile of a kernel belongs to one expert, and FP8 products of an expert's rows
-are aligned. Zeros change no amax and no sum. The output is taken from there in the given order,
-times ``probs`` if there are any.
+**A token is quantized once**, whatever K is: its codes travel to the experts' rows, in forward with
+their row scales, in backward rounded to one scale an expert, because wgrad sums over rows. The
+gradient of a token is quantized once too, with one scale for all, and its codes travel likewise.
 
-**Scales.** Forward has scales of rows, or one an expert; backward has one an expert, for its sums
-run over an expert's rows. No expert sees another one's outliers.
+**The factor of a choice** (a router's probability p) multiplies an expert's output, y = p W2 a. It
+needs no saved output: with d the gradient of the token, the gradient of p is the sum over a row of
+(d W2) a, and a is recomputed anyway. wgrad of W2 multiplies d by p a. The algebra is SonicMoE's
+(arXiv 2512.14080).
 
-**Weights** lie as Megatron's ``GroupedMLP`` stores them, ``[experts, in, out]``, while FP8 products
-want ``[out, in]``: forward quantizes them transposed, and dgrad as they lie.
+**Weights** lie as Megatron stores them, ``[experts, in, out]``, or as transformers does,
+``[experts, out, in]``. FP8 products want the summed dimension last, so of each weight one of
+forward's and dgrad's codes is transposed while it is quantized.
 
-**Saved**: x in FP8 with a scale an expert, the pre-activation in groups of 8 bits, where the rows
-lie (8 bytes a row); with ``probs`` the output in groups, as :func:`~coat_dist.flow.scale_rows`
-saves it. No copy of a weight, but ``weights: "cached"`` keeps forward's codes from one micro-batch
-to the next (``core/weights.py``).
+**Saved**: codes and a row scale of x, once a token; the pre-activation in groups of 8 bits, once a
+choice; places of rows (8 bytes a choice). No copy of a weight, but ``weights: "cached"`` keeps
+forward's codes from one micro-batch to the next (``core/weights.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from ...ops import (
     activation_compress_rows,
     activation_grad_amax_experts,
     activation_quantize,
-    amax_experts,
+    amax,
     apart,
     check_activation,
     expert_rows,
@@ -46,20 +50,21 @@ from ...ops import (
     largest_rows,
     quantize_columns,
     quantize_experts,
-    quantize_experts_both,
-    quantize_groups,
+    quantize_experts_transposed,
     quantize_rows,
-    spread_gradient,
-    take_rows,
+    quantize_tensor,
+    route,
+    sum_rows,
+    take_codes,
+    take_codes_transposed,
     tensor_scale,
-    transpose,
 )
 from ..core.main_grad import Product, into_main_grad, row_blocks
 from ..core.products import Operand, saved_format
 from ..core.weights import cacheable, from_cache
 from ..function import Function, check_settings, shaped
 
-__all__ = ["grouped_mlp"]
+__all__ = ["grouped_mlp", "routed_mlp"]
 
 
 def grouped_mlp(
@@ -92,12 +97,52 @@ def grouped_mlp(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     experts = tokens_per_expert.numel()
-    _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs)
+    _check(x, experts, fc1_weight, fc2_weight, activation, settings)
+    if probs is not None and probs.shape != x.shape[:1]:
+        raise ValueError(f"probs: got shape {list(probs.shape)}, accepted: {list(x.shape[:1])}")
     rows = expert_rows(tokens_per_expert, x.shape[0], x.device)
-    return _GroupedMLP.apply(x, fc1_weight, fc2_weight, probs, rows, activation, settings)
+    call = rows, 1, True, activation, settings
+    return _Experts.apply(call, x, probs, fc1_weight, fc2_weight)
 
 
-def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> None:
+def routed_mlp(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    probs: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    activation: str,
+    settings: ActivationConfig,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """The experts of a layer, and the sum of what a token's experts give, each times its factor.
+
+    Args:
+        x: ``[tokens, h]``, bfloat16 or float32; any number of tokens.
+        index: int ``[tokens, K]``: experts by number; a number that is no expert's drops a choice.
+            Nothing waits for it on a GPU.
+        probs: ``[tokens, K]``, any floating dtype: the factors.
+        fc1_weight: contiguous ``[experts, parts f, h]``, gate rows first, as transformers stores
+            it; with ``transposed`` ``[experts, h, parts f]``.
+        fc2_weight: contiguous ``[experts, h, f]``; with ``transposed`` ``[experts, f, h]``.
+        activation: as in :func:`~coat_dist.flow.norm_mlp`.
+
+    Returns:
+        ``[tokens, h]`` of x's dtype: fp32 sums, rounded once.
+
+    Raises:
+        ValueError: a shape, dtype or option that does not fit; names the argument.
+    """
+    _check(x, fc1_weight.shape[0], fc1_weight, fc2_weight, activation, settings)
+    for name, t in (("index", index), ("probs", probs)):
+        if t.dim() != 2 or t.shape != index.shape or t.shape[0] != x.shape[0]:
+            raise ValueError(f"{name}: got shape {list(t.shape)}, accepted: [{x.shape[0]}, K]")
+    rows = route(index, fc1_weight.shape[0])
+    call = rows, index.shape[1], transposed, activation, settings
+    return _Experts.apply(call, x, probs, fc1_weight, fc2_weight)
+
+
+def _check(x, experts, fc1_weight, fc2_weight, activation, settings) -> None:
     check_settings(settings)
     parts = check_activation(activation).parts
     for name, t in (("x", x), ("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
@@ -109,12 +154,12 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> N
         raise ValueError("tokens_per_expert: got none, accepted: a number for each expert")
     h = x.shape[1]
     for name, t, form, unit in (
-        ("fc1_weight", fc1_weight, "[experts, h, parts f]", experts * h * parts),
-        ("fc2_weight", fc2_weight, "[experts, f, h]", experts * h),
+        ("fc1_weight", fc1_weight, "experts x h x parts f", experts * h * parts),
+        ("fc2_weight", fc2_weight, "experts x f x h", experts * h),
     ):
         if not t.is_contiguous() or t.numel() % unit:
             raise ValueError(
-                f"{name}: got shape {list(t.shape)}, accepted: contiguous, the elements of {form} "
+                f"{name}: got shape {list(t.shape)}, accepted: contiguous, {form} elements "
                 f"with {experts} experts, h {h} and {parts} parts ({activation!r})"
             )
     if fc1_weight.numel() != parts * fc2_weight.numel():
@@ -125,44 +170,54 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings, probs) -> N
         )
     if settings.tp_invariant:
         raise ValueError("tp_invariant: got true, accepted: false with grouped experts")
-    if probs is not None and probs.shape != x.shape[:1]:
-        raise ValueError(f"probs: got shape {list(probs.shape)}, accepted: {list(x.shape[:1])}")
 
 
 class _Weight:
-    """The weights of all experts, ``[experts, in, out]``, in one call, as
-    :class:`~coat_dist.flow.core.weights.Weight`.
+    """The weights of all experts in one call, as :class:`~coat_dist.flow.core.weights.Weight`:
+    ``[experts, in, out]``, or with ``rows_first`` ``[experts, out, in]``.
     """
 
     def __init__(
-        self, parameter: torch.Tensor, experts: int, inputs: int, settings: ActivationConfig
+        self,
+        parameter: torch.Tensor,
+        experts: int,
+        inputs: int,
+        settings: ActivationConfig,
+        rows_first: bool,
     ) -> None:
+        outputs = parameter.numel() // (experts * inputs)
         self.parameter = parameter
-        self.shape = (experts, inputs, parameter.numel() // (experts * inputs))
+        self.shape = (experts, outputs, inputs) if rows_first else (experts, inputs, outputs)
         self.settings = settings
+        self.rows_first = rows_first
 
     def quantized(self) -> Operand:
         """For forward, codes ``[experts, out, in]``; the scale, fp32 ``[experts]``, is to be
         saved.
         """
         if self.settings.weights == "cached" and cacheable(self.parameter):
-            return from_cache(self.parameter, self.settings, self.shape, self._quantize)
+            kind = self.shape, self.rows_first
+            return from_cache(self.parameter, self.settings, kind, self._quantize)
         return self._quantize()
 
     def _quantize(self) -> Operand:
-        fmt = FORMATS[self.settings.format]
-        q8 = quantize_columns(self.parameter.detach().view(self.shape), fmt)
+        fmt, weight = FORMATS[self.settings.format], self.parameter.detach().view(self.shape)
+        q8 = quantize_rows(weight, fmt, True) if self.rows_first else quantize_columns(weight, fmt)
         scale = q8.scales.flatten(1).amax(1)
         if self.settings.forward_scales == "row":
             return Operand(q8, scale)
-        turned = self.parameter.detach().view(self.shape).transpose(1, 2).contiguous()
-        return Operand(quantize_experts(turned, fmt, scale, None), scale)
+        if self.rows_first:
+            return Operand(quantize_experts(weight, fmt, scale, None), scale)
+        return Operand(quantize_experts_transposed(weight, fmt, scale), scale)
 
-    def straight(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """For dgrad, codes ``[experts, in, out]`` with forward's scale; ``weight`` as
-        ``saved_tensors`` returns it.
+    def for_dgrad(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors``
+        returns it.
         """
-        return quantize_experts(weight.view(self.shape), FORMATS[self.settings.format], scale, None)
+        fmt, weight = FORMATS[self.settings.format], weight.view(self.shape)
+        if self.rows_first:
+            return quantize_experts_transposed(weight, fmt, scale)
+        return quantize_experts(weight, fmt, scale, None)
 
     def gradient(
         self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows
@@ -170,56 +225,61 @@ class _Weight:
         """wgrad; see :meth:`~coat_dist.flow.core.weights.Weight.gradients`. Operands ``[in,
         rows]`` and ``[out, rows]``.
         """
+        left, right = (d8_t, x8_t) if self.rows_first else (x8_t, d8_t)
         if self.settings.wgrad == "main_grad":
             return into_main_grad(
-                self.parameter, lambda out, whole: self._products(out, whole, x8_t, d8_t, rows)
+                self.parameter, lambda out, whole: self._products(out, whole, left, right, rows)
             )
-        return grouped_wgrad(x8_t, d8_t, rows, self.parameter.dtype).view(self.parameter.shape)
+        dtype = self.parameter.dtype
+        return grouped_wgrad(left, right, rows, dtype).view(self.parameter.shape)
 
-    def _products(self, out, whole, x8_t, d8_t, rows) -> Iterator[tuple[torch.Tensor, Product]]:
+    def _products(self, out, whole, left, right, rows) -> Iterator[tuple[torch.Tensor, Product]]:
         out, missing = out.view(self.shape), set(range(self.shape[0]))
-        scales = apart(x8_t.scales), apart(d8_t.scales)
+        scales = apart(left.scales), apart(right.scales)
         for expert, at in rows.pieces():
             missing.remove(expert)
-            left, right = (
+            operands = (
                 QuantizedTensor(q.codes[:, at].contiguous(), s[expert], "tensor")
-                for q, s in zip((x8_t, d8_t), scales, strict=True)
+                for q, s in zip((left, right), scales, strict=True)
             )
-            yield from row_blocks(out[expert], whole, left, right, self.settings)
+            yield from row_blocks(out[expert], whole, *operands, self.settings)
         for expert in missing:
             yield out[expert], lambda part: out.new_zeros(()) if part is None else part.zero_()
 
 
-class _GroupedMLP(Function):
+class _Experts(Function):
     saves = (
-        *("x", "x_scales", "pre", "pre_scales", "a_scale", "w1", "w1_scale", "w2", "w2_scale"),
-        *("probs", "y", "y_scales", "source", "place", "blocks", "ends"),
+        *("x", "x_scales", "x_scale", "pre", "pre_scales", "a_scale"),
+        *("w1", "w1_scale", "w2", "w2_scale", "probs", "source", "place", "blocks", "ends"),
     )
 
     @staticmethod
-    def forward(
-        ctx: Any, x, fc1_weight, fc2_weight, probs, rows: ExpertRows, activation: str, settings
-    ) -> torch.Tensor:
+    def forward(ctx: Any, call: tuple, x, probs, fc1_weight, fc2_weight) -> torch.Tensor:
+        rows, choices, transposed, activation, settings = call
         fmt, width = FORMATS[settings.format], x.shape[1]
         inner_width = fc2_weight.numel() // (rows.experts * width)
-        fc1 = _Weight(fc1_weight, rows.experts, width, settings)
-        fc2 = _Weight(fc2_weight, rows.experts, inner_width, settings)
-        y8, x8 = _input(x, rows, settings)
+        fc1 = _Weight(fc1_weight, rows.experts, width, settings, not transposed)
+        fc2 = _Weight(fc2_weight, rows.experts, inner_width, settings, not transposed)
+        if settings.forward_scales == "row":
+            x8 = quantize_rows(x, fmt, aligned=True)
+            y8 = take_codes(x8, rows, choices)
+            x_scale = largest_rows(y8.scales, rows, SMALLEST_SCALE)
+        else:
+            x8 = quantize_tensor(x, fmt, tensor_scale(amax(x), fmt, True))
+            y8 = _of_experts(take_codes(x8, rows, choices), rows)
+            x_scale = None
         w1, w1_scale = fc1.quantized()
         pre = grouped_mm(y8, w1, rows, x.dtype, fast_accum=True)
         del y8, w1
-        pre8, a8, a_scale = _activate(pre, activation, fmt, rows, settings)
+        pre8, a8, a_scale = _activate(pre, activation, probs, rows, settings)
         del pre
         w2, w2_scale = fc2.quantized()
         out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
         del a8, w2
-        y = y_scales = None
-        if _GroupedMLP.needs(ctx, "probs"):
-            out8 = quantize_groups(out, saved_format(settings), settings.group_size, settings.scale)
-            y, y_scales = out8.codes, out8.scales
-        saved = _GroupedMLP.Saved(
+        saved = _Experts.Saved(
             x=x8.codes,
             x_scales=x8.scales,
+            x_scale=x_scale,
             pre=pre8.codes,
             pre_scales=pre8.scales,
             a_scale=a_scale,
@@ -228,88 +288,88 @@ class _GroupedMLP(Function):
             w2=fc2_weight,
             w2_scale=w2_scale,
             probs=probs,
-            y=y,
-            y_scales=y_scales,
             source=rows.source,
             place=rows.place,
             blocks=rows.blocks,
             ends=rows.ends,
         )
         ctx.save_for_backward(*saved)
-        ctx.fc1, ctx.fc2, ctx.known, ctx.dtype = fc1, fc2, rows.known, x.dtype
+        ctx.fc1, ctx.fc2, ctx.known, ctx.dtype, ctx.choices = fc1, fc2, rows.known, x.dtype, choices
         ctx.activation, ctx.settings = activation, settings
-        return shaped(take_rows(out, rows.place, probs), *x.shape)
+        places = rows.place.view(-1, choices)
+        factor = None if probs is None else probs.view(-1, choices)
+        return shaped(sum_rows(out, places, factor), *x.shape)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor):
-        saved, _ = _GroupedMLP.saved(ctx)
+        saved, _ = _Experts.saved(ctx)
         fc1, fc2, settings, activation = ctx.fc1, ctx.fc2, ctx.settings, ctx.activation
         rows = ExpertRows(saved.source, saved.place, saved.blocks, saved.ends, ctx.known)
         fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
         pre8 = QuantizedTensor(saved.pre, saved.pre_scales, "group", settings.group_size)
-        dx = dfc1 = dfc2 = y8 = None
-        if saved.y is not None:
-            y8 = QuantizedTensor(saved.y, saved.y_scales, "group", settings.group_size)
-        d, top, dprobs = spread_gradient(dout, rows, saved.probs, y8)
-        assert top is not None
-        d8, d8_t = quantize_experts_both(d, grad_fmt, tensor_scale(top, grad_fmt), rows)
-        del d
-        da = grouped_mm(d8, fc2.straight(saved.w2, saved.w2_scale), rows, ctx.dtype)
+        dx = dfc1 = dfc2 = None
+        token8 = quantize_tensor(dout, grad_fmt, tensor_scale(amax(dout), grad_fmt))
+        d8 = _of_experts(take_codes(token8, rows, ctx.choices), rows)
+        da = grouped_mm(d8, fc2.for_dgrad(saved.w2, saved.w2_scale), rows, ctx.dtype)
         del d8
-        scale = tensor_scale(activation_grad_amax_experts(da, pre8, activation, rows), grad_fmt)
+        given = da, pre8, activation
+        top, dprobs = activation_grad_amax_experts(*given, rows, saved.probs)
+        scale = tensor_scale(top, grad_fmt)
         inner = activation_backward_experts(
-            da, pre8, activation, grad_fmt, scale, fmt, saved.a_scale, rows
+            *given, grad_fmt, scale, fmt, saved.a_scale, rows, saved.probs
         )
-        del da
-        if _GroupedMLP.needs(ctx, "fc2_weight"):
+        del da, given
+        if _Experts.needs(ctx, "fc2_weight"):
+            d8_t = _of_experts(take_codes_transposed(token8, rows, ctx.choices), rows)
             dfc2 = fc2.gradient(inner.a8_t, d8_t, rows)
+            del d8_t
         d8, d8_t = inner.d8, inner.d8_t
-        del inner
-        if _GroupedMLP.needs(ctx, "x"):
-            dy = grouped_mm(d8, fc1.straight(saved.w1, saved.w1_scale), rows, ctx.dtype)
-            dx = take_rows(dy, rows.place)
+        del inner, token8
+        if _Experts.needs(ctx, "x"):
+            dy = grouped_mm(d8, fc1.for_dgrad(saved.w1, saved.w1_scale), rows, ctx.dtype)
+            dx = sum_rows(dy, rows.place.view(-1, ctx.choices))
             del dy
         del d8
-        if _GroupedMLP.needs(ctx, "fc1_weight"):
-            x8_t = transpose(QuantizedTensor(saved.x, saved.x_scales, "expert"))
-            dfc1 = fc1.gradient(x8_t, d8_t, rows)
-        return dx, dfc1, dfc2, dprobs, None, None, None
+        if _Experts.needs(ctx, "fc1_weight"):
+            layout = "tensor" if saved.x_scale is None else "row"
+            x8 = QuantizedTensor(saved.x, saved.x_scales, layout)
+            x8_t = take_codes_transposed(x8, rows, ctx.choices, saved.x_scale)
+            dfc1 = fc1.gradient(_of_experts(x8_t, rows), d8_t, rows)
+        if dprobs is not None:
+            dprobs = dprobs.to(saved.probs.dtype)
+        return None, dx, dprobs, dfc1, dfc2
 
 
-def _input(
-    x, rows: ExpertRows, settings: ActivationConfig
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """What fc1 multiplies, and x in FP8 with a scale an expert for backward; the same where
-    scales are per tensor.
-    """
-    fmt, values = FORMATS[settings.format], take_rows(x, rows.source)
-    if settings.forward_scales != "row":
-        x8 = quantize_experts(
-            values, fmt, tensor_scale(amax_experts(values, rows), fmt, True), rows
-        )
-        return x8, x8
-    y8 = quantize_rows(values, fmt, aligned=True)
-    return y8, quantize_experts(values, fmt, largest_rows(y8.scales, rows, SMALLEST_SCALE), rows)
+def _of_experts(q: QuantizedTensor, rows: ExpertRows) -> QuantizedTensor:
+    """Codes with one scale for all rows, as those with one an expert."""
+    if q.layout == "expert":
+        return q
+    return QuantizedTensor(q.codes, q.scales.expand(rows.experts).contiguous(), "expert")
 
 
 def _activate(
-    pre: torch.Tensor, activation: str, fmt, rows: ExpertRows, settings: ActivationConfig
+    pre: torch.Tensor,
+    activation: str,
+    probs: torch.Tensor | None,
+    rows: ExpertRows,
+    settings: ActivationConfig,
 ) -> tuple[QuantizedTensor, QuantizedTensor, torch.Tensor]:
-    """From fc1's output: what is saved of it, the input of fc2, and that one's scales for
-    backward.
+    """From fc1's output: what is saved of it, the input of fc2, and the scales of that times
+    ``probs`` for backward.
     """
-    exact, saved = settings.forward == "exact", saved_format(settings, pre_activation=True)
+    fmt, exact = FORMATS[settings.format], settings.forward == "exact"
+    saved = saved_format(settings, pre_activation=True)
     pre8, a8 = activation_compress_rows(
         pre, activation, fmt, settings.group_size, settings.scale, exact, None, saved
     )
+    backward = largest_rows(a8.scales, rows, SMALLEST_SCALE, probs)
+    if settings.forward_scales == "row":
+        return pre8, a8, backward
     scale = largest_rows(a8.scales, rows, SMALLEST_SCALE)
-    if settings.forward_scales != "row":
-        for expert, at in rows.pieces():
-            part = (
-                pre[at]
-                if exact
-                else QuantizedTensor(pre8.codes[at], pre8.scales[at], "group", pre8.group_size)
-            )
-            a8.codes[at] = activation_quantize(part, activation, fmt, scale[expert]).codes
-        a8 = QuantizedTensor(a8.codes, scale, "expert")
-    return pre8, a8, scale
+    for expert, at in rows.pieces():
+        if exact:
+            part = pre[at]
+        else:
+            part = QuantizedTensor(pre8.codes[at], pre8.scales[at], "group", pre8.group_size)
+        a8.codes[at] = activation_quantize(part, activation, fmt, scale[expert]).codes
+    return pre8, QuantizedTensor(a8.codes, scale, "expert"), backward

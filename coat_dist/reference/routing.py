@@ -1,0 +1,92 @@
+"""From tokens to experts: rows sorted by a router's choices, and codes of tokens taken to them.
+
+A router chooses K experts for each of T tokens, so choice ``t * K + k`` sends token t to an
+expert. A token is quantized once, whatever K is, and its codes travel: :func:`take_codes` for
+products whose rows are tokens, :func:`take_codes_transposed` for products that sum over them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import E4M3, QuantizedTensor
+from . import quantize
+from .grouped import ExpertRows, expert_rows
+
+__all__ = ["quantize_experts_transposed", "route", "take_codes", "take_codes_transposed"]
+
+
+def route(index: torch.Tensor, experts: int) -> ExpertRows:
+    """Choices sorted by expert, in the order of tokens within one, laid out by blocks.
+
+    Args:
+        index: int ``[T, K]``: the experts that each token is sent to. Numbers that are no expert's
+            drop a choice, as expert parallelism of transformers marks tokens of other ranks.
+
+    Returns:
+        ``source`` counts choices; ``place`` ``[T * K]`` is -1 for a dropped one.
+    """
+    flat = index.flatten().long()
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    order = flat.sort(stable=True).indices
+    counts = torch.zeros(experts + 1, dtype=torch.long, device=flat.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+    sent = int(counts.sum())
+    rows = expert_rows(counts, sent, flat.device)
+    order = order[:sent]
+    source = rows.source.clone()
+    source[rows.place.long()] = order.int()
+    place = torch.full_like(flat, -1, dtype=torch.int32)
+    place[order] = rows.place
+    return rows._replace(source=source, place=place)
+
+
+def take_codes(q: QuantizedTensor, rows: ExpertRows, choices: int = 1) -> QuantizedTensor:
+    """FP8 of the tokens ``[T, n]`` (layout "row" or "tensor") in the rows of experts.
+
+    Args:
+        choices: K; ``rows.source // K`` is a row's token.
+
+    Returns:
+        The same layout: codes ``[total, n]``, zeros where no token lies, whose row scale is the
+        smallest.
+    """
+    token = torch.where(rows.source >= 0, rows.source // choices, -1).long()
+    there = (token >= 0)[:, None]
+    token = token.clamp(min=0)
+    raw = q.codes.view(torch.uint8)
+    codes = torch.where(there, raw[token], 0).view(q.codes.dtype)
+    if q.layout == "tensor":
+        return QuantizedTensor(codes, q.scales, "tensor")
+    scales = torch.where(there, q.scales[token], quantize.SMALLEST_SCALE)
+    return QuantizedTensor(codes, scales, "row")
+
+
+def take_codes_transposed(
+    q: QuantizedTensor, rows: ExpertRows, choices: int, scales: torch.Tensor | None = None
+) -> QuantizedTensor:
+    """:func:`take_codes`, transposed: codes ``[n, total]``.
+
+    Args:
+        q: layout "tensor"; or "row", E4M3, whose scales are replaced by those of experts.
+        scales: fp32 ``[experts]``: then codes are rounded to the expert's scale. Where both are
+            powers of two, only what becomes subnormal changes its value.
+    """
+    taken = take_codes(q, rows, choices)
+    if scales is None:
+        codes = taken.codes.view(torch.uint8).t().contiguous().view(q.codes.dtype)
+        return QuantizedTensor(codes, q.scales, "tensor")
+    assert q.layout == "row" and q.codes.dtype == E4M3.dtype
+    of_blocks = scales[rows.blocks.long()]
+    of_rows = of_blocks.repeat_interleave(len(rows.source) // len(rows.blocks))[:, None]
+    values = taken.codes.float() * (taken.scales * of_rows.reciprocal())
+    codes = values.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    return QuantizedTensor(codes.t().contiguous(), scales, "expert")
+
+
+def quantize_experts_transposed(x: torch.Tensor, fmt, scales: torch.Tensor) -> QuantizedTensor:
+    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``: codes
+    ``[experts, n, k]``.
+    """
+    q = quantize.requantize_rows(x, fmt, scales[:, None, None])
+    return QuantizedTensor(q.codes.transpose(1, 2).contiguous(), scales, "expert")
