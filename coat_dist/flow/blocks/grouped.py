@@ -48,6 +48,7 @@ from ...ops import (
     grouped_mm,
     grouped_wgrad,
     largest_rows,
+    one_by_one,
     quantize_columns,
     quantize_experts,
     quantize_experts_transposed,
@@ -120,7 +121,8 @@ def routed_mlp(
     Args:
         x: ``[tokens, h]``, bfloat16 or float32; any number of tokens.
         index: int ``[tokens, K]``: experts by number; a number that is no expert's drops a choice.
-            Nothing waits for it on a GPU.
+            The host waits for it where experts have so many rows that products one by one are
+            faster.
         probs: ``[tokens, K]``, any floating dtype: the factors.
         fc1_weight: contiguous ``[experts, parts f, h]``, gate rows first, as transformers stores
             it; with ``transposed`` ``[experts, h, parts f]``.
@@ -137,7 +139,10 @@ def routed_mlp(
     for name, t in (("index", index), ("probs", probs)):
         if t.dim() != 2 or t.shape != index.shape or t.shape[0] != x.shape[0]:
             raise ValueError(f"{name}: got shape {list(t.shape)}, accepted: [{x.shape[0]}, K]")
-    rows = route(index, fc1_weight.shape[0])
+    experts = fc1_weight.shape[0]
+    rows = route(index, experts)
+    if rows.known is None and one_by_one(index.numel(), experts, fc2_weight.numel() // experts):
+        rows = rows._replace(known=tuple(rows.ends.tolist()))
     call = rows, index.shape[1], transposed, activation, settings
     return _Experts.apply(call, x, probs, fc1_weight, fc2_weight)
 
