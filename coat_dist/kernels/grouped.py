@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationGradients
-from ..reference.grouped import BLOCK, ExpertRows, SpreadGradient
+from ..reference.grouped import BLOCK, ExpertRows
 from . import activation_backward as act
 from .activation_functions import activate, load_part
 from .fp8 import atomic_amax, constants, dense, magnitude_bits, pack_rows, scale_of, store_turned
@@ -26,22 +26,19 @@ from .quantize import launch_quantize, packet
 __all__ = [
     "activation_backward_experts",
     "activation_grad_amax_experts",
-    "amax_experts",
     "quantize_columns",
     "quantize_experts",
-    "quantize_experts_both",
-    "spread_gradient",
+    "scale_rows_backward",
     "sum_rows",
     "take_rows",
 ]
 
 # Columns and warps of a tile of BLOCK rows; columns, packets of rows, warps of a tile of a weight;
 # elements of a row.
-AMAX_TILE = (512, 8)
 COLUMNS_TILE = (64, 32, 8)
 TAKE_TILE = 4096
 SUM_TILE = 1024
-SPREAD_TILE = (2, 2048, 8)
+SCALE_TILE = (2, 2048, 8)
 FACTOR_TILE = (8, 256, 4)
 
 
@@ -110,153 +107,82 @@ def sum_rows(
 
 @fast_launch
 @triton.jit
-def _spread_kernel(
+def _scale_backward_kernel(
     dout,
-    source,
     factor,
     codes,
     scales,
-    blocks,
     d,
-    amax,
     dfactor,
+    rows,
     columns,
     groups,
-    total,
     G: tl.constexpr,
     S: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """BM rows of ``d`` whole; those of one expert."""
-    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    there = slot < total
-    at = slot
-    if source is not None:
-        at = tl.load(source + slot, mask=there, other=-1).to(tl.int64)
-    given = there & (at >= 0)
-    if factor is not None:
-        times = tl.load(factor + at, mask=given, other=0.0).to(tl.float32)[:, None]
-    top = tl.zeros((BM, BN), tl.int32)
+    """BM rows whole."""
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    there = (row < rows)[:, None]
+    times = tl.load(factor + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
+    at = row[:, None]
     for first in range(0, columns, BN):
         column = (first + tl.arange(0, BN))[None, :]
-        inside = given[:, None] & (column < columns)
-        grad = tl.load(dout + at[:, None] * columns + column, mask=inside, other=0.0)
+        inside = there & (column < columns)
+        grad = tl.load(dout + at * columns + column, mask=inside, other=0.0).to(tl.float32)
         if dfactor is not None:
             group = (first // G + tl.arange(0, BN // G))[None, :]
-            in_group = given[:, None] & (group < groups)
+            in_group = there & (group < groups)
             y = load_tile(
-                codes,
-                scales,
-                slot[:, None],
-                column,
-                group,
-                inside,
-                in_group,
-                columns,
-                groups,
-                BM,
-                BN,
-                G,
-                S,
+                codes, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, S
             )
-            sums += grad.to(tl.float32) * y
-        if factor is not None:
-            grad = (grad.to(tl.float32) * times).to(d.dtype.element_ty)
-        tl.store(
-            d + slot[:, None] * columns + column, grad, mask=there[:, None] & (column < columns)
-        )
-        if amax is not None:
-            top = tl.maximum(top, magnitude_bits(grad.to(tl.float32)))
-    if amax is not None:
-        atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
+            sums += grad * y
+        tl.store(d + at * columns + column, (grad * times).to(d.dtype.element_ty), mask=inside)
     if dfactor is not None:
-        tl.store(dfactor + at, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=given)
+        tl.store(dfactor + row, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=row < rows)
 
 
-def spread_gradient(
-    dout: torch.Tensor,
-    rows: ExpertRows | None,
-    factor: torch.Tensor | None = None,
-    y8: QuantizedTensor | None = None,
-) -> SpreadGradient:
-    """See :func:`coat_dist.reference.grouped.spread_gradient`: one pass."""
-    dout, columns, device = dout.contiguous(), dout.shape[1], dout.device
-    source, blocks, amax = None, None, None
-    if rows is not None:
-        source, blocks = rows.source, rows.blocks
-        amax = torch.zeros(rows.experts, dtype=torch.float32, device=device)
-    total = dout.shape[0] if source is None else source.shape[0]
-    d = torch.empty(total, columns, dtype=dout.dtype, device=device)
+def scale_rows_backward(
+    dout: torch.Tensor, factor: torch.Tensor, y8: QuantizedTensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See :func:`coat_dist.reference.grouped.scale_rows_backward`: one pass."""
+    dout, (rows, columns) = dout.contiguous(), dout.shape
+    d = torch.empty_like(dout)
     dfactor, codes, scales, size, form = None, None, None, 1, None
-    if y8 is not None and factor is not None:
-        dfactor = torch.empty(factor.shape, dtype=factor.dtype, device=device)
+    if y8 is not None:
+        dfactor = torch.empty(factor.shape, dtype=factor.dtype, device=dout.device)
         codes, scales, size, form = unpack(y8)
-    height, width, warps = SPREAD_TILE
+    height, width, warps = SCALE_TILE
     if d.numel():
-        _spread_kernel[(cdiv(total, height),)](
+        _scale_backward_kernel[(cdiv(rows, height),)](
             dout,
-            source,
             dense(factor),
             codes,
             scales,
-            blocks,
             d,
-            amax,
             dfactor,
+            rows,
             columns,
             cdiv(columns, size),
-            total,
             G=size,
             S=form,
             BM=height,
             BN=max(min(width, next_power_of_2(columns)), size),
-            BLOCK=BLOCK,
             num_warps=warps,
         )
-    return SpreadGradient(d, amax, dfactor)
+    return d, dfactor
 
 
-@fast_launch
-@triton.jit
-def _amax_kernel(x, blocks, out, columns, BM: tl.constexpr, BN: tl.constexpr):
-    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    value = tl.load(x + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-    atomic_amax(out + tl.load(blocks + tl.program_id(0)), magnitude_bits(value))
-
-
-def amax_experts(x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-    """See :func:`coat_dist.reference.grouped.amax_experts`."""
-    x = x.contiguous()
-    out = torch.zeros(rows.experts, dtype=torch.float32, device=x.device)
-    width, warps = AMAX_TILE
-    _amax_kernel[(x.shape[0] // BLOCK, cdiv(x.shape[1], width))](
-        x, rows.blocks, out, x.shape[1], BM=BLOCK, BN=width, num_warps=warps
-    )
-    return out
-
-
-def quantize_experts(
-    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None
-) -> QuantizedTensor:
+def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
     """See :func:`coat_dist.reference.grouped.quantize_experts`."""
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     x = x.contiguous()
-    if rows is not None:
-        launch_quantize(x, scales, codes, None, constants(fmt, x), rows.blocks)
-    elif x.shape[1] % BLOCK == 0:
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    if x.shape[1] % BLOCK == 0:
         blocks = _blocks_of_matrices(x.shape[0], x.shape[1], x.device)
-        launch_quantize(
-            x.view(-1, x.shape[2]),
-            scales,
-            codes.view(-1, x.shape[2]),
-            None,
-            constants(fmt, x),
-            blocks,
-        )
+        flat, out = x.view(-1, x.shape[2]), codes.view(-1, x.shape[2])
+        launch_quantize(flat, scales, out, None, constants(fmt, x), blocks)
     else:
         for matrix, scale, out in zip(x, scales, codes, strict=True):
             launch_quantize(matrix, scale, out, None, constants(fmt, x))
@@ -270,17 +196,6 @@ def _blocks_of_matrices(experts: int, rows: int, device: torch.device) -> torch.
         return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(
             rows // BLOCK
         )
-
-
-def quantize_experts_both(
-    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """See :func:`coat_dist.reference.grouped.quantize_experts_both`."""
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    turned = torch.empty(x.shape[::-1], dtype=fmt.dtype, device=x.device)
-    launch_quantize(x, scales, codes, turned, constants(fmt, x), rows.blocks)
-    return QuantizedTensor(codes, scales, "expert"), QuantizedTensor(turned, scales, "expert")
 
 
 @fast_launch

@@ -188,7 +188,7 @@ def take_codes(q: QuantizedTensor, rows: ExpertRows, choices: int = 1) -> Quanti
         TILE=tile,
         num_warps=4,
     )
-    return QuantizedTensor(out, scales if by_row else q.scales, q.layout)
+    return QuantizedTensor(out, q.scales if scales is None else scales, q.layout)
 
 
 @fast_launch

@@ -82,7 +82,6 @@ __all__ = [
     "adamw_fp32_steps",
     "adamw_steps",
     "amax",
-    "amax_experts",
     "apart",
     "check_activation",
     "code_products",
@@ -110,7 +109,6 @@ __all__ = [
     "quantize_both",
     "quantize_columns",
     "quantize_experts",
-    "quantize_experts_both",
     "quantize_experts_transposed",
     "quantize_groups",
     "quantize_rows",
@@ -119,9 +117,9 @@ __all__ = [
     "rope_table",
     "route",
     "scale_and_round",
+    "scale_rows_backward",
     "scaled_mm",
     "split",
-    "spread_gradient",
     "split_rope",
     "split_rope_backward",
     "sum_rows",
@@ -181,15 +179,12 @@ activation_backward = operation(activation.activation_backward)
 # Experts side by side (reference/grouped.py), with a scale an expert
 # ----------------------------------------
 take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, times a factor a row
-sum_rows = operation(grouped.sum_rows)  # sums of rows
-spread_gradient = operation(grouped.spread_gradient)  # its backward, and the amax of each expert
-amax_experts = operation(grouped.amax_experts)  # largest magnitude of each expert's rows
-# FP8 codes with a scale an expert, of rows or of weights.
-quantize_experts = operation(grouped.quantize_experts)
-# The same, row-major and transposed in one pass.
-quantize_experts_both = operation(grouped.quantize_experts_both)
+scale_rows_backward = operation(grouped.scale_rows_backward)  # gradients of rows and factors
+sum_rows = operation(grouped.sum_rows)  # sums of rows, each times a factor
+quantize_experts = operation(grouped.quantize_experts)  # weights, with a scale an expert
 # Weights transposed, FP8 codes with a scale per row.
 quantize_columns = operation(grouped.quantize_columns)
+# Backward of the activation, with scales of experts and factors of rows.
 activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
 activation_backward_experts = operation(grouped.activation_backward_experts)
 # Rows of tokens sorted by a router's choices (reference/routing.py)

@@ -26,17 +26,14 @@ from . import quantize
 __all__ = [
     "BLOCK",
     "ExpertRows",
-    "SpreadGradient",
     "activation_backward_experts",
     "activation_grad_amax_experts",
-    "amax_experts",
     "expert_rows",
     "factor_of_rows",
     "largest_rows",
     "quantize_columns",
     "quantize_experts",
-    "quantize_experts_both",
-    "spread_gradient",
+    "scale_rows_backward",
     "sum_rows",
     "take_rows",
 ]
@@ -76,16 +73,6 @@ class ExpertRows(NamedTuple):
             if end > first:
                 yield expert, slice(first, end)
             first = end
-
-
-class SpreadGradient(NamedTuple):
-    """``d`` ``[total, n]``: the gradient of y; ``amax`` fp32 ``[experts]`` of its rows;
-    ``dfactor``: of the factor, ``[given rows]``.
-    """
-
-    d: torch.Tensor
-    amax: torch.Tensor | None
-    dfactor: torch.Tensor | None
 
 
 def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device) -> ExpertRows:
@@ -158,28 +145,18 @@ def sum_rows(
     return out.to(x.dtype)
 
 
-def spread_gradient(
-    dout: torch.Tensor,
-    rows: ExpertRows | None,
-    factor: torch.Tensor | None = None,
-    y8: QuantizedTensor | None = None,
-) -> SpreadGradient:
-    """Backward of :func:`take_rows` by ``rows.place``, of y to ``out``.
+def scale_rows_backward(
+    dout: torch.Tensor, factor: torch.Tensor, y8: QuantizedTensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of y ``[rows, n]`` and ``factor`` ``[rows]`` from that of their product.
 
     Args:
-        dout: ``[given rows, n]``.
-        rows: None: no rows change their places, and there is no amax.
-        factor: as there, ``[given rows]``.
-        y8: y by groups, for the gradient of ``factor``; ``[total, n]``.
+        y8: y by groups; None where nobody wants the gradient of ``factor``.
     """
-    scaled = take_rows(dout, None, factor)
-    d = scaled if rows is None else take_rows(scaled, rows.source)
     dfactor = None
-    if y8 is not None and factor is not None:
-        y = quantize.dequantize(y8)
-        y = y if rows is None else y[rows.place.long()]
-        dfactor = (dout.float() * y).sum(-1).to(factor.dtype)
-    return SpreadGradient(d, None if rows is None else amax_experts(d, rows), dfactor)
+    if y8 is not None:
+        dfactor = (dout.float() * quantize.dequantize(y8)).sum(-1).to(factor.dtype)
+    return take_rows(dout, None, factor), dfactor
 
 
 def largest_rows(
@@ -195,34 +172,10 @@ def largest_rows(
     return out.scatter_reduce(0, rows.blocks.long(), of_blocks, "amax")
 
 
-def amax_experts(x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-    """Largest magnitude of each expert's rows of x ``[total, n]``; fp32 ``[experts]``, as
-    :func:`quantize.amax`.
-    """
-    out = torch.zeros(rows.experts, dtype=torch.float32, device=x.device)
-    for expert, at in rows.pieces():
-        out[expert] = quantize.amax(x[at])
-    return out
-
-
-def quantize_experts(
-    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows | None
-) -> QuantizedTensor:
-    """FP8 with a given scale an expert, fp32 ``[experts]``.
-
-    Args:
-        x: ``[total, n]``; or with ``rows`` None an expert's matrix each, ``[experts, k, n]``.
-    """
-    per_row = scales[:, None, None] if rows is None else _of_rows(scales, rows)
-    return QuantizedTensor(quantize.requantize_rows(x, fmt, per_row).codes, scales, "expert")
-
-
-def quantize_experts_both(
-    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, rows: ExpertRows
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """:func:`quantize_experts` in both memory orders: codes ``[total, n]`` and ``[n, total]``."""
-    q = quantize_experts(x, fmt, scales, rows)
-    return q, quantize.transpose(q)
+def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
+    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``."""
+    q = quantize.requantize_rows(x, fmt, scales[:, None, None])
+    return QuantizedTensor(q.codes, scales, "expert")
 
 
 def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
@@ -237,8 +190,8 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
 
 def factor_of_rows(factor: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
     """Each row's factor, fp32 ``[total, 1]``; zero for a row of zeros."""
-    found = factor.flatten().float()[rows.source.clamp(min=0).long()]
-    return torch.where(rows.source >= 0, found, 0.0)[:, None]
+    padded = torch.nn.functional.pad(factor.flatten().float(), (0, 1))  # -1 is the last
+    return padded[rows.source.long()][:, None]
 
 
 def activation_grad_amax_experts(
@@ -299,21 +252,13 @@ def activation_backward_experts(
             a = act.activation_apply(part, activation) * times[at]
             a8_t = quantize.quantize_tensor(a, fmt, scales[expert], transpose=True)
         parts.append((d8.codes, d8_t.codes, a8_t.codes))
-    d8, d8_t, a8_t = (
-        torch.cat(codes, dim)
-        for codes, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True)
-    )
+    rowwise, transposed, activations = zip(*parts, strict=True)
     return act.ActivationGradients(
-        QuantizedTensor(d8, grad_scales, "expert"),
-        QuantizedTensor(d8_t, grad_scales, "expert"),
-        QuantizedTensor(a8_t, scales, "expert"),
+        QuantizedTensor(torch.cat(rowwise), grad_scales, "expert"),
+        QuantizedTensor(torch.cat(transposed, 1), grad_scales, "expert"),
+        QuantizedTensor(torch.cat(activations, 1), scales, "expert"),
         None,
     )
-
-
-def _of_rows(scales: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-    """Scales ``[experts]`` for each row, ``[total, 1]``."""
-    return scales[rows.blocks.long()].repeat_interleave(BLOCK)[:, None]
 
 
 def _part(q: QuantizedTensor, at: slice) -> QuantizedTensor:

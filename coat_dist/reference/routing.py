@@ -51,15 +51,15 @@ def take_codes(q: QuantizedTensor, rows: ExpertRows, choices: int = 1) -> Quanti
         The same layout: codes ``[total, n]``, zeros where no token lies, whose row scale is the
         smallest.
     """
-    token = torch.where(rows.source >= 0, rows.source // choices, -1).long()
-    there = (token >= 0)[:, None]
-    token = token.clamp(min=0)
-    raw = q.codes.view(torch.uint8)
-    codes = torch.where(there, raw[token], 0).view(q.codes.dtype)
+    token = rows.source.long().div(choices, rounding_mode="floor")  # -1 stays, and is the last row
+    codes = _with_last(q.codes.view(torch.uint8), 0)[token].view(q.codes.dtype)
     if q.layout == "tensor":
         return QuantizedTensor(codes, q.scales, "tensor")
-    scales = torch.where(there, q.scales[token], quantize.SMALLEST_SCALE)
-    return QuantizedTensor(codes, scales, "row")
+    return QuantizedTensor(codes, _with_last(q.scales, quantize.SMALLEST_SCALE)[token], "row")
+
+
+def _with_last(rows: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.cat([rows, rows.new_full((1, rows.shape[1]), value)])
 
 
 def take_codes_transposed(

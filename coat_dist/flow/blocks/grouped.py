@@ -1,11 +1,11 @@
 """fc1 → activation → fc2 of all experts of a layer in one autograd function, with grouped products.
 
 **Rows.** The rows of all experts are one matrix, in which each expert's begin at a multiple of 32,
-with rows of zeros between (:class:`~coat_dist.ops.ExpertRows`): so a tile of a kernel belongs to one
-expert, and FP8 products of an expert's rows are aligned. Zeros change no amax and no sum. There are
-two callers: :func:`grouped_mlp` is given tokens that were sorted by expert before, as Megatron's
-dispatchers do; :func:`routed_mlp` is given a router's choices, K for a token, and sorts them itself
-(``reference/routing.py``).
+with rows of zeros between (:class:`~coat_dist.ops.ExpertRows`): so a tile of a kernel belongs to
+one expert, and FP8 products of an expert's rows are aligned. Zeros change no amax and no sum. There
+are two callers: :func:`grouped_mlp` is given tokens that were sorted by expert before, as
+Megatron's dispatchers do; :func:`routed_mlp` is given a router's choices, K for a token, and sorts
+them itself (``reference/routing.py``).
 
 **A token is quantized once**, whatever K is: its codes travel to the experts' rows, in forward with
 their row scales, in backward rounded to one scale an expert, because wgrad sums over rows. The
@@ -212,7 +212,7 @@ class _Weight:
         if self.settings.forward_scales == "row":
             return Operand(q8, scale)
         if self.rows_first:
-            return Operand(quantize_experts(weight, fmt, scale, None), scale)
+            return Operand(quantize_experts(weight, fmt, scale), scale)
         return Operand(quantize_experts_transposed(weight, fmt, scale), scale)
 
     def for_dgrad(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
@@ -222,7 +222,7 @@ class _Weight:
         fmt, weight = FORMATS[self.settings.format], weight.view(self.shape)
         if self.rows_first:
             return quantize_experts_transposed(weight, fmt, scale)
-        return quantize_experts(weight, fmt, scale, None)
+        return quantize_experts(weight, fmt, scale)
 
     def gradient(
         self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows
@@ -243,11 +243,11 @@ class _Weight:
         scales = apart(left.scales), apart(right.scales)
         for expert, at in rows.pieces():
             missing.remove(expert)
-            operands = (
+            a, b = (
                 QuantizedTensor(q.codes[:, at].contiguous(), s[expert], "tensor")
                 for q, s in zip((left, right), scales, strict=True)
             )
-            yield from row_blocks(out[expert], whole, *operands, self.settings)
+            yield from row_blocks(out[expert], whole, a, b, self.settings)
         for expert in missing:
             yield out[expert], lambda part: out.new_zeros(()) if part is None else part.zero_()
 
@@ -372,9 +372,8 @@ def _activate(
         return pre8, a8, backward
     scale = largest_rows(a8.scales, rows, SMALLEST_SCALE)
     for expert, at in rows.pieces():
-        if exact:
-            part = pre[at]
-        else:
+        part: torch.Tensor | QuantizedTensor = pre[at]
+        if not exact:
             part = QuantizedTensor(pre8.codes[at], pre8.scales[at], "group", pre8.group_size)
         a8.codes[at] = activation_quantize(part, activation, fmt, scale[expert]).codes
     return pre8, QuantizedTensor(a8.codes, scale, "expert"), backward

@@ -24,7 +24,7 @@ from ...ops import (
     activation_quantize,
     check_activation,
     quantize_groups,
-    spread_gradient,
+    scale_rows_backward,
     take_rows,
 )
 from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, restore_input
@@ -290,5 +290,5 @@ class _ScaleRows(Function):
         if _ScaleRows.needs(ctx, "factor"):
             scales = saved.scales.view(-1, saved.scales.shape[-1])
             y8 = QuantizedTensor(saved.codes.view(-1, n), scales, "group", ctx.group_size)
-        dy, _, dfactor = spread_gradient(dout.reshape(-1, n), None, factor.reshape(-1), y8)
+        dy, dfactor = scale_rows_backward(dout.reshape(-1, n), factor.reshape(-1), y8)
         return dy.view(dout.shape), None if dfactor is None else dfactor.view(factor.shape), None

@@ -1,5 +1,5 @@
-"""All experts at once against one expert after the other: the same bits, and no number of tokens
-is special.
+"""All experts at once against one expert after the other, and choices of a router against tokens
+that were sorted before: the same bits, and no number of tokens is special.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from coat_dist.flow import TensorParallel, grouped_mlp, mlp, scale_rows
-from tests.support import equal
+from coat_dist.flow import TensorParallel, grouped_mlp, mlp, routed_mlp, scale_rows
 
 from .saved_bytes import saved
 
@@ -23,15 +22,19 @@ COUNTS = {
 
 
 def problem(counts, activation="swiglu", dtype=torch.bfloat16, seed=0):
-    """x, probs, weight1, weight2, and the gradient of the output."""
+    """x, probs, weight1, weight2, and the gradient of the output.
+
+    The largest number of all rows of x is the same, and of all rows of the gradient: then scales of
+    rows, of experts and of the tensor are.
+    """
     g = torch.Generator().manual_seed(seed)
     parts, experts, tokens = (2 if "glu" in activation else 1), len(counts), sum(counts)
-    x = torch.randn(tokens, H, generator=g) * torch.rand(tokens, 1, generator=g).mul(9).exp()
+    x, dout = torch.randn(2, tokens, H, generator=g).clamp(-4, 4)
+    x[:, 1] = dout[:, 0] = 5
     probs = torch.rand(tokens, generator=g)
     w1 = torch.randn(experts, H, parts * F, generator=g) * H**-0.5
     w1 *= torch.rand(experts, 1, 1, generator=g).mul(4).exp()
     w2 = torch.randn(experts, F, H, generator=g) * F**-0.5
-    dout = torch.randn(tokens, H, generator=g)
     return [
         t.to(dtype).requires_grad_() for t in (x, probs, w1.view(H, -1), w2.view(-1, H))
     ], dout.to(dtype)
@@ -44,7 +47,7 @@ def one_by_one(counts, x, probs, w1, w2, activation, settings):
     for e, n in enumerate(counts):
         fc1, fc2 = w1[e].t().contiguous(), w2[e].t().contiguous()
         y = mlp(x[first : first + n], fc1, fc2, activation, TensorParallel(), settings)
-        out.append(scale_rows(y, probs[first : first + n], settings))
+        out.append(y if probs is None else scale_rows(y, probs[first : first + n], settings))
         first += n
     return torch.cat(out)
 
@@ -61,14 +64,108 @@ def one_by_one(counts, x, probs, w1, w2, activation, settings):
     ids=["default", "tensor", "paper", "cached"],
 )
 def test_grouped_mlp_has_the_bits_of_one_expert_after_the_other(counts, activation, options):
+    """Of gradients, without ``probs``; with them, of the output."""
     settings = ActivationConfig(**options)
-    inputs, dout = problem(counts, activation)
+    (x, probs, *weights), dout = problem(counts, activation)
+    given = torch.tensor(counts)
+    for p in (None, probs):
+        y = grouped_mlp(x, given, *weights, activation, settings, p)
+        expected = one_by_one(counts, x, p, *weights, activation, settings)
+        assert torch.equal(y, expected)
+        if p is None:
+            inputs = x, *weights
+            found = torch.autograd.grad(y, inputs, dout)
+            for got, wanted in zip(found, torch.autograd.grad(expected, inputs, dout), strict=True):
+                assert got.shape == wanted.shape and got.dtype == wanted.dtype
+                assert torch.equal(got, wanted)
+
+
+def exact(x, index, probs, w1, w2):
+    """SwiGLU experts in the dtype of their arguments, weights ``[experts, out, in]``."""
+    out = torch.zeros_like(x)
+    for expert, (up, down) in enumerate(zip(w1, w2, strict=True)):
+        token, choice = (index == expert).nonzero(as_tuple=True)
+        gate, value = (x[token] @ up.t()).chunk(2, -1)
+        y = (torch.nn.functional.silu(gate) * value) @ down.t()
+        out = out.index_add(0, token, y * probs[token, choice, None])
+    return out
+
+
+def routing(tokens, choices, experts, dropped=False):
+    """x, a router's choices and their factors, weights ``[experts, out, in]``, gradient of y."""
+    x, dout = torch.randn(2, tokens, H)
+    x *= torch.rand(tokens, 1).mul(3).exp()
+    w1 = (torch.randn(experts, 2 * F, H) * H**-0.5).bfloat16()
+    w2 = (torch.randn(experts, H, F) * F**-0.5).bfloat16()
+    probs, index = torch.rand(tokens, experts).topk(choices)
+    if dropped:
+        index[torch.rand(tokens, choices) < 0.3] = experts
+    inputs = [t.requires_grad_() for t in (x.bfloat16(), probs.bfloat16(), w1, w2)]
+    return inputs, index, dout.bfloat16()
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["all", "dropped"])
+def test_routed_mlp_has_the_bits_of_tokens_sorted_before(dropped):
+    """A token's codes and its gradient's travel; sums over its choices are rounded once."""
+    settings = ActivationConfig()
+    inputs, index, dout = routing(50, 3, 5, dropped)
     x, probs, w1, w2 = inputs
-    y = grouped_mlp(x, torch.tensor(counts), w1, w2, activation, settings, probs)
-    grads = torch.autograd.grad(y, inputs, dout)
-    expected = one_by_one(counts, *inputs, activation, settings)
-    assert y.dtype == expected.dtype
-    assert equal((y, *grads), (expected, *torch.autograd.grad(expected, inputs, dout)))
+    y = routed_mlp(x, index, probs, w1, w2, "swiglu", settings)
+    dx, dprobs, *dweights = torch.autograd.grad(y, inputs, dout)
+
+    counts = index.flatten().bincount(minlength=6)[:5]
+    order = index.flatten().argsort(stable=True)[: int(counts.sum())]
+    taken = x[order // 3], probs.flatten()[order], *(w.transpose(1, 2) for w in (w1, w2))
+    taken = [t.detach().contiguous().requires_grad_() for t in taken]
+    x2, p2, *swapped = taken
+    each = grouped_mlp(x2, counts, *swapped, "swiglu", settings)
+    weighted = grouped_mlp(x2, counts, *swapped, "swiglu", settings, p2)
+    dx2, dp2, *dswapped = torch.autograd.grad(weighted, taken, dout[order // 3])
+
+    def sums(rows):
+        out = torch.zeros(150, H)
+        out[order] = rows
+        first, second, third = out.view(50, 3, H).unbind(1)
+        return (first + second + third).bfloat16()
+
+    assert torch.equal(y, sums(each.float() * p2[:, None].float()))
+    assert torch.equal(dx, sums(dx2.float()))
+    assert torch.equal(dprobs.flatten()[order], dp2)
+    assert dropped or index.max() < 5
+    assert not dprobs[index == 5].any()
+    for got, wanted in zip(dweights, dswapped, strict=True):
+        assert torch.equal(got, wanted.transpose(1, 2))
+    again = [t.detach().contiguous().requires_grad_() for t in (x, probs, *taken[2:])]
+    y2 = routed_mlp(again[0], index, *again[1:], "swiglu", settings, transposed=True)
+    assert torch.equal(y2, y)
+    for got, wanted in zip(torch.autograd.grad(y2, again[2:], dout), dswapped, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"forward_scales": "tensor"}, {"forward": "quantized", "grad_format": "e5m2"}],
+    ids=str,
+)
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(300, 2, 4), (1, 1, 3), (0, 2, 3)])
+def test_routed_mlp_is_near_the_exact_experts(options, tokens, choices, experts):
+    """The router's gradient too, whose rows need no saved output."""
+    inputs, index, dout = routing(tokens, choices, experts)
+    settings = ActivationConfig(**options)
+    y = routed_mlp(inputs[0], index, *inputs[1:], "swiglu", settings)
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    wanted = exact(doubles[0], index, *doubles[1:])
+    found = zip(
+        (y, *torch.autograd.grad(y, inputs, dout)),
+        (wanted, *torch.autograd.grad(wanted, doubles, dout.double())),
+        strict=True,
+    )
+    bound = 0.2 if options.get("grad_format") else 0.11
+    if tokens == 1:  # of which a single number may be mostly rounding
+        bound = torch.inf
+    for got, exactly in found:
+        assert got.dtype == torch.bfloat16 and got.isfinite().all()
+        assert (got - exactly).norm() <= bound * exactly.norm()
 
 
 def test_grouped_mlp_into_main_grad():
@@ -105,11 +202,8 @@ def test_grouped_mlp_saved_bytes():
 
     kept = saved(call, w1, w2, probs)
     rows, groups = 160, -(-F // settings.group_size)
-    expected = (
-        rows * (H + 2 * F + 2 * groups + H + -(-H // settings.group_size))
-        + 4 * rows
-        + 4 * sum(counts)
-    )
+    tokens = sum(counts)
+    expected = tokens * (H + 4) + rows * 2 * (F + groups) + 4 * rows + 4 * tokens
     assert sum(kept.values()) == expected + 4 * rows // 32 + 4 * 5 + 4 * 4 * 5
 
 

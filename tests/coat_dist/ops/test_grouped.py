@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from coat_dist import ops
 from coat_dist.ops import BLOCK, expert_rows
 
 
@@ -31,3 +32,20 @@ def test_expert_rows_refuse_misfits(counts):
         ValueError, match=r"tokens_per_expert: got \[.*\], accepted: numbers that add up to 4 rows"
     ):
         expert_rows(torch.tensor(counts), 4, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(40, 2, 4), (1, 1, 1), (0, 2, 3)])
+def test_route_sorts_choices_by_expert_and_drops_others(tokens, choices, experts):
+    index = torch.randint(-1, experts + 1, (tokens, choices))
+    rows = ops.route(index, experts)
+    flat = index.flatten()
+    sent = ((flat >= 0) & (flat < experts)).nonzero().flatten()
+    assert (rows.place >= 0).nonzero().flatten().tolist() == sent.tolist()
+    assert torch.equal(rows.source[rows.place[sent].long()].long(), sent)
+    assert int((rows.source >= 0).sum()) == len(sent)
+    owner = rows.blocks.repeat_interleave(BLOCK)[rows.place[sent].long()]
+    assert torch.equal(owner.long(), flat[sent])
+    for expert, at in rows.pieces():
+        mine = rows.source[at]
+        mine = mine[mine >= 0]
+        assert torch.equal(mine, mine.sort().values) and (flat[mine.long()] == expert).all()

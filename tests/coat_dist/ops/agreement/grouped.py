@@ -1,12 +1,15 @@
 """Experts side by side: the same to the byte."""
 
-import itertools
-
 import torch
 
 from coat_dist.formats import E4M3, E5M2, INT8
-from coat_dist.reference.grouped import expert_rows
-from coat_dist.reference.quantize import quantize_groups, tensor_scale
+from coat_dist.reference.grouped import BLOCK, expert_rows, largest_rows
+from coat_dist.reference.quantize import (
+    quantize_groups,
+    quantize_rows,
+    quantize_tensor,
+    tensor_scale,
+)
 from tests.support.devices import DEVICE
 
 from . import agree, compare, pair, same
@@ -20,34 +23,50 @@ def near(name, x, *rest):
     agree(name, x, *rest, rtol=0 if exact else 2**-7)
 
 
-def check_rows(counts, fmt, dtype):
-    """Rows taken and spread, amax and codes of experts, some without rows, with values that are
-    not finite.
-    """
+def check_rows(counts, dtype):
+    """Rows taken and summed, and their factors, of experts of which some have no rows."""
     rows = expert_rows(torch.tensor(counts), sum(counts), torch.device(DEVICE))
     given = torch.randn(sum(counts), 300, device=DEVICE).mul(4).exp().to(dtype)
     x, _ = agree("take_rows", given, rows.source)
     compare(pair("take_rows")[0](x, rows.place), given)
     factor = torch.rand(sum(counts), device=DEVICE)
     near("take_rows", x, rows.place, factor)
-    near("sum_rows", x, torch.randint(0, len(x), (9, 3), device=DEVICE, dtype=torch.int32))
-    y8 = quantize_groups(x, INT8, 32, "e8m0")
-    for saved, by in itertools.product((None, y8), (None, factor.to(dtype))):
-        got, wanted = (f(given, rows, by, saved) for f in pair("spread_gradient"))
-        exact = DEVICE != "cpu"
-        compare(got.d, wanted.d, rtol=0 if exact or dtype == torch.float32 else 2**-7)
-        compare(got.amax, wanted.amax, rtol=0 if exact else 2**-7)
-        assert (got.dfactor is None) == (wanted.dfactor is None) == (saved is None or by is None)
-        if got.dfactor is not None:
-            off = got.dfactor.float() - wanted.dfactor
-            assert off.norm() <= 1e-2 * wanted.dfactor.float().norm()
-    for bad in (None, torch.nan):
-        if bad is not None:
-            x[-1, 7] = bad
-        _, top = agree("amax_experts", x, rows)
-        scales = tensor_scale(top, fmt)
-        agree("quantize_experts", x, fmt, scales, rows)
-        agree("quantize_experts_both", x, fmt, scales, rows)
+    index = torch.randint(-1, len(x), (9, 3), device=DEVICE, dtype=torch.int32)
+    near("sum_rows", x, index)
+    near("sum_rows", x, index, torch.rand(9, 3, device=DEVICE))
+    y8 = quantize_groups(given, INT8, 32, "e8m0")
+    for saved in (None, y8):
+        found = (f(given, factor.to(dtype), saved) for f in pair("scale_rows_backward"))
+        (d, dfactor), (wanted, dwanted) = found
+        exact = DEVICE != "cpu" or dtype == torch.float32
+        compare(d, wanted, rtol=0 if exact else 2**-7)
+        assert (dfactor is None) == (dwanted is None) == (saved is None)
+        if dfactor is not None:
+            off = dfactor.float() - dwanted
+            assert off.norm() <= 1e-2 * dwanted.float().norm()
+
+
+def check_routes(tokens, choices, experts, columns):
+    """A router's choices, some dropped, and codes that travel to the experts' rows."""
+    index = torch.randint(-1, experts + 1, (tokens, choices), device=DEVICE)
+    got, wanted = (function(index, experts) for function in pair("route"))
+    total = len(wanted.source)
+    compare(got.place, wanted.place)
+    compare(got.ends[:-1], wanted.ends[:-1])
+    compare(got.source[:total], wanted.source)
+    compare(got.blocks[: total // BLOCK], wanted.blocks)
+    assert (got.source[total:] == -1).all() and got.ends[-1] == len(got.source)
+    x = (torch.randn(tokens, columns, device=DEVICE) * 9).exp().bfloat16()
+    by_row = quantize_rows(x, E4M3, aligned=True)
+    whole = quantize_tensor(x, E5M2, torch.rand((), device=DEVICE) + 0.1)
+    for q in (by_row, whole):
+        mine, theirs = (function(q, got, choices) for function in pair("take_codes"))
+        same(mine.codes, theirs.codes)
+        compare(mine.scales, theirs.scales)
+    agree("take_codes_transposed", whole, got, choices)
+    taken = pair("take_codes")[1](by_row, got, choices).scales
+    scales = largest_rows(taken, got, 2.0**-126)
+    agree("take_codes_transposed", by_row, got, choices, scales)
 
 
 def check_weights(k, n, dtype):
@@ -57,7 +76,8 @@ def check_weights(k, n, dtype):
     got, wanted = (f(w, E4M3) for f in pair("quantize_columns"))
     same(got.codes, wanted.codes)
     compare(got.scales, wanted.scales)
-    agree("quantize_experts", w, E4M3, torch.rand(3, device=DEVICE) + 0.1, None)
+    for name in ("quantize_experts", "quantize_experts_transposed"):
+        agree(name, w, E4M3, torch.rand(3, device=DEVICE) + 0.1)
 
 
 def few(got, wanted):
@@ -72,21 +92,33 @@ def check_activation(counts, activation, parts):
     total = rows.source.shape[0]
     da = torch.randn(total, 160, device=DEVICE).bfloat16()
     pre8 = quantize_groups(torch.randn(total, parts, 160, device=DEVICE), INT8, 32, "e8m0")
-    _, top = agree("activation_grad_amax_experts", da, pre8, activation, rows, rtol=1e-6)
-    given = da, pre8, activation, E5M2, tensor_scale(top, E5M2), E4M3
     scales = tensor_scale(torch.rand(len(counts), device=DEVICE) * 9, E4M3, True)
-    got, wanted = (f(*given, scales, rows) for f in pair("activation_backward_experts"))
-    compare(got[:3], wanted[:3], few)
+    for factor in (None, torch.rand(sum(counts), device=DEVICE)):
+        first = da, pre8, activation
+        both = (f(*first, rows, factor) for f in pair("activation_grad_amax_experts"))
+        (top, dfactor), (top2, dfactor2) = both
+        compare(top, top2, rtol=1e-5)
+        compare(dfactor, dfactor2, rtol=1e-3, atol=1e-3)
+        given = *first, E5M2, tensor_scale(top2, E5M2), E4M3, scales, rows, factor
+        got, wanted = (f(*given) for f in pair("activation_backward_experts"))
+        compare(got[:3], wanted[:3], few)
 
 
 ROWS = {
     **{
-        f"rows {counts}": (check_rows, counts, fmt, dtype)
-        for counts, fmt, dtype in zip(
-            COUNTS,
-            (E4M3, E5M2, E4M3),
-            (torch.bfloat16, torch.float32, torch.bfloat16),
-            strict=True,
+        f"rows {counts} {dtype}": (check_rows, counts, dtype)
+        for counts, dtype in zip(
+            COUNTS, (torch.bfloat16, torch.float32, torch.bfloat16), strict=True
+        )
+    },
+    **{
+        f"routes {sizes}": (check_routes, *sizes)
+        for sizes in (
+            (40, 2, 4, 64),
+            (67, 3, 9, 70),
+            (33, 8, 130, 33),
+            (50, 2, 300, 16),
+            (0, 2, 3, 16),
         )
     },
     **{
