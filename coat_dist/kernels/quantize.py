@@ -104,6 +104,7 @@ def tensor_scale(amax: torch.Tensor, fmt: FP8Format, aligned: bool = False) -> t
 @triton.jit
 def _tensor_kernel(
     x,
+    row_scales,
     scale,
     blocks,
     out,
@@ -139,7 +140,12 @@ def _tensor_kernel(
         if COPY:
             packed |= value.to(tl.int32) << (8 * i)
         else:
-            last, y = y, value.to(tl.float32) * factor
+            last = y
+            if row_scales is None:
+                y = value.to(tl.float32) * factor
+            else:  # the factor of a row first: with powers of two nothing is rounded before codes
+                times = tl.load(row_scales + row, mask=row < rows, other=0.0) * factor
+                y = from_fp8(value) * times
             if ROWS:
                 tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
             if PACK > 0:
@@ -162,13 +168,16 @@ def packet(rows: int) -> tuple[int, torch.dtype]:
 
 
 def quantize_tensor(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     fmt: FP8Format,
     scale: torch.Tensor,
     transpose: bool = False,
     out: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.quantize_tensor`."""
+    row_scales = None
+    if isinstance(x, QuantizedTensor):
+        row_scales, x = x.scales, x.codes
     flat = launch_rows(x)
     codes = out
     if codes is None:
@@ -176,7 +185,7 @@ def quantize_tensor(
             flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device
         )
     rows, turned = (None, codes) if transpose else (codes, None)
-    launch_quantize(flat, scale, rows, turned, constants(fmt, x))
+    launch_quantize(flat, scale, rows, turned, constants(fmt, x), row_scales=row_scales)
     return QuantizedTensor(codes, scale, "tensor")
 
 
@@ -206,12 +215,13 @@ def launch_quantize(
     turned: torch.Tensor | None,
     c: Format | None,
     blocks: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
 ) -> None:
     """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed,
     into ``turned``.
 
     ``blocks``: of several scales, which is that of each :data:`~coat_dist.reference.grouped.BLOCK`
-    rows.
+    rows. ``row_scales``: of x, which is FP8 by rows then.
     """
     rows, columns = x.shape
     if not x.numel():
@@ -226,6 +236,7 @@ def launch_quantize(
     bm //= max(pack, 1)
     _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
         x,
+        row_scales,
         scale,
         blocks,
         out,

@@ -87,7 +87,7 @@ def power_of_two(scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_tensor(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     fmt: FP8Format,
     scale: torch.Tensor,
     transpose: bool = False,
@@ -96,14 +96,16 @@ def quantize_tensor(
     """Quantize with one given scale; what it maps beyond F saturates, NaN stays NaN.
 
     Args:
-        x: ``[..., n]``, any floating dtype.
+        x: ``[..., n]``, any floating dtype; or quantized by rows, whose values are rounded again:
+            where both scales are powers of two, only those change that become subnormal.
         scale: fp32 scalar.
         transpose: return codes ``[n, rows]`` of the tensor seen as ``[rows, n]``, contiguous: the
             layout in which FP8 GEMMs want an operand whose summed dimension is ``rows``.
         out: takes the codes: contiguous, or with ``transpose`` whole columns of a wider contiguous
             matrix.
     """
-    codes = _codes(x.float(), scale, fmt)
+    values = dequantize(x) if isinstance(x, QuantizedTensor) else x.float()
+    codes = _codes(values, scale, fmt)
     if transpose:
         codes = codes.flatten(0, -2).t().contiguous()
     return QuantizedTensor(codes if out is None else out.copy_(codes), scale, "tensor")

@@ -60,6 +60,7 @@ from ...ops import (
     take_codes_transposed,
     tensor_scale,
 )
+from ..core.inputs import row_codes
 from ..core.main_grad import Product, into_main_grad, row_blocks
 from ..core.products import Operand, saved_format
 from ..core.weights import cacheable, from_cache
@@ -266,7 +267,7 @@ class _Experts(Function):
         fc1 = _Weight(fc1_weight, rows.experts, width, settings, not transposed)
         fc2 = _Weight(fc2_weight, rows.experts, inner_width, settings, not transposed)
         if settings.forward_scales == "row":
-            x8 = quantize_rows(x, fmt, aligned=True)
+            x8, _ = row_codes(x, settings)
             y8 = take_codes(x8, rows, choices)
             x_scale = largest_rows(y8.scales, rows, SMALLEST_SCALE)
         else:

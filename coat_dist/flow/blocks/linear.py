@@ -253,7 +253,8 @@ class _NormLinear(Function):
         ctx: Any, call: tuple, x, norm_weight, norm_bias, *parameters
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         norm, tp, settings, heads, table, alias, count = call
-        block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        wgrad = any(_NormLinear.needs(ctx, "parameters")[:count])
+        block_input, y8 = quantized_input(x, norm, tp, settings, wgrad)
         biases = parameters[count:]
         ctx.weight = Weight(parameters[:count], tp, settings)
         w8, w_scale = ctx.weight.quantized()

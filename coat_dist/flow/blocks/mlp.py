@@ -164,7 +164,8 @@ class _MLP(Function):
         ctx: Any, call: tuple, x, norm_weight, norm_bias, fc2_weight, *fc1
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         norm, activation, tp, settings, before_fc2, alias, count = call
-        block_input, y8 = quantized_input(x.reshape(-1, x.shape[-1]), norm, tp, settings)
+        wgrad = any(_MLP.needs(ctx, "fc1")[:count])
+        block_input, y8 = quantized_input(x, norm, tp, settings, wgrad)
         ctx.fc1 = Weight(fc1[:count], tp, settings)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
         w1, w1_scale = ctx.fc1.quantized()

@@ -15,9 +15,12 @@ bytes. In "exact" mode forward's source is x itself and backward's differs by x8
 scale is forward's, so what the rounding carries beyond it saturates. With row scales forward's y8
 comes out of the pass that reads x, with other bytes; the scale for backward is the same.
 
-**Without a norm** y is x. What is saved is x in per-tensor FP8 (x8), one byte an element. With
-per-tensor scales the linear reads it too: backward multiplies the very codes of forward in both
-forward modes. With row scales the linear reads codes of its own, made of the same x.
+**Without a norm** y is x, and its codes by rows are what the linear reads and what is saved, one
+byte an element: in both forward modes backward rounds them again, to one scale. Linears that read
+one tensor share its codes (:func:`row_codes`): queries, keys and values, a router's experts and the
+shared one. In backward they share wgrad's operand as well, from the first that asks for it to the
+last. Where sequence-parallel ranks gather x, or scales are per tensor, x is saved with one scale,
+and nothing is shared.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from ...ops import (
     quantize_tensor,
 )
 from ...ops import transpose as transposed
+from ..function import once_per_tensor
 from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import Pending, TensorParallel
 from .norm import Norm, ParameterGrads, finish_grads
@@ -59,10 +63,12 @@ __all__ = [
     "SAVED",
     "NormedInput",
     "PlainInput",
+    "Readers",
     "check_normed",
     "quantized_input",
     "residual_alias",
     "restore_input",
+    "row_codes",
 ]
 
 SAVED = "x_codes", "x_scales", "rstd", "y_scale", "norm_weight", "norm_bias"
@@ -199,35 +205,73 @@ class NormedInput:
         return self.tp.for_backward, self.settings, self.dtype, self.kind, self.reduce_grad
 
 
+class Readers:
+    """Functions that share an input, until their backward has passed. It holds no saved tensor:
+    those belong to autograd, which may free them.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        """Functions that have not yet asked for wgrad's operand."""
+        self.operand: QuantizedTensor | None = None
+
+
+@once_per_tensor
+def _row_codes(x: torch.Tensor, format: str) -> tuple[QuantizedTensor, Readers]:
+    rows = x.detach().reshape(-1, x.shape[-1])
+    return quantize_rows(rows, FORMATS[format], aligned=True), Readers()
+
+
+def row_codes(x: torch.Tensor, settings: ActivationConfig) -> tuple[QuantizedTensor, Readers]:
+    """x ``[..., h]`` by rows, ``[rows, h]``: quantized once for all that read this tensor object,
+    as long as it is not changed in place.
+
+    Graphs quantize for each reader: a replay runs no Python, which would look for earlier codes.
+    """
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or torch.compiler.is_compiling():
+        return _row_codes.__wrapped__(x, settings.format)  # type: ignore[attr-defined]
+    return _row_codes(x, format=settings.format)
+
+
 @dataclass
 class PlainInput:
     """What is saved of x, seen as ``[rows, h]``, and the linear's input from it."""
 
     x8: QuantizedTensor
-    """Layout "tensor": this rank's rows, with one scale on all ranks."""
+    """This rank's rows. Layout "row", or "tensor" with one scale on all ranks."""
+    scale: torch.Tensor
+    """Per-tensor scale for backward, fp32 scalar."""
     tp: TensorParallel
     settings: ActivationConfig
     dtype: torch.dtype
     """Of x: what it is gathered in where FP8 gathers are off."""
+    readers: Readers
 
     @classmethod
     def forward(
-        cls, x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig
+        cls, x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, wgrad: bool
     ) -> tuple[PlainInput, QuantizedTensor]:
-        """From x ``[rows, h]``: what to save, and the linear's input ``[all rows, h]``, gathered
+        """From x ``[..., h]``: what to save, and the linear's input ``[all rows, h]``, gathered
         if they are split.
         """
-        fmt = FORMATS[settings.format]
+        fmt, readers = FORMATS[settings.format], Readers()
+        if settings.forward_scales == "row" and not tp.sharded:
+            y8, readers = row_codes(x, settings)
+            readers.waiting += wgrad
+            y8, scale = row_operand(y8, tp, settings)
+            return cls(y8, scale, tp, settings, x.dtype, readers), y8
+        x = x.reshape(-1, x.shape[-1])
         if settings.forward_scales != "row":
             scale = shared_scale(amax(x), fmt, tp, tp.sharded)
-            this = cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype)
+            this = cls(quantize_tensor(x, fmt, scale), scale, tp, settings, x.dtype, readers)
             return this, this.y8(this.x8).wait()
-        if tp.sharded and settings.fp8_gather:
+        if settings.fp8_gather:
             y8 = whole(gather_operand(quantize_rows(x, fmt, aligned=True), tp, settings))
         else:
-            y8 = quantize_rows(tp.gather_rows(x) if tp.sharded else x, fmt, aligned=True)
+            y8 = quantize_rows(tp.gather_rows(x), fmt, aligned=True)
         y8, scale = row_operand(y8, tp, settings)
-        return cls(quantize_tensor(x, fmt, scale), tp, settings, x.dtype), y8
+        return cls(quantize_tensor(x, fmt, scale), scale, tp, settings, x.dtype, readers), y8
 
     def received(self, y8: QuantizedTensor | Rows) -> None:
         """As :meth:`NormedInput.received`; all rows were waited for."""
@@ -236,12 +280,24 @@ class PlainInput:
         """As :meth:`NormedInput.y8`: codes ``[all rows, h]``, or ``[h, all rows]`` if
         ``transpose``.
         """
+        if source.layout == "row":
+            return Pending(lambda: self._operand(source))
         if not self.tp.sharded:
             return Pending(lambda: transposed(source) if transpose else source)
         if not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
             x = dequantize(source).to(self.dtype)
             return _gathered_values(self.tp, x, self.settings, source.scales, transpose)
         return _gathered(self.tp, source.codes, source.scales, transpose)
+
+    def _operand(self, rows: QuantizedTensor) -> QuantizedTensor:
+        """wgrad's, made by the first function that asks, and let go by the last."""
+        readers, operand = self.readers, self.readers.operand
+        if operand is None:
+            fmt = FORMATS[self.settings.format]
+            operand = quantize_tensor(rows, fmt, self.scale, transpose=True)
+        readers.waiting -= 1
+        readers.operand = operand if readers.waiting > 0 else None
+        return operand
 
     def backward(
         self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
@@ -252,11 +308,11 @@ class PlainInput:
 
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """As :meth:`NormedInput.save`."""
-        return self.x8.codes, self.x8.scales, None, None, None, None
+        return self.x8.codes, self.x8.scales, None, self.scale, None, None
 
     def options(self) -> tuple[Any, ...]:
         """Everything but tensors, for the autograd context."""
-        return self.tp.for_backward, self.settings, self.dtype
+        return self.tp.for_backward, self.settings, self.dtype, self.readers
 
 
 def _gathered(
@@ -284,20 +340,26 @@ def _gathered_values(
 
 
 def quantized_input(
-    x: torch.Tensor, norm: Norm | None, tp: TensorParallel, settings: ActivationConfig
+    x: torch.Tensor,
+    norm: Norm | None,
+    tp: TensorParallel,
+    settings: ActivationConfig,
+    wgrad: bool = True,
 ) -> tuple[NormedInput | PlainInput, QuantizedTensor | Rows]:
-    """From x ``[rows, h]``, with the norm or without: what backward needs, and the FP8 tensor
-    that the linear reads.
+    """From x ``[..., h]``, with the norm or without: what backward needs, and the FP8 tensor
+    ``[all rows, h]`` that the linear reads. ``wgrad``: backward will ask for wgrad's operand.
     """
     if norm is None:
-        return PlainInput.forward(x, tp, settings)
-    return NormedInput.forward(x, norm, tp, settings)
+        return PlainInput.forward(x, tp, settings, wgrad)
+    return NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
 
 
 def restore_input(saved: Any, options: tuple[Any, ...]) -> NormedInput | PlainInput:
     """In backward: the object whose ``save()`` and ``options()`` forward kept."""
     if saved.rstd is None:
-        return PlainInput(QuantizedTensor(saved.x_codes, saved.x_scales, "tensor"), *options)
+        layout = "row" if saved.x_scales.dim() else "tensor"
+        x8 = QuantizedTensor(saved.x_codes, saved.x_scales, layout)
+        return PlainInput(x8, saved.y_scale, *options)
     _, settings, *_ = options
     return NormedInput(
         QuantizedTensor(saved.x_codes, saved.x_scales, "group", settings.group_size),
