@@ -33,33 +33,21 @@ __all__ = [
     "MLP",
     "ONE",
     "Block",
-    "FirstProjection",
-    "Gate",
-    "JoinedAttention",
-    "LaterProjection",
     "ModePatched",
-    "OutProjection",
     "Part",
+    "PartProjection",
     "Projection",
     "Stack",
     "UnfusedNorm",
     "bias_of",
     "fits",
+    "is_attention_output",
     "norm_of",
     "runs_flow",
     "why_parts_act",
 ]
 
 ONE = flow.TensorParallel()
-
-
-class Gate(NamedTuple):
-    """What a gated MLP computes."""
-
-    names: tuple[str, ...]
-    """Of the linears of its first product: ("gate_proj", "up_proj"), or ("gate_up_proj",)."""
-    activation: str
-    """The flow's name of it."""
 
 
 class Part(NamedTuple):
@@ -72,8 +60,8 @@ class Part(NamedTuple):
     """Of a block or layer, in the report."""
     report: PatchReport | None = None
     kind: Any = None
-    """Of a fused attention ``AttentionKind``, of an MLP ``Gate``, of a norm its ``norm_kind``, of
-    linears with one input all of them, of a fused layer True.
+    """Of a fused attention ``AttentionKind``, of an MLP ``MLPKind``, of a norm its ``norm_kind``,
+    of a layer that computes its norms and residuals with its blocks ``Sides``.
     """
     parts: tuple[tuple[str, nn.Module, type], ...] = ()
     """Modules that a block computes without calling them, or calls with arguments of its own: their
@@ -203,7 +191,7 @@ class Block(ModePatched):
             ):
                 return self.coat_settled()
         report = part.report
-        if report is not None and (report.blocks.get(part.name) or part.name in report.unfused):
+        if report is not None and part.name in report.unfused:
             return self.coat_settled()
         return True
 
@@ -266,92 +254,52 @@ class UnfusedNorm(ModePatched):
         return y.to(torch.promote_types(x.dtype, self.weight.dtype))
 
 
-class Projection(ModePatched):
-    """A linear in FP8 by itself."""
+class PartProjection(ModePatched):
+    """A linear in FP8 by itself. Linears whose weights a fused block reads are such ones for the
+    calls in which the block runs its own code.
+    """
 
-    @property
-    def coat_linears(self: Any) -> tuple[Any, ...]:
-        """The linears of its product, this one and those that share its input."""
-        return self.coat.kind or (self,)
+    def coat_runs(self: Any) -> bool:
+        return runs_flow(self) and has_plain_weight(self)
+
+    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        if not (fits(x) and has_plain_weight(self)):
+            return plain(self, x)
+        settings = self.coat.settings
+        if is_attention_output(x):
+            return bias_of(flow.linear(x, self.weight, ONE, settings), self)
+        return flow.norm_linear(x, None, self.weight, self.bias, ONE, settings)
+
+
+class Projection(PartProjection):
+    """A linear in FP8 by itself, always."""
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """Parameters that only the flow reads while training; those of one product, in a tuple."""
-        return [tuple(m.weight for m in self.coat_linears)]
-
-    def coat_runs(self: Any) -> bool:
-        return runs_flow(self) and all(map(has_plain_weight, self.coat_linears))
-
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        return self.coat_product(x) if fits(x) and has_plain_weight(self) else plain(self, x)
-
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return flow.norm_linear(x, None, self.weight, self.bias, ONE, self.coat.settings)
+        return [self.weight]
 
 
-class OutProjection(Projection):
-    """The linear behind attention, which saves an alias of attention's output."""
+_VIEWS = {
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+}
 
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return bias_of(flow.linear(x, self.weight, ONE, self.coat.settings), self)
 
-
-class FirstProjection(Projection):
-    """The first of several linears of one input: computes all of them, and keeps the others'
-    results for them.
+def is_attention_output(x: torch.Tensor) -> bool:
+    """Whether x is the output of an attention kernel, which the kernel keeps for its own backward:
+    an alias of it costs nothing, and codes would be a byte more for each element.
     """
-
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        linears = self.coat_linears
-        if not all(map(has_plain_weight, linears)):
-            return Projection.coat_product(self, x)
-        weights = [m.weight for m in linears]
-        biases = None if self.bias is None else [m.bias for m in linears]
-        out = flow.norm_linear(x, None, weights, biases, ONE, self.coat.settings)
-        first, *rest = out.split([w.shape[0] for w in weights], -1)
-        for module, result in zip(linears[1:], rest, strict=True):
-            vars(module)["coat_given"] = x, result
-        return first
-
-
-class LaterProjection(Projection):
-    """One of the others: takes what the first has computed of the same input."""
-
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        given = vars(self).pop("coat_given", None)
-        if given is not None and given[0] is x:
-            return given[1]
-        return Projection.coat_product(self, x)
-
-    def coat_take(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """What the first has computed, whatever tensor object it was given."""
-        given = vars(self).pop("coat_given", None)
-        return self(x) if given is None else given[1]
-
-
-class JoinedAttention(ModePatched):
-    """An attention that runs its own code around joined projections.
-
-    ZeRO-3 gives each module another tensor object, gathers weights for each call, and releases them
-    when the gradient of its input is there. So the later projections are not called there: the
-    first uses their weights.
-    """
-
-    def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        later = {
-            name: m
-            for name, m in self._modules.items()
-            if isinstance(m, LaterProjection) and hasattr(m, "ds_id")
-        }
-        try:
-            vars(self).update((name, module.coat_take) for name, module in later.items())
-            return plain(self, *args, **kwargs)
-        finally:
-            for name in later:
-                vars(self).pop(name, None)
+    node = x.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and ("Attention" in node.name() or "Attn" in node.name())
 
 
 class MLP(Block):
-    """A gated MLP; with ``norm`` the norm before it as well, and the alias of x for the residual
+    """An MLP; with ``norm`` the norm before it as well, and the alias of x for the residual
     connection.
     """
 
@@ -365,12 +313,13 @@ class MLP(Block):
         # With a norm, the layer has looked.
         if norm is None and not (fits(x) and self.coat_ready()):
             return plain(self, x)
-        linears = [getattr(self, name) for name in self.coat.kind.names]
+        kind, settings = self.coat.kind, self.coat.settings
+        linears = [getattr(self, name) for name in kind.first]
+        last = getattr(self, kind.last)
         weights = [m.weight for m in linears]
         biases = None if linears[0].bias is None else [m.bias for m in linears]
-        activation, settings = self.coat.kind.activation, self.coat.settings
-        rest: tuple[Any, ...] = weights, self.down_proj.weight, activation, ONE, settings, biases
+        rest: tuple[Any, ...] = weights, last.weight, kind.activation, ONE, settings, biases
         if norm is None:
-            return bias_of(flow.mlp(x, *rest), self.down_proj)
+            return bias_of(flow.mlp(x, *rest), last)
         y, alias = flow.norm_mlp(x, norm_of(norm), *rest, residual=True)  # type: ignore[misc]
-        return bias_of(y, self.down_proj), alias
+        return bias_of(y, last), alias

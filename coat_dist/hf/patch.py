@@ -1,15 +1,14 @@
 """Patch a built transformers model in place: its layers keep parameters and names, and run the FP8
 flow.
 
-Two tiers. A decoder layer that reads as Llama's is *fused*: norm, queries, keys and values,
-rotation, output projection, MLP and residuals, with the bytes saved that a Megatron layer saves. In
-other layers the model's own code runs, with its norms, projections and gated MLPs in the flow. What
-is not recognized stays in BF16, with the reason in the report.
+Two tiers. Blocks whose code is known (``recognize.py``) are *fused*: an attention with the
+projections around it, an MLP; in layers that read as Llama's with the norm before them and the
+residual connection. All other blocks run their own code, around linears in the flow, which share
+the codes of an input. What stays in BF16 stands in the report with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -29,13 +28,17 @@ from ..patching.settings import (
     check_honoured,
     coat_block,
 )
-from .blocks import FUSED, NORMS, RECOGNIZERS, is_fused, parts_of
-from .layer import DecoderLayer
+from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
+from .layer import AttentionKind, DecoderLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import Part, Stack, UnfusedNorm, why_parts_act
-from .recognize import attention_kind, is_causal_lm, norm_kind
+from .recognize import is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
+
+BLOCKS = "self_attn", "mlp"
+NORMS = "input_layernorm", "post_attention_layernorm"
+"""Of layers that are x + attention(norm(x)), then x + mlp(norm(x))."""
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -75,8 +78,8 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     check_honoured(REFUSED["transformers"], config)
     plan = Plan(config)
     stacks = _stacks(model)
+    check_bf16_layers(config, max(map(len, stacks.values()), default=0))
     for layers in stacks.values():
-        check_bf16_layers(config, len(layers))
         kept = bf16_layers(config, len(layers))
         for i, (name, layer) in enumerate(layers):
             _plan_layer(plan, name, layer, "bf16_layers" if i in kept else None)
@@ -101,48 +104,48 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
 
 
 def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """What transformers calls layers, with their names, by the name of the list that holds them."""
+    """What transformers calls layers, with their names, by the name of the list that holds them; in
+    models that were written before there was a class for them, lists of several modules of a class.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    modules = dict(model.named_modules())
+    layers = {n for n, m in modules.items() if isinstance(m, GradientCheckpointingLayer)}
+    if not layers:
+        for name, module in modules.items():
+            classes = {type(m) for m in module} if isinstance(module, nn.ModuleList) else ()
+            if len(classes) == 1 and len(module) > 1:  # type: ignore[arg-type]
+                layers |= {f"{name}.{i}" for i in range(len(module))}  # type: ignore[arg-type]
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     outer = None
-    for name, module in model.named_modules():
-        known = (
-            isinstance(module, GradientCheckpointingLayer)
-            or {"self_attn", "mlp"} <= module._modules.keys()
-        )
-        if known and not (outer is not None and name.startswith(outer)):
+    for name, module in modules.items():
+        if name in layers and not (outer is not None and name.startswith(outer)):
             outer = f"{name}."
             found.setdefault(name.rpartition(".")[0], []).append((name, module))
     return found
 
 
-def _blocks(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Parts of a layer that hold weights of matrices, by name."""
-    for name, module in layer.named_children():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            yield from _blocks(module, f"{prefix}.{name}")
-        elif any(getattr(p, "ds_shape", p.shape)[1:] for p in module.parameters()):
-            yield f"{prefix}.{name}", module
-
-
 def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
     """Plan a layer, or with a reason in ``whole`` leave all of its blocks in BF16."""
-    fused = whole is None and is_fused(layer)
-    recognizers = FUSED if fused else RECOGNIZERS
     entries = [
-        plan.add(block_name, layer, block, recognizers, whole)
-        for block_name, block in _blocks(layer, name)
+        plan.add(block_name, layer, block, RECOGNIZERS, whole)
+        for block_name, block in blocks_of(layer, name)
     ]
+    fused = {id(entry.module) for entry in entries if fuses(entry)}
     report = plan.report if any(entry.why is None for entry in entries) else None
     part = Part(plan.settings, name, report)
-    if fused:
-        part = part._replace(kind=True, parts=parts_of(layer, "self_attn", "mlp", *NORMS))
-        if (why := why_parts_act(layer, part)) is not None:
-            plan.report.unfused[name] = why
+    uncalled: list[nn.Module] = []
+    if fused and is_decoder_layer(layer):
+        sides = Sides.of(layer, *(id(block) in fused for block in (layer.self_attn, layer.mlp)))
+        norms = [norm for norm, side in zip(NORMS, sides[:2], strict=True) if side]
+        if all(norm_kind(layer._modules.get(norm)) in ("rms", "centered") for norm in norms):
+            blocks = [block for block, side in zip(BLOCKS, sides[:2], strict=True) if side]
+            part = part._replace(kind=sides, parts=parts_of(layer, *blocks, *norms))
+            if (why := why_parts_act(layer, part)) is not None:
+                plan.report.unfused[name] = why
+            uncalled = [layer._modules[norm] for norm in norms]
     plan.swap(layer, DecoderLayer, part)
     if whole is None:
-        uncalled = [layer._modules[n] for n in NORMS] if fused else []
         for module in layer.modules():
             _plan_norm(plan, module, called=all(module is not norm for norm in uncalled))
 
@@ -195,10 +198,10 @@ def _not_in_this(plan: Plan) -> Rows:
         why = f"where the loss stays the model's own: {'; '.join(plain) or 'no lm_head'}"
         rows["z_loss"] = ((0,), why)
     for entry in plan.entries:
-        attention = entry.module
-        if not entry.changes or attention_kind(attention) is None or not is_fused(entry.layer):
-            continue
-        if attention.config._attn_implementation != "eager" and not attention.attention_dropout:
-            return rows
+        for module, _, value in entry.changes:
+            if isinstance(getattr(value, "kind", None), AttentionKind):
+                eager = module.config._attn_implementation == "eager"
+                if not (eager or module.attention_dropout):
+                    return rows
     why = "FP8 needs fused attention, without dropout and other than eager"
     return rows | {"attention": (("bf16",), why)}
