@@ -109,8 +109,10 @@ class OptimizerConfig(_Block):
 class ActivationConfig(_Block):
     """The FP8 precision flow of transformer layers."""
 
-    enabled: bool = True
-    """Patch the layers. False keeps BF16 layers and only the optimizer is compressed."""
+    enabled: bool | Literal["auto"] = True
+    """Patch the layers. False keeps BF16 layers and only the optimizer is compressed; "auto" does
+    the same, with a warning, for a model in which nothing can be patched.
+    """
     forward: Literal["exact", "quantized"] = "exact"
     """"quantized" (the paper): norm and activation read the FP8 tensor that is saved. "exact": they
     read the BF16 tensor, and only backward reads the FP8 one.

@@ -17,7 +17,7 @@ from ..config import ActivationConfig, CoatConfigError
 from ..extras import need
 from ..patching.changes import unpatch_model
 from ..patching.plan import Plan
-from ..patching.reasons import has_plain_weight, module_of
+from ..patching.reasons import has_plain_weight, module_of, named_class, own_code
 from ..patching.report import PatchReport, check_unpatched
 from ..patching.settings import (
     REFUSED,
@@ -60,12 +60,13 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     block asks for it. Evaluation and generation run the model's own forward.
 
     Args:
-        model: a causal language model of transformers, also inside PEFT's wrappers.
+        model: a model of transformers, also inside PEFT's wrappers.
         config: what ``deepspeed.initialize`` takes, with a ``"coat"`` block; or that block as
             ``CoatConfig``, or its ``"activation"`` as ``ActivationConfig``.
 
     Returns:
-        What was patched, which is also ``model.coat_patch_report``.
+        What was patched, which is also ``model.coat_patch_report``. With ``"enabled": "auto"`` it
+        may be nothing, and the model stays as it is.
 
     Raises:
         CoatConfigError: ``config`` has no block; an option that needs Megatron; nothing could be
@@ -86,10 +87,13 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     plan.fill_report()
     if not plan.patched:
         why = PatchReport.summary([plan.report]) if stacks else "no layers of transformers"
+        if config.enabled == "auto":
+            plan.report.warn(f"all of {type(model).__name__} stays BF16: {why}")
+            return plan.report
         raise CoatConfigError(
             f"model: got a {type(model).__name__} with nothing to patch ({why}), accepted: models "
-            'of docs/hugging-face.md, or "coat": {"activation": {"enabled": false}}, which keeps '
-            "8-bit moments"
+            'of docs/hugging-face.md, or "coat": {"activation": {"enabled": false}} (or "auto"), '
+            "which keeps 8-bit moments"
         )
     inside = {id(m) for layers in stacks.values() for _, layer in layers for m in layer.modules()}
     for module in model.modules():
@@ -136,18 +140,29 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
     part = Part(plan.settings, name, report)
     uncalled: list[nn.Module] = []
     if fused and is_decoder_layer(layer):
-        sides = Sides.of(layer, *(id(block) in fused for block in (layer.self_attn, layer.mlp)))
+        sides = Sides.of(layer, *(id(layer._modules[block]) in fused for block in BLOCKS))
         norms = [norm for norm, side in zip(NORMS, sides[:2], strict=True) if side]
-        if all(norm_kind(layer._modules.get(norm)) in ("rms", "centered") for norm in norms):
+        why = _why_called(layer, *norms)
+        if why is None:
             blocks = [block for block, side in zip(BLOCKS, sides[:2], strict=True) if side]
             part = part._replace(kind=sides, parts=parts_of(layer, *blocks, *norms))
-            if (why := why_parts_act(layer, part)) is not None:
-                plan.report.unfused[name] = why
             uncalled = [layer._modules[norm] for norm in norms]
+            why = why_parts_act(layer, part)
+        if why is not None:
+            plan.report.unfused[name] = why
     plan.swap(layer, DecoderLayer, part)
     if whole is None:
         for module in layer.modules():
             _plan_norm(plan, module, called=all(module is not norm for norm in uncalled))
+
+
+def _why_called(layer: nn.Module, *norms: str) -> str | None:
+    """Why these norms are called, and not computed with the blocks behind them."""
+    for name in norms:
+        norm = layer._modules.get(name)
+        if norm_kind(norm) not in ("rms", "centered"):
+            return own_code(name, norm) or f"{named_class(norm)} as {name}"
+    return None
 
 
 def _plan_norm(plan: Plan, module: nn.Module, called: bool = True) -> None:
