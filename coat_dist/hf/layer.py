@@ -102,7 +102,7 @@ class DecoderLayer(Block):
 
 
 def _takes_norm(block: Any) -> bool:
-    return not _gathers_itself(type(block)) and block.coat_runs()
+    return not _gathers_itself(block.__class__) and block.coat_runs()
 
 
 @functools.cache

@@ -232,7 +232,9 @@ def norm_of(module: Any) -> flow.Norm:
     """
     kind = module.coat.kind
     eps = getattr(module, "variance_epsilon", None)
-    weight = 1.0 + module.weight.float() if kind == "centered" else module.weight
+    weight = module._parameters.get("weight")
+    if kind == "centered":
+        weight = 1.0 + weight.float()
     return flow.Norm("rmsnorm", module.eps if eps is None else eps, weight)
 
 
@@ -248,10 +250,11 @@ class UnfusedNorm(ModePatched):
         if not fits(x):
             return plain(self, x)
         y = flow.norm(x, norm_of(self), ONE)
-        if self.coat.kind != "rms":
+        weight = self._parameters.get("weight")
+        if self.coat.kind != "rms" or weight is None:
             return y
         # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider.
-        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return y.to(torch.promote_types(x.dtype, weight.dtype))
 
 
 class PartProjection(ModePatched):

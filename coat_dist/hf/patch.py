@@ -159,7 +159,7 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
 def _why_called(layer: nn.Module, *norms: str) -> str | None:
     """Why these norms are called, and not computed with the blocks behind them."""
     for name in norms:
-        norm = layer._modules.get(name)
+        norm: Any = layer._modules.get(name)
         if norm_kind(norm) not in ("rms", "centered"):
             return own_code(name, norm) or f"{named_class(norm)} as {name}"
     return None

@@ -51,7 +51,7 @@ class Attention(NamedTuple):
     """Queries are multiplied by a factor of their positions, ``get_llama_4_attn_scale``."""
 
 
-ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3
+ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3, Ministral 3, Qwen2.5-VL and Qwen3-VL
     **dict.fromkeys(
         ("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"),
         Attention(),
@@ -65,13 +65,12 @@ ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3
     **dict.fromkeys(
         ("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"), Attention("self", True)
     ),
-    # Of Ministral 3, Qwen2.5-VL and Qwen3-VL.
-    "2c00b0ea37fe": Attention("config", scaled=True),
-    "baee97480023": Attention("self"),
-    "2a34dc049973": Attention(normed=True),
+    **dict.fromkeys(("2c00b0ea37fe", "41e75a14057d"), Attention("config", scaled=True)),
+    **dict.fromkeys(("baee97480023", "c25da48b9768"), Attention("self")),
+    **dict.fromkeys(("2a34dc049973", "d505d9fe461b"), Attention(normed=True)),
 }
 """Attentions that run in one piece, with the norm before them where the layer gives it: since
-transformers 5.24, 5.4, 5.1, 5.0 and 4.56.
+transformers 5.24, 5.4, 5.1, 5.0 and 4.56; the last three since 5.24 and 5.17.
 """
 DECODER_LAYERS = {"dc2a7e8a52a4", "1515b3d2da53", "c587ea7a11e2", "24f6048b2749"}
 """x + attention(norm(x)), then x + mlp(norm(x)): Llama and 66 others of transformers 5.24, Mixtral,
@@ -81,14 +80,22 @@ MLPS = {
     "d9e9fc411102": (("gate_proj", "up_proj"), "down_proj", True),  # Llama and 126 others
     "2e97b5598c8f": (("gate_proj", "up_proj"), "down_proj", True),  # Qwen2.5-VL's vision tower
     "cc9ee1739c1f": (("gate_up_proj",), "down_proj", True),  # Phi-3, GLM-4
+    "750aa64fe91b": (("fc1",), "fc2", False),  # CLIP and 84 others
+    "9a58e0fdb527": (("up_proj",), "down_proj", False),  # Arcee
     "f9b286ac75a9": (("linear_fc1",), "linear_fc2", False),  # Qwen3-VL's vision tower
 }
 """MLPs by the linears of their first product, that of their second, and whether the first has a
 gate: last(act(gate) * up), or last(act(first)).
 """
-NORMS = {"075c8d198279": "rms", "2c29d28177de": "rms", "072c442d528d": "centered"}
-"""RMSNorms. "rms" multiplies by its weight (Llama, and OLMo-2, which rounds last); "centered" by
-one more (Gemma).
+NORMS = {
+    "075c8d198279": "rms",
+    "2c29d28177de": "rms",
+    "f3c969785666": "rms",
+    "3a91e9aaa215": "rms",
+    "072c442d528d": "centered",
+}
+"""RMSNorms. "rms" multiplies by its weight, if it has one (Llama, and OLMo-2, Helium and Gemma 4,
+which round last); "centered" by one more (Gemma).
 """
 CAUSAL_LMS = {"49dd0a217873", "8ec97ae3ffa9", "06595b600982", "fe735c0f1494"}
 """A model, its last hidden states through ``lm_head``, and the loss of these logits and
@@ -194,7 +201,7 @@ def _activations(gated: bool) -> dict[type, str]:
     """The flow's activations by their classes in transformers."""
     from transformers.activations import ACT2FN
 
-    found = {}
+    found = {} if gated else {type(ACT2FN["relu2"]): "squared_relu"}
     for name, activation in ACTIVATIONS.items():
         of_flow = activation if gated else FLOWS[activation].function
         if of_flow in FLOWS:
