@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 
@@ -187,22 +187,13 @@ def once_per_tensor(make: Callable[..., T]) -> Callable[..., T]:
     that every layer of a pass is given, such as cosines.
 
     It is made again where another tensor is a different one, or any of them was changed in place.
-    What ``detach`` makes of the first one counts as the same tensor if it has a ``grad_fn``: ZeRO-3
-    of DeepSpeed gives each module such an alias, which shares the count of changes in place.
-    ``.data``, which does not, has no ``grad_fn``.
     """
-    kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     @functools.wraps(make)
     def call(*tensors: torch.Tensor, **options: Hashable) -> T:
-        first = tensors[0]
-        owner: Any = first
-        key: tuple[Any, ...] = tuple(options.items())
-        if first.grad_fn is not None:
-            owner = first.untyped_storage()
-            key = *key, first.data_ptr(), first.shape, first.stride(), first.dtype
-        by_options = kept.setdefault(owner, {})
-        versions = [version_of(t) for t in tensors]
+        by_options = kept.setdefault(tensors[0], {})
+        key, versions = tuple(options.items()), [version_of(t) for t in tensors]
         found = by_options.get(key)
         if (
             found is None

@@ -27,9 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...config import ActivationConfig
 from ...formats import FORMATS, QuantizedTensor
@@ -46,7 +47,6 @@ from ...ops import (
     quantize_tensor,
 )
 from ...ops import transpose as transposed
-from ..function import once_per_tensor
 from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import Pending, TensorParallel
 from .norm import Norm, ParameterGrads, finish_grads
@@ -216,14 +216,15 @@ class Readers:
         self.operand: QuantizedTensor | None = None
 
 
-@once_per_tensor
-def _row_codes(x: torch.Tensor, format: str) -> tuple[QuantizedTensor, Readers]:
-    return _quantize(x, format), Readers()
+class _Kept(NamedTuple):
+    version: int
+    """The tensor's count of changes in place when it was quantized."""
+    codes: QuantizedTensor
+    readers: Readers
 
 
-def _quantize(x: torch.Tensor, format: str) -> QuantizedTensor:
-    rows = x.detach().reshape(-1, x.shape[-1])
-    return quantize_rows(rows, FORMATS[format], aligned=True)
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Storage -> what is kept of the tensors in it, while it lives."""
 
 
 def row_codes(
@@ -232,14 +233,32 @@ def row_codes(
     """x ``[..., h]`` by rows, ``[rows, h]``: quantized once for all that read this tensor, as long
     as it is not changed in place.
 
+    Views of all of x, and what ``detach`` makes of it, are the same tensor if they have a
+    ``grad_fn``: ZeRO-3 of DeepSpeed gives each module such an alias. They share the count of
+    changes in place. ``.data``, which does not, has no ``grad_fn``.
+
     Graphs quantize for each reader, and return no :class:`Readers`: a replay runs no Python, which
     would look for earlier codes. So does inference mode, whose tensors do not count changes in
     place.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or torch.compiler.is_compiling() or x.is_inference():
-        return _quantize(x, settings.format), None
-    return _row_codes(x, format=settings.format)
+        return _quantize(x, settings), None
+    owner: Any = x
+    if x.grad_fn is not None:
+        owner = x.untyped_storage()
+    of_owner = _kept.setdefault(owner, {})
+    form = x.is_contiguous() or (x.shape, x.stride())
+    key = settings.format, x.data_ptr(), x.dtype, x.numel(), x.shape[-1], form
+    found = of_owner.get(key)
+    if found is None or found.version != x._version:
+        found = of_owner[key] = _Kept(x._version, _quantize(x, settings), Readers())
+    return found.codes, found.readers
+
+
+def _quantize(x: torch.Tensor, settings: ActivationConfig) -> QuantizedTensor:
+    rows = x.detach().reshape(-1, x.shape[-1])
+    return quantize_rows(rows, FORMATS[settings.format], aligned=True)
 
 
 @dataclass
