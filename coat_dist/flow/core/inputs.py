@@ -20,7 +20,7 @@ byte an element: in both forward modes backward rounds them again, to one scale.
 one tensor share its codes (:func:`row_codes`): queries, keys and values, a router's experts and the
 shared one. In backward they share wgrad's operand as well, from the first that asks for it to the
 last. Where sequence-parallel ranks gather x, or scales are per tensor, x is saved with one scale,
-and nothing is shared. Where every weight is frozen, nothing is saved of x.
+and nothing is shared. Where every weight is frozen and none has an adapter, nothing is saved of x.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from ...ops import (
 from ...ops import transpose as transposed
 from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import Pending, TensorParallel
+from .adapters import Factors
 from .norm import Norm, ParameterGrads, finish_grads
 from .products import (
     gather_operand,
@@ -189,6 +190,12 @@ class NormedInput:
         )
         return dx if wanted[0] else None, grads
 
+    def factors(self, x: torch.Tensor | None = None) -> Factors:
+        """y, the linear's input, for an adapter; in forward from x."""
+        if x is None or self.settings.forward != "exact":
+            x = dequantize(self.x8, self.dtype)
+        return Factors(x, self.stats.rstd, self.weight)
+
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """Tensors for ``save_for_backward``, parameters included. x8 needs no mean."""
         return (
@@ -274,12 +281,17 @@ class PlainInput:
     dtype: torch.dtype
     """Of x: what it is gathered in where FP8 gathers are off."""
     readers: Readers | None
-    wgrad: bool
-    """Whether backward will ask for wgrad's operand."""
+    kept: bool
+    """Whether backward will ask for x."""
 
     @classmethod
     def forward(
-        cls, x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, wgrad: bool
+        cls,
+        x: torch.Tensor,
+        tp: TensorParallel,
+        settings: ActivationConfig,
+        wgrad: bool,
+        kept: bool,
     ) -> tuple[PlainInput, QuantizedTensor]:
         """From x ``[..., h]``: what to save, and the linear's input ``[all rows, h]``, gathered
         if they are split.
@@ -290,9 +302,9 @@ class PlainInput:
             if readers is not None:
                 readers.waiting += wgrad
             y8, scale = row_operand(y8, tp, settings)
-            return cls(y8, scale, tp, settings, x.dtype, readers, wgrad), y8
+            return cls(y8, scale, tp, settings, x.dtype, readers, kept), y8
         x = x.reshape(-1, x.shape[-1])
-        rest = tp, settings, x.dtype, None, wgrad
+        rest = tp, settings, x.dtype, None, kept
         if settings.forward_scales != "row":
             scale = shared_scale(amax(x), fmt, tp, tp.sharded)
             this = cls(quantize_tensor(x, fmt, scale), scale, *rest)
@@ -340,15 +352,19 @@ class PlainInput:
         assert residual is None
         return dy if wanted[0] else None, ParameterGrads(None, None)
 
+    def factors(self, x: torch.Tensor | None = None) -> Factors:
+        """As :meth:`NormedInput.factors`."""
+        return Factors(dequantize(self.x8, self.dtype) if x is None else x)
+
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """As :meth:`NormedInput.save`."""
-        if not self.wgrad:
+        if not self.kept:
             return None, None, None, self.scale, None, None
         return self.x8.codes, self.x8.scales, None, self.scale, None, None
 
     def options(self) -> tuple[Any, ...]:
         """Everything but tensors, for the autograd context."""
-        return self.tp.for_backward, self.settings, self.dtype, self.readers, self.wgrad
+        return self.tp.for_backward, self.settings, self.dtype, self.readers, self.kept
 
 
 def _gathered(
@@ -380,13 +396,18 @@ def quantized_input(
     norm: Norm | None,
     tp: TensorParallel,
     settings: ActivationConfig,
-    wgrad: bool = True,
+    wgrad: bool,
+    adapted: bool,
 ) -> tuple[NormedInput | PlainInput, QuantizedTensor | Rows]:
     """From x ``[..., h]``, with the norm or without: what backward needs, and the FP8 tensor
-    ``[all rows, h]`` that the linear reads. ``wgrad``: backward will ask for wgrad's operand.
+    ``[all rows, h]`` that the linear reads.
+
+    Args:
+        wgrad: backward will ask for wgrad's operand.
+        adapted: backward will ask for x, for the gradient of an adapter.
     """
     if norm is None:
-        return PlainInput.forward(x, tp, settings, wgrad)
+        return PlainInput.forward(x, tp, settings, wgrad, wgrad or adapted)
     return NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
 
 
