@@ -16,8 +16,9 @@ from torch import nn
 from ..patching.classes import Patched
 from ..patching.plan import Entry, Recognizer
 from ..patching.reasons import has_plain_weight, named_class, own_code, own_forward, why_not_fp8
+from .adapters import base_of
 from .layer import AttentionKind, FusedAttention
-from .modules import MLP, Part, PartProjection, Projection, why_parts_act
+from .modules import MLP, AdaptedProjection, Part, PartProjection, Projection, why_parts_act
 from .recognize import attention_kind, mlp_kind
 
 __all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of"]
@@ -123,13 +124,23 @@ def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, *parts: str) -> N
     for linear in part.linears:
         if _why_not_linear(linear) is None:
             entry.swap(linear, PartProjection, Part(entry.settings))
+    _swap_adapters(entry)
     if (why := why_parts_act(entry.module, part)) is not None:
         entry.unfused[entry.name] = why
 
 
+def _swap_adapters(entry: Entry) -> None:
+    """Plan LoRA around linears that will be in FP8."""
+    linears = [module for module, name, _ in entry.changes if name == "__class__"]
+    for module in entry.module.modules():
+        base = base_of(module)
+        if base is not module and any(base is linear for linear in linears):
+            entry.swap(module, AdaptedProjection, Part(entry.settings))
+
+
 def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type], ...]:
     """``Part.parts`` of a module that is to be patched."""
-    return tuple((name, found := getattr(module, name), type(found)) for name in names)
+    return tuple((name, found := base_of(getattr(module, name)), type(found)) for name in names)
 
 
 def _experts(entry: Entry) -> bool:
@@ -149,6 +160,7 @@ def _own_code(entry: Entry) -> bool:
             entry.swap(linear, Projection, Part(entry.settings))
         else:
             left[f"{entry.name}.{name}"] = why
+    _swap_adapters(entry)
     entry.why = None
     if not entry.changes:
         entry.why = "; ".join(sorted(set(left.values()))) or known or "no linears"
@@ -193,7 +205,7 @@ def _why_not_weight(name: str, linear: Any) -> str | None:
 def _why_not_linears(block: nn.Module, *names: str) -> str | None:
     """Why a block cannot compute these children of it."""
     for name in names:
-        linear = block._modules.get(name)
+        linear = base_of(block._modules.get(name))
         if type(linear) is not nn.Linear:
             return f"{named_class(linear)} in place of {name}"
         if (why := _why_not_weight(name, linear)) is not None:

@@ -31,7 +31,7 @@ from ..patching.settings import (
 from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
 from .layer import AttentionKind, DecoderLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
-from .modules import Part, Stack, UnfusedNorm, why_parts_act
+from .modules import AdaptedProjection, Part, Stack, UnfusedNorm, why_parts_act
 from .recognize import is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
@@ -85,6 +85,12 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
         for i, (name, layer) in enumerate(layers):
             _plan_layer(plan, name, layer, "bf16_layers" if i in kept else None)
     plan.fill_report()
+    adapted = 0
+    for entry in plan.patched:
+        for _, _, value in entry.changes:
+            adapted += isinstance(value, type) and issubclass(value, AdaptedProjection)
+    if adapted:
+        plan.report.note(f"{adapted} linears with adapters of PEFT")
     if not plan.patched:
         why = PatchReport.summary([plan.report]) if stacks else "no layers of transformers"
         if config.enabled == "auto":

@@ -51,10 +51,12 @@ def fetch_for_readers(module: nn.Module) -> None:
         if not hasattr(type(reader), "coat_flow_weights"):
             continue
         own = {id(p) for p in reader.parameters(recurse=False)}
+        weights = [p for name, p in reader.named_parameters() if "lora_" in name]
         for given in reader.coat_flow_weights():
-            for weight in given if isinstance(given, tuple) else (given,):
-                if id(weight) not in own and hasattr(weight, "ds_id"):
-                    register_external_parameter(reader, weight)
+            weights += given if isinstance(given, tuple) else (given,)
+        for weight in weights:
+            if id(weight) not in own and hasattr(weight, "ds_id"):
+                register_external_parameter(reader, weight)
 
 
 def has_flow_weights(module: nn.Module) -> bool:
@@ -342,7 +344,9 @@ def _readers(model: nn.Module) -> Callable[[Any], Iterator[nn.Module]]:
                 yield holder
                 yield from filter(_reads_base_layer, parents.get(holder, []))
             else:
-                yield from parents.get(holder, [])
+                for parent in parents.get(holder, []):
+                    adapts = hasattr(parent, "base_layer") and not _reads_base_layer(parent)
+                    yield from parents[parent] if adapts else [parent]
 
     return of
 

@@ -1,0 +1,51 @@
+"""Adapters of PEFT as the flow computes them: plain and rank-stabilized LoRA around a linear.
+
+Everything is read from PEFT's module in each call, so switched, disabled and merged adapters count
+as they are then. What is not such a LoRA (DoRA and other variants, biases of adapters, batches of
+several adapters) is PEFT's own to compute, around the linear in FP8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..flow import Adapter
+from ..patching.reasons import has_plain_weight, original_class, own_code
+
+__all__ = ["adapters_of", "base_of"]
+
+
+def base_of(module: Any) -> Any:
+    """The linear inside of PEFT's LoRA; else the module itself."""
+    cls = original_class(module)
+    if (cls.__module__, cls.__name__) == ("peft.tuners.lora.layer", "Linear"):
+        return module._modules["base_layer"]
+    return module
+
+
+def adapters_of(lora: Any) -> list[Adapter] | None:
+    """The adapters that act on PEFT's ``lora.Linear`` now; None where its own forward computes
+    something else.
+    """
+    if own_code("", lora) is not None or lora.merged and lora.disable_adapters:
+        return None
+    found: list[Adapter] = []
+    if lora.merged or lora.disable_adapters:
+        return found
+    for name in lora.active_adapters:
+        if name not in lora.lora_A:
+            continue
+        a, b, dropout = lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]
+        for half in (a, b):
+            plain = type(half) is nn.Linear and has_plain_weight(half) and half.bias is None
+            if not plain or own_code("", half) is not None:
+                return None
+        if name in lora.lora_variant or type(dropout) not in (nn.Identity, nn.Dropout):
+            return None
+        rate = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+        found.append(Adapter(a.weight, b.weight, lora.scaling[name], rate))
+        if rate != found[0].dropout:
+            return None
+    return found
