@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import flow
 from ..flow.function import once_per_tensor
-from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
+from .modules import CACHES, ONE, Block, bias_of, fits, inlined, norm_of, opaque
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention"]
 
@@ -32,6 +32,14 @@ def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
     return flow.RopeTable(cosines, sines)
 
 
+@functools.cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's own forward, compiled for all layers of its class and for all lengths. Inside of
+    the module's hooks, and of a checkpoint, which torch does not trace where graphs break in it.
+    """
+    return torch.compile(forward, dynamic=True)
+
+
 class DecoderLayer(Block):
     """A layer; a fused one is x + attention(norm(x)), then x + mlp(norm(x)), with norms and
     residuals in the blocks.
@@ -40,11 +48,21 @@ class DecoderLayer(Block):
     patched class, so that FSDP policies which wrap by class find each of them.
     """
 
+    @inlined
     def coat_forward(
         self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        if self.coat.kind is None and self.coat.settings.compile:
+            return _compiled(plain)(self, hidden_states, *args, **kwargs)
         if self.coat.kind is None or not (fits(hidden_states) and self.coat_fits_together()):
             return plain(self, hidden_states, *args, **kwargs)
+        return self.coat_fused(plain, hidden_states, *args, **kwargs)
+
+    @opaque
+    def coat_fused(
+        self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The layer in one piece."""
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
@@ -54,6 +72,7 @@ class DecoderLayer(Block):
         y, x = self.mlp(x + y, norm=self.post_attention_layernorm)
         return x + y
 
+    @opaque
     def coat_fits_together(self: Any) -> bool:
         """Whether attention, MLP and norms are as they were patched, and all run the flow."""
         if not self.coat_ready():
@@ -72,6 +91,7 @@ class DecoderLayer(Block):
         if why is not None:
             unfused[self.coat.name] = why
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = Block.coat_own_forward(self, plain, *args, **kwargs)
         report, first = self.coat.report, out[0] if isinstance(out, tuple) else out
@@ -140,6 +160,7 @@ class FusedAttention(Block):
         *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
+    @opaque
     def coat_forward(
         self: Any,
         plain: Callable[..., Any],

@@ -43,7 +43,8 @@ REFUSED: Mapping[str, Rows] = {
         "cuda_graphs": ((False,), "only Megatron layers run as CUDA graphs"),
     },
     "Megatron": {
-        "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode")
+        "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode"),
+        "compile": ((False,), "only layers of transformers models are compiled"),
     },
     "Megatron's optimizer": {
         "fp8_weight_gather": ((False,), "weights are gathered under DeepSpeed's ZeRO-3 alone")
