@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import flow
 from ..flow.function import once_per_tensor
-from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
+from .modules import CACHES, ONE, Block, bias_of, fits, inlined, norm_of, opaque
 from .recognize import Attention
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
@@ -31,6 +31,14 @@ def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
     """From ``[1 or b, s, rot]`` of any floating dtype; all layers of a pass share one."""
     cosines, sines = (t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin))
     return flow.RopeTable(cosines, sines)
+
+
+@functools.cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's own forward, compiled for all layers of its class and for all lengths. Inside of
+    the module's hooks, and of a checkpoint, which torch does not trace where graphs break in it.
+    """
+    return torch.compile(forward, dynamic=True)
 
 
 class Sides(NamedTuple):
@@ -61,36 +69,56 @@ class DecoderLayer(Block):
     each of them.
     """
 
+    @inlined
     def coat_forward(
         self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        first, second = self.coat_sides(hidden_states) if self.coat.kind else (False, False)
+        if not (first and second):
+            if torch.compiler.is_compiling():
+                first = second = False
+            elif self.coat.settings.compile:
+                return _compiled(plain)(self, hidden_states, *args, **kwargs)
+        if first or second:
+            return self.coat_fused(first, second, hidden_states, args, kwargs)
+        return plain(self, hidden_states, *args, **kwargs)
+
+    @opaque
+    def coat_sides(self: Any, x: Any) -> tuple[bool, bool]:
+        """Which of the two blocks takes its norm along now."""
+        if not (fits(x) and self.coat_ready()):
+            return False, False
         sides = self.coat.kind
-        if sides is None or not (fits(hidden_states) and self.coat_ready()):
-            return plain(self, hidden_states, *args, **kwargs)
-        attention, mlp = self.self_attn, self.mlp
-        first = sides.attention and _takes_norm(attention)
-        second = sides.mlp and _takes_norm(mlp)
-        if not (first or second):
-            return plain(self, hidden_states, *args, **kwargs)
+        return (
+            sides.attention and _takes_norm(self.self_attn),
+            sides.mlp and _takes_norm(self.mlp),
+        )
+
+    @opaque
+    def coat_fused(
+        self: Any, first: bool, second: bool, x: torch.Tensor, args: Any, kwargs: Any
+    ) -> Any:
+        """The layer with one of its norms, or both, in the block behind it."""
+        sides = self.coat.kind
         kwargs = sides.defaults | dict(zip(sides.names, args, strict=False)) | kwargs
-        x = hidden_states
         if first:
             # By position: ZeRO-3 lets an attention's weights go in backward where its first
             # argument has a gradient.
-            y, _, x = attention(x, coat_norm=self.input_layernorm, **kwargs)
+            y, _, x = self.self_attn(x, coat_norm=self.input_layernorm, **kwargs)
         else:
-            y, _ = attention(hidden_states=self.input_layernorm(x), **kwargs)
+            y, _ = self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)
         x = x + y
         if second:
-            y, x = mlp(x, norm=self.post_attention_layernorm)
+            y, x = self.mlp(x, norm=self.post_attention_layernorm)
         else:
-            y = mlp(self.post_attention_layernorm(x))
+            y = self.mlp(self.post_attention_layernorm(x))
         return x + y
 
     def coat_settle(self: Any, why: str | None) -> None:
         if self.coat.kind is not None:
             self.coat.report.settle(self.coat.name, why)
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = Block.coat_own_forward(self, plain, *args, **kwargs)
         report, first = self.coat.report, out[0] if isinstance(out, tuple) else out
@@ -167,6 +195,7 @@ class FusedAttention(Block):
         *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
+    @opaque
     def coat_forward(
         self: Any,
         plain: Callable[..., Any],
