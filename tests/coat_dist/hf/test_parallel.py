@@ -206,7 +206,7 @@ def sharded_parts(rank, world, how):
     assert found[3:] == pytest.approx(found[:3], rel=5e-3)
     report = model.coat_patch_report
     why = {
-        "linears": "FSDPLinear in place of gate_proj",
+        "linears": "DTensor as weight of gate_proj",
         "tensor parallel": "a DTensor as weight",
     }
     assert why.get(how, "") in (report.unfused | report.left).get("model.layers.0.mlp", "")
