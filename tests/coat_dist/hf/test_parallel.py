@@ -110,7 +110,7 @@ def under_torch(rank, world, name, how):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_training_under_zero_ddp_and_fsdp2(name):
     runs = {f"zero-{stage}": run_ranks(2, under_zero, name, stage, False) for stage in (1, 2, 3)}
     runs["zero-3 in shards"] = run_ranks(2, under_zero, name, 3, True)
