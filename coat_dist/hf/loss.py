@@ -96,6 +96,7 @@ class ChunkedLM(ModePatched):
     """A causal language model that computes its loss in chunks."""
 
     @property
+    @opaque
     def loss_function(self: Any) -> Callable[..., Any]:
         plain = self.coat_original.loss_function.fget(self)
         return plain if _given.head is None else functools.partial(_reduce, plain)
