@@ -117,6 +117,7 @@ class ChunkedLM(ModePatched):
     """A causal language model that computes its loss in chunks."""
 
     @property
+    @opaque
     def loss_function(self: Any) -> Callable[..., Any]:
         plain = self.coat_original.loss_function.fget(self)
         return plain if _given.now is None else functools.partial(_loss, self, plain)

@@ -165,7 +165,7 @@ class ModePatched(Patched):
 
         # Decorators of transformers share code objects, too.
         inner: Any = forward
-        while hasattr(inner, "__wrapped__"):
+        while hasattr(inner, "__wrapped__") and hasattr(inner, "__code__"):
             inlined(inner)
             inner = inner.__wrapped__
         return {"coat_plain": plain, "forward": forward}
