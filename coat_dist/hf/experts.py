@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import flow
 from ..patching.reasons import module_of, original_class, own_code, why_not_fp8
-from .modules import Block, fits
+from .modules import Block, fits, opaque
 from .recognize import _activations
 
 __all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
@@ -69,7 +69,7 @@ def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
     from transformers.integrations import moe
 
     implementation = module.config._experts_implementation
-    whys = {
+    whys: dict[str, Any] = {
         "biases": module.has_bias,
         "gate and up whose columns alternate": not getattr(module, "is_concatenated", True),
         "a norm behind each expert": getattr(module, "has_post_expert_norm", False),
@@ -99,6 +99,11 @@ class Experts(Block):
     probability.
     """
 
+    def coat_expert_weights(self: Any) -> list[Any]:
+        """Parameters that are multiplied in FP8."""
+        return [getattr(self, name) for name in self.coat.kind.weights]
+
+    @opaque
     def coat_forward(
         self: Any,
         plain: Callable[..., Any],
