@@ -84,8 +84,8 @@ def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
         weight = module._parameters.get(name)
         if not _is_plain(weight):
             return f"a {type(weight).__name__} as {name}"
-        if (why := why_not_fp8(weight)) is not None:
-            return why
+        if (reason := why_not_fp8(weight)) is not None:
+            return reason
     return own_code("experts", module, ())
 
 
@@ -112,16 +112,17 @@ class Experts(Block):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         kind: ExpertsKind = self.coat.kind
-        weights = [getattr(self, name) for name in kind.weights]
+        first, second = (getattr(self, name) for name in kind.weights)
         ready = fits(hidden_states) and hidden_states.dim() == 2 and self.coat_ready()
-        if not ready or not all(map(_is_plain, weights)):
+        if not (ready and _is_plain(first) and _is_plain(second)):
             return plain(self, hidden_states, top_k_index, top_k_weights)
         return flow.routed_mlp(
             hidden_states,
             top_k_index,
             top_k_weights,
-            *weights,
-            kind.activation,
+            first,
+            second,
+            kind.activation or "",
             self.coat.settings,
             kind.transposed,
         )
