@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from ..flow import Adapter
 from ..patching.reasons import has_plain_weight, original_class, own_code
 
@@ -39,13 +37,11 @@ def adapters_of(lora: Any) -> list[Adapter] | None:
             continue
         a, b, dropout = lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]
         for half in (a, b):
-            plain = type(half) is nn.Linear and has_plain_weight(half) and half.bias is None
+            plain = has_plain_weight(half) and half.bias is None
             if not plain or own_code("", half) is not None:
                 return None
-        if name in lora.lora_variant or type(dropout) not in (nn.Identity, nn.Dropout):
-            return None
-        rate = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+        rate = getattr(dropout, "p", 0.0) if dropout.training else 0.0
         found.append(Adapter(a.weight, b.weight, lora.scaling[name], rate))
-        if rate != found[0].dropout:
+        if name in lora.lora_variant or rate != found[0].dropout:
             return None
     return found

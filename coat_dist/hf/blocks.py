@@ -16,14 +16,14 @@ from torch import nn
 from ..patching.classes import Patched
 from ..patching.plan import Entry, Recognizer
 from ..patching.reasons import has_plain_weight, named_class, own_code, own_forward, why_not_fp8
-from .adapters import base_of
+from .adapters import adapters_of, base_of
+from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
-from .modules import MLP, AdaptedProjection, Part, PartProjection, Projection, why_parts_act
+from .modules import MLP, Part, PartProjection, Projection, why_parts_act
 from .recognize import attention_kind, mlp_kind
 
 __all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of"]
 
-QKV = "q_proj", "k_proj", "v_proj"
 SMALLEST = 256
 """Linears with fewer inputs or outputs stay BF16: routers, gates and adapters, whose products take
 less time than quantizing their input.
@@ -94,9 +94,10 @@ def _fused_attention(entry: Entry) -> bool:
     kind = attention_kind(attention)
     if kind is None:
         return False
-    entry.why = _why_not_linears(attention, *QKV, "o_proj")
+    linears = *kind.projections, "o_proj"
+    entry.why = _why_not_linears(attention, *linears)
     if entry.why is None:
-        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *QKV, "o_proj")
+        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *linears)
     return entry.why is None
 
 
@@ -124,18 +125,8 @@ def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, *parts: str) -> N
     for linear in part.linears:
         if _why_not_linear(linear) is None:
             entry.swap(linear, PartProjection, Part(entry.settings))
-    _swap_adapters(entry)
     if (why := why_parts_act(entry.module, part)) is not None:
         entry.unfused[entry.name] = why
-
-
-def _swap_adapters(entry: Entry) -> None:
-    """Plan LoRA around linears that will be in FP8."""
-    linears = [module for module, name, _ in entry.changes if name == "__class__"]
-    for module in entry.module.modules():
-        base = base_of(module)
-        if base is not module and any(base is linear for linear in linears):
-            entry.swap(module, AdaptedProjection, Part(entry.settings))
 
 
 def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type], ...]:
@@ -146,7 +137,14 @@ def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type
 def _experts(entry: Entry) -> bool:
     if not entry.name.endswith("experts"):
         return False
-    entry.why = "experts that are not known"
+    experts = experts_in(entry.module)
+    kind = experts_kind(experts)
+    if kind is None:
+        entry.why = "experts that are not known"
+    else:
+        entry.why = why_not_experts(experts, kind)
+    if entry.why is None:
+        entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind))
     return True
 
 
@@ -160,7 +158,6 @@ def _own_code(entry: Entry) -> bool:
             entry.swap(linear, Projection, Part(entry.settings))
         else:
             left[f"{entry.name}.{name}"] = why
-    _swap_adapters(entry)
     entry.why = None
     if not entry.changes:
         entry.why = "; ".join(sorted(set(left.values()))) or known or "no linears"
@@ -205,9 +202,10 @@ def _why_not_weight(name: str, linear: Any) -> str | None:
 def _why_not_linears(block: nn.Module, *names: str) -> str | None:
     """Why a block cannot compute these children of it."""
     for name in names:
-        linear = base_of(block._modules.get(name))
-        if type(linear) is not nn.Linear:
-            return f"{named_class(linear)} in place of {name}"
+        found = block._modules.get(name)
+        linear = base_of(found)
+        if type(linear) is not nn.Linear or found is not linear and adapters_of(found) is None:
+            return f"{named_class(found)} in place of {name}"
         if (why := _why_not_weight(name, linear)) is not None:
             return why
     return None

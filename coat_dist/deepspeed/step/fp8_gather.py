@@ -42,7 +42,7 @@ def fetch_for_readers(module: nn.Module) -> None:
 
     DeepSpeed finds such readers where they read a weight that is not there. After a pass in eval
     mode, in which every module reads its own, it may be there by chance, and would be missing in
-    backward.
+    backward. Adapters need no more: nothing of them is read in backward but copies.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -51,12 +51,10 @@ def fetch_for_readers(module: nn.Module) -> None:
         if not hasattr(type(reader), "coat_flow_weights"):
             continue
         own = {id(p) for p in reader.parameters(recurse=False)}
-        weights = [p for name, p in reader.named_parameters() if "lora_" in name]
         for given in reader.coat_flow_weights():
-            weights += given if isinstance(given, tuple) else (given,)
-        for weight in weights:
-            if id(weight) not in own and hasattr(weight, "ds_id"):
-                register_external_parameter(reader, weight)
+            for weight in given if isinstance(given, tuple) else (given,):
+                if id(weight) not in own and hasattr(weight, "ds_id"):
+                    register_external_parameter(reader, weight)
 
 
 def has_flow_weights(module: nn.Module) -> bool:

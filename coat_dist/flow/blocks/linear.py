@@ -86,18 +86,17 @@ def linear(
         raise ValueError(
             f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks"
         )
-    call = tp, settings, *joined_adapters(x, (weight,), adapters, tp)
-    if compressed is None:
-        return _Linear.apply(x, weight, None, None, 0, *call)
-    if compressed.layout != "group" or compressed.codes.numel() != x.numel():
-        got = f"layout {compressed.layout!r}, {list(compressed.codes.shape)}"
-        raise ValueError(
-            f"compressed: got {got}, accepted: layout 'group' with the elements of x, "
-            f"{list(x.shape)}"
-        )
-    return _Linear.apply(
-        x, weight, compressed.codes, compressed.scales, compressed.group_size, *call
-    )
+    codes, scales, group_size = None, None, 0
+    if compressed is not None:
+        codes, scales, group_size = compressed.codes, compressed.scales, compressed.group_size
+        if compressed.layout != "group" or codes.numel() != x.numel():
+            got = f"layout {compressed.layout!r}, {list(codes.shape)}"
+            raise ValueError(
+                f"compressed: got {got}, accepted: layout 'group' with the elements of x, "
+                f"{list(x.shape)}"
+            )
+    adapter = joined_adapters(x, (weight,), adapters, tp)
+    return _Linear.apply(x, weight, codes, scales, group_size, tp, settings, *adapter)
 
 
 class _Linear(Function):
@@ -272,8 +271,8 @@ class _NormLinear(Function):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         norm, tp, settings, heads, table, alias, count = call
         wgrad = any(_NormLinear.needs(ctx, "parameters")[:count])
-        adapted = _NormLinear.needs(ctx, "a")
-        block_input, y8 = quantized_input(x, norm, tp, settings, wgrad, adapted)
+        kept = wgrad, _NormLinear.needs(ctx, "a")
+        block_input, y8 = quantized_input(x, norm, tp, settings, *kept)
         biases = parameters[count:]
         ctx.weight = Weight(parameters[:count], tp, settings)
         w8, w_scale = ctx.weight.quantized()

@@ -14,6 +14,7 @@ norm, which nothing has written: a norm's factors of rows and columns multiply t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def joined_adapters(
     if not active:
         return None, None, None
     rates = {adapter.dropout for adapter in active}
-    kind = None if norm is None else norm.kind
+    kind = getattr(norm, "kind", None)
     if tp.size > 1 or len(rates) > 1 or kind == "layernorm":
         raise ValueError(
             f"adapters: got {tp.size} tensor-parallel ranks, dropout {sorted(rates)}, norm {kind}; "
@@ -90,18 +91,19 @@ def joined_adapters(
     return torch.cat([one.a.to(x.dtype) for one in active]), torch.block_diag(*blocks), dropout
 
 
+@dataclass
 class LowRank:
     """The adapter of one product in one call of an autograd function. Where there is none, it does
     nothing.
     """
 
-    def __init__(self, a: Any, b: Any, dropout: torch.Tensor | None, xa: Any = None) -> None:
-        self.a = a
-        self.b = b
-        self.dropout = dropout
-        self.xa = xa
-        self.dxa: Any = None
-        self.db: torch.Tensor | None = None
+    a: Any
+    b: Any
+    dropout: Any
+    xa: Any = None
+    dxa: Any = None
+    """The gradient of xa."""
+    db: Any = None
 
     @classmethod
     def restored(cls, saved: Any, prefix: str = "") -> LowRank:

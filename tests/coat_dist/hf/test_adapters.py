@@ -65,7 +65,7 @@ def added(monkeypatch):
 
 
 @pytest.mark.parametrize("targets", [SOME, ALL, ["o_proj"], ["down_proj"]], ids=" ".join)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "granite"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "smollm3"])
 def test_lora_before_and_after_the_patch(name, targets, added):
     plain, model, report = both(name, targets=targets)
     wanted = step(plain)
@@ -80,7 +80,7 @@ def test_lora_before_and_after_the_patch(name, targets, added):
     got = step(later)
     check_near(got, wanted)
     assert unfused.keys() == {name.partition("base_model.model.")[2] for name in report.unfused}
-    if name != "olmo2":  # whose attention runs its own code around linears
+    if name != "smollm3":  # whose attention runs its own code around linears
         assert torch.equal(got[0], found[0]) and same(got[1], found[1])
     with later.disable_adapter():
         later.eval()
@@ -88,7 +88,7 @@ def test_lora_before_and_after_the_patch(name, targets, added):
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [None, True, False])
-@pytest.mark.parametrize("name", ["llama", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
 def test_dropout_of_lora(name, gradient_checkpointing, added):
     _, model, _ = both(name, targets=ALL, lora_dropout=0.3)
     torch.manual_seed(7)
@@ -126,7 +126,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_adapters(kind, name, added):
     more, in_flow = KINDS[kind]
@@ -158,7 +158,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_switched_adapters(switch, name):
     plain, model, _ = both(name)
@@ -188,7 +188,7 @@ def test_unloaded_adapters():
     assert torch.equal(found[0], step(base)[0]) and not report.unfused
 
 
-@pytest.mark.parametrize("name", ["llama", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
 def test_bytes_that_are_saved_with_adapters(name):
     """x A', and the joined adapters; with linears by themselves the shared codes of x."""
 
@@ -203,7 +203,7 @@ def test_bytes_that_are_saved_with_adapters(name):
     found = kept(model) - kept(base)
     rows, rank, widths = tokens().numel(), 7 * 4, 2 * 64 + 96 + 64
     joined = 12 * (64 + 128) + 8 * (64 + 192) + 4 * (64 + 64) + 4 * (96 + 64)
-    if name == "olmo2":
+    if name == "smollm3":
         joined = 4 * (6 * 64 + 64 + 32 + 32 + 64 + 96 + 96 + 96)
     planned = 2 * (2 * rows * rank + 2 * joined)
     codes = 0 if name == "llama" else 2 * rows * (widths + 4 * 4)
@@ -211,7 +211,7 @@ def test_bytes_that_are_saved_with_adapters(name):
 
 
 def test_linears_with_adapters_are_projections():
-    _, model, _ = both("olmo2")
+    _, model, _ = both("smollm3")
     layer = model.base_model.model.model.layers[0].self_attn
     assert isinstance(layer.q_proj, AdaptedProjection)
     assert isinstance(layer.q_proj.base_layer, Projection) and isinstance(layer.k_proj, Projection)
