@@ -54,7 +54,8 @@ def _is_list(name: str, module: nn.Module) -> bool:
 
 def _is_block(name: str, module: nn.Module) -> bool:
     """Whether a module is a block wherever it stands."""
-    return name.endswith("experts") or mlp_kind(module) is not None
+    experts = name.endswith("experts") or experts_kind(module) is not None
+    return experts or mlp_kind(module) is not None
 
 
 def _inner_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -134,16 +135,17 @@ def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type
 
 
 def _experts(entry: Entry) -> bool:
-    if not entry.name.endswith("experts"):
-        return False
     experts = experts_in(entry.module)
     kind = experts_kind(experts)
+    if kind is None and not entry.name.endswith("experts"):
+        return False
     if kind is None:
         entry.why = "experts that are not known"
     else:
         entry.why = why_not_experts(experts, kind)
     if entry.why is None:
-        entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind))
+        acts = parts_of(experts, "act_fn") if "act_fn" in experts._modules else ()
+        entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind, acts))
     return True
 
 
