@@ -161,7 +161,7 @@ def _own_code(entry: Entry) -> bool:
             left[f"{entry.name}.{name}"] = why
     entry.why = None
     if not entry.changes:
-        entry.why = "; ".join(sorted(set(left.values()))) or known or "no linears"
+        entry.why = "; ".join(sorted(set(left.values()))) or known or _no_linears(block)
     elif type(block) is not nn.Linear:
         entry.unfused = left
         if own_forward(block) is not None:
@@ -169,6 +169,11 @@ def _own_code(entry: Entry) -> bool:
         why = known or _adapted(block) or "no block that is known as a whole"
         entry.unfused[entry.name] = f"own code around its linears: {why}"
     return True
+
+
+def _no_linears(block: nn.Module) -> str:
+    holder = next(m for m in block.modules() if m._parameters and _has_matrices(m))
+    return f"{named_class(holder)} in place of linears"
 
 
 def _adapted(block: nn.Module) -> str | None:

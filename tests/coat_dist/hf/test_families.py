@@ -207,7 +207,7 @@ def test_report_names_blocks_in_bf16():
         patch_model(tiny("llama", num_hidden_layers=3), ActivationConfig(bf16_layers=[3]))
     with pytest.raises(CoatConfigError, match="patched already"):
         patch_model(model, DEFAULT)
-    why = "nothing to patch .*0 of 2 blocks .*1 x attn, no linears; 1 x mlp, no linears"
+    why = "nothing to patch .*0 of 2 blocks .*1 x attn, transformers's Conv1D in place of linears; 1 x mlp, "
     with pytest.raises(
         CoatConfigError,
         match=f'GPT2LMHeadModel with {why}.*"enabled": false}}}} .or "auto".',
