@@ -18,18 +18,20 @@ __all__ = ["adapters_of", "base_of"]
 def base_of(module: Any) -> Any:
     """The linear inside of PEFT's LoRA; else the module itself."""
     cls = original_class(module)
-    if (cls.__module__, cls.__name__) == ("peft.tuners.lora.layer", "Linear"):
+    if f"{cls.__module__}.{cls.__name__}" == "peft.tuners.lora.layer.Linear":
         return module._modules["base_layer"]
     return module
 
 
 def adapters_of(lora: Any) -> list[Adapter] | None:
-    """The adapters that act on PEFT's ``lora.Linear`` now; None where its own forward computes
-    something else.
+    """The adapters that act on PEFT's ``lora.Linear`` now, none on other modules; None where its
+    own forward computes something else.
     """
+    found: list[Adapter] = []
+    if base_of(lora) is lora:
+        return found
     if own_code("", lora) is not None or lora.merged and lora.disable_adapters:
         return None
-    found: list[Adapter] = []
     if lora.merged or lora.disable_adapters:
         return found
     for name in lora.active_adapters:

@@ -211,7 +211,7 @@ def _why_not_linears(block: nn.Module, *names: str) -> str | None:
     for name in names:
         found = block._modules.get(name)
         linear = base_of(found)
-        if type(linear) is not nn.Linear or found is not linear and adapters_of(found) is None:
+        if type(linear) is not nn.Linear or adapters_of(found) is None:
             return f"{named_class(found)} in place of {name}"
         if (why := _why_not_weight(name, linear)) is not None:
             return why

@@ -143,15 +143,11 @@ def why_parts_act(module: nn.Module, part: Part) -> str | None:
     """Why a patched module must call its parts; None where the flow may compute them."""
     rates: set[float] = set()
     for name, known, cls in part.parts:
-        found = module._modules.get(name)
-        if found is not known and base_of(found) is known:
-            adapters = adapters_of(found)
-            if adapters is None:
-                return f"{named_class(found)} in place of {name}"
-            rates.update(adapter.dropout for adapter in adapters)
-            found = known
-        if found is not known or original_class(found) is not cls:
-            return f"{named_class(found)} in place of {name}"
+        outer = module._modules.get(name)
+        found, adapters = base_of(outer), adapters_of(outer)
+        if found is not known or original_class(found) is not cls or adapters is None:
+            return f"{named_class(outer)} in place of {name}"
+        rates.update(adapter.dropout for adapter in adapters)
         if cls is nn.Linear and not has_plain_weight(found):
             return f"a {type(found.weight).__name__} as weight of {name}"
         if (why := own_code(name, found)) is not None:
@@ -282,11 +278,8 @@ class Fused(Block):
 
     def coat_adapters(self: Any) -> tuple[list[Any], list[Any]]:
         """Adapters of the linears of its first product, and of its last."""
-        found = []
-        for name, linear, cls in self.coat.parts:
-            if cls is nn.Linear:
-                module = self._modules[name]
-                found.append([] if module is linear else adapters_of(module))
+        names = [name for name, _, cls in self.coat.parts if cls is nn.Linear]
+        found: Any = [adapters_of(self._modules[name]) for name in names]
         return found[:-1], found[-1:]
 
 

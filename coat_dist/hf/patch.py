@@ -171,14 +171,11 @@ def _why_called(layer: nn.Module, *norms: str) -> str | None:
 def _plan_adapters(plan: Plan, model: nn.Module) -> None:
     """Plan LoRA of PEFT around linears that will be in FP8."""
     swapped = {id(module) for entry in plan.patched for module, *_ in entry.changes}
-    count = 0
-    for module in model.modules():
-        base = base_of(module)
-        if base is not module and id(base) in swapped:
-            plan.swap(module, AdaptedProjection, Part(plan.settings))
-            count += 1
-    if count:
-        plan.report.note(f"{count} linears with adapters of PEFT")
+    adapted = [m for m in model.modules() if base_of(m) is not m and id(base_of(m)) in swapped]
+    for module in adapted:
+        plan.swap(module, AdaptedProjection, Part(plan.settings))
+    if adapted:
+        plan.report.note(f"{len(adapted)} linears with adapters of PEFT")
 
 
 def _plan_norm(plan: Plan, module: nn.Module, called: bool = True) -> None:

@@ -30,7 +30,8 @@ from ...ops import (
     split_rope_backward,
 )
 from ..core.adapters import ADAPTER, Adapters, Factors, LowRank, joined_adapters
-from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, restore_input
+from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_product
+from ..core.inputs import check_normed, residual_alias
 from ..core.norm import Norm, parameters_of
 from ..core.products import (
     check_input,
@@ -141,7 +142,7 @@ class _Linear(Function):
         top = gradient_amax(dout, tp, settings, gather=True)
         if _Linear.needs(ctx, "x"):  # while ranks agree on the scale
             w8_t = ctx.weight.transposed((weight,), saved.w_scale)
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=top, wgrad=wgrad)
+        d8, d8_t = quantize_gradient(dout, tp, settings, True, top, wgrad)
         if w8_t is not None:
             dx = adapter.add_gradient(gemm(d8, w8_t, ctx.dtype, settings)).view(ctx.shape)
         del w8_t
@@ -186,7 +187,7 @@ def norm_linear(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     weights, biases = _checked(x, norm, weight, bias, tp, settings)
-    adapter = joined_adapters(x, weights, adapters, tp, norm)
+    adapter = joined_adapters(x, weights, adapters, tp)
     call = norm, tp, settings, None, None, False, len(weights)
     return _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
 
@@ -242,7 +243,7 @@ def norm_qkv(
     rows = x.shape[0] * (tp.size if tp.sharded else 1)
     heads.check((rows, x.shape[1], sum(w.shape[0] for w in weights)), table)
     alias = residual_alias(x, residual)
-    adapter = joined_adapters(x, weights, adapters, tp, norm)
+    adapter = joined_adapters(x, weights, adapters, tp)
     call = norm, tp, settings, heads, table, alias, len(weights)
     out = _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
     return out if alias or not residual else (*out, x)
@@ -263,30 +264,22 @@ def _checked(
 
 
 class _NormLinear(Function):
-    saves = *SAVED, "w_scale", "cos", "sin", *ADAPTER
+    saves = *SAVED_OF_PRODUCT, "cos", "sin"
 
     @staticmethod
     def forward(
         ctx: Any, call: tuple, x, norm_weight, norm_bias, a, b, dropout, *parameters
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         norm, tp, settings, heads, table, alias, count = call
-        wgrad = any(_NormLinear.needs(ctx, "parameters")[:count])
-        kept = wgrad, _NormLinear.needs(ctx, "a")
-        block_input, y8 = quantized_input(x, norm, tp, settings, *kept)
-        biases = parameters[count:]
-        ctx.weight = Weight(parameters[:count], tp, settings)
-        w8, w_scale = ctx.weight.quantized()
-        out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
-        block_input.received(y8)
-        adapter = LowRank(a, b, dropout)
-        adapter.add(out, lambda: block_input.factors(x))
+        adapter, biases = LowRank(a, b, dropout), parameters[count:]
+        out, saved = input_product(
+            _NormLinear, ctx, x, norm, tp, settings, count, adapter, parameters
+        )
         if biases:
             out += biases[0] if count == 1 else torch.cat(biases)
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
-        saved = _NormLinear.Saved(*block_input.save(), w_scale, cos, sin, *adapter.save())
-        ctx.save_for_backward(*saved, *parameters)
-        ctx.input, ctx.shape, ctx.heads, ctx.count = block_input.options(), x.shape, heads, count
-        ctx.interleaved = table is not None and table.interleaved
+        ctx.save_for_backward(*_NormLinear.Saved(*saved, cos, sin), *parameters)
+        ctx.heads, ctx.interleaved = heads, table is not None and table.interleaved
         ctx.set_materialize_grads(False)
         rows = x.shape[0] * tp.size if tp.sharded else x.shape[0]
         out = shaped(out, rows, *x.shape[1:-1], out.shape[1])
@@ -298,15 +291,13 @@ class _NormLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None):
         saved, parameters = _NormLinear.saved(ctx)
-        count, heads = ctx.count, ctx.heads
+        heads = ctx.heads
         outputs = 1 if heads is None else 3
         douts, residual = grads[:outputs], grads[outputs] if len(grads) > outputs else None
         if all(d is None for d in douts):  # the alias alone was used
             return None, residual, *[None] * (5 + len(parameters))
-        block_input = restore_input(saved, ctx.input)
-        tp, settings = block_input.tp, block_input.settings
-        wanted = _NormLinear.needs(ctx, "parameters")
-        want_weights, want_biases = wanted[:count], wanted[count:]
+        product = InputProduct(_NormLinear, ctx, saved, parameters)
+        tp, settings = product.input.tp, product.input.settings
         if heads is None:
             (dout,), top = douts, None
             assert dout is not None
@@ -314,37 +305,16 @@ class _NormLinear(Function):
             table = None if saved.cos is None else RopeTable(saved.cos, saved.sin, ctx.interleaved)
             dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
         dout = dout.reshape(-1, dout.shape[-1])
-        # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad
-        # is.
-        wgrad, adapter = any(want_weights), LowRank.restored(saved)
-        y8_t = block_input.y8(block_input.x8, transpose=True) if wgrad else None
+        y8_t = product.operand()
         agreed = gradient_amax(dout, tp, settings, False, top)
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=agreed, wgrad=wgrad)
-        dx = dnorm_weight = dnorm_bias = None
-        dweights, dbiases = [None] * count, [None] * len(want_biases)
-        if any(want_biases):
-            sums = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32)
-            dbiases = ctx.weight.bias_gradients(sums, parameters[count:], want_biases)
-        adapter.receive(dout)
+        gradient = quantize_gradient(dout, tp, settings, False, agreed, product.wgrad)
+        sums = None
+        if product.bias_sum is not None:
+            sums = dout.sum(0, dtype=product.bias_sum)
+        product.adapter.receive(dout)
         del dout, douts
-        dinput = None
-        wanted = [_NormLinear.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
-        if any(wanted):
-            w8_t = ctx.weight.transposed(parameters[:count], saved.w_scale)
-            dy = summed_gemm(d8, w8_t, block_input.dtype, tp, settings)
-            del w8_t
-            dinput = dy.then(
-                lambda dy: block_input.backward(adapter.add_gradient(dy), wanted, residual)
-            ).settled()
-            del dy
-        del d8
-        if y8_t is not None:
-            dweights = ctx.weight.gradients(d8_t, y8_t.wait(), want_weights)
-        if dinput is not None:
-            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
-            dx = None if dx is None else dx.view(ctx.shape)
-        dadapter = adapter.gradients(block_input.factors)
-        return None, dx, dnorm_weight, dnorm_bias, *dadapter, *dweights, *dbiases
+        dinput, dweights = product.gradients(gradient, y8_t, residual)
+        return None, *dinput, *dweights, *product.bias_gradients(sums)
 
 
 def _no_none(

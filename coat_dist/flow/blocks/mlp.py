@@ -29,7 +29,8 @@ from ...ops import (
     take_rows,
 )
 from ..core.adapters import ADAPTER, Adapters, Factors, LowRank, joined_adapters
-from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, restore_input
+from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_product
+from ..core.inputs import check_normed, residual_alias
 from ..core.norm import Norm, parameters_of
 from ..core.products import (
     Operand,
@@ -93,7 +94,7 @@ def norm_mlp(
         check_normed(x, norm, tp)
     weights, biases = _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings)
     alias = residual_alias(x, residual)
-    first = joined_adapters(x, weights, fc1_adapters, tp, norm)
+    first = joined_adapters(x, weights, fc1_adapters, tp)
     second = joined_adapters(x, (fc2_weight,), fc2_adapters, tp)
     call = norm, activation, tp, settings, before_fc2, alias, len(weights)
     adapters = *first, *second
@@ -169,13 +170,11 @@ def _activate(
 
 class _MLP(Function):
     saves = (
-        *SAVED,
-        *ADAPTER,
+        *SAVED_OF_PRODUCT,
         *(f"fc2_{name}" for name in ADAPTER),
         "pre_codes",
         "pre_scales",
         "a_scale",
-        "w1_scale",
         "fc2_weight",
         "w2_scale",
     )
@@ -194,22 +193,15 @@ class _MLP(Function):
         fc2_b,
         fc2_dropout,
         fc2_weight,
-        *fc1,
+        *parameters,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         norm, activation, tp, settings, before_fc2, alias, count = call
-        wgrad = any(_MLP.needs(ctx, "fc1")[:count])
-        block_input, y8 = quantized_input(x, norm, tp, settings, wgrad, _MLP.needs(ctx, "a"))
         adapter, fc2_adapter = LowRank(a, b, dropout), LowRank(fc2_a, fc2_b, fc2_dropout)
-        ctx.fc1 = Weight(fc1[:count], tp, settings)
+        pre, saved = input_product(_MLP, ctx, x, norm, tp, settings, count, adapter, parameters)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
-        w1, w1_scale = ctx.fc1.quantized()
-        pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
-        block_input.received(y8)
-        del y8
-        adapter.add(pre, lambda: block_input.factors(x))
         bias = None
-        if len(fc1) > count:
-            bias = fc1[1] if count == 1 else torch.cat(fc1[count:])
+        if len(parameters) > count:
+            bias = parameters[1] if count == 1 else torch.cat(parameters[count:])
         pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
         del pre
         if before_fc2 is not None:
@@ -217,10 +209,8 @@ class _MLP(Function):
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         fc2_adapter.add(out, lambda: Factors(dequantize(a8, x.dtype)))
-        inputs = *block_input.save(), *adapter.save(), *fc2_adapter.save()
-        saved = pre8.codes, pre8.scales, a_scale, w1_scale, fc2_weight, w2_scale
-        ctx.save_for_backward(*_MLP.Saved(*inputs, *saved), *fc1)
-        ctx.input, ctx.shape, ctx.count = block_input.options(), x.shape, count
+        more = pre8.codes, pre8.scales, a_scale, fc2_weight, w2_scale
+        ctx.save_for_backward(*_MLP.Saved(*saved, *fc2_adapter.save(), *more), *parameters)
         ctx.activation = activation
         ctx.set_materialize_grads(False)
         out = shaped(out, *x.shape[:-1], fc2_weight.shape[0])
@@ -228,67 +218,41 @@ class _MLP(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, residual: torch.Tensor | None = None):
-        saved, fc1 = _MLP.saved(ctx)
+        saved, parameters = _MLP.saved(ctx)
         if dout is None:  # the alias alone was used
-            return None, residual, *[None] * (9 + len(fc1))
-        count, activation = ctx.count, ctx.activation
-        block_input = restore_input(saved, ctx.input)
-        tp, settings, dtype = block_input.tp, block_input.settings, block_input.dtype
+            return None, residual, *[None] * (9 + len(parameters))
+        activation, fc1 = ctx.activation, InputProduct(_MLP, ctx, saved, parameters)
+        tp, settings, dtype = fc1.input.tp, fc1.input.settings, fc1.input.dtype
         fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
         pre8 = QuantizedTensor(saved.pre_codes, saved.pre_scales, "group", settings.group_size)
-        wanted = _MLP.needs(ctx, "fc1")
-        want_weights, want_biases = wanted[:count], wanted[count:]
-        wgrad, fc2_wgrad = any(want_weights), _MLP.needs(ctx, "fc2_weight")
-        adapter, fc2_adapter = LowRank.restored(saved), LowRank.restored(saved, "fc2_")
-        dx = dnorm_weight = dnorm_bias = dfc2 = None
-        dfc1, dfc1_biases = [None] * count, [None] * len(want_biases)
+        fc2_wgrad, fc2_adapter = _MLP.needs(ctx, "fc2_weight"), LowRank.restored(saved, "fc2_")
+        dfc2 = None
 
         dout = dout.reshape(-1, saved.fc2_weight.shape[0])
         fc2_adapter.receive(dout)
         agreed = gradient_amax(dout, tp, settings, gather=True)
         # While ranks agree on the scale.
         w2_t = ctx.fc2.transposed((saved.fc2_weight,), saved.w2_scale)
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed, wgrad=fc2_wgrad)
+        d8, d8_t = quantize_gradient(dout, tp, settings, True, agreed, fc2_wgrad)
         da = fc2_adapter.add_gradient(gemm(d8, w2_t, dtype, settings))
         del w2_t, d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)
         d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
-        bias_sum = None
-        if any(want_biases):
-            bias_sum = torch.float64 if settings.tp_invariant else torch.float32
         inner: Any = activation_backward(
-            da, pre8, activation, grad_fmt, d_scale, fmt, saved.a_scale, bias_sum
+            da, pre8, activation, grad_fmt, d_scale, fmt, saved.a_scale, fc1.bias_sum
         )
         del da
-        if inner.dbias is not None:
-            dfc1_biases = ctx.fc1.bias_gradients(inner.dbias, fc1[count:], want_biases)
-        # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while
-        # wgrad is.
-        y8_t = block_input.y8(block_input.x8, transpose=True) if wgrad else None
+        dbiases = fc1.bias_gradients(inner.dbias)
+        y8_t = fc1.operand()
         if fc2_wgrad:
             (dfc2,) = ctx.fc2.gradients(d8_t, inner.a8_t)
         dfc2_adapter = fc2_adapter.gradients(lambda: Factors(dequantize(inner.a8_t, dtype).t()))
-        d8, d8_t, inner = inner.d8, inner.d8_t, None
-        if adapter.a is not None:
-            adapter.receive(dequantize(d8, dtype))
-        dinput = None
-        wanted = [_MLP.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
-        if any(wanted):
-            w1_t = ctx.fc1.transposed(fc1[:count], saved.w1_scale)
-            dy = summed_gemm(d8, w1_t, dtype, tp, settings)
-            del w1_t
-            dinput = dy.then(
-                lambda dy: block_input.backward(adapter.add_gradient(dy), wanted, residual)
-            ).settled()
-            del dy
-        del d8
-        if y8_t is not None:
-            dfc1 = ctx.fc1.gradients(d8_t, y8_t.wait(), want_weights)
-        if dinput is not None:
-            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
-            dx = None if dx is None else dx.view(ctx.shape)
-        dadapters = *adapter.gradients(block_input.factors), *dfc2_adapter
-        return None, dx, dnorm_weight, dnorm_bias, *dadapters, dfc2, *dfc1, *dfc1_biases
+        gradient, inner = [inner.d8, inner.d8_t], None
+        del d8_t
+        if fc1.adapter.a is not None:
+            fc1.adapter.receive(dequantize(gradient[0], dtype))
+        dinput, dfc1 = fc1.gradients(gradient, y8_t, residual)
+        return None, *dinput, *dfc2_adapter, dfc2, *dfc1, *dbiases
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..parallel.tensor_parallel import TensorParallel
-from .norm import Norm
 
 __all__ = ["ADAPTER", "Adapter", "Adapters", "Factors", "LowRank", "joined_adapters"]
 
@@ -60,7 +59,6 @@ def joined_adapters(
     weights: Sequence[torch.Tensor],
     adapters: Adapters,
     tp: TensorParallel,
-    norm: Norm | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """One adapter for all weights of a product with x: A, scaled B, and what its dropout needs, in
     host memory: the rate and a seed. None without adapters.
@@ -72,11 +70,10 @@ def joined_adapters(
     if not active:
         return None, None, None
     rates = {adapter.dropout for adapter in active}
-    kind = getattr(norm, "kind", None)
-    if tp.size > 1 or len(rates) > 1 or kind == "layernorm":
+    if tp.size > 1 or len(rates) > 1:
         raise ValueError(
-            f"adapters: got {tp.size} tensor-parallel ranks, dropout {sorted(rates)}, norm {kind}; "
-            "accepted: one rank, one dropout for all adapters of a product, no layernorm"
+            f"adapters: got {tp.size} tensor-parallel ranks, dropout {sorted(rates)}, accepted: "
+            "one rank, one dropout for all adapters of a product"
         )
     rate, dropout = rates.pop(), None
     if rate:

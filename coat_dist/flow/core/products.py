@@ -224,7 +224,7 @@ def quantize_gradient(
     gather: bool,
     top: Pending[torch.Tensor],
     wgrad: bool,
-) -> tuple[QuantizedTensor, Any]:
+) -> list[Any]:
     """The gradient of a product's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]``
     for ``wgrad``, else None.
 
@@ -241,12 +241,12 @@ def quantize_gradient(
         rows = QuantizedTensor(
             tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor"
         )
-        return rows, transpose(rows) if wgrad else None
+        return [rows, transpose(rows) if wgrad else None]
     if gather:
         dy = tp.gather_rows(dy)
     if wgrad:
-        return quantize_both(dy, fmt, scale)
-    return quantize_tensor(dy, fmt, scale), None
+        return list(quantize_both(dy, fmt, scale))
+    return [quantize_tensor(dy, fmt, scale), None]
 
 
 def gemm(
