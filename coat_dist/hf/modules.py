@@ -358,8 +358,7 @@ class AdaptedProjection(ModePatched):
         self: Any, plain: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         base, adapters = self.base_layer, adapters_of(self)
-        runs = isinstance(base, PartProjection) and base.coat_runs() and fits(x)
-        if adapters is None or args or kwargs or not runs:
+        if adapters is None or args or kwargs or not (fits(x) and base.coat_runs()):
             return plain(self, x, *args, **kwargs)
         return base(x, coat_adapters=[adapters])
 
@@ -397,12 +396,21 @@ class MLP(Fused):
             return plain(self, x)
         kind, settings = self.coat.kind, self.coat.settings
         *linears, last = self.coat.linears
-        first_adapters, last_adapters = self.coat_adapters()
-        adapters: Any = {"fc1_adapters": first_adapters, "fc2_adapters": last_adapters}
-        weights = [m.weight for m in linears]
         biases = None if linears[0].bias is None else [m.bias for m in linears]
-        rest: tuple[Any, ...] = weights, last.weight, kind.activation, ONE, settings, biases
+        out: Any = flow.norm_mlp(
+            x,
+            None if norm is None else norm_of(norm),
+            [m.weight for m in linears],
+            last.weight,
+            kind.activation,
+            ONE,
+            settings,
+            biases,
+            norm is not None,
+            None,
+            *self.coat_adapters(),
+        )
         if norm is None:
-            return bias_of(flow.mlp(x, *rest, **adapters), last)
-        y, alias = flow.norm_mlp(x, norm_of(norm), *rest, residual=True, **adapters)  # type: ignore[misc]
+            return bias_of(out, last)
+        y, alias = out
         return bias_of(y, last), alias

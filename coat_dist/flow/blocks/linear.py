@@ -188,7 +188,7 @@ def norm_linear(
     """
     weights, biases = _checked(x, norm, weight, bias, tp, settings)
     adapter = joined_adapters(x, weights, adapters, tp)
-    call = norm, tp, settings, None, None, False, len(weights)
+    call = norm, tp, settings, len(weights), None, None, False
     return _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
 
 
@@ -244,7 +244,7 @@ def norm_qkv(
     heads.check((rows, x.shape[1], sum(w.shape[0] for w in weights)), table)
     alias = residual_alias(x, residual)
     adapter = joined_adapters(x, weights, adapters, tp)
-    call = norm, tp, settings, heads, table, alias, len(weights)
+    call = norm, tp, settings, len(weights), heads, table, alias
     out = _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
     return out if alias or not residual else (*out, x)
 
@@ -270,13 +270,11 @@ class _NormLinear(Function):
     def forward(
         ctx: Any, call: tuple, x, norm_weight, norm_bias, a, b, dropout, *parameters
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        norm, tp, settings, heads, table, alias, count = call
-        adapter, biases = LowRank(a, b, dropout), parameters[count:]
-        out, saved = input_product(
-            _NormLinear, ctx, x, norm, tp, settings, count, adapter, parameters
-        )
-        if biases:
-            out += biases[0] if count == 1 else torch.cat(biases)
+        _, tp, _, count, heads, table, alias = call
+        adapter = LowRank(a, b, dropout)
+        out, saved = input_product(_NormLinear, ctx, call, x, adapter, parameters)
+        if len(parameters) > count:
+            out += torch.cat(parameters[count:])
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
         ctx.save_for_backward(*_NormLinear.Saved(*saved, cos, sin), *parameters)
         ctx.heads, ctx.interleaved = heads, table is not None and table.interleaved

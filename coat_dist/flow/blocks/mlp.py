@@ -96,7 +96,7 @@ def norm_mlp(
     alias = residual_alias(x, residual)
     first = joined_adapters(x, weights, fc1_adapters, tp)
     second = joined_adapters(x, (fc2_weight,), fc2_adapters, tp)
-    call = norm, activation, tp, settings, before_fc2, alias, len(weights)
+    call = norm, tp, settings, len(weights), activation, before_fc2, alias
     adapters = *first, *second
     out = _MLP.apply(call, x, *parameters_of(norm), *adapters, fc2_weight, *weights, *biases)
     return out if alias or not residual else (out, x)
@@ -195,13 +195,13 @@ class _MLP(Function):
         fc2_weight,
         *parameters,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        norm, activation, tp, settings, before_fc2, alias, count = call
+        _, tp, settings, count, activation, before_fc2, alias = call
         adapter, fc2_adapter = LowRank(a, b, dropout), LowRank(fc2_a, fc2_b, fc2_dropout)
-        pre, saved = input_product(_MLP, ctx, x, norm, tp, settings, count, adapter, parameters)
+        pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
         bias = None
         if len(parameters) > count:
-            bias = parameters[1] if count == 1 else torch.cat(parameters[count:])
+            bias = torch.cat(parameters[count:])
         pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
         del pre
         if before_fc2 is not None:

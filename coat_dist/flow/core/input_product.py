@@ -8,18 +8,15 @@ of :data:`ARGUMENTS`, last ``*parameters``: the weights, then their biases. It s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...config import ActivationConfig
 from ...formats import QuantizedTensor
 from ...ops import NormStats
-from ..parallel.tensor_parallel import Pending, TensorParallel
+from ..parallel.tensor_parallel import Pending
 from .adapters import ADAPTER, LowRank
 from .inputs import SAVED, NormedInput, PlainInput
-from .norm import Norm
 from .products import gemm, summed_gemm
 from .weights import Weight
 
@@ -29,19 +26,15 @@ SAVED_OF_PRODUCT = *SAVED, "w_scale", *ADAPTER
 
 
 def input_product(
-    function: Any,
-    ctx: Any,
-    x: torch.Tensor,
-    norm: Norm | None,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    count: int,
-    adapter: LowRank,
-    parameters: Sequence[torch.Tensor],
+    function: Any, ctx: Any, call: tuple, x: torch.Tensor, adapter: LowRank, parameters: tuple
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """In forward of ``function``: the product without biases, ``[all rows, out]``, and what is to
-    be saved. ``count``: of weights.
+    be saved.
+
+    Args:
+        call: norm (or None), tp, settings, the number of weights, and more.
     """
+    norm, tp, settings, count, *_ = call
     block_input: Any
     y8: Any
     if norm is None:
@@ -61,9 +54,7 @@ def input_product(
 class InputProduct:
     """The same product in backward."""
 
-    def __init__(
-        self, function: Any, ctx: Any, saved: Any, parameters: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, function: Any, ctx: Any, saved: Any, parameters: tuple) -> None:
         self.input: Any
         tp, settings, *_ = ctx.input
         if saved.rstd is None:

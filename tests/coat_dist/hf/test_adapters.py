@@ -52,12 +52,11 @@ def added(monkeypatch):
     for name in ("linear", "norm_linear", "norm_qkv", "norm_mlp", "mlp"):
         function = getattr(flow, name)
 
-        def noted(*args, function=function, name=name, **options):
-            given = [options.get(f"{part}adapters", ()) for part in ("", "fc1_", "fc2_")]
-            given += [args[-1]] if name in ("linear", "norm_linear") else []
-            for products in given:
-                if isinstance(products, (list, tuple)):
-                    seen.extend(adapter for of_weight in products for adapter in of_weight)
+        def noted(*args, function=function, **options):
+            for given in (*args, *options.values()):
+                for of_weight in given if isinstance(given, (list, tuple)) else ():
+                    if isinstance(of_weight, list):
+                        seen.extend(of_weight)
             return function(*args, **options)
 
         monkeypatch.setattr(flow, name, noted)
