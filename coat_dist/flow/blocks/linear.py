@@ -311,8 +311,8 @@ class _NormLinear(Function):
             sums = dout.sum(0, dtype=product.bias_sum)
         product.adapter.receive(dout)
         del dout, douts
-        dinput, dweights = product.gradients(gradient, y8_t, residual)
-        return None, *dinput, *dweights, *product.bias_gradients(sums)
+        dinput, dparameters = product.gradients(gradient, y8_t, residual, sums)
+        return None, *dinput, *dparameters
 
 
 def _no_none(

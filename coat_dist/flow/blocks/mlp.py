@@ -242,7 +242,7 @@ class _MLP(Function):
             da, pre8, activation, grad_fmt, d_scale, fmt, saved.a_scale, fc1.bias_sum
         )
         del da
-        dbiases = fc1.bias_gradients(inner.dbias)
+        sums = inner.dbias
         y8_t = fc1.operand()
         if fc2_wgrad:
             (dfc2,) = ctx.fc2.gradients(d8_t, inner.a8_t)
@@ -251,8 +251,8 @@ class _MLP(Function):
         del d8_t
         if fc1.adapter.a is not None:
             fc1.adapter.receive(dequantize(gradient[0], dtype))
-        dinput, dfc1 = fc1.gradients(gradient, y8_t, residual)
-        return None, *dinput, *dfc2_adapter, dfc2, *dfc1, *dbiases
+        dinput, dfc1 = fc1.gradients(gradient, y8_t, residual, sums)
+        return None, *dinput, *dfc2_adapter, dfc2, *dfc1
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:

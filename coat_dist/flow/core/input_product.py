@@ -82,16 +82,12 @@ class InputProduct:
         """wgrad's operand, other ranks' rows of which are under way."""
         return self.input.y8(self.input.x8, transpose=True) if self.wgrad else None
 
-    def bias_gradients(self, sums: torch.Tensor | None) -> list[torch.Tensor | None]:
-        if sums is None:
-            return [None] * len(self._biases)
-        return self.weight.bias_gradients(sums, self._biases, self._want_biases)
-
     def gradients(
         self,
         gradient: list[Any],
         operand: Pending[QuantizedTensor] | None,
         residual: torch.Tensor | None,
+        sums: torch.Tensor | None,
     ) -> tuple[Any, Any]:
         """dgrad, the norm's backward and wgrad. dgrad's sum over ranks is made while wgrad is.
 
@@ -100,15 +96,18 @@ class InputProduct:
                 peak of a step is here.
             operand: of wgrad.
             residual: what x's alias received.
+            sums: of the output's gradient over rows, in ``bias_sum``.
 
         Returns:
-            Gradients of x, the norm's parameters and the adapter; and of the weights.
+            Gradients of x, the norm's parameters and the adapter; and of weights and biases.
         """
         d8, d8_t = gradient
         gradient.clear()
         block_input, adapter, weight = self.input, self.adapter, self.weight
-        dinput = None
-        dx, dnorm, dweights = None, (None, None), [None] * len(self._weights)
+        dinput, dx, dnorm = None, None, (None, None)
+        dweights, dbiases = [None] * len(self._weights), [None] * len(self._biases)
+        if sums is not None:
+            dbiases = weight.bias_gradients(sums, self._biases, self._want_biases)
         if any(self._want):
             w8_t = weight.transposed(self._weights, self._scale)
             tp, settings = block_input.tp, block_input.settings
@@ -124,4 +123,4 @@ class InputProduct:
         if dinput is not None:
             dx, dnorm = dinput.wait()
             dx = None if dx is None else dx.view(self._shape)
-        return (dx, *dnorm, *adapter.gradients(block_input.factors)), dweights
+        return (dx, *dnorm, *adapter.gradients(block_input.factors)), (*dweights, *dbiases)

@@ -47,8 +47,8 @@ class Norm:
                 raise ValueError(f"norm.{name}: got shape {list(t.shape)}, accepted: [{hidden}]")
 
 
-def parameters_of(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Weight and bias."""
+def parameters_of(norm: Norm | None) -> tuple[Any, Any]:
+    """Weight and bias; None of no norm."""
     return (None, None) if norm is None else (norm.weight, norm.bias)
 
 

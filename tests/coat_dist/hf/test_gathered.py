@@ -23,6 +23,7 @@ CASES = {
     "olmo2, checkpointed": (AHEAD, {}),
     "olmo2, with adapters": (LET_GO, {}),
     "llama, with adapters": (LET_GO, {}),
+    "smollm3, with adapters": (LET_GO, {}),
     "llama, with adapters that read weights": (KEPT, {}),
 }
 
