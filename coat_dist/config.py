@@ -109,8 +109,10 @@ class OptimizerConfig(_Block):
 class ActivationConfig(_Block):
     """The FP8 precision flow of transformer layers."""
 
-    enabled: bool = True
-    """Patch the layers. False keeps BF16 layers and only the optimizer is compressed."""
+    enabled: bool | Literal["auto"] = True
+    """Patch the layers. False keeps BF16 layers and only the optimizer is compressed; "auto" does
+    the same, with a warning, for a model in which nothing can be patched.
+    """
     forward: Literal["exact", "quantized"] = "exact"
     """"quantized" (the paper): norm and activation read the FP8 tensor that is saved. "exact": they
     read the BF16 tensor, and only backward reads the FP8 one.
@@ -160,6 +162,10 @@ class ActivationConfig(_Block):
     cuda_graphs: bool = False
     """Train patched layers as CUDA graphs: for small ones with few tokens, which the host starts
     too slowly.
+    """
+    compile: bool = False
+    """Let torch.compile fuse what a transformers layer computes around its blocks in FP8, each
+    layer by itself. Layers that run in one piece, such as Llama's, stay as they are.
     """
     attention: Literal["bf16", "fp8"] = "bf16"
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward

@@ -209,7 +209,7 @@ class Facts:
         self.ours = settings.asked or self.given is not None
         self.block = coat is not None and "optimizer" in coat.model_fields_set
         """The block has options of the optimizer."""
-        self.flow = coat is not None and coat.activation.enabled
+        self.flow = coat is not None and bool(coat.activation.enabled)
         self.stage = value(f"{ZERO}.stage") or 0
         self.stage3, self.tensor_parallel = self.stage == 3, tp > 1
         self.flow3 = self.flow and self.stage3

@@ -112,11 +112,12 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
         return _call_deepspeed(request, given)
     from ..hf import patch_model, unpatch_model
 
-    patch_model(given["model"], settings)
+    report = patch_model(given["model"], settings)
     try:
         return _call_deepspeed(request, given)
     except BaseException:
-        unpatch_model(given["model"])  # the next call may have no block
+        if report.patched:
+            unpatch_model(given["model"])  # the next call may have no block
         raise
 
 

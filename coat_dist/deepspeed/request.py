@@ -226,6 +226,8 @@ def _to_patch(model: torch.nn.Module, coat: CoatConfig) -> bool:
 
         if is_transformers_model(model):
             return True
+        if coat.activation.enabled == "auto":
+            return False
         accepted = (
             "a transformers model, megatron_patches.initialize instead for a Megatron "
             "model, or false"

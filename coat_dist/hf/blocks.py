@@ -1,11 +1,14 @@
 """Blocks of transformers layers: for each, the modules that change class, or why it stays BF16.
 
 :data:`RECOGNIZERS` are asked in their order; the first that knows a block fills in its entry of the
-plan. Decoder layers that read as Llama's (:func:`is_fused`) have :data:`FUSED` asked before.
+plan. A recognizer that knows a block and cannot fuse it leaves the reason in the entry, and the
+last one, which knows every block, says so in the report: the block runs its own code, around
+linears in the flow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -14,81 +17,114 @@ from ..patching.classes import Patched
 from ..patching.plan import Entry, Recognizer
 from ..patching.reasons import has_plain_weight, named_class, own_code, own_forward, why_not_fp8
 from .layer import AttentionKind, FusedAttention
-from .modules import (
-    MLP,
-    FirstProjection,
-    Gate,
-    JoinedAttention,
-    LaterProjection,
-    OutProjection,
-    Part,
-    Projection,
-    why_parts_act,
-)
-from .recognize import (
-    activation_of,
-    attention_kind,
-    gate,
-    is_decoder_layer,
-    norm_kind,
-    shares_input,
-)
+from .modules import MLP, Part, PartProjection, Projection, why_parts_act
+from .recognize import attention_kind, mlp_kind
 
-__all__ = ["FUSED", "NORMS", "RECOGNIZERS", "is_fused", "parts_of"]
+__all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of"]
 
 QKV = "q_proj", "k_proj", "v_proj"
-NORMS = "input_layernorm", "post_attention_layernorm"
+SMALLEST = 256
+"""Linears with fewer inputs or outputs stay BF16: routers, gates and adapters, whose products take
+less time than quantizing their input.
+"""
 
 
-def is_fused(layer: Any) -> bool:
-    """Whether a layer is x + attention(norm(x)), then x + mlp(norm(x)), all of it in the flow."""
-    if not is_decoder_layer(layer):
-        return False
-    attention = layer.self_attn
-    return (
-        attention_kind(attention) is not None
-        and all(type(attention._modules.get(name)) is nn.Linear for name in (*QKV, "o_proj"))
-        and gate(layer.mlp) is not None
-        and all(norm_kind(layer._modules.get(name)) in ("rms", "centered") for name in NORMS)
-        and _why_not_linears(attention) is None
-        and _why_not_mlp(layer.mlp) is None
-    )
+def blocks_of(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Parts of a layer that hold weights of matrices, by name: its children, and what is a block by
+    itself inside of these.
+    """
+    for name, module in layer.named_children():
+        label = f"{prefix}.{name}"
+        if isinstance(module, nn.ModuleDict) or _is_list(label, module):
+            yield from blocks_of(module, label)
+        elif not _has_matrices(module):
+            continue
+        elif _is_block(label, module):
+            yield label, module
+        else:
+            inner = list(_inner_blocks(module, label))
+            if not inner or linears_of(module, label):
+                yield label, module
+            yield from inner
+
+
+def _is_list(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and not name.endswith("experts")
+
+
+def _is_block(name: str, module: nn.Module) -> bool:
+    """Whether a module is a block wherever it stands."""
+    return name.endswith("experts") or mlp_kind(module) is not None
+
+
+def _inner_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        label = f"{prefix}.{name}"
+        if _is_block(label, child):
+            yield label, child
+        else:
+            yield from _inner_blocks(child, label)
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(getattr(p, "ds_shape", p.shape)[1:] for p in module.parameters())
+
+
+def linears_of(block: nn.Module, name: str) -> dict[str, Any]:
+    """The linears of a block, by their names in it: not those of blocks inside, of adapters and of
+    routers.
+    """
+    if type(block) is nn.Linear:
+        return {"": block}
+    found = {}
+    experts = any(child.endswith("experts") for child in block._modules)
+    for child, module in block.named_children():
+        if "lora_" in child or experts and child in ("gate", "router"):
+            continue
+        if not _is_block(child, module):
+            for inner, linear in linears_of(module, child).items():
+                found[f"{child}.{inner}".rstrip(".")] = linear
+    return found
 
 
 def _fused_attention(entry: Entry) -> bool:
-    """Norm, queries, keys and values, rotation, attention and projection in one piece."""
+    """Queries, keys and values, rotation, attention and projection in one piece."""
     attention = entry.module
     kind = attention_kind(attention)
     if kind is None:
         return False
-    _swap_block(
-        entry,
-        FusedAttention,
-        AttentionKind.of(attention, *kind),
-        parts_of(attention, *QKV, "o_proj"),
-    )
-    return True
+    entry.why = _why_not_linears(attention, *QKV, "o_proj")
+    if entry.why is None:
+        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *QKV, "o_proj")
+    return entry.why is None
 
 
-def _gated_mlp(entry: Entry) -> bool:
-    mlp, names = entry.module, gate(entry.module)
-    if names is None:
+def _fused_mlp(entry: Entry) -> bool:
+    mlp, kind = entry.module, mlp_kind(entry.module)
+    if kind is None:
         return False
-    entry.why = _why_not_mlp(mlp)
+    linears = *kind.first, kind.last
+    if kind.activation is None:
+        entry.why = "an activation that the flow does not have"
+    else:
+        entry.why = _why_not_linears(mlp, *linears)
     if entry.why is None:
         functions = [name for name in ("act_fn", "activation_fn") if name in mlp._modules]
-        kind = Gate(names, activation_of(mlp) or "")
-        _swap_block(entry, MLP, kind, parts_of(mlp, *names, "down_proj", *functions))
-    return True
+        _swap_block(entry, MLP, kind, *linears, *functions)
+    return entry.why is None
 
 
-def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, parts: tuple[Any, ...]) -> None:
+def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, *parts: str) -> None:
     """Plan a block that computes its parts; it calls them while a program has put something on
     them.
     """
-    part = Part(entry.settings, entry.name, entry.report, kind, parts)
+    part = Part(entry.settings, entry.name, entry.report, kind, parts_of(entry.module, *parts))
     entry.swap(entry.module, mixin, part)
-    entry.why = why_parts_act(entry.module, part)
+    for linear in part.linears:
+        if _why_not_linear(linear) is None:
+            entry.swap(linear, PartProjection, Part(entry.settings))
+    if (why := why_parts_act(entry.module, part)) is not None:
+        entry.unfused[entry.name] = why
 
 
 def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type], ...]:
@@ -96,81 +132,70 @@ def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type
     return tuple((name, found := getattr(module, name), type(found)) for name in names)
 
 
-def _attention(entry: Entry) -> bool:
-    """The model's own attention, around projections in the flow."""
-    attention = entry.module
-    if not shares_input(attention):
+def _experts(entry: Entry) -> bool:
+    if not entry.name.endswith("experts"):
         return False
-    entry.why = _why_not_linears(attention)
-    if entry.why is not None:
-        return True
-    settings = entry.settings
-    first: list[Any] = [getattr(attention, name, None) for name in QKV]
-    if any(type(m) is not nn.Linear for m in first) or len({m.bias is None for m in first}) > 1:
-        first = []
-    for i, module in enumerate(first):
-        mixin = LaterProjection if i else FirstProjection
-        entry.swap(module, mixin, Part(settings, kind=tuple(first)))
-    if first:
-        entry.swap(attention, JoinedAttention, Part(settings))
-    for name, module in _linears(attention).items():
-        if all(module is not one for one in first):
-            entry.swap(module, OutProjection if name == "o_proj" else Projection, Part(settings))
-    why = _why_unfused(entry.layer, attention)
-    entry.unfused[entry.name] = f"own code around its projections: {why}"
+    entry.why = "experts that are not known"
     return True
 
 
-def _why_unfused(layer: nn.Module, attention: nn.Module) -> str:
-    for name in NORMS:
-        if name in layer._modules and (why := own_code(name, layer._modules[name])) is not None:
-            return why
-    for name, module in attention.named_children():
+def _own_code(entry: Entry) -> bool:
+    """The block's own code, around linears in the flow."""
+    block, known, left = entry.module, entry.why, {}
+    linears = linears_of(block, entry.name)
+    for name, linear in linears.items():
+        why = _why_not_linear(linear)
+        if why is None:
+            entry.swap(linear, Projection, Part(entry.settings))
+        else:
+            left[f"{entry.name}.{name}"] = why
+    entry.why = None
+    if not entry.changes:
+        entry.why = "; ".join(sorted(set(left.values()))) or known or "no linears"
+    elif type(block) is not nn.Linear:
+        entry.unfused = left
+        if own_forward(block) is not None:
+            known = "a forward of its own"
+        why = known or _adapted(block) or "no block that is known as a whole"
+        entry.unfused[entry.name] = f"own code around its linears: {why}"
+    return True
+
+
+def _adapted(block: nn.Module) -> str | None:
+    for name, module in block.named_children():
         if any(type(inner) is nn.Linear for inner in module.children()):
             return f"{named_class(module)} in place of {name}"
-    return "no layer that is known as a whole"
+    return None
 
 
-def _unknown(entry: Entry) -> bool:
-    last = entry.name.rpartition(".")[2]
-    if own_forward(entry.module) is not None:
-        entry.why = "a forward of its own"
-    elif any(name.endswith("experts") for name, _ in entry.module.named_modules()):
-        entry.why = "experts that are not known"
-    elif "att" in last:
-        entry.why = "an attention that is not known"
-    else:
-        entry.why = f"{'an MLP' if 'mlp' in last else 'a block'} that is not known"
-    return True
+def fuses(entry: Entry) -> bool:
+    """Whether a block computes its parts itself."""
+    return any(module is entry.module for module, _, _ in entry.changes)
 
 
-RECOGNIZERS: tuple[Recognizer, ...] = (_attention, _gated_mlp, _unknown)
-FUSED: tuple[Recognizer, ...] = (_fused_attention, *RECOGNIZERS)
+RECOGNIZERS: tuple[Recognizer, ...] = (_fused_attention, _fused_mlp, _experts, _own_code)
 
 
-def _linears(block: nn.Module) -> dict[str, Any]:
-    """The linears of a block that may run in FP8, by name: not those of adapters."""
-    named = block.named_modules()
-    return {name: m for name, m in named if type(m) is nn.Linear and "lora_" not in name}
+def _why_not_linear(linear: Any) -> str | None:
+    """Why a linear that is called stays BF16."""
+    shape = getattr(linear.weight, "ds_shape", linear.weight.shape)
+    if min(shape) < SMALLEST:
+        return f"a weight {list(shape)}, smaller than {SMALLEST}"
+    return _why_not_weight("", linear) or own_code("", linear, ())
 
 
-def _why_not_mlp(mlp: Any) -> str | None:
-    if activation_of(mlp) is None:
-        return "an activation that the flow does not have"
-    for name in (*(gate(mlp) or ()), "down_proj"):
-        if type(linear := getattr(mlp, name)) is not nn.Linear:
-            return f"{named_class(linear)} in place of a linear"
-    return _why_not_linears(mlp)
+def _why_not_weight(name: str, linear: Any) -> str | None:
+    if not has_plain_weight(linear):
+        return f"a {type(linear.weight).__name__} as weight of {name}".removesuffix(" of ")
+    return why_not_fp8(linear.weight)
 
 
-def _why_not_linears(block: nn.Module) -> str | None:
-    linears = _linears(block)
-    if not linears:
-        return "no linears that can be computed in FP8"
-    for name, module in linears.items():
-        if not has_plain_weight(module):
-            return f"a {type(module.weight).__name__} as weight of {name}"
-        why = own_code(name, module, ()) or why_not_fp8(module.weight)
-        if why is not None:
+def _why_not_linears(block: nn.Module, *names: str) -> str | None:
+    """Why a block cannot compute these children of it."""
+    for name in names:
+        linear = block._modules.get(name)
+        if type(linear) is not nn.Linear:
+            return f"{named_class(linear)} in place of {name}"
+        if (why := _why_not_weight(name, linear)) is not None:
             return why
     return None

@@ -20,9 +20,10 @@ from torch import nn
 
 from .. import flow
 from ..flow.function import once_per_tensor
-from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
+from .modules import CACHES, ONE, Block, bias_of, fits, inlined, norm_of, opaque
+from .recognize import Attention
 
-__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention"]
+__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
 
 
 @once_per_tensor
@@ -32,46 +33,92 @@ def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
     return flow.RopeTable(cosines, sines)
 
 
-class DecoderLayer(Block):
-    """A layer; a fused one is x + attention(norm(x)), then x + mlp(norm(x)), with norms and
-    residuals in the blocks.
+@functools.cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's own forward, compiled for all layers of its class and for all lengths. Inside of
+    the module's hooks, and of a checkpoint, which torch does not trace where graphs break in it.
+    """
+    return torch.compile(forward, dynamic=True)
 
-    Other layers run their own code around blocks in the flow. All layers of one class get one
-    patched class, so that FSDP policies which wrap by class find each of them.
+
+class Sides(NamedTuple):
+    """Of a layer that is x + attention(norm(x)), then x + mlp(norm(x)): which of the two blocks
+    takes its norm and the residual connection along.
     """
 
+    attention: bool
+    mlp: bool
+    names: tuple[str, ...]
+    """Of the layer's arguments, all but the first."""
+    defaults: dict[str, Any]
+    """Those that have one."""
+
+    @classmethod
+    def of(cls, layer: Any, attention: bool, mlp: bool) -> Sides:
+        _, _, *rest = inspect.signature(type(layer).forward).parameters.values()
+        named = [p for p in rest if p.kind is not p.VAR_KEYWORD]
+        defaults = {p.name: p.default for p in named if p.default is not p.empty}
+        return cls(attention, mlp, tuple(p.name for p in named), defaults)
+
+
+class DecoderLayer(Block):
+    """A layer. Where one of its blocks takes a norm and the residual connection along (``Sides``),
+    the layer gives it the norm; else it runs its own code around blocks in the flow.
+
+    All layers of one class get one patched class, so that FSDP policies which wrap by class find
+    each of them.
+    """
+
+    @inlined
     def coat_forward(
         self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.coat.kind is None or not (fits(hidden_states) and self.coat_fits_together()):
-            return plain(self, hidden_states, *args, **kwargs)
-        if args:
-            names = list(inspect.signature(plain).parameters)[2:]
-            kwargs |= dict(zip(names, args, strict=False))
-        # By position: ZeRO-3 lets an attention's weights go in backward where its first argument
-        # has a gradient.
-        y, _, x = self.self_attn(hidden_states, coat_norm=self.input_layernorm, **kwargs)
-        y, x = self.mlp(x + y, norm=self.post_attention_layernorm)
+        first, second = self.coat_sides(hidden_states) if self.coat.kind else (False, False)
+        if not (first and second):
+            if torch.compiler.is_compiling():
+                first = second = False
+            elif self.coat.settings.compile:
+                return _compiled(plain)(self, hidden_states, *args, **kwargs)
+        if first or second:
+            return self.coat_fused(first, second, hidden_states, args, kwargs)
+        return plain(self, hidden_states, *args, **kwargs)
+
+    @opaque
+    def coat_sides(self: Any, x: Any) -> tuple[bool, bool]:
+        """Which of the two blocks takes its norm along now."""
+        if not (fits(x) and self.coat_ready()):
+            return False, False
+        sides = self.coat.kind
+        return (
+            sides.attention and _takes_norm(self.self_attn),
+            sides.mlp and _takes_norm(self.mlp),
+        )
+
+    @opaque
+    def coat_fused(
+        self: Any, first: bool, second: bool, x: torch.Tensor, args: Any, kwargs: Any
+    ) -> Any:
+        """The layer with one of its norms, or both, in the block behind it."""
+        sides = self.coat.kind
+        kwargs = sides.defaults | dict(zip(sides.names, args, strict=False)) | kwargs
+        if first:
+            # By position: ZeRO-3 lets an attention's weights go in backward where its first
+            # argument has a gradient.
+            y, _, x = self.self_attn(x, coat_norm=self.input_layernorm, **kwargs)
+        else:
+            y, _ = self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)
+        x = x + y
+        if second:
+            y, x = self.mlp(x, norm=self.post_attention_layernorm)
+        else:
+            y = self.mlp(self.post_attention_layernorm(x))
         return x + y
 
-    def coat_fits_together(self: Any) -> bool:
-        """Whether attention, MLP and norms are as they were patched, and all run the flow."""
-        if not self.coat_ready():
-            return False
-        for block in (self.self_attn, self.mlp):
-            cls: Any = type(block)
-            if _gathers_itself(cls) or not block.coat_runs():
-                return False
-        return True
-
     def coat_settle(self: Any, why: str | None) -> None:
-        if self.coat.kind is None:
-            return
-        unfused = self.coat.report.unfused
-        unfused.pop(self.coat.name, None)
-        if why is not None:
-            unfused[self.coat.name] = why
+        if self.coat.kind is not None:
+            self.coat.report.settle(self.coat.name, why)
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = Block.coat_own_forward(self, plain, *args, **kwargs)
         report, first = self.coat.report, out[0] if isinstance(out, tuple) else out
@@ -80,6 +127,10 @@ class DecoderLayer(Block):
             if why not in report.notes and not torch.compiler.is_compiling():
                 first.register_hook(functools.partial(_warn, report, why))
         return out
+
+
+def _takes_norm(block: Any) -> bool:
+    return not _gathers_itself(block.__class__) and block.coat_runs()
 
 
 @functools.cache
@@ -107,17 +158,16 @@ class AttentionKind(NamedTuple):
     """What a fused attention computes, found when it is patched."""
 
     heads: flow.Heads
-    window: str | None
-    """Where its sliding window stands: "self", or "config"."""
-    normed: bool
-    """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
+    differs: Attention
     rotate: Callable[..., Any]
     """transformers' ``apply_rotary_pos_emb`` of the family."""
+    scale: Callable[..., Any] | None
+    """``get_llama_4_attn_scale`` of the family."""
     eager: Callable[..., Any]
     """The family's attention by plain operations."""
 
     @classmethod
-    def of(cls, attention: Any, window: str | None, normed: bool) -> AttentionKind:
+    def of(cls, attention: Any, differs: Attention) -> AttentionKind:
         scope = inspect.unwrap(type(attention).forward).__globals__
         heads = flow.Heads(
             attention.k_proj.out_features // attention.head_dim,
@@ -126,8 +176,13 @@ class AttentionKind(NamedTuple):
             blocks=True,
             batch_first=True,
         )
-        rotate, eager = scope["apply_rotary_pos_emb"], scope["eager_attention_forward"]
-        return cls(heads, window, normed, rotate, eager)
+        return cls(
+            heads,
+            differs,
+            scope["apply_rotary_pos_emb"],
+            scope.get("get_llama_4_attn_scale"),
+            scope["eager_attention_forward"],
+        )
 
 
 class FusedAttention(Block):
@@ -140,6 +195,7 @@ class FusedAttention(Block):
         *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
+    @opaque
     def coat_forward(
         self: Any,
         plain: Callable[..., Any],
@@ -157,6 +213,7 @@ class FusedAttention(Block):
             kwargs |= dict(zip(names, args, strict=False))
         linears = self.q_proj, self.k_proj, self.v_proj
         kind, settings = self.coat.kind, self.coat.settings
+        window, normed, scaled = kind.differs
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in CACHES if name in kwargs), None)
@@ -168,21 +225,25 @@ class FusedAttention(Block):
             [m.weight for m in linears],
             biases,
             kind.heads,
-            None if kind.normed else _table(cos, sin),
+            None if normed else _table(cos, sin),
             ONE,
             settings,
             residual=coat_norm is not None,
         )
-        if kind.normed:
+        if normed:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if kind.normed:
+        if normed:
             q, k = kind.rotate(q, k, cos, sin)
+        if scaled:
+            rope = self.config.rope_parameters
+            limits = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+            q = q * kind.scale(kwargs["position_ids"], *limits).to(q.dtype)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if kind.window == "self":
+        if window == "self":
             kwargs["sliding_window"] = self.sliding_window
-        elif kind.window == "config":
+        elif window == "config":
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
         attend = _interface(self.config._attn_implementation, kind.eager)
         documents = None

@@ -56,7 +56,7 @@ from ..config import CoatConfigError, Problem
 from ..flow.core.weights import weight_changes
 from ..flow.function import version_of
 from ..patching.reasons import has_plain_weight, original_class, own_code
-from .modules import ONE, ModePatched, fits
+from .modules import ONE, ModePatched, fits, inlined, opaque
 
 __all__ = ["ChunkedLM", "LossHead", "LogitsOnRead", "why_plain"]
 
@@ -117,6 +117,7 @@ class ChunkedLM(ModePatched):
             )
             raise CoatConfigError(Problem("coat.activation.z_loss", given, accepted))
 
+    @inlined
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(plain).bind_partial(self, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -150,6 +151,7 @@ class ChunkedLM(ModePatched):
 class LossHead(ModePatched):
     """An output layer that returns losses per token where a model asks for them."""
 
+    @opaque
     def coat_forward(self: Any, plain: Callable[..., Any], x: Any) -> torch.Tensor:
         labels = _given.labels
         if _given.head is not self or labels is None or not (fits(x) and has_plain_weight(self)):
@@ -174,6 +176,7 @@ def _parameters(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
     return head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
 
 
+@opaque
 def _reduce(
     plain: Callable[..., Any],
     logits: torch.Tensor,

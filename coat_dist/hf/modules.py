@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -33,33 +33,22 @@ __all__ = [
     "MLP",
     "ONE",
     "Block",
-    "FirstProjection",
-    "Gate",
-    "JoinedAttention",
-    "LaterProjection",
     "ModePatched",
-    "OutProjection",
     "Part",
+    "PartProjection",
     "Projection",
     "Stack",
     "UnfusedNorm",
     "bias_of",
     "fits",
+    "is_attention_output",
     "norm_of",
     "runs_flow",
     "why_parts_act",
 ]
 
 ONE = flow.TensorParallel()
-
-
-class Gate(NamedTuple):
-    """What a gated MLP computes."""
-
-    names: tuple[str, ...]
-    """Of the linears of its first product: ("gate_proj", "up_proj"), or ("gate_up_proj",)."""
-    activation: str
-    """The flow's name of it."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Part(NamedTuple):
@@ -72,8 +61,8 @@ class Part(NamedTuple):
     """Of a block or layer, in the report."""
     report: PatchReport | None = None
     kind: Any = None
-    """Of a fused attention ``AttentionKind``, of an MLP ``Gate``, of a norm its ``norm_kind``, of
-    linears with one input all of them, of a fused layer True.
+    """Of a fused attention ``AttentionKind``, of an MLP ``MLPKind``, of a norm its ``norm_kind``,
+    of a layer that computes its norms and residuals with its blocks ``Sides``.
     """
     parts: tuple[tuple[str, nn.Module, type], ...] = ()
     """Modules that a block computes without calling them, or calls with arguments of its own: their
@@ -99,6 +88,35 @@ CACHES = "cache", "past_key_values", "past_key_value", "cache_params"
 """Names of that argument, by transformers' version."""
 
 
+_frames = torch._C._dynamo.eval_frame
+
+
+def _leave_out(function: Any, callees: bool) -> None:
+    """Let torch.compile run calls of a function as they are where it does not inline them. Unlike
+    ``torch.compiler.disable`` this costs a call nothing, and imports no compiler.
+    """
+    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+    strategy = _frames._FrameExecStrategy(skip, skip if callees else default)
+    _frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def inlined(function: _Function) -> _Function:
+    """``function``, which torch.compile traces as a part of its caller only: after a graph break in
+    it, what it calls is compiled. Else all modules would share the graphs of one code object, of
+    which the compiler keeps eight.
+    """
+    _leave_out(function, callees=False)
+    return function
+
+
+def opaque(function: _Function) -> _Function:
+    """``function``, which torch.compile does not trace, nor what it calls: a graph break."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _leave_out(function, callees=True)
+    return function
+
+
+@inlined
 def runs_flow(module: Any) -> bool:
     """Whether a patched module is to run the flow now."""
     if not module.training and module.coat.settings.evaluation == "plain":
@@ -145,6 +163,11 @@ class ModePatched(Patched):
                 return self.coat_forward(plain, *args, **kwargs)
             return self.coat_own_forward(self.coat_original.forward, *args, **kwargs)
 
+        # Decorators of transformers share code objects, too.
+        inner: Any = forward
+        while hasattr(inner, "__wrapped__"):
+            inlined(inner)
+            inner = inner.__wrapped__
         return {"coat_plain": plain, "forward": forward}
 
     def coat_runs(self: Any) -> bool:
@@ -155,6 +178,7 @@ class ModePatched(Patched):
         """``forward`` in training mode; ``plain`` is that of the original class."""
         raise NotImplementedError
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``forward`` otherwise."""
         return plain(self, *args, **kwargs)
@@ -167,9 +191,13 @@ class Stack(ModePatched):
     count.
     """
 
+    @inlined
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = _calls.cached
         _calls.cached = before or _is_cached(self, args, kwargs)
+        # Graphs would differ by layer: each fills another part of the cache.
+        if self.training and self.coat.settings.compile and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
         try:
             return plain(self, *args, **kwargs)
         finally:
@@ -203,10 +231,11 @@ class Block(ModePatched):
             ):
                 return self.coat_settled()
         report = part.report
-        if report is not None and (report.blocks.get(part.name) or part.name in report.unfused):
+        if report is not None and part.name in report.unfused:
             return self.coat_settled()
         return True
 
+    @opaque
     def coat_settled(self: Any) -> bool:
         """:meth:`coat_ready` after a close look, which keeps the report true."""
         if "_is_replica" in vars(self):
@@ -225,6 +254,7 @@ class Block(ModePatched):
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and self.coat_ready()
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.training:
             self.coat_settled()
@@ -244,7 +274,9 @@ def norm_of(module: Any) -> flow.Norm:
     """
     kind = module.coat.kind
     eps = getattr(module, "variance_epsilon", None)
-    weight = 1.0 + module.weight.float() if kind == "centered" else module.weight
+    weight = module._parameters.get("weight")
+    if kind == "centered":
+        weight = 1.0 + weight.float()
     return flow.Norm("rmsnorm", module.eps if eps is None else eps, weight)
 
 
@@ -257,101 +289,64 @@ class UnfusedNorm(ModePatched):
     """A norm on its own: saves an alias of its input and a number a row."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        if not fits(x):
+        # The compiler fuses a norm with what is around it.
+        if torch.compiler.is_compiling() or not fits(x):
             return plain(self, x)
         y = flow.norm(x, norm_of(self), ONE)
-        if self.coat.kind != "rms":
+        weight = self._parameters.get("weight")
+        if self.coat.kind != "rms" or weight is None:
             return y
         # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider.
-        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return y.to(torch.promote_types(x.dtype, weight.dtype))
 
 
-class Projection(ModePatched):
-    """A linear in FP8 by itself."""
+class PartProjection(ModePatched):
+    """A linear in FP8 by itself. Linears whose weights a fused block reads are such ones for the
+    calls in which the block runs its own code.
+    """
 
-    @property
-    def coat_linears(self: Any) -> tuple[Any, ...]:
-        """The linears of its product, this one and those that share its input."""
-        return self.coat.kind or (self,)
+    def coat_runs(self: Any) -> bool:
+        return runs_flow(self) and has_plain_weight(self)
+
+    @opaque
+    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        if not (fits(x) and has_plain_weight(self)):
+            return plain(self, x)
+        settings = self.coat.settings
+        if is_attention_output(x):
+            return bias_of(flow.linear(x, self.weight, ONE, settings), self)
+        return flow.norm_linear(x, None, self.weight, self.bias, ONE, settings)
+
+
+class Projection(PartProjection):
+    """A linear in FP8 by itself, always."""
 
     def coat_flow_weights(self: Any) -> list[Any]:
         """Parameters that only the flow reads while training; those of one product, in a tuple."""
-        return [tuple(m.weight for m in self.coat_linears)]
-
-    def coat_runs(self: Any) -> bool:
-        return runs_flow(self) and all(map(has_plain_weight, self.coat_linears))
-
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        return self.coat_product(x) if fits(x) and has_plain_weight(self) else plain(self, x)
-
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return flow.norm_linear(x, None, self.weight, self.bias, ONE, self.coat.settings)
+        return [self.weight]
 
 
-class OutProjection(Projection):
-    """The linear behind attention, which saves an alias of attention's output."""
+_VIEWS = {
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+}
 
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return bias_of(flow.linear(x, self.weight, ONE, self.coat.settings), self)
 
-
-class FirstProjection(Projection):
-    """The first of several linears of one input: computes all of them, and keeps the others'
-    results for them.
+def is_attention_output(x: torch.Tensor) -> bool:
+    """Whether x is the output of an attention kernel, which the kernel keeps for its own backward:
+    an alias of it costs nothing, and codes would be a byte more for each element.
     """
-
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        linears = self.coat_linears
-        if not all(map(has_plain_weight, linears)):
-            return Projection.coat_product(self, x)
-        weights = [m.weight for m in linears]
-        biases = None if self.bias is None else [m.bias for m in linears]
-        out = flow.norm_linear(x, None, weights, biases, ONE, self.coat.settings)
-        first, *rest = out.split([w.shape[0] for w in weights], -1)
-        for module, result in zip(linears[1:], rest, strict=True):
-            vars(module)["coat_given"] = x, result
-        return first
-
-
-class LaterProjection(Projection):
-    """One of the others: takes what the first has computed of the same input."""
-
-    def coat_product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        given = vars(self).pop("coat_given", None)
-        if given is not None and given[0] is x:
-            return given[1]
-        return Projection.coat_product(self, x)
-
-    def coat_take(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """What the first has computed, whatever tensor object it was given."""
-        given = vars(self).pop("coat_given", None)
-        return self(x) if given is None else given[1]
-
-
-class JoinedAttention(ModePatched):
-    """An attention that runs its own code around joined projections.
-
-    ZeRO-3 gives each module another tensor object, gathers weights for each call, and releases them
-    when the gradient of its input is there. So the later projections are not called there: the
-    first uses their weights.
-    """
-
-    def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        later = {
-            name: m
-            for name, m in self._modules.items()
-            if isinstance(m, LaterProjection) and hasattr(m, "ds_id")
-        }
-        try:
-            vars(self).update((name, module.coat_take) for name, module in later.items())
-            return plain(self, *args, **kwargs)
-        finally:
-            for name in later:
-                vars(self).pop(name, None)
+    node = x.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and ("Attention" in node.name() or "Attn" in node.name())
 
 
 class MLP(Block):
-    """A gated MLP; with ``norm`` the norm before it as well, and the alias of x for the residual
+    """An MLP; with ``norm`` the norm before it as well, and the alias of x for the residual
     connection.
     """
 
@@ -359,18 +354,20 @@ class MLP(Block):
         *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
+    @opaque
     def coat_forward(
         self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None
     ) -> Any:
         # With a norm, the layer has looked.
         if norm is None and not (fits(x) and self.coat_ready()):
             return plain(self, x)
-        linears = [getattr(self, name) for name in self.coat.kind.names]
+        kind, settings = self.coat.kind, self.coat.settings
+        linears = [getattr(self, name) for name in kind.first]
+        last = getattr(self, kind.last)
         weights = [m.weight for m in linears]
         biases = None if linears[0].bias is None else [m.bias for m in linears]
-        activation, settings = self.coat.kind.activation, self.coat.settings
-        rest: tuple[Any, ...] = weights, self.down_proj.weight, activation, ONE, settings, biases
+        rest: tuple[Any, ...] = weights, last.weight, kind.activation, ONE, settings, biases
         if norm is None:
-            return bias_of(flow.mlp(x, *rest), self.down_proj)
+            return bias_of(flow.mlp(x, *rest), last)
         y, alias = flow.norm_mlp(x, norm_of(norm), *rest, residual=True)  # type: ignore[misc]
-        return bias_of(y, self.down_proj), alias
+        return bias_of(y, last), alias

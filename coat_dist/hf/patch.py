@@ -1,15 +1,14 @@
 """Patch a built transformers model in place: its layers keep parameters and names, and run the FP8
 flow.
 
-Two tiers. A decoder layer that reads as Llama's is *fused*: norm, queries, keys and values,
-rotation, output projection, MLP and residuals, with the bytes saved that a Megatron layer saves. In
-other layers the model's own code runs, with its norms, projections and gated MLPs in the flow. What
-is not recognized stays in BF16, with the reason in the report.
+Two tiers. Blocks whose code is known (``recognize.py``) are *fused*: an attention with the
+projections around it, an MLP; in layers that read as Llama's with the norm before them and the
+residual connection. All other blocks run their own code, around linears in the flow, which share
+the codes of an input. What stays in BF16 stands in the report with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from ..config import ActivationConfig, CoatConfigError
 from ..extras import need
 from ..patching.changes import unpatch_model
 from ..patching.plan import Plan
-from ..patching.reasons import has_plain_weight, module_of
+from ..patching.reasons import has_plain_weight, module_of, named_class, own_code
 from ..patching.report import PatchReport, check_unpatched
 from ..patching.settings import (
     REFUSED,
@@ -29,13 +28,17 @@ from ..patching.settings import (
     check_honoured,
     coat_block,
 )
-from .blocks import FUSED, NORMS, RECOGNIZERS, is_fused, parts_of
-from .layer import DecoderLayer
+from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
+from .layer import AttentionKind, DecoderLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import Part, Stack, UnfusedNorm, why_parts_act
-from .recognize import attention_kind, is_causal_lm, norm_kind
+from .recognize import is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
+
+BLOCKS = "self_attn", "mlp"
+NORMS = "input_layernorm", "post_attention_layernorm"
+"""Of layers that are x + attention(norm(x)), then x + mlp(norm(x))."""
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -57,12 +60,13 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     block asks for it. Evaluation and generation run the model's own forward.
 
     Args:
-        model: a causal language model of transformers, also inside PEFT's wrappers.
+        model: a model of transformers, also inside PEFT's wrappers.
         config: what ``deepspeed.initialize`` takes, with a ``"coat"`` block; or that block as
             ``CoatConfig``, or its ``"activation"`` as ``ActivationConfig``.
 
     Returns:
-        What was patched, which is also ``model.coat_patch_report``.
+        What was patched, which is also ``model.coat_patch_report``. With ``"enabled": "auto"`` it
+        may be nothing, and the model stays as it is.
 
     Raises:
         CoatConfigError: ``config`` has no block; an option that needs Megatron; nothing could be
@@ -75,18 +79,21 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     check_honoured(REFUSED["transformers"], config)
     plan = Plan(config)
     stacks = _stacks(model)
+    check_bf16_layers(config, max(map(len, stacks.values()), default=0))
     for layers in stacks.values():
-        check_bf16_layers(config, len(layers))
         kept = bf16_layers(config, len(layers))
         for i, (name, layer) in enumerate(layers):
             _plan_layer(plan, name, layer, "bf16_layers" if i in kept else None)
     plan.fill_report()
     if not plan.patched:
         why = PatchReport.summary([plan.report]) if stacks else "no layers of transformers"
+        if config.enabled == "auto":
+            plan.report.warn(f"all of {type(model).__name__} stays BF16: {why}")
+            return plan.report
         raise CoatConfigError(
             f"model: got a {type(model).__name__} with nothing to patch ({why}), accepted: models "
-            'of docs/hugging-face.md, or "coat": {"activation": {"enabled": false}}, which keeps '
-            "8-bit moments"
+            'of docs/hugging-face.md, or "coat": {"activation": {"enabled": false}} (or "auto"), '
+            "which keeps 8-bit moments"
         )
     inside = {id(m) for layers in stacks.values() for _, layer in layers for m in layer.modules()}
     for module in model.modules():
@@ -101,50 +108,61 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
 
 
 def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """What transformers calls layers, with their names, by the name of the list that holds them."""
+    """What transformers calls layers, with their names, by the name of the list that holds them; in
+    models that were written before there was a class for them, lists of several modules of a class.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    modules = dict(model.named_modules())
+    layers = {n for n, m in modules.items() if isinstance(m, GradientCheckpointingLayer)}
+    if not layers:
+        for name, module in modules.items():
+            classes = {type(m) for m in module} if isinstance(module, nn.ModuleList) else ()
+            if len(classes) == 1 and len(module) > 1:  # type: ignore[arg-type]
+                layers |= {f"{name}.{i}" for i in range(len(module))}  # type: ignore[arg-type]
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     outer = None
-    for name, module in model.named_modules():
-        known = (
-            isinstance(module, GradientCheckpointingLayer)
-            or {"self_attn", "mlp"} <= module._modules.keys()
-        )
-        if known and not (outer is not None and name.startswith(outer)):
+    for name, module in modules.items():
+        if name in layers and not (outer is not None and name.startswith(outer)):
             outer = f"{name}."
             found.setdefault(name.rpartition(".")[0], []).append((name, module))
     return found
 
 
-def _blocks(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Parts of a layer that hold weights of matrices, by name."""
-    for name, module in layer.named_children():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            yield from _blocks(module, f"{prefix}.{name}")
-        elif any(getattr(p, "ds_shape", p.shape)[1:] for p in module.parameters()):
-            yield f"{prefix}.{name}", module
-
-
 def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
     """Plan a layer, or with a reason in ``whole`` leave all of its blocks in BF16."""
-    fused = whole is None and is_fused(layer)
-    recognizers = FUSED if fused else RECOGNIZERS
     entries = [
-        plan.add(block_name, layer, block, recognizers, whole)
-        for block_name, block in _blocks(layer, name)
+        plan.add(block_name, layer, block, RECOGNIZERS, whole)
+        for block_name, block in blocks_of(layer, name)
     ]
+    fused = {id(entry.module) for entry in entries if fuses(entry)}
     report = plan.report if any(entry.why is None for entry in entries) else None
     part = Part(plan.settings, name, report)
-    if fused:
-        part = part._replace(kind=True, parts=parts_of(layer, "self_attn", "mlp", *NORMS))
-        if (why := why_parts_act(layer, part)) is not None:
+    uncalled: list[nn.Module] = []
+    if fused and is_decoder_layer(layer):
+        sides = Sides.of(layer, *(id(layer._modules[block]) in fused for block in BLOCKS))
+        norms = [norm for norm, side in zip(NORMS, sides[:2], strict=True) if side]
+        why = _why_called(layer, *norms)
+        if why is None:
+            blocks = [block for block, side in zip(BLOCKS, sides[:2], strict=True) if side]
+            part = part._replace(kind=sides, parts=parts_of(layer, *blocks, *norms))
+            uncalled = [layer._modules[norm] for norm in norms]
+            why = why_parts_act(layer, part)
+        if why is not None:
             plan.report.unfused[name] = why
     plan.swap(layer, DecoderLayer, part)
     if whole is None:
-        uncalled = [layer._modules[n] for n in NORMS] if fused else []
         for module in layer.modules():
             _plan_norm(plan, module, called=all(module is not norm for norm in uncalled))
+
+
+def _why_called(layer: nn.Module, *norms: str) -> str | None:
+    """Why these norms are called, and not computed with the blocks behind them."""
+    for name in norms:
+        norm: Any = layer._modules.get(name)
+        if norm_kind(norm) not in ("rms", "centered"):
+            return own_code(name, norm) or f"{named_class(norm)} as {name}"
+    return None
 
 
 def _plan_norm(plan: Plan, module: nn.Module, called: bool = True) -> None:
@@ -195,10 +213,10 @@ def _not_in_this(plan: Plan) -> Rows:
         why = f"where the loss stays the model's own: {'; '.join(plain) or 'no lm_head'}"
         rows["z_loss"] = ((0,), why)
     for entry in plan.entries:
-        attention = entry.module
-        if not entry.changes or attention_kind(attention) is None or not is_fused(entry.layer):
-            continue
-        if attention.config._attn_implementation != "eager" and not attention.attention_dropout:
-            return rows
+        for module, _, value in entry.changes:
+            if isinstance(getattr(value, "kind", None), AttentionKind):
+                eager = module.config._attn_implementation == "eager"
+                if not (eager or module.attention_dropout):
+                    return rows
     why = "FP8 needs fused attention, without dropout and other than eager"
     return rows | {"attention": (("bf16",), why)}

@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..ops import ACTIVATIONS as FLOWS
 from ..patching.reasons import original_class, own_forward
 
 __all__ = [
     "ACTIVATIONS",
     "Attention",
-    "activation_of",
+    "MLPKind",
     "attention_kind",
     "fingerprint",
-    "gate",
     "is_causal_lm",
     "is_decoder_layer",
+    "mlp_kind",
     "norm_kind",
-    "shares_input",
 ]
 
 _RENAMED = re.compile(r"(?<![.\w'\"])past_key_values?\b")
@@ -47,9 +47,11 @@ class Attention(NamedTuple):
     """Where its sliding window stands: "self", or "config"."""
     normed: bool = False
     """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
+    scaled: bool = False
+    """Queries are multiplied by a factor of their positions, ``get_llama_4_attn_scale``."""
 
 
-ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3
+ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3, Ministral 3, Qwen2.5-VL and Qwen3-VL
     **dict.fromkeys(
         ("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"),
         Attention(),
@@ -63,33 +65,37 @@ ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3
     **dict.fromkeys(
         ("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"), Attention("self", True)
     ),
+    **dict.fromkeys(("2c00b0ea37fe", "41e75a14057d"), Attention("config", scaled=True)),
+    **dict.fromkeys(("baee97480023", "c25da48b9768"), Attention("self")),
+    **dict.fromkeys(("2a34dc049973", "d505d9fe461b"), Attention(normed=True)),
 }
-"""Attentions that run in one piece with the norm before them: since transformers 5.24, 5.4, 5.1,
-5.0 and 4.56.
+"""Attentions that run in one piece, with the norm before them where the layer gives it: since
+transformers 5.24, 5.4, 5.1, 5.0 and 4.56; the last three since 5.24 and 5.17.
 """
-SELF_ATTENTIONS = {
-    *ATTENTIONS,
-    *("a1505232e26d", "ee9ce464a9ce", "f736cceac29e", "09682fb48d52"),  # OLMo-2
-    *("cfd5975cb071", "1a0e97573788", "9aff017528fc", "3444045c163f"),  # OLMo-3
-    *("f58ee7b386cc", "fbc9e1e0e088", "52276ee49ca3", "cc1037eaf686", "a9ceea19769c"),  # Gemma-2
-    *("a1b04ba3d9e0", "a8021bb89302", "9e50177f2be0", "d57fb9689796", "d8a2be2c9209"),  # Gemma-3
-    *("38a5ba830f24", "bf95479160e6", "ebe81f6f7263", "fc2913930974"),  # Phi-3
-    *("73b23898e279", "039191cb5df4", "a7debe700979", "0670bc8dd791"),  # SmolLM3
-    *("a983391ce478", "b0a70ef33d93", "944603227592", "334ae36d5ec8"),  # Cohere
-    *("b153fd4a2f88", "033d23aea77f", "5afefc22ed04", "aac95540bf5c"),  # OLMo
+DECODER_LAYERS = {"dc2a7e8a52a4", "1515b3d2da53", "c587ea7a11e2", "24f6048b2749"}
+"""x + attention(norm(x)), then x + mlp(norm(x)): Llama and 66 others of transformers 5.24, Mixtral,
+Qwen3-VL.
+"""
+MLPS = {
+    "d9e9fc411102": (("gate_proj", "up_proj"), "down_proj", True),  # Llama and 126 others
+    "2e97b5598c8f": (("gate_proj", "up_proj"), "down_proj", True),  # Qwen2.5-VL's vision tower
+    "cc9ee1739c1f": (("gate_up_proj",), "down_proj", True),  # Phi-3, GLM-4
+    "750aa64fe91b": (("fc1",), "fc2", False),  # CLIP and 84 others
+    "9a58e0fdb527": (("up_proj",), "down_proj", False),  # Arcee
+    "f9b286ac75a9": (("linear_fc1",), "linear_fc2", False),  # Qwen3-VL's vision tower
 }
-"""Attentions whose projections of queries, keys and values read one input, and whose ``o_proj``
-reads the rest.
+"""MLPs by the linears of their first product, that of their second, and whether the first has a
+gate: last(act(gate) * up), or last(act(first)).
 """
-DECODER_LAYERS = {"dc2a7e8a52a4", "1515b3d2da53"}
-"""x + attention(norm(x)), then x + mlp(norm(x)): Llama and 66 others of transformers 5.24."""
-GATED_MLPS = {"d9e9fc411102"}
-"""down(act(gate(x)) * up(x)): Llama and 126 others."""
-JOINED_MLPS = {"cc9ee1739c1f"}
-"""The same with gate and up in one weight, ``gate_up_proj``: Phi-3, GLM-4."""
-NORMS = {"075c8d198279": "rms", "2c29d28177de": "rms", "072c442d528d": "centered"}
-"""RMSNorms. "rms" multiplies by its weight (Llama, and OLMo-2, which rounds last); "centered" by
-one more (Gemma).
+NORMS = {
+    "075c8d198279": "rms",
+    "2c29d28177de": "rms",
+    "f3c969785666": "rms",
+    "3a91e9aaa215": "rms",
+    "072c442d528d": "centered",
+}
+"""RMSNorms. "rms" multiplies by its weight, if it has one (Llama, and OLMo-2, Helium and Gemma 4,
+which round last); "centered" by one more (Gemma).
 """
 CAUSAL_LMS = {"49dd0a217873", "8ec97ae3ffa9", "06595b600982", "fe735c0f1494"}
 """A model, its last hidden states through ``lm_head``, and the loss of these logits and
@@ -170,30 +176,37 @@ def attention_kind(module: nn.Module) -> Attention | None:
     return kind if rotate is not None and fingerprint(rotate) in ROTATIONS else None
 
 
-def shares_input(module: nn.Module) -> bool:
-    """Whether queries, keys and values of an attention are linear in one tensor, its input."""
-    return _forward(module) in SELF_ATTENTIONS
+class MLPKind(NamedTuple):
+    """What an MLP computes."""
+
+    first: tuple[str, ...]
+    """The linears of its first product, gate and up, which may be one."""
+    last: str
+    activation: str | None
+    """The flow's name of it; None of one that the flow does not have."""
 
 
-def gate(module: nn.Module) -> tuple[str, ...] | None:
-    """Names of the weights of a gated MLP's first product, ("gate_proj", "up_proj") or
-    ("gate_up_proj",); else None.
-    """
-    found = _forward(module)
-    if found in GATED_MLPS:
-        return ("gate_proj", "up_proj")
-    return ("gate_up_proj",) if found in JOINED_MLPS else None
+def mlp_kind(module: Any) -> MLPKind | None:
+    """What an MLP that runs in one piece computes; None of other modules."""
+    found = MLPS.get(_forward(module))
+    if found is None:
+        return None
+    first, last, gated = found
+    act = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    return MLPKind(first, last, _activations(gated).get(type(act)))
 
 
-def activation_of(mlp: Any) -> str | None:
-    """The flow's name of a gated MLP's activation; None of others."""
+@functools.cache
+def _activations(gated: bool) -> dict[type, str]:
+    """The flow's activations by their classes in transformers."""
     from transformers.activations import ACT2FN
 
-    config = getattr(mlp, "config", None)
-    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
-    act = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    return found if found is not None and type(act) is type(ACT2FN[name]) else None
+    found = {} if gated else {type(ACT2FN["relu2"]): "squared_relu"}
+    for name, activation in ACTIVATIONS.items():
+        of_flow = activation if gated else FLOWS[activation].function
+        if of_flow in FLOWS:
+            found[type(ACT2FN[name])] = of_flow
+    return found
 
 
 def norm_kind(module: nn.Module) -> str | None:

@@ -40,7 +40,7 @@ from torch.autograd.graph import increment_version
 from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.adamw_batch import written
 from ..reference.moments import MomentCodec
-from .adamw_fp32 import adamw_fp32_steps
+from .adamw_fp32 import TYPES, adamw_fp32_steps
 from .adamw_numbers import load_numbers, numbers_of_counts
 from .approximations import inverse_root, reciprocal, square_root
 from .fp8 import TINY
@@ -352,9 +352,6 @@ def _adamw_table_kernel(
     )
 
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 def adamw_steps(
     tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
 ) -> None:
@@ -413,9 +410,9 @@ def adamw_steps(
                 LOW=kind.low,
                 COPY=kind.copy is not None,
                 COUNTED=counted,
-                PARAM=_TYPES[kind.param],
-                GRAD=_TYPES[kind.grad],
-                COPIED=_TYPES[kind.copy or kind.param],
+                PARAM=TYPES[kind.param],
+                GRAD=TYPES[kind.grad],
+                COPIED=TYPES[kind.copy or kind.param],
                 **options,
             )
     for k, i in enumerate(found.single, len(found.order)):

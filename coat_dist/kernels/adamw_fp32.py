@@ -1,21 +1,186 @@
-"""One AdamW step with fp32 moments on many tensors: one launch on a GPU.
+"""One AdamW step with fp32 moments in one launch for tensors of any size and alignment.
 
-The work is done by ``adamw_fp32_kernel.py``. On a CPU, where kernels would be interpreted, it is
-done by the definition in ``reference/adamw.py``.
+A model has hundreds of norms and biases of a few thousand elements, and a step is to cost less than
+torch's fused one, which takes a launch for some hundred of them. The operations and their order are
+those of ``adamw_fp32_step`` in ``reference/adamw.py``, with exact division and square root. On a
+CPU, where the kernel would be interpreted, that definition does the work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
+import triton
+import triton.language as tl
 from torch.autograd.graph import increment_version
 
 from ..reference import adamw
 from ..reference.adamw import AdamWStep, FP32Tensors
 from ..reference.adamw_batch import Batch, written
-from .adamw_fp32_kernel import step_contiguous
+from .adamw_numbers import load_numbers, numbers_of_counts
+from .launch import cdiv, fast_launch
+from .master import load_master, store_master
+from .table import ALIGNMENT, Member, launches
 
-__all__ = ["adamw_fp32_steps"]
+__all__ = ["TYPES", "adamw_fp32_steps", "step_contiguous"]
+
+TILE_ELEMENTS = 1024
+NUM_WARPS = 4
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@fast_launch
+@triton.jit
+def _adamw_fp32_kernel(
+    table,
+    grads,
+    tensor_of_tile,
+    of_counts,
+    grad_factor,
+    lr,
+    decay,
+    weight_decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    inverse_bias1,
+    inverse_sqrt_bias2,
+    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    LR_IS_TENSOR: tl.constexpr,
+    SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    LOW: tl.constexpr,
+    COPY: tl.constexpr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    tensor = tl.load(tensor_of_tile + tile)
+    row = table + tensor * 7
+    if COUNTED:
+        _, inverse_bias1, inverse_sqrt_bias2, _ = load_numbers(of_counts + tensor * 4)
+    first = (tile - tl.load(row)) * TILE
+    param = tl.load(row + 1).to(tl.pointer_type(PARAM))
+    first_moment = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    second_moment = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    grad = tl.load(grads + tensor).to(tl.pointer_type(GRAD))
+    n = tl.load(row + 4)
+    low = tl.load(row + 5).to(tl.pointer_type(tl.int16))
+    copy = tl.load(row + 6).to(tl.pointer_type(COPIED))
+    if ALIGNED:
+        param = tl.multiple_of(param, 16)
+        first_moment = tl.multiple_of(first_moment, 16)
+        second_moment = tl.multiple_of(second_moment, 16)
+        grad = tl.multiple_of(grad, 16)
+        low = tl.multiple_of(low, 16)
+        copy = tl.multiple_of(copy, 16)
+        n = tl.multiple_of(n, 16)
+    offset = tl.arange(0, TILE)
+    inside = offset < tl.minimum(n - first, TILE).to(tl.int32)
+    param += first
+    first_moment += first
+    second_moment += first
+    grad += first
+
+    p = load_master(param + offset, low + first + offset, inside, LOW)
+    g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(first_moment + offset, mask=inside, other=0.0)
+    v = tl.load(second_moment + offset, mask=inside, other=0.0)
+    if LR_IS_TENSOR:
+        lr = tl.load(lr).to(tl.float32)
+        decay = 1.0 - lr * weight_decay
+    if SCALED:
+        g = g * tl.load(grad_factor)
+    if MAXIMIZE:
+        g = -g
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    p = p * decay - lr * tl.div_rn(m * inverse_bias1, tl.sqrt_rn(v) * inverse_sqrt_bias2 + eps)
+    tl.store(first_moment + offset, m, mask=inside)
+    tl.store(second_moment + offset, v, mask=inside)
+    store_master(p, param + offset, low + first + offset, copy + first + offset, inside, LOW, COPY)
+
+
+class Kind(NamedTuple):
+    """What tensors of one launch have in common, as it is compiled in."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    low: bool
+    copy: torch.dtype | None
+    aligned: bool
+
+
+def _sort(tensors: Sequence[FP32Tensors]) -> tuple[dict[Kind, list[Member]], list[int]]:
+    """All but empty ones, by kind. A row of the table, after its first tile: param, m, v, n,
+    low, copy.
+    """
+    kinds: dict[Kind, list[Member]] = {}
+    for i, (param, grad, m, v, low, copy, _) in enumerate(tensors):
+        if n := param.numel():
+            addresses = [t.data_ptr() for t in (param, m, v)]
+            ends = [0 if t is None else t.data_ptr() for t in (low, copy)]
+            aligned = not any(x % ALIGNMENT for x in (*addresses, *ends, n, grad.data_ptr()))
+            copied = None if copy is None else copy.dtype
+            kind = Kind(param.dtype, grad.dtype, low is not None, copied, aligned)
+            kinds.setdefault(kind, []).append(
+                Member(i, cdiv(n, TILE_ELEMENTS), [*addresses, n, *ends])
+            )
+    return kinds, []
+
+
+def step_contiguous(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
+    """:func:`coat_dist.reference.adamw.adamw_fp32_steps` where all tensors are contiguous."""
+    found = launches(tensors, _sort)
+    if found.table is None:
+        return
+    grads, counted = found.grads(tensors), tensors[0].step_count is not None
+    of_counts = (
+        numbers_of_counts([tensors[i].step_count for i in found.order], numbers)
+        if counted
+        else grads
+    )
+    lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
+    for kind, tensor_of_tile in zip(found.kinds, found.table.tensor_of_tile, strict=True):
+        _adamw_fp32_kernel[(len(tensor_of_tile),)](
+            found.table.table,
+            grads,
+            tensor_of_tile,
+            of_counts,
+            grads if numbers.grad_factor is None else numbers.grad_factor,
+            lr,
+            0.0 if lr_is_tensor else 1.0 - lr * numbers.weight_decay,
+            numbers.weight_decay,
+            numbers.beta1,
+            1.0 - numbers.beta1,
+            numbers.beta2,
+            1.0 - numbers.beta2,
+            numbers.eps,
+            numbers.inverse_bias1,
+            numbers.inverse_sqrt_bias2,
+            TILE=TILE_ELEMENTS,
+            ALIGNED=kind.aligned,
+            COUNTED=counted,
+            LR_IS_TENSOR=lr_is_tensor,
+            SCALED=numbers.grad_factor is not None,
+            MAXIMIZE=numbers.maximize,
+            LOW=kind.low,
+            COPY=kind.copy is not None,
+            PARAM=TYPES[kind.param],
+            GRAD=TYPES[kind.grad],
+            COPIED=TYPES[kind.copy or kind.param],
+            # The compiler would contract other additions in each variant, and remainders lose the
+            # bits of fp32 masters.
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import E4M3, FP8Format, QuantizedTensor
+from ..formats import FP8Format, QuantizedTensor, format_of
 from ..reference.grouped import BLOCK, ExpertRows
 from .fp8 import TINY, constants, from_fp8, inverse, pack_rows, store_turned
 from .launch import cdiv, fast_launch, next_power_of_2
@@ -251,7 +251,7 @@ def take_codes_transposed(
         choices,
         total,
         columns,
-        C=constants(E4M3, q.codes),
+        C=constants(format_of(q.codes.dtype), q.codes),
         PACK=pack,
         BM=bm // pack,
         BN=bn,

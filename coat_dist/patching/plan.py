@@ -7,6 +7,7 @@ derived from the entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -125,6 +126,22 @@ class Plan(Planned):
                     if (id(module), name) not in done:
                         done.add((id(module), name))
                         changes.set(module, name, value)
+            self.report.fp8_share = self._share()
             for model in models:
                 changes.set(model, "coat_patch_report", self.report)
                 changes.keep_on(model)
+
+    def _share(self) -> float:
+        """``fp8_share`` of the report, once the classes are changed."""
+        sizes: dict[int, int] = {}
+        in_fp8: set[int] = set()
+        for layer in {entry.layer for entry in self.entries}:
+            for p in layer.parameters():
+                shape = getattr(p, "ds_shape", p.shape)
+                if len(shape) > 1:
+                    sizes[id(p)] = math.prod(shape)
+            for module in layer.modules():
+                if hasattr(module, "coat_flow_weights"):
+                    for given in module.coat_flow_weights():
+                        in_fp8 |= set(map(id, given if isinstance(given, tuple) else (given,)))
+        return sum(sizes.get(p, 0) for p in in_fp8) / max(sum(sizes.values()), 1)

@@ -30,6 +30,10 @@ class PatchReport:
     (``self_attention``), the sum of a norm's and the residual's gradient (``self_attn_bda``,
     ``mlp_bda``), norms after their blocks.
     """
+    fp8_share: float = 0.0
+    """Of all weights that are matrices in the model's layers, those of experts included, the part
+    that is multiplied in FP8: 0 to 1.
+    """
     loss: dict[str, str] = field(default_factory=dict)
     """Output layers of language models: "chunked", "kept", or "plain" and why."""
     notes: list[str] = field(default_factory=list)
@@ -59,16 +63,19 @@ class PatchReport:
             warnings.warn(f"coat_dist: {text}", stacklevel=2)
 
     def settle(self, block: str, why: str | None) -> None:
-        """A patched block runs its own code from now on, for a reason, or with None the flow
+        """A block that was fused runs its own code from now on, for a reason, or with None is fused
         again.
         """
-        if why is not None and self.blocks[block] is None and not self._changed:
+        if why is None:
+            self.unfused.pop(block, None)
+            return
+        if block not in self.unfused and not self._changed:
             self._changed = True
             self.warn(
-                f"{block} was patched, and runs its own code in BF16 now: {why}; all ranks have to "
-                "do the same (the report lists all blocks)"
+                f"{block} was patched, and runs its own code now: {why}; all ranks have to do the "
+                "same (the report lists all blocks)"
             )
-        self.blocks[block] = why
+        self.unfused[block] = why
 
     @staticmethod
     def summary(reports: Iterable[PatchReport]) -> str:
@@ -85,9 +92,8 @@ class PatchReport:
         return f"{said} (left in BF16: {kinds})" if left else said
 
     def __str__(self) -> str:
-        lines = [
-            f"FP8 flow: {len(self.patched)} of {len(self.patched) + len(self.left)} blocks patched"
-        ]
+        count, share = len(self.patched), f"{self.fp8_share:.1%} of the layers' weights"
+        lines = [f"FP8 flow: {count} of {count + len(self.left)} blocks patched, {share}"]
         lines += [f"  patched  {names}" for names in _condensed(self.patched)]
         for word, reasons in (("left   ", self.left), ("unfused", self.unfused)):
             by_reason: dict[str, list[str]] = {}

@@ -35,7 +35,7 @@ Rows: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 _WHOLE = "transformers models have all experts on every rank"
 REFUSED: Mapping[str, Rows] = {
     "transformers": {
-        "enabled": ((True,), "for a model that is to be patched"),
+        "enabled": ((True, "auto"), "for a model that is to be patched"),
         "expert_dispatch": (("auto", "bf16"), _WHOLE),
         "expert_dispatch_grad": (("bf16",), _WHOLE),
         "tp_invariant": ((False,), "transformers models are not tensor-parallel"),
@@ -43,7 +43,9 @@ REFUSED: Mapping[str, Rows] = {
         "cuda_graphs": ((False,), "only Megatron layers run as CUDA graphs"),
     },
     "Megatron": {
-        "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode")
+        "enabled": ((True,), "a Megatron model without patched layers is an error"),
+        "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode"),
+        "compile": ((False,), "only layers of transformers models are compiled"),
     },
     "Megatron's optimizer": {
         "fp8_weight_gather": ((False,), "weights are gathered under DeepSpeed's ZeRO-3 alone")

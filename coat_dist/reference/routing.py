@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import E4M3, QuantizedTensor
+from ..formats import QuantizedTensor, format_of
 from . import quantize
 from .grouped import ExpertRows, expert_rows
 
@@ -68,7 +68,7 @@ def take_codes_transposed(
     """:func:`take_codes`, transposed: codes ``[n, total]``.
 
     Args:
-        q: layout "tensor"; or "row", E4M3, whose scales are replaced by those of experts.
+        q: layout "tensor"; or "row", whose scales are replaced by those of experts.
         scales: fp32 ``[experts]``: then codes are rounded to the expert's scale. Where both are
             powers of two, only what becomes subnormal changes its value.
     """
@@ -76,11 +76,10 @@ def take_codes_transposed(
     if scales is None:
         codes = taken.codes.view(torch.uint8).t().contiguous().view(q.codes.dtype)
         return QuantizedTensor(codes, q.scales, "tensor")
-    assert q.layout == "row" and q.codes.dtype == E4M3.dtype
-    of_blocks = scales[rows.blocks.long()]
+    fmt, of_blocks = format_of(q.codes.dtype), scales[rows.blocks.long()]
     of_rows = of_blocks.repeat_interleave(len(rows.source) // len(rows.blocks))[:, None]
     values = taken.codes.float() * (taken.scales * of_rows.reciprocal())
-    codes = values.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    codes = values.clamp(-fmt.max, fmt.max).to(fmt.dtype)
     return QuantizedTensor(codes.t().contiguous(), scales, "expert")
 
 

@@ -20,9 +20,9 @@ needs no saved output: with d the gradient of the token, the gradient of p is th
 ``[experts, out, in]``. FP8 products want the summed dimension last, so of each weight one of
 forward's and dgrad's codes is transposed while it is quantized.
 
-**Saved**: codes and a row scale of x, once a token; the pre-activation in groups of 8 bits, once a
-choice; places of rows (8 bytes a choice). No copy of a weight, but ``weights: "cached"`` keeps
-forward's codes from one micro-batch to the next (``core/weights.py``).
+**Saved**: codes and a row scale of x, once a token, unless fc1 is frozen; the pre-activation in
+groups of 8 bits, once a choice; places of rows (8 bytes a choice). No copy of a weight, but
+``weights: "cached"`` keeps forward's codes from one micro-batch to the next (``core/weights.py``).
 """
 
 from __future__ import annotations
@@ -282,10 +282,11 @@ class _Experts(Function):
         w2, w2_scale = fc2.quantized()
         out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
         del a8, w2
+        of_x: tuple[torch.Tensor | None, ...] = None, None, None
+        if _Experts.needs(ctx, "fc1_weight"):
+            of_x = x8.codes, x8.scales, x_scale
         saved = _Experts.Saved(
-            x=x8.codes,
-            x_scales=x8.scales,
-            x_scale=x_scale,
+            *of_x,
             pre=pre8.codes,
             pre_scales=pre8.scales,
             a_scale=a_scale,

@@ -20,16 +20,17 @@ byte an element: in both forward modes backward rounds them again, to one scale.
 one tensor share its codes (:func:`row_codes`): queries, keys and values, a router's experts and the
 shared one. In backward they share wgrad's operand as well, from the first that asks for it to the
 last. Where sequence-parallel ranks gather x, or scales are per tensor, x is saved with one scale,
-and nothing is shared.
+and nothing is shared. Where every weight is frozen, nothing is saved of x.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...config import ActivationConfig
 from ...formats import FORMATS, QuantizedTensor
@@ -46,7 +47,6 @@ from ...ops import (
     quantize_tensor,
 )
 from ...ops import transpose as transposed
-from ..function import once_per_tensor
 from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import Pending, TensorParallel
 from .norm import Norm, ParameterGrads, finish_grads
@@ -216,22 +216,49 @@ class Readers:
         self.operand: QuantizedTensor | None = None
 
 
-@once_per_tensor
-def _row_codes(x: torch.Tensor, format: str) -> tuple[QuantizedTensor, Readers]:
-    rows = x.detach().reshape(-1, x.shape[-1])
-    return quantize_rows(rows, FORMATS[format], aligned=True), Readers()
+class _Kept(NamedTuple):
+    version: int
+    """The tensor's count of changes in place when it was quantized."""
+    codes: QuantizedTensor
+    readers: Readers
 
 
-def row_codes(x: torch.Tensor, settings: ActivationConfig) -> tuple[QuantizedTensor, Readers]:
-    """x ``[..., h]`` by rows, ``[rows, h]``: quantized once for all that read this tensor object,
-    as long as it is not changed in place.
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Storage -> what is kept of the tensors in it, while it lives."""
 
-    Graphs quantize for each reader: a replay runs no Python, which would look for earlier codes.
+
+def row_codes(
+    x: torch.Tensor, settings: ActivationConfig
+) -> tuple[QuantizedTensor, Readers | None]:
+    """x ``[..., h]`` by rows, ``[rows, h]``: quantized once for all that read this tensor, as long
+    as it is not changed in place.
+
+    Views of all of x, and what ``detach`` makes of it, are the same tensor if they have a
+    ``grad_fn``: ZeRO-3 of DeepSpeed gives each module such an alias. They share the count of
+    changes in place. ``.data``, which does not, has no ``grad_fn``.
+
+    Graphs quantize for each reader, and return no :class:`Readers`: a replay runs no Python, which
+    would look for earlier codes. So does inference mode, whose tensors do not count changes in
+    place.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or torch.compiler.is_compiling():
-        return _row_codes.__wrapped__(x, settings.format)  # type: ignore[attr-defined]
-    return _row_codes(x, format=settings.format)
+    if capturing or torch.compiler.is_compiling() or x.is_inference():
+        return _quantize(x, settings), None
+    owner: Any = x
+    if x.grad_fn is not None:
+        owner = x.untyped_storage()
+    of_owner = _kept.setdefault(owner, {})
+    form = x.is_contiguous() or (x.shape, x.stride())
+    key = settings.format, x.data_ptr(), x.dtype, x.numel(), x.shape[-1], form
+    found = of_owner.get(key)
+    if found is None or found.version != x._version:
+        found = of_owner[key] = _Kept(x._version, _quantize(x, settings), Readers())
+    return found.codes, found.readers
+
+
+def _quantize(x: torch.Tensor, settings: ActivationConfig) -> QuantizedTensor:
+    rows = x.detach().reshape(-1, x.shape[-1])
+    return quantize_rows(rows, FORMATS[settings.format], aligned=True)
 
 
 @dataclass
@@ -246,7 +273,9 @@ class PlainInput:
     settings: ActivationConfig
     dtype: torch.dtype
     """Of x: what it is gathered in where FP8 gathers are off."""
-    readers: Readers
+    readers: Readers | None
+    wgrad: bool
+    """Whether backward will ask for wgrad's operand."""
 
     @classmethod
     def forward(
@@ -255,23 +284,25 @@ class PlainInput:
         """From x ``[..., h]``: what to save, and the linear's input ``[all rows, h]``, gathered
         if they are split.
         """
-        fmt, readers = FORMATS[settings.format], Readers()
+        fmt = FORMATS[settings.format]
         if settings.forward_scales == "row" and not tp.sharded:
             y8, readers = row_codes(x, settings)
-            readers.waiting += wgrad
+            if readers is not None:
+                readers.waiting += wgrad
             y8, scale = row_operand(y8, tp, settings)
-            return cls(y8, scale, tp, settings, x.dtype, readers), y8
+            return cls(y8, scale, tp, settings, x.dtype, readers, wgrad), y8
         x = x.reshape(-1, x.shape[-1])
+        rest = tp, settings, x.dtype, None, wgrad
         if settings.forward_scales != "row":
             scale = shared_scale(amax(x), fmt, tp, tp.sharded)
-            this = cls(quantize_tensor(x, fmt, scale), scale, tp, settings, x.dtype, readers)
+            this = cls(quantize_tensor(x, fmt, scale), scale, *rest)
             return this, this.y8(this.x8).wait()
         if settings.fp8_gather:
             y8 = whole(gather_operand(quantize_rows(x, fmt, aligned=True), tp, settings))
         else:
             y8 = quantize_rows(tp.gather_rows(x), fmt, aligned=True)
         y8, scale = row_operand(y8, tp, settings)
-        return cls(quantize_tensor(x, fmt, scale), scale, tp, settings, x.dtype, readers), y8
+        return cls(quantize_tensor(x, fmt, scale), scale, *rest), y8
 
     def received(self, y8: QuantizedTensor | Rows) -> None:
         """As :meth:`NormedInput.received`; all rows were waited for."""
@@ -291,12 +322,15 @@ class PlainInput:
 
     def _operand(self, rows: QuantizedTensor) -> QuantizedTensor:
         """wgrad's, made by the first function that asks, and let go by the last."""
-        readers, operand = self.readers, self.readers.operand
+        readers, operand = self.readers, None
+        if readers is not None:
+            operand = readers.operand
         if operand is None:
             fmt = FORMATS[self.settings.format]
             operand = quantize_tensor(rows, fmt, self.scale, transpose=True)
-        readers.waiting -= 1
-        readers.operand = operand if readers.waiting > 0 else None
+        if readers is not None:
+            readers.waiting -= 1
+            readers.operand = operand if readers.waiting > 0 else None
         return operand
 
     def backward(
@@ -308,11 +342,13 @@ class PlainInput:
 
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """As :meth:`NormedInput.save`."""
+        if not self.wgrad:
+            return None, None, None, self.scale, None, None
         return self.x8.codes, self.x8.scales, None, self.scale, None, None
 
     def options(self) -> tuple[Any, ...]:
         """Everything but tensors, for the autograd context."""
-        return self.tp.for_backward, self.settings, self.dtype, self.readers
+        return self.tp.for_backward, self.settings, self.dtype, self.readers, self.wgrad
 
 
 def _gathered(
@@ -356,11 +392,13 @@ def quantized_input(
 
 def restore_input(saved: Any, options: tuple[Any, ...]) -> NormedInput | PlainInput:
     """In backward: the object whose ``save()`` and ``options()`` forward kept."""
+    tp, settings, *_ = options
     if saved.rstd is None:
-        layout = "row" if saved.x_scales.dim() else "tensor"
+        layout = "tensor"
+        if settings.forward_scales == "row" and not tp.sharded:
+            layout = "row"
         x8 = QuantizedTensor(saved.x_codes, saved.x_scales, layout)
         return PlainInput(x8, saved.y_scale, *options)
-    _, settings, *_ = options
     return NormedInput(
         QuantizedTensor(saved.x_codes, saved.x_scales, "group", settings.group_size),
         NormStats(saved.rstd, None),

@@ -146,7 +146,10 @@ def test_mlp_with_row_scales_has_gradients_of_per_tensor_scales(
         outs.append((layer.norm_mlp if normed else layer.mlp)(x, config, activation))
         grads.append(gradients(outs[-1], leaves))
     assert not torch.equal(*outs)
-    assert equal(*grads)
+    # Codes of a plain x are rounded twice with row scales: what is subnormal may differ.
+    bound = 0 if normed else 1e-3
+    for wanted, got in zip(*grads, strict=True):
+        assert (got - wanted).norm() <= bound * wanted.norm()
 
 
 @pytest.mark.parametrize("name", ["linear", "norm_linear", "norm_mlp", "mlp"])

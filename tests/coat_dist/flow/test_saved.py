@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coat_dist.flow import linear, norm, norm_linear, scale_rows
+from tests.support import equal
 
 from .common import ONE, Layer, settings
 from .saved_bytes import normed_bytes, pre_bytes, saved, scale_bytes
@@ -26,15 +27,16 @@ def test_layer_saved_bytes_are_the_plan(forward, scales, scale, kind, h, f, grou
     factor = torch.rand(10, 3, requires_grad=True)
     known = [*layer.parameters().values(), *ungated.parameters().values(), factor]
     normed, pre = normed_bytes(h, config), pre_bytes(f, config)
-    for call, of_token, scales in (
+    plain = h + 4 * (scales == "row")
+    for call, of_token, scalars in (
         (lambda: norm_linear(x, layer.norm, layer.weight, None, ONE, config), normed, 2),
         (lambda: layer.norm_mlp(x, config), normed + pre, 4),
         # Half of a gated one's; a bias costs nothing.
         (lambda: ungated.norm_mlp(x, config, "gelu"), normed + pre // 2, 4),
-        (lambda: ungated.mlp(x, config, "gelu"), h + pre // 2, 4),
+        (lambda: ungated.mlp(x, config, "gelu"), plain + pre // 2, 4),
         (lambda: scale_rows(x, factor, config), h + scale_bytes(h, config), 0),
     ):
-        assert sum(saved(call, *known).values()) == 30 * of_token + 4 * scales
+        assert sum(saved(call, *known).values()) == 30 * of_token + 4 * scalars
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
@@ -46,6 +48,48 @@ def test_linear_saves_its_input_alone(scales):
     for given in (x, part):
         kept = saved(lambda t=given: linear(t, layer.back, ONE, config), layer.back, x, whole)
         assert sum(kept.values()) == 2 * 4
+
+
+class Alias(torch.autograd.Function):
+    """What ZeRO-3 gives each module in place of its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("given", [lambda x: x, lambda x: Alias.apply(x).view(5, 2, 48)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_linears_of_one_tensor_share_its_codes(given, frozen):
+    """They are saved once, not at all for frozen weights, and never used for other values."""
+    config = settings()
+    weights = [torch.randn(32, 48, dtype=torch.bfloat16) for _ in range(2)]
+    leaf = torch.randn(10, 48, dtype=torch.bfloat16, requires_grad=True)
+    x = leaf * 2
+    for w in weights:
+        w.requires_grad_(not frozen)
+
+    def outputs(copy=lambda x: x):
+        inputs = copy(x), given(copy(x))
+        found = []
+        for one, w in zip(inputs, weights, strict=True):
+            found.append(norm_linear(one, None, w, None, ONE, config).view(10, 32))
+        return found
+
+    kept = sum(saved(lambda: sum(outputs()), x, *weights).values())
+    assert kept == 10 * (48 + 4) * (not frozen) + 4 * (1 + len(weights))
+    leaves = [leaf] if frozen else [leaf, *weights]
+    for _ in range(2):
+        shared, apart = outputs(), outputs(torch.clone)
+        assert equal(shared, apart)
+        found = (torch.autograd.grad(sum(o), leaves, shared[0], True) for o in (shared, apart))
+        assert equal(*found)
+        with torch.no_grad():
+            x.mul_(3)
 
 
 def test_norm_saves_its_input_and_one_number_a_row():

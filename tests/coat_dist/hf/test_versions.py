@@ -2,8 +2,6 @@
 attentions.
 """
 
-import inspect
-
 import pytest
 import torch
 
@@ -16,11 +14,10 @@ from coat_dist.hf import patch_model
 from coat_dist.hf.recognize import (
     attention_kind,
     fingerprint,
-    gate,
     is_causal_lm,
     is_decoder_layer,
+    mlp_kind,
     norm_kind,
-    shares_input,
 )
 
 from .tiny import FUSED, GENERIC, step, tiny
@@ -43,16 +40,14 @@ def test_fingerprints_of_the_installed_transformers(name):
     layer = model.model.layers[0]
     attention = layer.self_attn
     norms = {type(m): m for m in model.modules() if type(m).__name__.endswith("Norm")}
-    rotate = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
     parts = [
         ("loss", type(model), is_causal_lm(model)),
         ("layer", type(layer), is_decoder_layer(layer)),
-        ("attention", type(attention), shares_input(attention)),
-        ("mlp", type(layer.mlp), gate(layer.mlp) is not None),
+        ("mlp", type(layer.mlp), mlp_kind(layer.mlp) is not None),
         *(("norm", cls, norm_kind(m) is not None) for cls, m in norms.items()),
     ]
     if name in FUSED:
-        parts.append(("rotation", rotate, attention_kind(attention) is not None))
+        parts.append(("attention", type(attention), attention_kind(attention) is not None))
     wrong = [
         f"{part}: {where.__module__}.{where.__qualname__}, "
         f"{fingerprint(getattr(where, 'forward', where))}"

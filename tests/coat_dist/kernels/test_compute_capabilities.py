@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from coat_dist.formats import E3M4, E4M3, E5M2, INT8  # noqa: E402
-from coat_dist.kernels import adamw, adamw_fp32_kernel, launch, norm, quantize  # noqa: E402
+from coat_dist.kernels import adamw, adamw_fp32, launch, norm, quantize  # noqa: E402
 from coat_dist.reference.adamw import AdamWTensors, FP32Tensors  # noqa: E402
 from tests.coat_dist.ops.adamw_problems import NUMBERS, VARIANTS, extras, one_step, problem  # noqa: E402
 from tests.support import run_ranks  # noqa: E402
@@ -41,8 +41,8 @@ def adamw_steps(variants):
     )
     rest = {"low": low, "copy": half}
     on_device = replace(NUMBERS, lr=torch.ones(()), grad_factor=torch.ones(()), maximize=True)
-    adamw_fp32_kernel.step_contiguous([FP32Tensors(flat[:128], *[flat[:128]] * 3)], NUMBERS)
-    adamw_fp32_kernel.step_contiguous(
+    adamw_fp32.step_contiguous([FP32Tensors(flat[:128], *[flat[:128]] * 3)], NUMBERS)
+    adamw_fp32.step_contiguous(
         [FP32Tensors(half, *[flat] * 3, **rest, step_count=torch.ones(()))], on_device
     )
 

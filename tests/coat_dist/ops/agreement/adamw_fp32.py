@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from coat_dist.kernels import adamw as kernels
-from coat_dist.kernels import adamw_fp32, adamw_fp32_kernel
+from coat_dist.kernels import adamw_fp32
 from coat_dist.kernels.adamw_numbers import numbers_of_counts
 from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWStep, FP32Tensors
@@ -142,9 +142,9 @@ def check_kernel(
     if counted:
         count = torch.tensor(float(numbers.step), device=DEVICE)
         mine = [one._replace(step_count=count) for one in mine]
-        adamw_fp32_kernel.step_contiguous(mine, replace(numbers, step=1))
+        adamw_fp32.step_contiguous(mine, replace(numbers, step=1))
     else:
-        adamw_fp32_kernel.step_contiguous(mine, numbers)
+        adamw_fp32.step_contiguous(mine, numbers)
     reference.adamw_fp32_steps(theirs, numbers)
     for a, b in zip(mine, theirs, strict=True):
         p, q = ((x.param if x.low is None else join(x.param, x.low)) for x in (a, b))

@@ -57,16 +57,17 @@ def check_routes(tokens, choices, experts, columns):
     compare(got.blocks[: total // BLOCK], wanted.blocks)
     assert (got.source[total:] == -1).all() and got.ends[-1] == len(got.source)
     x = (torch.randn(tokens, columns, device=DEVICE) * 9).exp().bfloat16()
-    by_row = quantize_rows(x, E4M3, aligned=True)
+    by_rows = [quantize_rows(x, fmt, aligned=True) for fmt in (E4M3, E5M2)]
     whole = quantize_tensor(x, E5M2, torch.rand((), device=DEVICE) + 0.1)
-    for q in (by_row, whole):
+    for q in (*by_rows, whole):
         mine, theirs = (function(q, got, choices) for function in pair("take_codes"))
         same(mine.codes, theirs.codes)
         compare(mine.scales, theirs.scales)
     agree("take_codes_transposed", whole, got, choices)
-    taken = pair("take_codes")[1](by_row, got, choices).scales
-    scales = largest_rows(taken, got, 2.0**-126)
-    agree("take_codes_transposed", by_row, got, choices, scales)
+    for q in by_rows:
+        taken = pair("take_codes")[1](q, got, choices).scales
+        scales = largest_rows(taken, got, 2.0**-126)
+        agree("take_codes_transposed", q, got, choices, scales)
 
 
 def check_weights(k, n, dtype):

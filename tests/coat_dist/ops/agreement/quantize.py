@@ -55,7 +55,9 @@ def check_rows(*shape):
     for fmt, dtype, aligned, chosen in cases:
         x = wide_rows(dtype, *shape)
         with tiles("quantize", chosen=chosen):
-            agree("quantize_rows", x, fmt, aligned)
+            _, q = agree("quantize_rows", x, fmt, aligned)
+            for turned in (False, True) if aligned else ():
+                agree("quantize_tensor", q, fmt, q.top, turned)
             for bad, column in ((-torch.inf, shape[-1] - 1), (torch.nan, shape[-1] // 2)):
                 y = x.clone()
                 y.view(-1, shape[-1])[-1, column] = bad
