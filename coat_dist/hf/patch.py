@@ -199,9 +199,9 @@ def _plan_loss(plan: Plan, model: nn.Module) -> None:
 
 
 def _unknown_forward(model: nn.Module) -> str:
-    """Why a model with an unknown forward keeps its own loss."""
+    """Why a model keeps its own loss whose forward does not ask for ``loss_function``."""
     package = module_of(model.forward).partition(".")[0]
-    return "a forward that is not known" if package == "transformers" else f"a forward of {package}"
+    return "a loss inside forward" if package == "transformers" else f"a forward of {package}"
 
 
 def _not_in_this(plan: Plan) -> Rows:

@@ -97,10 +97,6 @@ NORMS = {
 """RMSNorms. "rms" multiplies by its weight, if it has one (Llama, and OLMo-2, Helium and Gemma 4,
 which round last); "centered" by one more (Gemma).
 """
-CAUSAL_LMS = {"49dd0a217873", "8ec97ae3ffa9", "06595b600982", "fe735c0f1494"}
-"""A model, its last hidden states through ``lm_head``, and the loss of these logits and
-``labels``.
-"""
 ROTATIONS = {"6e071d28b2d6", "05566310caba"}
 """``apply_rotary_pos_emb`` of pairs (i, i + d / 2) over whole heads, in the dtype of the heads."""
 ACTIVATIONS = {
@@ -219,5 +215,9 @@ def norm_kind(module: nn.Module) -> str | None:
 
 
 def is_causal_lm(module: nn.Module) -> bool:
-    """Whether it is a language model whose loss is that of ``lm_head``'s logits alone."""
-    return _forward(module) in CAUSAL_LMS
+    """Whether a model's forward names ``lm_head`` and ``loss_function``. What it does between them
+    is seen while it runs.
+    """
+    forward = inspect.unwrap(original_class(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return own_forward(module) is None and {"lm_head", "loss_function"} <= set(names)
