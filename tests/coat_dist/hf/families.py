@@ -18,37 +18,46 @@ from transformers.models.auto import modeling_auto
 
 WIDTH, HEADS, HEAD, LAYERS, VOCABULARY, PATCH = 256, 4, 64, 2, 256, 14
 
+# fmt: off
 _KEYS = (
-    (WIDTH, "hidden_size n_embd d_model dim_model emb_dim input_embedding_size embedding_size "
-    "output_embedding_size word_embed_proj_dim lru_width attention_hidden_size mamba_d_ssm "
-    "intermediate_size intermediate_size_mlp moe_intermediate_size dense_intermediate_size "
-    "shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_intermediate_size "
-    "ffn_dim dim_ff dff ffn_hidden_size expert_ffn_hidden_size feed_forward_size d_inner n_inner "
-    "decoder_ffn_dim encoder_ffn_dim embedding_dim q_lora_rank kv_lora_rank o_lora_rank "
-    "router_hidden_size vision_hidden_size projection_dim backbone_hidden_size d_ff "
-    "shared_experts_intermediate_size hidden_size_global out_hidden_size embed_dim"),
-    (HEADS, "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
-    "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
-    "attention_heads swa_num_attention_heads index_n_heads mamba_n_heads mamba_num_heads n_mamba_heads"),
-    (HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups "
-    "linear_num_key_heads linear_num_value_heads linear_num_heads"),
-    (HEAD, "head_dim attention_head_dim swa_head_dim kv_channels d_kv dim_head d_head "
-    "linear_key_head_dim linear_value_head_dim linear_head_dim qk_nope_head_dim v_head_dim "
-    "attention_head_size index_head_dim mamba_head_dim mamba_d_head mamba_headdim rotary_dim"),
-    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
-    "num_encoder_layers num_decoder_layers num_blocks depth"),
-    (VOCABULARY, "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input "
-    "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length "
-    "original_max_position_embeddings max_source_positions max_target_positions"),
-    (16, "chunk_size mamba_chunk_size sliding_window window_size attention_window_size ssm_state_size "
-    "state_size mamba_d_state sliding_window_size local_attention"),
+    (WIDTH,
+        "hidden_size n_embd d_model dim_model emb_dim input_embedding_size embedding_size "
+        "output_embedding_size word_embed_proj_dim lru_width attention_hidden_size mamba_d_ssm "
+        "intermediate_size intermediate_size_mlp moe_intermediate_size dense_intermediate_size "
+        "shared_expert_intermediate_size moe_shared_expert_intermediate_size embed_dim n_inner "
+        "shared_intermediate_size shared_experts_intermediate_size expert_ffn_hidden_size dff "
+        "ffn_dim dim_ff d_ff ffn_hidden_size feed_forward_size decoder_ffn_dim encoder_ffn_dim "
+        "d_inner embedding_dim q_lora_rank kv_lora_rank o_lora_rank router_hidden_size "
+        "projection_dim hidden_size_global out_hidden_size"),
+    (HEADS,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads "
+        "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
+        "swa_num_attention_heads index_n_heads num_key_value_heads num_kv_heads "
+        "swa_num_key_value_heads num_query_groups linear_num_key_heads linear_num_value_heads "
+        "linear_num_heads"),
+    (HEAD,
+        "head_dim attention_head_dim swa_head_dim kv_channels d_kv dim_head d_head index_head_dim "
+        "linear_key_head_dim linear_value_head_dim linear_head_dim qk_nope_head_dim v_head_dim "
+        "attention_head_size rotary_dim"),
+    (LAYERS,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+        "num_encoder_layers num_decoder_layers num_blocks depth"),
+    (VOCABULARY,
+        "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input "
+        "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length "
+        "original_max_position_embeddings max_source_positions max_target_positions"),
     (32, "qk_rope_head_dim time_step_rank mamba_dt_rank"),
+    (16,
+        "chunk_size mamba_chunk_size sliding_window window_size attention_window_size "
+        "sliding_window_size local_attention ssm_state_size state_size mamba_d_state "
+        "mamba_n_heads mamba_num_heads n_mamba_heads mamba_head_dim mamba_d_head mamba_headdim"),
     (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
-    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k type_vocab_size"),
-    (1, "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group "
-    "first_k_dense_replace num_dense_layers num_expert_group decoder_sparse_step bos_token_id "
-    "decoder_start_token_id n_groups mamba_n_groups mamba_ngroups num_nextn_predict_layers "
-    "num_mtp_layers expand mamba_expand"),
+    (2, "type_vocab_size"),
+    (1,
+        "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group n_groups "
+        "first_k_dense_replace num_dense_layers num_expert_group decoder_sparse_step "
+        "mamba_n_groups mamba_ngroups num_nextn_predict_layers num_mtp_layers expand "
+        "mamba_expand bos_token_id decoder_start_token_id"),
     (0, "pad_token_id"),
     (3, "eos_token_id"),
     (5, "image_token_id image_token_index"),
@@ -58,6 +67,7 @@ _KEYS = (
     (PATCH, "patch_size"),
     (4 * PATCH, "image_size"),
 )
+# fmt: on
 _NOISE = re.compile("drop|jitter")
 FLAGS = {"is_decoder": True, "use_cache": False}
 SIZES = {key: size for size, keys in _KEYS for key in keys.split()}
@@ -68,61 +78,94 @@ LATENT = {"head_dim": 32, "qk_head_dim": HEAD + 32}
 """Attention with latent keys and values, where 32 channels of each head rotate."""
 
 NARROW = {"head_dim": HEAD, "num_key_value_heads": HEADS}
-"""Families that compute the width of a head from the model's."""
-
+"""Of families that compute the width of a head from the model's."""
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+SHARED_ATTENTION = {
+    "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+    "num_hidden_layers": 6,
+    "hybrid_layer_ids": [2, 5],
+    "attention_hidden_size": 2 * WIDTH,
+    "attention_head_dim": 2 * HEAD,
+}
 CHANGES: dict[str, dict[str, Any]] = {
-    "blt": {"encoder_hash_byte_group_vocab": 256, **{f"{part}_config": NARROW for part in ("patcher", "encoder", "decoder", "global")}},
-    "gemma3": {"mm_tokens_per_image": 4},
-    "smolvlm": {"scale_factor": 2},
-    "internvl": {"vision_config": {"image_size": [4 * PATCH] * 2, "patch_size": [PATCH] * 2}},
-    "mistral3": {"vision_config": NARROW},
-    "qwen2_5_vl": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}}, "vision_config": {"window_size": 4 * PATCH}},
-    "t5": {"decoder_start_token_id": 0},
-    "helium": NARROW,
-    "mamba2": NARROW,
     "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 256,
+        "patcher_config": NARROW,
+        "encoder_config": NARROW,
+        "decoder_config": NARROW,
+        "global_config": NARROW,
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "helium": NARROW,
+    "internvl": {"vision_config": {"image_size": [4 * PATCH] * 2, "patch_size": [PATCH] * 2}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "longcat_flash": {"zero_expert_num": 4},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "mamba2": {"num_heads": 16, "head_dim": 16},
+    "mistral3": {"vision_config": NARROW},
+    "qwen2_5_vl": {
+        "text_config": {"rope_parameters": {**ROTARY, "mrope_section": [8, 12, 12]}},
+        "vision_config": {"window_size": 4 * PATCH},
+    },
+    "qwen4_exp_text": {
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "indexer_head_dim": 2 * HEAD,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 4,
+    },
     "reformer": {"axial_pos_embds_dim": (128, 128), "axial_pos_shape": (4, 8)},
+    "smolvlm": {"scale_factor": 2},
+    "t5": {"decoder_start_token_id": 0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 5, "attention_hidden_size": 2 * WIDTH, "attention_head_dim": 128},
-    "zamba2": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 5, "attention_hidden_size": 2 * WIDTH, "attention_head_dim": 128, "hybrid_layer_ids": [2, 4]},
+    "zamba": SHARED_ATTENTION,
+    "zamba2": SHARED_ATTENTION,
     "zaya": {"num_experts_per_tok": 1},
-    "qwen4_exp_text": {"indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_head_dim": 128, "indexer_kv_heads": 1, "indexer_n_heads": 4},
 }
-UNBUILT: dict[str, str] = {
-    "gemma3n": "needs timm",
-    "gemma4_assistant": "computes from the keys and values of another model",
-    "gemma4_unified_assistant": "computes from the keys and values of another model",
+"""What the rule gets wrong."""
+UNBUILT = {
     "dots3_note": "its language model is dots3_note_text",
-    "musicgen": "its decoder reads codes of audio",
-    "musicgen_melody": "its decoder reads codes of audio",
-    "git": "loss of texts with an image only",
+    "gemma3n": "needs timm",
+    "gemma4_assistant": "reads keys and values of another model",
+    "gemma4_unified_assistant": "reads keys and values of another model",
+    "git": "has a loss for texts with an image only",
+    "musicgen": "reads codes of audio",
+    "musicgen_melody": "reads codes of audio",
 }
-
 FLOAT32 = {"reformer", "xlnet", "xlstm"}
 """Families whose own code fails in BF16."""
 
-DECODERS = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+CHOSEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
+"""Number of experts for each token."""
 
 
-def sizes(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def sizes(config: Any, changes: dict[str, Any], chosen: int) -> dict[str, Any]:
     """What the rule gives to a configuration like this one, inner configurations included."""
     known = {**config.to_dict(), **dict.fromkeys(getattr(config, "attribute_map", ()))}
-    rule = SIZES
+    rule = SIZES | dict.fromkeys(CHOSEN, chosen)
     if "kv_lora_rank" in known:
-        rule = rule | LATENT
+        rule |= LATENT
     elif "head_dim" in known:
-        rule = rule | GROUPED
+        rule |= GROUPED
     if "layer_types" in known:
-        rule = rule | {key: 4 for key in rule if rule[key] == LAYERS and "layers" in key}
+        rule |= {key: 4 for key in rule if rule[key] == LAYERS and "layers" in key}
     given = {key: size for key, size in rule.items() if key in known}
     given |= {key: 0.0 for key, value in known.items() if _NOISE.search(key) and value}
     given |= {key: value for key, value in FLAGS.items() if key in known}
@@ -132,14 +175,9 @@ def sizes(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
     for key in getattr(config, "sub_configs", {}):
         inner = getattr(config, key, None)
         if inner is not None:
-            own = {**CHANGES.get(inner.model_type, {}), **changes.pop(key, {})}
-            given[key] = {"model_type": inner.model_type, **sizes(inner, own)}
-    return {**given, **changes}
-
-
-def config_of(family: str, **changes: Any) -> Any:
-    cls = CONFIG_MAPPING[family]
-    return cls(**sizes(cls(), {**CHANGES.get(family, {}), **changes}))
+            own = {**CHANGES.get(inner.model_type, {}), **changes.get(key, {})}
+            given[key] = {"model_type": inner.model_type, **sizes(inner, own, chosen)}
+    return {**given, **{k: v for k, v in changes.items() if k not in given or k not in getattr(config, "sub_configs", {})}}
 
 
 IMAGES = {
@@ -161,16 +199,20 @@ OTHERS = {
 }
 """Families that are no decoders alone, and what their models are for."""
 FAMILIES = (
-    *DECODERS,
+    *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     *(f"{family}:ImageTextToText" for family in IMAGES),
     *(f"{family}:{purpose}" for family, purpose in OTHERS.items()),
 )
 
 
-def toy(family: str, **changes: Any) -> Any:
-    """A model in training, and a batch for it. ``family`` is a name of :data:`FAMILIES`."""
+def toy(family: str, chosen: int = 2) -> Any:
+    """A model in training, in which each token goes to so many of four experts, and a batch for it.
+
+    ``family`` is a name of :data:`FAMILIES`.
+    """
     name, _, purpose = family.partition(":")
-    config = config_of(name, **changes)
+    cls = CONFIG_MAPPING[name]
+    config = cls(**sizes(cls(), CHANGES.get(name, {}), chosen))
     dtype = torch.float32 if name in FLOAT32 else torch.bfloat16
     torch.manual_seed(0)
     auto = getattr(transformers, f"AutoModelFor{purpose or 'CausalLM'}")
