@@ -54,9 +54,13 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     """
     if module_of(getattr(original_class(module), "forward", None)) != INTEGRATION:
         return None
-    gated = getattr(module, "has_gate", True)
+    from transformers.activations import ACT2FN
+
+    gated, act = getattr(module, "has_gate", True), type(getattr(module, "act_fn", None))
     first = "gate_up_proj" if gated else "up_proj"
-    activation = _activations(gated).get(type(getattr(module, "act_fn", None)))
+    activation = _activations(gated).get(act)
+    if not gated and act is type(ACT2FN["relu2"]):
+        activation = "squared_relu"
     return ExpertsKind((first, "down_proj"), activation, module.is_transposed)
 
 

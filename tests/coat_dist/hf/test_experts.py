@@ -34,6 +34,7 @@ FAMILIES = {
     "mixtral": {},
     "deepseek_v3": LATENT,
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": E},
+    "nemotron_h": {"layers_block_type": ["attention", "moe"]},
 }
 
 
@@ -64,7 +65,8 @@ def test_experts_are_those_of_their_definition(name, frozen):
     probs, index = torch.rand(TOKENS, E).topk(K)
     index[torch.rand(TOKENS, K) < 0.2] = E
     probs.requires_grad_()
-    weights = experts.gate_up_proj, experts.down_proj
+    names = experts_kind(experts).weights
+    weights = [getattr(experts, name) for name in names]
     leaves = [x, probs] if frozen else [x, probs, *weights]
     y = experts(x, index, probs)
     assert seen == [y]
@@ -76,7 +78,7 @@ def test_experts_are_those_of_their_definition(name, frozen):
     doubles = [t.detach().double().requires_grad_() for t in (x, probs)]
     wanted = plain(doubles[0], index, doubles[1])
     if not frozen:
-        doubles += [plain.gate_up_proj, plain.down_proj]
+        doubles += [getattr(plain, name) for name in names]
     found = zip(
         (y, *torch.autograd.grad(y, leaves, dy)),
         (wanted, *torch.autograd.grad(wanted, doubles, dy.double())),
