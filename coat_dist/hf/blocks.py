@@ -22,7 +22,6 @@ from .recognize import attention_kind, mlp_kind
 
 __all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of"]
 
-QKV = "q_proj", "k_proj", "v_proj"
 SMALLEST = 256
 """Linears with fewer inputs or outputs stay BF16: routers, gates and adapters, whose products take
 less time than quantizing their input.
@@ -93,9 +92,10 @@ def _fused_attention(entry: Entry) -> bool:
     kind = attention_kind(attention)
     if kind is None:
         return False
-    entry.why = _why_not_linears(attention, *QKV, "o_proj")
+    linears = *kind.projections, "o_proj"
+    entry.why = _why_not_linears(attention, *linears)
     if entry.why is None:
-        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *QKV, "o_proj")
+        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *linears)
     return entry.why is None
 
 

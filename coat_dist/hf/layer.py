@@ -21,7 +21,7 @@ from torch import nn
 from .. import flow
 from ..flow.function import once_per_tensor
 from .modules import CACHES, ONE, Block, bias_of, fits, inlined, norm_of, opaque
-from .recognize import Attention
+from .recognize import Attention, rotates_as_flow
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
 
@@ -158,7 +158,9 @@ class AttentionKind(NamedTuple):
     """What a fused attention computes, found when it is patched."""
 
     heads: flow.Heads
-    differs: Attention
+    form: Attention
+    table: bool
+    """The flow rotates queries and keys; else ``rotate`` does."""
     rotate: Callable[..., Any]
     """transformers' ``apply_rotary_pos_emb`` of the family."""
     scale: Callable[..., Any] | None
@@ -167,18 +169,17 @@ class AttentionKind(NamedTuple):
     """The family's attention by plain operations."""
 
     @classmethod
-    def of(cls, attention: Any, differs: Attention) -> AttentionKind:
+    def of(cls, attention: Any, form: Attention) -> AttentionKind:
         scope = inspect.unwrap(type(attention).forward).__globals__
+        rows = sum(getattr(attention, name).out_features for name in form.projections)
+        size, per_group = attention.head_dim, attention.num_key_value_groups
         heads = flow.Heads(
-            attention.k_proj.out_features // attention.head_dim,
-            attention.num_key_value_groups,
-            attention.head_dim,
-            blocks=True,
-            batch_first=True,
+            rows // size // (per_group + 2), per_group, size, blocks=True, batch_first=True
         )
         return cls(
             heads,
-            differs,
+            form,
+            form.normed is None and rotates_as_flow(attention),
             scope["apply_rotary_pos_emb"],
             scope.get("get_llama_4_attn_scale"),
             scope["eager_attention_forward"],
@@ -211,39 +212,43 @@ class FusedAttention(Block):
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
-        linears = self.q_proj, self.k_proj, self.v_proj
         kind, settings = self.coat.kind, self.coat.settings
-        window, normed, scaled = kind.differs
+        form = kind.form
+        linears = [getattr(self, name) for name in form.projections]
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in CACHES if name in kwargs), None)
         kwargs.pop("cache_position", None)  # of transformers before 5.4
-        biases = None if self.q_proj.bias is None else [m.bias for m in linears]
+        biases = None if linears[0].bias is None else [m.bias for m in linears]
         q, k, v, *alias = flow.norm_qkv(
             x,
             None if coat_norm is None else norm_of(coat_norm),
             [m.weight for m in linears],
             biases,
             kind.heads,
-            None if normed else _table(cos, sin),
+            _table(cos, sin) if kind.table else None,
             ONE,
             settings,
             residual=coat_norm is not None,
         )
-        if normed:
+        if form.normed == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
+        elif form.normed == "all":
+            q, k = (n(t.flatten(2)).view_as(t) for n, t in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if normed:
+        if not kind.table:
             q, k = kind.rotate(q, k, cos, sin)
-        if scaled:
+        if form.scaled:
             rope = self.config.rope_parameters
             limits = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
             q = q * kind.scale(kwargs["position_ids"], *limits).to(q.dtype)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if window == "self":
+        if form.softcap:
+            kwargs["softcap"] = self.attn_logit_softcapping
+        if form.window == "self":
             kwargs["sliding_window"] = self.sliding_window
-        elif window == "config":
+        elif form.window == "config":
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
         attend = _interface(self.config._attn_implementation, kind.eager)
         documents = None
@@ -278,6 +283,7 @@ def _compressed(
         or q.shape[2] != k.shape[2]
         or (window is not None and window < k.shape[2])
         or (module.training and module.attention_dropout)
+        or given.get("softcap")
         or given.get("output_attentions")
         or not getattr(module, "is_causal", True)
         or not given.get("is_causal", True)

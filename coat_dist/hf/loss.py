@@ -117,6 +117,7 @@ class ChunkedLM(ModePatched):
     """A causal language model that computes its loss in chunks."""
 
     @property
+    @opaque
     def loss_function(self: Any) -> Callable[..., Any]:
         plain = self.coat_original.loss_function.fget(self)
         return plain if _given.now is None else functools.partial(_loss, self, plain)
@@ -189,13 +190,13 @@ def _loss(model: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> t
     """``ForCausalLMLoss``: of late logits in chunks, of others by ``plain``, which is that
     function.
     """
-    now = _given.now
+    now: Any = _given.now
     bound = inspect.signature(plain).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     logits = given["logits"]
-    late = getattr(logits, "late", None)
-    hidden = None if late is None else now.hidden.get(late.hidden)
+    late: Any = getattr(logits, "late", None)
+    hidden: Any = None if late is None else now.hidden.get(late.hidden)
     transform = None if hidden is None else late.transform()
     if transform is None:
         return plain(*args, **kwargs)

@@ -165,7 +165,7 @@ class ModePatched(Patched):
 
         # Decorators of transformers share code objects, too.
         inner: Any = forward
-        while hasattr(inner, "__wrapped__"):
+        while hasattr(inner, "__wrapped__") and hasattr(inner, "__code__"):
             inlined(inner)
             inner = inner.__wrapped__
         return {"coat_plain": plain, "forward": forward}
@@ -274,7 +274,7 @@ def norm_of(module: Any) -> flow.Norm:
     """
     kind = module.coat.kind
     eps = getattr(module, "variance_epsilon", None)
-    weight = module._parameters.get("weight")
+    weight = getattr(module, "weight", None)
     if kind == "centered":
         weight = 1.0 + weight.float()
     return flow.Norm("rmsnorm", module.eps if eps is None else eps, weight)
@@ -293,11 +293,10 @@ class UnfusedNorm(ModePatched):
         if torch.compiler.is_compiling() or not fits(x):
             return plain(self, x)
         y = flow.norm(x, norm_of(self), ONE)
-        weight = self._parameters.get("weight")
-        if self.coat.kind != "rms" or weight is None:
+        if self.coat.kind != "rms":
             return y
-        # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider.
-        return y.to(torch.promote_types(x.dtype, weight.dtype))
+        # Its weight, which is multiplied last, may have a wider dtype.
+        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
 
 
 class PartProjection(ModePatched):
