@@ -176,12 +176,13 @@ def sizes(config: Any, changes: dict[str, Any], chosen: int) -> dict[str, Any]:
     if known.get("layer_types"):
         kinds = list(dict.fromkeys(known["layer_types"]))
         given["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]
+    given |= changes
     for key in getattr(config, "sub_configs", {}):
         inner = getattr(config, key, None)
         if inner is not None:
             own = {**CHANGES.get(inner.model_type, {}), **changes.get(key, {})}
             given[key] = {"model_type": inner.model_type, **sizes(inner, own, chosen)}
-    return {**given, **{k: v for k, v in changes.items() if k not in given or k not in getattr(config, "sub_configs", {})}}
+    return given
 
 
 IMAGES = {
