@@ -16,6 +16,7 @@ from torch import nn
 from ..patching.classes import Patched
 from ..patching.plan import Entry, Recognizer
 from ..patching.reasons import has_plain_weight, named_class, own_code, own_forward, why_not_fp8
+from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
 from .recognize import attention_kind, mlp_kind
@@ -135,7 +136,14 @@ def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type
 def _experts(entry: Entry) -> bool:
     if not entry.name.endswith("experts"):
         return False
-    entry.why = "experts that are not known"
+    experts = experts_in(entry.module)
+    kind = experts_kind(experts)
+    if kind is None:
+        entry.why = "experts that are not known"
+    else:
+        entry.why = why_not_experts(experts, kind)
+    if entry.why is None:
+        entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind))
     return True
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import flow
 from ..patching.reasons import module_of, original_class, own_code, why_not_fp8
-from .modules import Block, fits
+from .modules import Block, fits, opaque
 from .recognize import _activations
 
 __all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
@@ -69,7 +69,7 @@ def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
     from transformers.integrations import moe
 
     implementation = module.config._experts_implementation
-    whys = {
+    whys: dict[str, Any] = {
         "biases": module.has_bias,
         "gate and up whose columns alternate": not getattr(module, "is_concatenated", True),
         "a norm behind each expert": getattr(module, "has_post_expert_norm", False),
@@ -84,8 +84,8 @@ def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
         weight = module._parameters.get(name)
         if not _is_plain(weight):
             return f"a {type(weight).__name__} as {name}"
-        if (why := why_not_fp8(weight)) is not None:
-            return why
+        if (reason := why_not_fp8(weight)) is not None:
+            return reason
     return own_code("experts", module, ())
 
 
@@ -99,6 +99,11 @@ class Experts(Block):
     probability.
     """
 
+    def coat_expert_weights(self: Any) -> list[Any]:
+        """Parameters that are multiplied in FP8."""
+        return [getattr(self, name) for name in self.coat.kind.weights]
+
+    @opaque
     def coat_forward(
         self: Any,
         plain: Callable[..., Any],
@@ -107,16 +112,17 @@ class Experts(Block):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         kind: ExpertsKind = self.coat.kind
-        weights = [getattr(self, name) for name in kind.weights]
+        first, second = (getattr(self, name) for name in kind.weights)
         ready = fits(hidden_states) and hidden_states.dim() == 2 and self.coat_ready()
-        if not ready or not all(map(_is_plain, weights)):
+        if not (ready and _is_plain(first) and _is_plain(second)):
             return plain(self, hidden_states, top_k_index, top_k_weights)
         return flow.routed_mlp(
             hidden_states,
             top_k_index,
             top_k_weights,
-            *weights,
-            kind.activation,
+            first,
+            second,
+            kind.activation or "",
             self.coat.settings,
             kind.transposed,
         )

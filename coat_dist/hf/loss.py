@@ -236,8 +236,8 @@ def _loss(model: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> t
 
 
 class LogitsOnRead(torch.Tensor):
-    """Logits whose values are made when something reads or changes them: any operation on them but
-    copies. The module's docstring says why this is a tensor.
+    """Logits whose values are made when something reads or changes them: by any operation that is
+    not recorded. The module's docstring says why this is a tensor.
     """
 
     late: _Late

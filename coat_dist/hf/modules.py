@@ -274,7 +274,7 @@ def norm_of(module: Any) -> flow.Norm:
     """
     kind = module.coat.kind
     eps = getattr(module, "variance_epsilon", None)
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if kind == "centered":
         weight = 1.0 + weight.float()
     return flow.Norm("rmsnorm", module.eps if eps is None else eps, weight)

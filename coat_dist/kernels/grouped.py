@@ -260,7 +260,8 @@ def spread_scales(
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return out[:of_a], out[of_a:]
+    first, second = out.split((of_a, total - of_a))
+    return first, second
 
 
 def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:

@@ -53,7 +53,8 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
         assert run.flow is not None
         # A norm after a block saves the block's output in BF16, one before it codes and rstd.
         after = (2 * h + statistics) / run.shared if model.norm_placement == "post" else 0
-        norm = after + (h if after else _grouped(h, run.flow) + 4) / run.shared
+        row = 4 if run.flow.forward_scales == "row" and run.shared == 1 else 0
+        norm = after + (h + row if after else _grouped(h, run.flow) + 4) / run.shared
         mlp = stream + after if "mlp" in modules else norm + _grouped(wide, run.flow)
         if run.flow.attention == "fp8" and "core_attn" not in modules:
             attention = _grouped(q + w, run.flow)

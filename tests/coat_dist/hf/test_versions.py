@@ -23,9 +23,7 @@ from coat_dist.hf.recognize import (
 from .tiny import FUSED, GENERIC, step, tiny
 
 OWN = {
-    **dict.fromkeys(
-        ("olmo2", "olmo3", "phi3", "glm4", "gemma2", "gemma3_text", "granite"), ("layer",)
-    ),
+    **dict.fromkeys(("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "granite"), ("layer",)),
     "olmo": ("norm",),
     "cohere": ("layer", "norm"),
 }
