@@ -461,6 +461,12 @@ ROWS = (
     Row(f"{ZERO}.cpu_offload_params", OFF, f"false with {_REMAINDER}", "remainder"),
     Row("fp16.enabled", OFF, "false with coat.activation.enabled: the flow runs in bf16", "flow"),
     Row(
+        "expert_parallel.enabled",
+        OFF,
+        "false with coat.activation.enabled: DeepSpeed's AutoEP replaces experts that run the flow",
+        "flow",
+    ),
+    Row(
         "coat.activation.weights",
         ("on_use",),
         f'"on_use" with {ZERO}.stage 3: a cache would hold whole weights on every rank',

@@ -54,7 +54,8 @@ def _is_list(name: str, module: nn.Module) -> bool:
 
 def _is_block(name: str, module: nn.Module) -> bool:
     """Whether a module is a block wherever it stands."""
-    return name.endswith("experts") or mlp_kind(module) is not None
+    experts = name.endswith("experts") or experts_kind(module) is not None
+    return experts or mlp_kind(module) is not None
 
 
 def _inner_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -134,16 +135,17 @@ def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type
 
 
 def _experts(entry: Entry) -> bool:
-    if not entry.name.endswith("experts"):
-        return False
     experts = experts_in(entry.module)
     kind = experts_kind(experts)
+    if kind is None and not entry.name.endswith("experts"):
+        return False
     if kind is None:
         entry.why = "experts that are not known"
     else:
         entry.why = why_not_experts(experts, kind)
     if entry.why is None:
-        entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind))
+        acts = parts_of(experts, "act_fn") if "act_fn" in experts._modules else ()
+        entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind, acts))
     return True
 
 
@@ -159,7 +161,7 @@ def _own_code(entry: Entry) -> bool:
             left[f"{entry.name}.{name}"] = why
     entry.why = None
     if not entry.changes:
-        entry.why = "; ".join(sorted(set(left.values()))) or known or "no linears"
+        entry.why = "; ".join(sorted(set(left.values()))) or known or _no_linears(block)
     elif type(block) is not nn.Linear:
         entry.unfused = left
         if own_forward(block) is not None:
@@ -167,6 +169,11 @@ def _own_code(entry: Entry) -> bool:
         why = known or _adapted(block) or "no block that is known as a whole"
         entry.unfused[entry.name] = f"own code around its linears: {why}"
     return True
+
+
+def _no_linears(block: nn.Module) -> str:
+    holder = next(m for m in block.modules() if m._parameters and _has_matrices(m))
+    return f"{named_class(holder)} in place of linears"
 
 
 def _adapted(block: nn.Module) -> str | None:

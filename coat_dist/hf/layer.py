@@ -21,16 +21,22 @@ from torch import nn
 from .. import flow
 from ..flow.function import once_per_tensor
 from .modules import CACHES, ONE, Block, bias_of, fits, inlined, norm_of, opaque
-from .recognize import Attention, rotates_as_flow
+from .recognize import Attention, rotation_of
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
 
 
 @once_per_tensor
-def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
-    """From ``[1 or b, s, rot]`` of any floating dtype; all layers of a pass share one."""
+def _table(cos: torch.Tensor, sin: torch.Tensor, rotation: str) -> flow.RopeTable:
+    """From ``[1 or b, s, rot]`` of any floating dtype, the angles of pairs and then the same again;
+    all layers of a pass share one table.
+    """
     cosines, sines = (t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin))
-    return flow.RopeTable(cosines, sines)
+    neighbours = rotation == "neighbours"
+    if neighbours:
+        pairs = cos.shape[-1] // 2
+        cosines, sines = (t[..., :pairs].repeat_interleave(2, -1) for t in (cosines, sines))
+    return flow.RopeTable(cosines, sines, neighbours)
 
 
 @functools.cache
@@ -159,8 +165,8 @@ class AttentionKind(NamedTuple):
 
     heads: flow.Heads
     form: Attention
-    table: bool
-    """The flow rotates queries and keys; else ``rotate`` does."""
+    rotation: str | None
+    """Pairs that the flow rotates in queries and keys; None where ``rotate`` does it."""
     rotate: Callable[..., Any]
     """transformers' ``apply_rotary_pos_emb`` of the family."""
     scale: Callable[..., Any] | None
@@ -179,7 +185,7 @@ class AttentionKind(NamedTuple):
         return cls(
             heads,
             form,
-            form.normed is None and rotates_as_flow(attention),
+            rotation_of(attention) if form.normed is None else None,
             scope["apply_rotary_pos_emb"],
             scope.get("get_llama_4_attn_scale"),
             scope["eager_attention_forward"],
@@ -226,7 +232,7 @@ class FusedAttention(Block):
             [m.weight for m in linears],
             biases,
             kind.heads,
-            _table(cos, sin) if kind.table else None,
+            None if kind.rotation is None else _table(cos, sin, rotation=kind.rotation),
             ONE,
             settings,
             residual=coat_norm is not None,
@@ -236,7 +242,7 @@ class FusedAttention(Block):
         elif form.normed == "all":
             q, k = (n(t.flatten(2)).view_as(t) for n, t in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if not kind.table:
+        if kind.rotation is None:
             q, k = kind.rotate(q, k, cos, sin)
         if form.scaled:
             rope = self.config.rope_parameters

@@ -33,7 +33,7 @@ __all__ = [
     "is_decoder_layer",
     "mlp_kind",
     "norm_kind",
-    "rotates_as_flow",
+    "rotation_of",
 ]
 
 _RENAMED = re.compile(r"(?<![.\w'\"])past_key_values?\b")
@@ -98,7 +98,8 @@ and 5.17.
 """
 DECODER_LAYERS = {
     *("dc2a7e8a52a4", "1515b3d2da53"),  # Llama and 66 others of transformers 5.24
-    *("c587ea7a11e2", "24f6048b2749", "3e993d5c4d70"),  # Mixtral, Qwen3-VL, Phi-3
+    *("c587ea7a11e2", "24f6048b2749"),  # Mixtral, Qwen3-VL
+    *("3e993d5c4d70", "f61a807f3265"),  # Phi-3
 }
 """x + attention(norm(x)), then x + mlp(norm(x)); in Phi-3 with dropout of both."""
 MLPS = {
@@ -122,8 +123,14 @@ NORMS = {
 """RMSNorms. "rms" rounds, then multiplies by its weight (Llama); "rounded" rounds last, and may
 have no weight; "centered" multiplies by one more than its weight, and rounds last (Gemma).
 """
-ROTATIONS = {"6e071d28b2d6", "05566310caba"}
-"""``apply_rotary_pos_emb`` of pairs (i, i + d / 2) over whole heads, in the dtype of the heads."""
+ROTATIONS = {
+    **dict.fromkeys(("6e071d28b2d6", "05566310caba"), "halves"),  # Llama
+    **dict.fromkeys(("f636c01aa515", "d6f74b351c18"), "halves"),  # Phi-3
+    **dict.fromkeys(("10f40802a80f", "3f1b942702e4"), "neighbours"),  # GLM
+}
+"""``apply_rotary_pos_emb`` of the first channels of a head or all of them, in the dtype of the
+heads: of pairs (i, i + rot / 2), or (2 i, 2 i + 1). Since transformers 5.24 and 4.56.
+"""
 ACTIVATIONS = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -195,12 +202,12 @@ def attention_kind(module: nn.Module) -> Attention | None:
     return ATTENTIONS.get(_forward(module))
 
 
-def rotates_as_flow(attention: nn.Module) -> bool:
-    """Whether the flow's table of cosines and sines does what an attention's
-    ``apply_rotary_pos_emb`` does.
+def rotation_of(attention: nn.Module) -> str | None:
+    """Which elements an attention's ``apply_rotary_pos_emb`` takes as pairs, "halves" or
+    "neighbours"; None of rotations that the flow does not have.
     """
     scope = inspect.unwrap(original_class(attention).forward).__globals__
-    return fingerprint(scope["apply_rotary_pos_emb"]) in ROTATIONS
+    return ROTATIONS.get(fingerprint(scope["apply_rotary_pos_emb"]))
 
 
 class MLPKind(NamedTuple):

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.core import inputs
 from coat_dist.hf import is_transformers_model, patch_model, unpatch_model
+from coat_dist.patching.report import is_patched
 
 from .tiny import FUSED, GENERIC, check_near, relative, same, step, tiny, tokens
 
@@ -207,12 +208,16 @@ def test_report_names_blocks_in_bf16():
         patch_model(tiny("llama", num_hidden_layers=3), ActivationConfig(bf16_layers=[3]))
     with pytest.raises(CoatConfigError, match="patched already"):
         patch_model(model, DEFAULT)
-    why = "nothing to patch .*0 of 2 blocks .*1 x attn, no linears; 1 x mlp, no linears"
+    why = "nothing to patch .*0 of 2 blocks .*1 x attn, transformers's Conv1D in place of linears"
     with pytest.raises(
         CoatConfigError,
         match=f'GPT2LMHeadModel with {why}.*"enabled": false}}}} .or "auto".',
     ):
         patch_model(tiny("gpt2", n_embd=64, n_head=4, num_hidden_layers=1), DEFAULT)
+    plain = tiny("gpt2", n_embd=64, n_head=4, num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="all of GPT2LMHeadModel stays BF16"):
+        assert not patch_model(plain, ActivationConfig(enabled="auto")).patched
+    assert not is_patched(plain)
     assert is_transformers_model(model) and not is_transformers_model(torch.nn.Linear(2, 2))
 
 
