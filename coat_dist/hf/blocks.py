@@ -138,7 +138,7 @@ def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type
 def _experts(entry: Entry) -> bool:
     experts = experts_in(entry.module)
     kind = experts_kind(experts)
-    if kind is None and not entry.name.endswith("experts"):
+    if kind is None and not (entry.name.endswith("experts") and _is_opaque(experts, entry.name)):
         return False
     if kind is None:
         entry.why = "experts that are not known"
@@ -148,6 +148,16 @@ def _experts(entry: Entry) -> bool:
         acts = parts_of(experts, "act_fn") if "act_fn" in experts._modules else ()
         entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind, acts))
     return True
+
+
+def _is_opaque(experts: nn.Module, name: str) -> bool:
+    """Whether no linear of experts can run in FP8 by itself, as those of shared experts can: an
+    expert in a list gets a few tokens only.
+    """
+    linears = linears_of(experts, name).values()
+    return isinstance(experts, nn.ModuleList) or not any(
+        _why_not_linear(m) is None for m in linears
+    )
 
 
 def _own_code(entry: Entry) -> bool:

@@ -76,23 +76,23 @@ class DecoderLayer(Block):
     """
 
     @inlined
-    def coat_forward(
-        self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        first, second = self.coat_sides(hidden_states) if self.coat.kind else (False, False)
+    def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first = second = False
+        if self.coat.kind:
+            first, second = self.coat_sides(*args[:1], **kwargs)
         if not (first and second):
             if torch.compiler.is_compiling():
                 first = second = False
             elif self.coat.settings.compile:
-                return _compiled(plain)(self, hidden_states, *args, **kwargs)
+                return _compiled(plain)(self, *args, **kwargs)
         if first or second:
-            return self.coat_fused(first, second, hidden_states, args, kwargs)
-        return plain(self, hidden_states, *args, **kwargs)
+            return self.coat_fused(first, second, *args, **kwargs)
+        return plain(self, *args, **kwargs)
 
     @opaque
-    def coat_sides(self: Any, x: Any) -> tuple[bool, bool]:
+    def coat_sides(self: Any, hidden_states: Any, **_: Any) -> tuple[bool, bool]:
         """Which of the two blocks takes its norm along now."""
-        if not (fits(x) and self.coat_ready()):
+        if not (fits(hidden_states) and self.coat_ready()):
             return False, False
         sides = self.coat.kind
         return (
@@ -102,10 +102,10 @@ class DecoderLayer(Block):
 
     @opaque
     def coat_fused(
-        self: Any, first: bool, second: bool, x: torch.Tensor, args: Any, kwargs: Any
+        self: Any, first: bool, second: bool, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """The layer with one of its norms, or both, in the block behind it."""
-        sides = self.coat.kind
+        sides, x = self.coat.kind, hidden_states
         kwargs = sides.defaults | dict(zip(sides.names, args, strict=False)) | kwargs
         if first:
             # By position: ZeRO-3 lets an attention's weights go in backward where its first

@@ -202,7 +202,9 @@ def _plan_loss(plan: Plan, model: nn.Module) -> None:
         elif not is_causal_lm(module):
             why = _unknown_forward(module)
         elif not has_plain_weight(head):
-            why = f"a {type(head.weight).__name__} as weight of lm_head"
+            # RoBERTa's head is a module that holds its linear.
+            weight = getattr(head, "weight", head)
+            why = f"a {type(weight).__name__} as weight of lm_head"
         else:
             why = why_plain(module)
         plan.report.loss[label] = settings.loss if why is None else f"plain: {why}"
