@@ -82,9 +82,8 @@ def joined_adapters(
         dropout[0] = rate
     blocks = []
     for weight, of_weight in zip(weights, adapters, strict=True):
-        block = [x.new_empty(weight.shape[0], 0)]
-        block += [(one.b * (one.scale / (1.0 - rate))).to(x.dtype) for one in of_weight]
-        blocks.append(torch.cat(block, 1))
+        block = [(one.b * (one.scale / (1.0 - rate))).to(x.dtype) for one in of_weight]
+        blocks.append(torch.cat(block or [x.new_empty(weight.shape[0], 0)], 1))
     return torch.cat([one.a.to(x.dtype) for one in active]), torch.block_diag(*blocks), dropout
 
 
