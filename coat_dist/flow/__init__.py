@@ -15,11 +15,13 @@ from .blocks.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .blocks.mlp import mlp, norm_mlp, scale_rows
 from .blocks.permute import TokenOrder, permute, token_order, unpermute
 from .blocks.split_norm import split_norm
+from .core.adapters import Adapter
 from .core.norm import Norm, norm
 from .core.weights import invalidate_weights
 from .parallel.tensor_parallel import TensorParallel
 
 __all__ = [
+    "Adapter",
     "Documents",
     "Heads",
     "Norm",

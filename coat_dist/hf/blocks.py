@@ -16,6 +16,7 @@ from torch import nn
 from ..patching.classes import Patched
 from ..patching.plan import Entry, Recognizer
 from ..patching.reasons import has_plain_weight, named_class, own_code, own_forward, why_not_fp8
+from .adapters import adapters_of, base_of
 from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
@@ -131,7 +132,7 @@ def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, *parts: str) -> N
 
 def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type], ...]:
     """``Part.parts`` of a module that is to be patched."""
-    return tuple((name, found := getattr(module, name), type(found)) for name in names)
+    return tuple((name, found := base_of(getattr(module, name)), type(found)) for name in names)
 
 
 def _experts(entry: Entry) -> bool:
@@ -218,9 +219,10 @@ def _why_not_weight(name: str, linear: Any) -> str | None:
 def _why_not_linears(block: nn.Module, *names: str) -> str | None:
     """Why a block cannot compute these children of it."""
     for name in names:
-        linear = block._modules.get(name)
-        if type(linear) is not nn.Linear:
-            return f"{named_class(linear)} in place of {name}"
+        found = block._modules.get(name)
+        linear = base_of(found)
+        if type(linear) is not nn.Linear or adapters_of(found) is None:
+            return f"{named_class(found)} in place of {name}"
         if (why := _why_not_weight(name, linear)) is not None:
             return why
     return None

@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import flow
 from ..flow.function import once_per_tensor
-from .modules import CACHES, ONE, Block, bias_of, fits, inlined, norm_of, opaque
+from .modules import CACHES, ONE, Block, Fused, bias_of, fits, inlined, norm_of, opaque
 from .recognize import Attention, rotation_of
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
@@ -192,15 +192,10 @@ class AttentionKind(NamedTuple):
         )
 
 
-class FusedAttention(Block):
+class FusedAttention(Fused):
     """Attention; with ``coat_norm`` the norm before it as well, and the alias of its input for
     the residual.
     """
-
-    def coat_flow_weights(self: Any) -> list[Any]:
-        """As :meth:`Projection.coat_flow_weights`."""
-        *first, last = (m.weight for m in self.coat.linears)
-        return [tuple(first), last]
 
     @opaque
     def coat_forward(
@@ -218,9 +213,10 @@ class FusedAttention(Block):
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
+        *linears, last = self.coat.linears
+        adapters, last_adapters = self.coat_adapters()
         kind, settings = self.coat.kind, self.coat.settings
         form = kind.form
-        linears = [getattr(self, name) for name in form.projections]
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in CACHES if name in kwargs), None)
@@ -236,6 +232,7 @@ class FusedAttention(Block):
             ONE,
             settings,
             residual=coat_norm is not None,
+            adapters=adapters,
         )
         if form.normed == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -270,8 +267,8 @@ class FusedAttention(Block):
                 self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
             out = out.reshape(*x.shape[:-1], -1)
-        y = flow.linear(out, self.o_proj.weight, ONE, settings, o8)
-        return bias_of(y if o8 is None else y.transpose(0, 1), self.o_proj), weights, *alias
+        y = flow.linear(out, last.weight, ONE, settings, o8, last_adapters)
+        return bias_of(y if o8 is None else y.transpose(0, 1), last), weights, *alias
 
 
 def _compressed(

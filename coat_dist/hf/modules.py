@@ -9,7 +9,8 @@ a model is called with a cache of keys and values.
 **What a program put there is honoured** (``patching/reasons.py``). A fused block computes what its
 linears, norms and activation would, without calling them. Each call first looks whether one of them
 has got hooks, a ``forward`` of its own or another type of weight, before the patch or since; then
-the block runs its own code, and the report says why.
+the block runs its own code, and the report says why. LoRA of PEFT around its linears, put there
+before the patch or since, it computes with them (``adapters.py``).
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from ..config import ActivationConfig
 from ..patching.classes import Patched
 from ..patching.reasons import has_plain_weight, named_class, original_class, own_code
 from ..patching.report import PatchReport
+from .adapters import adapters_of, base_of
 
 __all__ = [
     "CACHES",
     "MLP",
     "ONE",
+    "AdaptedProjection",
     "Block",
+    "Fused",
     "ModePatched",
     "Part",
     "PartProjection",
@@ -67,7 +71,7 @@ class Part(NamedTuple):
     parts: tuple[tuple[str, nn.Module, type], ...] = ()
     """Modules that a block computes without calling them, or calls with arguments of its own: their
     names in the module, and their classes before the patch. Of those that are ``nn.Linear``, the
-    flow reads the weights.
+    flow reads the weights; they may stand inside of adapters.
     """
 
     @property
@@ -137,15 +141,18 @@ def _is_cached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 def why_parts_act(module: nn.Module, part: Part) -> str | None:
     """Why a patched module must call its parts; None where the flow may compute them."""
+    rates: set[float] = set()
     for name, known, cls in part.parts:
-        found = module._modules.get(name)
-        if found is not known or original_class(found) is not cls:
-            return f"{named_class(found)} in place of {name}"
+        outer = module._modules.get(name)
+        found, adapters = base_of(outer), adapters_of(outer)
+        if found is not known or original_class(found) is not cls or adapters is None:
+            return f"{named_class(outer)} in place of {name}"
+        rates.update(adapter.dropout for adapter in adapters)
         if cls is nn.Linear and not has_plain_weight(found):
             return f"a {type(found.weight).__name__} as weight of {name}"
         if (why := own_code(name, found)) is not None:
             return why
-    return None
+    return None if len(rates) < 2 else "adapters with several rates of dropout"
 
 
 class ModePatched(Patched):
@@ -261,6 +268,21 @@ class Block(ModePatched):
         return plain(self, *args, **kwargs)
 
 
+class Fused(Block):
+    """A block that reads the weights of its linears."""
+
+    def coat_flow_weights(self: Any) -> list[Any]:
+        """As :meth:`Projection.coat_flow_weights`."""
+        *first, last = (m.weight for m in self.coat.linears)
+        return [tuple(first), last]
+
+    def coat_adapters(self: Any) -> tuple[list[Any], list[Any]]:
+        """Adapters of the linears of its first product, and of its last."""
+        names = [name for name, _, cls in self.coat.parts if cls is nn.Linear]
+        found: Any = [adapters_of(self._modules[name]) for name in names]
+        return found[:-1], found[-1:]
+
+
 def fits(x: Any) -> bool:
     """Whether the flow takes x."""
     return (
@@ -308,13 +330,16 @@ class PartProjection(ModePatched):
         return runs_flow(self) and has_plain_weight(self)
 
     @opaque
-    def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    def coat_forward(
+        self: Any, plain: Callable[..., Any], x: torch.Tensor, coat_adapters: Any = ()
+    ) -> torch.Tensor:
         if not (fits(x) and has_plain_weight(self)):
             return plain(self, x)
         settings = self.coat.settings
         if is_attention_output(x):
-            return bias_of(flow.linear(x, self.weight, ONE, settings), self)
-        return flow.norm_linear(x, None, self.weight, self.bias, ONE, settings)
+            y = flow.linear(x, self.weight, ONE, settings, adapters=coat_adapters)
+            return bias_of(y, self)
+        return flow.norm_linear(x, None, self.weight, self.bias, ONE, settings, coat_adapters)
 
 
 class Projection(PartProjection):
@@ -323,6 +348,19 @@ class Projection(PartProjection):
     def coat_flow_weights(self: Any) -> list[Any]:
         """Parameters that only the flow reads while training; those of one product, in a tuple."""
         return [self.weight]
+
+
+class AdaptedProjection(ModePatched):
+    """PEFT's LoRA around a linear in FP8: one operation, which the linear computes."""
+
+    @opaque
+    def coat_forward(
+        self: Any, plain: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        base, adapters = self.base_layer, adapters_of(self)
+        if adapters is None or args or kwargs or not (fits(x) and base.coat_runs()):
+            return plain(self, x, *args, **kwargs)
+        return base(x, coat_adapters=[adapters])
 
 
 _VIEWS = {
@@ -344,14 +382,10 @@ def is_attention_output(x: torch.Tensor) -> bool:
     return node is not None and ("Attention" in node.name() or "Attn" in node.name())
 
 
-class MLP(Block):
+class MLP(Fused):
     """An MLP; with ``norm`` the norm before it as well, and the alias of x for the residual
     connection.
     """
-
-    def coat_flow_weights(self: Any) -> list[Any]:
-        *first, last = (m.weight for m in self.coat.linears)
-        return [tuple(first), last]
 
     @opaque
     def coat_forward(
@@ -361,12 +395,22 @@ class MLP(Block):
         if norm is None and not (fits(x) and self.coat_ready()):
             return plain(self, x)
         kind, settings = self.coat.kind, self.coat.settings
-        linears = [getattr(self, name) for name in kind.first]
-        last = getattr(self, kind.last)
-        weights = [m.weight for m in linears]
+        *linears, last = self.coat.linears
         biases = None if linears[0].bias is None else [m.bias for m in linears]
-        rest: tuple[Any, ...] = weights, last.weight, kind.activation, ONE, settings, biases
+        out: Any = flow.norm_mlp(
+            x,
+            None if norm is None else norm_of(norm),
+            [m.weight for m in linears],
+            last.weight,
+            kind.activation,
+            ONE,
+            settings,
+            biases,
+            norm is not None,
+            None,
+            *self.coat_adapters(),
+        )
         if norm is None:
-            return bias_of(flow.mlp(x, *rest), last)
-        y, alias = flow.norm_mlp(x, norm_of(norm), *rest, residual=True)  # type: ignore[misc]
+            return bias_of(out, last)
+        y, alias = out
         return bias_of(y, last), alias

@@ -28,10 +28,11 @@ from ..patching.settings import (
     check_honoured,
     coat_block,
 )
+from .adapters import base_of
 from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
 from .layer import AttentionKind, DecoderLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
-from .modules import Part, Stack, UnfusedNorm, why_parts_act
+from .modules import AdaptedProjection, Part, Stack, UnfusedNorm, why_parts_act
 from .recognize import NORMS, is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
@@ -95,6 +96,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
             'of docs/hugging-face.md, or "coat": {"activation": {"enabled": false}} (or "auto"), '
             "which keeps 8-bit moments"
         )
+    _plan_adapters(plan, model)
     inside = {id(m) for layers in stacks.values() for _, layer in layers for m in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:
@@ -164,6 +166,16 @@ def _why_called(layer: nn.Module, *norms: str) -> str | None:
         if norm_kind(norm) not in NORMS.values():
             return own_code(name, norm) or f"{named_class(norm)} as {name}"
     return None
+
+
+def _plan_adapters(plan: Plan, model: nn.Module) -> None:
+    """Plan LoRA of PEFT around linears that will be in FP8."""
+    swapped = {id(module) for entry in plan.patched for module, *_ in entry.changes}
+    adapted = [m for m in model.modules() if base_of(m) is not m and id(base_of(m)) in swapped]
+    for module in adapted:
+        plan.swap(module, AdaptedProjection, Part(plan.settings))
+    if adapted:
+        plan.report.note(f"{len(adapted)} linears with adapters of PEFT")
 
 
 def _plan_norm(plan: Plan, module: nn.Module, called: bool = True) -> None:

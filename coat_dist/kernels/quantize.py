@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference import quantize as reference
 from ..reference.grouped import BLOCK
 from .fp8 import (
     Format,
@@ -417,14 +416,14 @@ def _dequantize_rows_kernel(codes, scales, out, rows, columns, BM: tl.constexpr,
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """See :func:`coat_dist.reference.quantize.dequantize`; kernels are for groups and for rows."""
-    if q.layout == "tensor":
-        return reference.dequantize(q, dtype)
-    codes, scales = launch_rows(q.codes), launch_rows(q.scales)
+    codes = launch_rows(q.codes)
     rows, columns = codes.shape
+    tensor = q.layout == "tensor"
+    scales = q.scales.expand(rows).contiguous() if tensor else launch_rows(q.scales)
     out = torch.empty(q.codes.shape, dtype=dtype, device=codes.device)
     bm, bn, warps = GROUPS_TILE
     grid = cdiv(rows, bm), cdiv(columns, bn)
-    if codes.numel() and q.layout == "row":
+    if codes.numel() and q.layout != "group":
         _dequantize_rows_kernel[grid](
             codes, scales, out, rows, columns, BM=bm, BN=bn, num_warps=warps
         )

@@ -17,6 +17,7 @@ from coat_dist.reference.quantize import (
     quantize_tensor,
     tensor_scale,
 )
+from tests.coat_dist.flow import test_adapters as adapters
 from tests.coat_dist.flow.common import Layer, median_error, relative_error
 from tests.support import equal
 from tests.support.devices import nothing_waits
@@ -179,3 +180,10 @@ def test_nothing_waits_for_the_gpu(forward, scales):
     with nothing_waits():
         vocab_parallel_cross_entropy(layer.flow(x, config), labels, ONE).mean().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", adapters.ALL)
+def test_adapters(name):
+    with torch.device("cuda"):
+        adapters.test_adapters_by_their_definition(name, adapters.MODES[0])
+        adapters.test_checkpointed_adapters(name, False)

@@ -42,7 +42,7 @@ def fetch_for_readers(module: nn.Module) -> None:
 
     DeepSpeed finds such readers where they read a weight that is not there. After a pass in eval
     mode, in which every module reads its own, it may be there by chance, and would be missing in
-    backward.
+    backward. Adapters need no more: nothing of them is read in backward but copies.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -342,7 +342,9 @@ def _readers(model: nn.Module) -> Callable[[Any], Iterator[nn.Module]]:
                 yield holder
                 yield from filter(_reads_base_layer, parents.get(holder, []))
             else:
-                yield from parents.get(holder, [])
+                for parent in parents.get(holder, []):
+                    adapts = hasattr(parent, "base_layer") and not _reads_base_layer(parent)
+                    yield from parents[parent] if adapts else [parent]
 
     return of
 

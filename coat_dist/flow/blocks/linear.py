@@ -29,8 +29,10 @@ from ...ops import (
     split_rope,
     split_rope_backward,
 )
-from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, restore_input
-from ..core.norm import Norm
+from ..core.adapters import ADAPTER, Adapters, Factors, LowRank, joined_adapters
+from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_product
+from ..core.inputs import check_normed, residual_alias
+from ..core.norm import Norm, parameters_of
 from ..core.products import (
     check_input,
     gemm,
@@ -52,6 +54,7 @@ def linear(
     tp: TensorParallel,
     settings: ActivationConfig,
     compressed: QuantizedTensor | None = None,
+    adapters: Adapters = (),
 ) -> torch.Tensor:
     """``x @ weight.T`` with an FP8 product, split over ranks by input features.
 
@@ -65,6 +68,7 @@ def linear(
             (:func:`~coat_dist.flow.attention` returns both). Where its scales are powers of two and
             its format is that of the product, codes change exponents and are not rounded again,
             unless they become subnormal.
+        adapters: those of the weight, a sequence of one sequence; on one rank alone.
 
     Returns:
         ``[..., n]`` of x's dtype, summed over ranks; with sequence parallelism this rank's share of
@@ -83,21 +87,21 @@ def linear(
         raise ValueError(
             f"x: got a sequence of {x.shape[0]}, accepted: a multiple of {tp.size}, its ranks"
         )
-    if compressed is None:
-        return _Linear.apply(x, weight, None, None, 0, tp, settings)
-    if compressed.layout != "group" or compressed.codes.numel() != x.numel():
-        got = f"layout {compressed.layout!r}, {list(compressed.codes.shape)}"
-        raise ValueError(
-            f"compressed: got {got}, accepted: layout 'group' with the elements of x, "
-            f"{list(x.shape)}"
-        )
-    return _Linear.apply(
-        x, weight, compressed.codes, compressed.scales, compressed.group_size, tp, settings
-    )
+    codes, scales, group_size = None, None, 0
+    if compressed is not None:
+        codes, scales, group_size = compressed.codes, compressed.scales, compressed.group_size
+        if compressed.layout != "group" or codes.numel() != x.numel():
+            got = f"layout {compressed.layout!r}, {list(codes.shape)}"
+            raise ValueError(
+                f"compressed: got {got}, accepted: layout 'group' with the elements of x, "
+                f"{list(x.shape)}"
+            )
+    adapter = joined_adapters(x, (weight,), adapters, tp)
+    return _Linear.apply(x, weight, codes, scales, group_size, tp, settings, *adapter)
 
 
 class _Linear(Function):
-    saves = "x", "weight", "x_scale", "w_scale", "codes", "scales"
+    saves = "x", "weight", "x_scale", "w_scale", "codes", "scales", *ADAPTER
 
     @staticmethod
     def forward(
@@ -109,15 +113,21 @@ class _Linear(Function):
         group_size: int,
         tp: TensorParallel,
         settings: ActivationConfig,
+        a,
+        b,
+        dropout,
     ) -> torch.Tensor:
         x8, x_scale = quantize_input(x.reshape(-1, x.shape[-1]), tp, settings, True)
         ctx.weight = Weight((weight,), tp, settings, split=True)
         w8, w_scale = ctx.weight.quantized()
         kept = x if codes is None else None
-        ctx.save_for_backward(*_Linear.Saved(kept, weight, x_scale, w_scale, codes, scales))
         ctx.shape, ctx.dtype, ctx.group_size = x.shape, x.dtype, group_size
         ctx.tp, ctx.settings = tp.for_backward, settings
         out = summed_gemm(x8, w8, x.dtype, tp, settings, fast_accum=True).wait()
+        adapter = LowRank(a, b, dropout)
+        adapter.add(out, lambda: Factors(x))
+        saved = kept, weight, x_scale, w_scale, codes, scales, *adapter.save()
+        ctx.save_for_backward(*_Linear.Saved(*saved))
         rows = x.shape[0] // tp.size if tp.sharded else x.shape[0]
         return shaped(out, rows, *x.shape[1:-1], weight.shape[0])
 
@@ -126,23 +136,29 @@ class _Linear(Function):
         saved, _ = _Linear.saved(ctx)
         tp, settings, weight, w8_t = ctx.tp, ctx.settings, saved.weight, None
         dx = dweight = None
+        wgrad, adapter = _Linear.needs(ctx, "weight"), LowRank.restored(saved)
         dout = dout.reshape(-1, weight.shape[0])
+        adapter.receive(dout)
         top = gradient_amax(dout, tp, settings, gather=True)
         if _Linear.needs(ctx, "x"):  # while ranks agree on the scale
             w8_t = ctx.weight.transposed((weight,), saved.w_scale)
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=top)
+        d8, d8_t = quantize_gradient(dout, tp, settings, True, top, wgrad)
         if w8_t is not None:
-            dx = gemm(d8, w8_t, ctx.dtype, settings).view(ctx.shape)
+            dx = adapter.add_gradient(gemm(d8, w8_t, ctx.dtype, settings)).view(ctx.shape)
         del w8_t
         del d8
-        if _Linear.needs(ctx, "weight"):
-            x = saved.x
-            if x is None:
-                x8 = QuantizedTensor(saved.codes, saved.scales, "group", ctx.group_size)
-                x = dequantize(x8, ctx.dtype).view(ctx.shape)
-            x8_t = quantize_tensor(x, FORMATS[settings.format], saved.x_scale, transpose=True)
+
+        def source() -> Factors:
+            if saved.x is not None:
+                return Factors(saved.x)
+            x8 = QuantizedTensor(saved.codes, saved.scales, "group", ctx.group_size)
+            return Factors(dequantize(x8, ctx.dtype).view(ctx.shape))
+
+        if wgrad:
+            x, fmt = source().values, FORMATS[settings.format]
+            x8_t = quantize_tensor(x, fmt, saved.x_scale, transpose=True)
             (dweight,) = ctx.weight.gradients(d8_t, x8_t)
-        return dx, dweight, *[None] * 5
+        return dx, dweight, *[None] * 5, *adapter.gradients(source)
 
 
 def norm_linear(
@@ -152,6 +168,7 @@ def norm_linear(
     bias: Weights | None,
     tp: TensorParallel,
     settings: ActivationConfig,
+    adapters: Adapters = (),
 ) -> torch.Tensor:
     """``norm(x) @ weight.T + bias`` with an FP8 product, split over ranks by output features.
 
@@ -161,6 +178,7 @@ def norm_linear(
         norm: None where the linear reads x itself.
         weight, bias: this rank's ``[n / tp, h]`` and ``[n / tp]``; or several of each, one below
             the other, whose n add up.
+        adapters: those of each weight, on one rank alone.
 
     Returns:
         ``[..., n / tp]`` of x's dtype, for the whole sequence.
@@ -169,8 +187,9 @@ def norm_linear(
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
     weights, biases = _checked(x, norm, weight, bias, tp, settings)
-    call = norm, tp, settings, None, None, False, len(weights)
-    return _NormLinear.apply(call, x, *_parameters(norm), *weights, *biases)
+    adapter = joined_adapters(x, weights, adapters, tp)
+    call = norm, tp, settings, len(weights), None, None, False
+    return _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
 
 
 def norm_qkv(
@@ -183,6 +202,7 @@ def norm_qkv(
     tp: TensorParallel,
     settings: ActivationConfig,
     residual: bool = False,
+    adapters: Adapters = (),
 ) -> tuple[torch.Tensor, ...]:
     """:func:`norm_linear` for attention: queries, keys and values, the first two with rotary
     position embedding.
@@ -199,6 +219,7 @@ def norm_qkv(
         table: from :func:`~coat_dist.flow.rope_table` for the whole sequence; None without rotary
             embedding.
         residual: also return x's alias for the residual connection.
+        adapters: those of each weight, on one rank alone.
 
     Returns:
         q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` of x's dtype, for
@@ -222,13 +243,10 @@ def norm_qkv(
     rows = x.shape[0] * (tp.size if tp.sharded else 1)
     heads.check((rows, x.shape[1], sum(w.shape[0] for w in weights)), table)
     alias = residual_alias(x, residual)
-    call = norm, tp, settings, heads, table, alias, len(weights)
-    out = _NormLinear.apply(call, x, *_parameters(norm), *weights, *biases)
+    adapter = joined_adapters(x, weights, adapters, tp)
+    call = norm, tp, settings, len(weights), heads, table, alias
+    out = _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
     return out if alias or not residual else (*out, x)
-
-
-def _parameters(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
 def _checked(
@@ -246,27 +264,20 @@ def _checked(
 
 
 class _NormLinear(Function):
-    saves = *SAVED, "w_scale", "cos", "sin"
+    saves = *SAVED_OF_PRODUCT, "cos", "sin"
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple, x, norm_weight, norm_bias, *parameters
+        ctx: Any, call: tuple, x, norm_weight, norm_bias, a, b, dropout, *parameters
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        norm, tp, settings, heads, table, alias, count = call
-        wgrad = any(_NormLinear.needs(ctx, "parameters")[:count])
-        block_input, y8 = quantized_input(x, norm, tp, settings, wgrad)
-        biases = parameters[count:]
-        ctx.weight = Weight(parameters[:count], tp, settings)
-        w8, w_scale = ctx.weight.quantized()
-        out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
-        block_input.received(y8)
-        if biases:
-            out += biases[0] if count == 1 else torch.cat(biases)
+        _, tp, _, count, heads, table, alias = call
+        adapter = LowRank(a, b, dropout)
+        out, saved = input_product(_NormLinear, ctx, call, x, adapter, parameters)
+        if len(parameters) > count:
+            out += torch.cat(parameters[count:])
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
-        saved = _NormLinear.Saved(*block_input.save(), w_scale, cos, sin)
-        ctx.save_for_backward(*saved, *parameters)
-        ctx.input, ctx.shape, ctx.heads, ctx.count = block_input.options(), x.shape, heads, count
-        ctx.interleaved = table is not None and table.interleaved
+        ctx.save_for_backward(*_NormLinear.Saved(*saved, cos, sin), *parameters)
+        ctx.heads, ctx.interleaved = heads, table is not None and table.interleaved
         ctx.set_materialize_grads(False)
         rows = x.shape[0] * tp.size if tp.sharded else x.shape[0]
         out = shaped(out, rows, *x.shape[1:-1], out.shape[1])
@@ -278,15 +289,13 @@ class _NormLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None):
         saved, parameters = _NormLinear.saved(ctx)
-        count, heads = ctx.count, ctx.heads
+        heads = ctx.heads
         outputs = 1 if heads is None else 3
         douts, residual = grads[:outputs], grads[outputs] if len(grads) > outputs else None
         if all(d is None for d in douts):  # the alias alone was used
-            return None, residual, *[None] * (2 + len(parameters))
-        block_input = restore_input(saved, ctx.input)
-        tp, settings = block_input.tp, block_input.settings
-        wanted = _NormLinear.needs(ctx, "parameters")
-        want_weights, want_biases = wanted[:count], wanted[count:]
+            return None, residual, *[None] * (5 + len(parameters))
+        product = InputProduct(_NormLinear, ctx, saved, parameters)
+        tp, settings = product.input.tp, product.input.settings
         if heads is None:
             (dout,), top = douts, None
             assert dout is not None
@@ -294,32 +303,16 @@ class _NormLinear(Function):
             table = None if saved.cos is None else RopeTable(saved.cos, saved.sin, ctx.interleaved)
             dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
         dout = dout.reshape(-1, dout.shape[-1])
-        # Other ranks' rows of y8 come while dgrad is computed, and dgrad's sum is made while wgrad
-        # is.
-        y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
+        y8_t = product.operand()
         agreed = gradient_amax(dout, tp, settings, False, top)
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=False, top=agreed)
-        dx = dnorm_weight = dnorm_bias = None
-        dweights, dbiases = [None] * count, [None] * len(want_biases)
-        if any(want_biases):
-            sums = dout.sum(0, dtype=torch.float64 if settings.tp_invariant else torch.float32)
-            dbiases = ctx.weight.bias_gradients(sums, parameters[count:], want_biases)
+        gradient = quantize_gradient(dout, tp, settings, False, agreed, product.wgrad)
+        sums = None
+        if product.bias_sum is not None:
+            sums = dout.sum(0, dtype=product.bias_sum)
+        product.adapter.receive(dout)
         del dout, douts
-        dinput = None
-        wanted = [_NormLinear.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
-        if any(wanted):
-            w8_t = ctx.weight.transposed(parameters[:count], saved.w_scale)
-            dy = summed_gemm(d8, w8_t, block_input.dtype, tp, settings)
-            del w8_t
-            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
-            del dy
-        del d8
-        if y8_t is not None:
-            dweights = ctx.weight.gradients(d8_t, y8_t.wait(), want_weights)
-        if dinput is not None:
-            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
-            dx = None if dx is None else dx.view(ctx.shape)
-        return None, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases
+        dinput, dparameters = product.gradients(gradient, y8_t, residual, sums)
+        return None, *dinput, *dparameters
 
 
 def _no_none(

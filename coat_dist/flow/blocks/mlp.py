@@ -23,12 +23,15 @@ from ...ops import (
     activation_grad_amax,
     activation_quantize,
     check_activation,
+    dequantize,
     quantize_groups,
     scale_rows_backward,
     take_rows,
 )
-from ..core.inputs import SAVED, check_normed, quantized_input, residual_alias, restore_input
-from ..core.norm import Norm
+from ..core.adapters import ADAPTER, Adapters, Factors, LowRank, joined_adapters
+from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_product
+from ..core.inputs import check_normed, residual_alias
+from ..core.norm import Norm, parameters_of
 from ..core.products import (
     Operand,
     gemm,
@@ -49,7 +52,7 @@ __all__ = ["mlp", "norm_mlp", "scale_rows"]
 
 def norm_mlp(
     x: torch.Tensor,
-    norm: Norm,
+    norm: Norm | None,
     fc1_weight: Weights,
     fc2_weight: torch.Tensor,
     activation: str,
@@ -58,6 +61,8 @@ def norm_mlp(
     fc1_bias: Weights | None = None,
     residual: bool = False,
     before_fc2: Callable[[], object] | None = None,
+    fc1_adapters: Adapters = (),
+    fc2_adapters: Adapters = (),
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """An MLP and the norm before it, with FP8 products, split over ranks by intermediate features.
 
@@ -77,6 +82,7 @@ def norm_mlp(
             :func:`~coat_dist.flow.norm_linear` does.
         before_fc2: called before fc2_weight is read, after the product with fc1_weight: what waits
             for its values.
+        fc1_adapters, fc2_adapters: those of each weight, on one rank alone.
 
     Returns:
         The shape and dtype of x; with ``residual`` also the alias.
@@ -84,11 +90,15 @@ def norm_mlp(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    check_normed(x, norm, tp)
+    if norm is not None:
+        check_normed(x, norm, tp)
     weights, biases = _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings)
     alias = residual_alias(x, residual)
-    call = norm, activation, tp, settings, before_fc2, alias, len(weights)
-    out = _MLP.apply(call, x, norm.weight, norm.bias, fc2_weight, *weights, *biases)
+    first = joined_adapters(x, weights, fc1_adapters, tp)
+    second = joined_adapters(x, (fc2_weight,), fc2_adapters, tp)
+    call = norm, tp, settings, len(weights), activation, before_fc2, alias
+    adapters = *first, *second
+    out = _MLP.apply(call, x, *parameters_of(norm), *adapters, fc2_weight, *weights, *biases)
     return out if alias or not residual else (out, x)
 
 
@@ -101,6 +111,8 @@ def mlp(
     settings: ActivationConfig,
     fc1_bias: Weights | None = None,
     before_fc2: Callable[[], object] | None = None,
+    fc1_adapters: Adapters = (),
+    fc2_adapters: Adapters = (),
 ) -> torch.Tensor:
     """:func:`norm_mlp` without the norm: for experts, whose norm comes before the router, and norms
     after the MLP.
@@ -108,9 +120,9 @@ def mlp(
     Saves x in per-tensor FP8; with per-tensor scales these are the codes that fc1 multiplied. Any
     number of tokens will do, also none.
     """
-    weights, biases = _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings)
-    call = None, activation, tp, settings, before_fc2, False, len(weights)
-    return _MLP.apply(call, x, None, None, fc2_weight, *weights, *biases)
+    adapters = fc1_adapters, fc2_adapters
+    product = fc1_weight, fc2_weight, activation, tp, settings, fc1_bias
+    return norm_mlp(x, None, *product, False, before_fc2, *adapters)  # type: ignore[return-value]
 
 
 def _checked(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, settings) -> Any:
@@ -157,33 +169,48 @@ def _activate(
 
 
 class _MLP(Function):
-    saves = *SAVED, "pre_codes", "pre_scales", "a_scale", "w1_scale", "fc2_weight", "w2_scale"
+    saves = (
+        *SAVED_OF_PRODUCT,
+        *(f"fc2_{name}" for name in ADAPTER),
+        "pre_codes",
+        "pre_scales",
+        "a_scale",
+        "fc2_weight",
+        "w2_scale",
+    )
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple, x, norm_weight, norm_bias, fc2_weight, *fc1
+        ctx: Any,
+        call: tuple,
+        x,
+        norm_weight,
+        norm_bias,
+        a,
+        b,
+        dropout,
+        fc2_a,
+        fc2_b,
+        fc2_dropout,
+        fc2_weight,
+        *parameters,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        norm, activation, tp, settings, before_fc2, alias, count = call
-        wgrad = any(_MLP.needs(ctx, "fc1")[:count])
-        block_input, y8 = quantized_input(x, norm, tp, settings, wgrad)
-        ctx.fc1 = Weight(fc1[:count], tp, settings)
+        _, tp, settings, count, activation, before_fc2, alias = call
+        adapter, fc2_adapter = LowRank(a, b, dropout), LowRank(fc2_a, fc2_b, fc2_dropout)
+        pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
-        w1, w1_scale = ctx.fc1.quantized()
-        pre = gemm(y8, w1, x.dtype, settings, fast_accum=True)
-        block_input.received(y8)
-        del y8
         bias = None
-        if len(fc1) > count:
-            bias = fc1[1] if count == 1 else torch.cat(fc1[count:])
+        if len(parameters) > count:
+            bias = torch.cat(parameters[count:])
         pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
         del pre
         if before_fc2 is not None:
             before_fc2()
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
-        saved = pre8.codes, pre8.scales, a_scale, w1_scale, fc2_weight, w2_scale
-        ctx.save_for_backward(*_MLP.Saved(*block_input.save(), *saved), *fc1)
-        ctx.input, ctx.shape, ctx.count = block_input.options(), x.shape, count
+        fc2_adapter.add(out, lambda: Factors(dequantize(a8, x.dtype)))
+        more = pre8.codes, pre8.scales, a_scale, fc2_weight, w2_scale
+        ctx.save_for_backward(*_MLP.Saved(*saved, *fc2_adapter.save(), *more), *parameters)
         ctx.activation = activation
         ctx.set_materialize_grads(False)
         out = shaped(out, *x.shape[:-1], fc2_weight.shape[0])
@@ -191,59 +218,41 @@ class _MLP(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, residual: torch.Tensor | None = None):
-        saved, fc1 = _MLP.saved(ctx)
+        saved, parameters = _MLP.saved(ctx)
         if dout is None:  # the alias alone was used
-            return None, residual, *[None] * (3 + len(fc1))
-        count, activation = ctx.count, ctx.activation
-        block_input = restore_input(saved, ctx.input)
-        tp, settings, dtype = block_input.tp, block_input.settings, block_input.dtype
+            return None, residual, *[None] * (9 + len(parameters))
+        activation, fc1 = ctx.activation, InputProduct(_MLP, ctx, saved, parameters)
+        tp, settings, dtype = fc1.input.tp, fc1.input.settings, fc1.input.dtype
         fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
         pre8 = QuantizedTensor(saved.pre_codes, saved.pre_scales, "group", settings.group_size)
-        wanted = _MLP.needs(ctx, "fc1")
-        want_weights, want_biases = wanted[:count], wanted[count:]
-        dx = dnorm_weight = dnorm_bias = dfc2 = None
-        dfc1, dfc1_biases = [None] * count, [None] * len(want_biases)
+        fc2_wgrad, fc2_adapter = _MLP.needs(ctx, "fc2_weight"), LowRank.restored(saved, "fc2_")
+        dfc2 = None
 
         dout = dout.reshape(-1, saved.fc2_weight.shape[0])
+        fc2_adapter.receive(dout)
         agreed = gradient_amax(dout, tp, settings, gather=True)
         # While ranks agree on the scale.
         w2_t = ctx.fc2.transposed((saved.fc2_weight,), saved.w2_scale)
-        d8, d8_t = quantize_gradient(dout, tp, settings, gather=True, top=agreed)
-        da = gemm(d8, w2_t, dtype, settings)
+        d8, d8_t = quantize_gradient(dout, tp, settings, True, agreed, fc2_wgrad)
+        da = fc2_adapter.add_gradient(gemm(d8, w2_t, dtype, settings))
         del w2_t, d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)
         d_scale = shared_scale(top, grad_fmt, tp, settings.tp_invariant, aligned=False)
-        bias_sum = None
-        if any(want_biases):
-            bias_sum = torch.float64 if settings.tp_invariant else torch.float32
-        inner = activation_backward(
-            da, pre8, activation, grad_fmt, d_scale, fmt, saved.a_scale, bias_sum
+        inner: Any = activation_backward(
+            da, pre8, activation, grad_fmt, d_scale, fmt, saved.a_scale, fc1.bias_sum
         )
         del da
-        if inner.dbias is not None:
-            dfc1_biases = ctx.fc1.bias_gradients(inner.dbias, fc1[count:], want_biases)
-        # Other ranks' rows of y8 come while products are computed, and dgrad's sum is made while
-        # wgrad is.
-        y8_t = block_input.y8(block_input.x8, transpose=True) if any(want_weights) else None
-        if _MLP.needs(ctx, "fc2_weight"):
+        sums = inner.dbias
+        y8_t = fc1.operand()
+        if fc2_wgrad:
             (dfc2,) = ctx.fc2.gradients(d8_t, inner.a8_t)
-        d8, d8_t = inner.d8, inner.d8_t
-        del inner
-        dinput = None
-        wanted = [_MLP.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
-        if any(wanted):
-            w1_t = ctx.fc1.transposed(fc1[:count], saved.w1_scale)
-            dy = summed_gemm(d8, w1_t, dtype, tp, settings)
-            del w1_t
-            dinput = dy.then(lambda dy: block_input.backward(dy, wanted, residual)).settled()
-            del dy
-        del d8
-        if y8_t is not None:
-            dfc1 = ctx.fc1.gradients(d8_t, y8_t.wait(), want_weights)
-        if dinput is not None:
-            dx, (dnorm_weight, dnorm_bias) = dinput.wait()
-            dx = None if dx is None else dx.view(ctx.shape)
-        return None, dx, dnorm_weight, dnorm_bias, dfc2, *dfc1, *dfc1_biases
+        dfc2_adapter = fc2_adapter.gradients(lambda: Factors(dequantize(inner.a8_t, dtype).t()))
+        gradient, inner = [inner.d8, inner.d8_t], None
+        del d8_t
+        if fc1.adapter.a is not None:
+            fc1.adapter.receive(dequantize(gradient[0], dtype))
+        dinput, dfc1 = fc1.gradients(gradient, y8_t, residual, sums)
+        return None, *dinput, *dfc2_adapter, dfc2, *dfc1
 
 
 def scale_rows(y: torch.Tensor, factor: torch.Tensor, settings: ActivationConfig) -> torch.Tensor:

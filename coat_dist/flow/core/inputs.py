@@ -5,7 +5,7 @@ tokens come from the router, or a block with the norm behind it. Both have the s
 ``forward`` makes the FP8 tensor that the linear reads, called y8; ``save`` gives the tensors that
 backward needs, in the order of :data:`SAVED`, and ``options`` the rest; ``y8(x8, transpose=True)``
 makes wgrad's operand again; ``backward`` turns the gradient of the linear's input into that of x.
-:func:`quantized_input` and :func:`restore_input` choose.
+:mod:`.input_product` chooses.
 
 **With a norm** the linear reads y = norm(x). Backward needs y8 again for wgrad, and x for the
 gradient of the norm. Both come from what is saved: x in per-group FP8 (x8; of LayerNorm x less its
@@ -20,7 +20,7 @@ byte an element: in both forward modes backward rounds them again, to one scale.
 one tensor share its codes (:func:`row_codes`): queries, keys and values, a router's experts and the
 shared one. In backward they share wgrad's operand as well, from the first that asks for it to the
 last. Where sequence-parallel ranks gather x, or scales are per tensor, x is saved with one scale,
-and nothing is shared. Where every weight is frozen, nothing is saved of x.
+and nothing is shared. Where every weight is frozen and none has an adapter, nothing is saved of x.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from ...ops import (
 from ...ops import transpose as transposed
 from ..parallel.overlap import Rows
 from ..parallel.tensor_parallel import Pending, TensorParallel
+from .adapters import Factors
 from .norm import Norm, ParameterGrads, finish_grads
 from .products import (
     gather_operand,
@@ -65,9 +66,7 @@ __all__ = [
     "PlainInput",
     "Readers",
     "check_normed",
-    "quantized_input",
     "residual_alias",
-    "restore_input",
     "row_codes",
 ]
 
@@ -189,6 +188,18 @@ class NormedInput:
         )
         return dx if wanted[0] else None, grads
 
+    def factors(self, x: torch.Tensor | None = None) -> Factors:
+        """y, the linear's input, for an adapter; in forward from x.
+
+        Raises:
+            ValueError: not an RMSNorm.
+        """
+        if self.kind != "rmsnorm":
+            raise ValueError(f"adapters: got a {self.kind} before them, accepted: an rmsnorm")
+        if x is None or self.settings.forward != "exact":
+            x = dequantize(self.x8, self.dtype)
+        return Factors(x, self.stats.rstd, self.weight)
+
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """Tensors for ``save_for_backward``, parameters included. x8 needs no mean."""
         return (
@@ -212,7 +223,7 @@ class Readers:
 
     def __init__(self) -> None:
         self.waiting = 0
-        """Functions that have not yet asked for wgrad's operand."""
+        """Functions that have not yet asked for wgrad's operand, and may do so."""
         self.operand: QuantizedTensor | None = None
 
 
@@ -272,12 +283,16 @@ class PlainInput:
     dtype: torch.dtype
     """Of x: what it is gathered in where FP8 gathers are off."""
     readers: Readers | None
-    wgrad: bool
-    """Whether backward will ask for wgrad's operand."""
+    kept: bool
+    """Whether backward will ask for x."""
 
     @classmethod
     def forward(
-        cls, x: torch.Tensor, tp: TensorParallel, settings: ActivationConfig, wgrad: bool
+        cls,
+        x: torch.Tensor,
+        tp: TensorParallel,
+        settings: ActivationConfig,
+        kept: bool,
     ) -> tuple[PlainInput, QuantizedTensor]:
         """From x ``[..., h]``: what to save, and the linear's input ``[all rows, h]``, gathered
         if they are split.
@@ -286,11 +301,11 @@ class PlainInput:
         if settings.forward_scales == "row" and not tp.sharded:
             y8, readers = row_codes(x, settings)
             if readers is not None:
-                readers.waiting += wgrad
+                readers.waiting += kept
             y8, scale = row_operand(y8, tp, settings)
-            return cls(y8, scale, tp, settings, x.dtype, readers, wgrad), y8
+            return cls(y8, scale, tp, settings, x.dtype, readers, kept), y8
         x = x.reshape(-1, x.shape[-1])
-        rest = tp, settings, x.dtype, None, wgrad
+        rest = tp, settings, x.dtype, None, kept
         if settings.forward_scales != "row":
             scale = shared_scale(amax(x), fmt, tp, tp.sharded)
             this = cls(quantize_tensor(x, fmt, scale), scale, *rest)
@@ -338,15 +353,19 @@ class PlainInput:
         assert residual is None
         return dy if wanted[0] else None, ParameterGrads(None, None)
 
+    def factors(self, x: torch.Tensor | None = None) -> Factors:
+        """As :meth:`NormedInput.factors`."""
+        return Factors(dequantize(self.x8, self.dtype) if x is None else x)
+
     def save(self) -> tuple[torch.Tensor | None, ...]:
         """As :meth:`NormedInput.save`."""
-        if not self.wgrad:
+        if not self.kept:
             return None, None, None, self.scale, None, None
         return self.x8.codes, self.x8.scales, None, self.scale, None, None
 
     def options(self) -> tuple[Any, ...]:
         """Everything but tensors, for the autograd context."""
-        return self.tp.for_backward, self.settings, self.dtype, self.readers, self.wgrad
+        return self.tp.for_backward, self.settings, self.dtype, self.readers, self.kept
 
 
 def _gathered(
@@ -371,40 +390,6 @@ def _gathered_values(
     """The same of rows that travel as they are, and are quantized when they have come."""
     fmt = FORMATS[settings.format]
     return tp.start_gather(values).then(lambda t: quantize_tensor(t[0], fmt, scale, transpose))
-
-
-def quantized_input(
-    x: torch.Tensor,
-    norm: Norm | None,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-    wgrad: bool = True,
-) -> tuple[NormedInput | PlainInput, QuantizedTensor | Rows]:
-    """From x ``[..., h]``, with the norm or without: what backward needs, and the FP8 tensor
-    ``[all rows, h]`` that the linear reads. ``wgrad``: backward will ask for wgrad's operand.
-    """
-    if norm is None:
-        return PlainInput.forward(x, tp, settings, wgrad)
-    return NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
-
-
-def restore_input(saved: Any, options: tuple[Any, ...]) -> NormedInput | PlainInput:
-    """In backward: the object whose ``save()`` and ``options()`` forward kept."""
-    tp, settings, *_ = options
-    if saved.rstd is None:
-        layout = "tensor"
-        if settings.forward_scales == "row" and not tp.sharded:
-            layout = "row"
-        x8 = QuantizedTensor(saved.x_codes, saved.x_scales, layout)
-        return PlainInput(x8, saved.y_scale, *options)
-    return NormedInput(
-        QuantizedTensor(saved.x_codes, saved.x_scales, "group", settings.group_size),
-        NormStats(saved.rstd, None),
-        saved.y_scale,
-        saved.norm_weight,
-        saved.norm_bias,
-        *options,
-    )
 
 
 def check_normed(x: torch.Tensor, norm: Norm, tp: TensorParallel) -> None:

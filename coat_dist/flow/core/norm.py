@@ -14,7 +14,7 @@ from ...ops import NormStats, norm_backward, norm_forward
 from ..function import Function, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = ["Norm", "ParameterGrads", "finish_grads", "norm"]
+__all__ = ["Norm", "ParameterGrads", "finish_grads", "norm", "parameters_of"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Norm:
         for name, t in (("weight", self.weight), ("bias", self.bias)):
             if t is not None and t.shape != (hidden,):
                 raise ValueError(f"norm.{name}: got shape {list(t.shape)}, accepted: [{hidden}]")
+
+
+def parameters_of(norm: Norm | None) -> tuple[Any, Any]:
+    """Weight and bias; None of no norm."""
+    return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
 class ParameterGrads(NamedTuple):

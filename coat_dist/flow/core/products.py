@@ -28,7 +28,7 @@ of rows of which each rank holds a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -223,9 +223,10 @@ def quantize_gradient(
     settings: ActivationConfig,
     gather: bool,
     top: Pending[torch.Tensor],
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+    wgrad: bool,
+) -> list[Any]:
     """The gradient of a product's output, quantized once: ``[rows, n]`` for dgrad and ``[n, rows]``
-    for wgrad.
+    for ``wgrad``, else None.
 
     Args:
         dy: ``[rows, n]``; with sequence parallelism and ``gather``, this rank's rows only.
@@ -240,8 +241,12 @@ def quantize_gradient(
         rows = QuantizedTensor(
             tp.gather_rows(quantize_tensor(dy, fmt, scale).codes), scale, "tensor"
         )
-        return rows, transpose(rows)
-    return quantize_both(tp.gather_rows(dy) if gather else dy, fmt, scale)
+        return [rows, transpose(rows) if wgrad else None]
+    if gather:
+        dy = tp.gather_rows(dy)
+    if wgrad:
+        return list(quantize_both(dy, fmt, scale))
+    return [quantize_tensor(dy, fmt, scale), None]
 
 
 def gemm(

@@ -27,7 +27,13 @@ def products(monkeypatch):
 
         return product
 
-    for name in ("blocks.linear", "blocks.mlp", "core.weights", "core.main_grad"):
+    for name in (
+        "blocks.linear",
+        "blocks.mlp",
+        "core.input_product",
+        "core.weights",
+        "core.main_grad",
+    ):
         module = importlib.import_module(f"coat_dist.flow.{name}")
         for function in {"gemm", "summed_gemm"} & vars(module).keys():
             monkeypatch.setattr(module, function, noted(getattr(module, function)))

@@ -2,12 +2,11 @@
 not notice them.
 """
 
-import sys
-
 import pytest
 import torch
 
-from coat_dist.flow import Norm, linear, mlp, norm_linear
+from coat_dist.flow import Norm, linear, norm_linear
+from coat_dist.flow.core import input_product
 from coat_dist.flow.core.products import row_operand, saved_format, share_rows
 from coat_dist.flow.parallel.overlap import rows_of
 from coat_dist.formats import E4M3, FORMATS, QuantizedTensor
@@ -127,8 +126,7 @@ def test_linear_with_row_scales_has_gradients_of_per_tensor_scales(
 def test_mlp_with_row_scales_has_gradients_of_per_tensor_scales(
     monkeypatch, forward, activation, normed
 ):
-    module = sys.modules[mlp.__module__]
-    original, held = module.gemm, []
+    original, held = input_product.gemm, []
 
     def gemm(*args, **kwargs):
         """The first product, fc1's, has the same result in both runs."""
@@ -136,7 +134,7 @@ def test_mlp_with_row_scales_has_gradients_of_per_tensor_scales(
         held.append(out.clone())
         return held[0] if kwargs.get("fast_accum") else out
 
-    monkeypatch.setattr(module, "gemm", gemm)
+    monkeypatch.setattr(input_product, "gemm", gemm)
     layer = uneven(Layer.random(activation=activation, biased=True, f=80, dtype=torch.bfloat16))
     x = tokens(33, 64, dtype=torch.bfloat16).requires_grad_()
     leaves = [x, layer.fc1, layer.fc1_bias, layer.fc2, *([layer.norm_weight] if normed else [])]

@@ -22,6 +22,8 @@ CASES = {
     "llama, checkpointed": (LET_GO, {}),
     "olmo2, checkpointed": (AHEAD, {}),
     "olmo2, with adapters": (LET_GO, {}),
+    "llama, with adapters": (LET_GO, {}),
+    "smollm3, with adapters": (LET_GO, {}),
     "llama, with adapters that read weights": (KEPT, {}),
 }
 

@@ -24,6 +24,16 @@ def config(stage, **changes):
     return given
 
 
+def built(name):
+    family, *with_adapters = name.split(", ")
+    model = tiny(family, torch.bfloat16, pad_token_id=None)
+    if with_adapters:
+        from .test_adapters import adapted
+
+        model = adapted(model).to(torch.bfloat16)
+    return model
+
+
 def run(call, weights, rank):
     """Losses of four steps, and what the first made of the weights."""
     losses = [call(tokens(seed=rank))]
@@ -37,7 +47,7 @@ def under_zero(rank, world, name, stage, built_in_shards):
     given = config(stage)
     of_zero = {k: v for k, v in given.items() if k != "coat"}
     with deepspeed.zero.Init(config_dict_or_path=of_zero) if built_in_shards else nullcontext():
-        model = tiny(name, torch.bfloat16, pad_token_id=None)
+        model = built(name)
     # Weights are drawn otherwise there, and DeepSpeed rounds rotary frequencies to BF16.
     if built_in_shards:
         whole = tiny(name, torch.bfloat16, pad_token_id=None)
@@ -70,7 +80,7 @@ def under_zero(rank, world, name, stage, built_in_shards):
     with torch.no_grad():
         logits = engine(input_ids=tokens()).logits
         if rank == 0:  # what is saved is the model that was evaluated
-            saved = tiny(name, torch.bfloat16, pad_token_id=None, seed=1)
+            saved = built(name)
             saved.load_state_dict(state)
             assert torch.equal(saved.eval()(tokens()).logits, logits)
     return losses, first, shapes
@@ -79,14 +89,14 @@ def under_zero(rank, world, name, stage, built_in_shards):
 def under_torch(rank, world, name, how):
     import coat_dist
 
-    model = tiny(name, torch.bfloat16, pad_token_id=None)
+    model = built(name)
     inner, _ = model, patch_model(model, {"coat": BLOCK})
     if how == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     else:
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.model.layers:
+        for layer in next(m.layers for m in model.modules() if hasattr(m, "layers")):
             fully_shard(layer)
         fully_shard(model)
     optimizer = coat_dist.CoatAdamW(
@@ -110,10 +120,11 @@ def under_torch(rank, world, name, how):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "llama, adapters"])
 def test_training_under_zero_ddp_and_fsdp2(name):
     runs = {f"zero-{stage}": run_ranks(2, under_zero, name, stage, False) for stage in (1, 2, 3)}
-    runs["zero-3 in shards"] = run_ranks(2, under_zero, name, 3, True)
+    if "adapters" not in name:
+        runs["zero-3 in shards"] = run_ranks(2, under_zero, name, 3, True)
     runs |= {how: run_ranks(2, under_torch, name, how) for how in ("ddp", "fsdp2")}
     for how, found in runs.items():
         for (losses, first, *rest), (wanted, weights, *_) in zip(

@@ -30,7 +30,8 @@ def check_tensors_and_groups(*shape):
                 agree("quantize_groups", x, saved, size, kind)
             scale = tensor_scale(top, fmt)
             for turned in (False, True):
-                agree("quantize_tensor", x, fmt, scale, turned)
+                _, q = agree("quantize_tensor", x, fmt, scale, turned)
+                agree("dequantize", q)
             _, (q, _) = agree("quantize_both", x, fmt, scale)
             if x.dim() == 2:
                 same(pair("transpose")[0](q).codes, q.codes.t())
