@@ -473,6 +473,12 @@ ROWS = (
         "flow3",
     ),
     Row(
+        "coat.activation.frozen_weights",
+        ("bf16",),
+        f'"bf16" with {ZERO}.stage 3, which divides BF16 weights and no codes over ranks',
+        "flow3",
+    ),
+    Row(
         "coat.activation.wgrad",
         ("grad",),
         '"grad" under DeepSpeed, whose parameters have no main_grad',

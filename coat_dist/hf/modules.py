@@ -25,7 +25,7 @@ from torch import nn
 from .. import flow
 from ..config import ActivationConfig
 from ..patching.classes import Patched
-from ..patching.reasons import has_plain_weight, named_class, original_class, own_code
+from ..patching.reasons import PLAIN, has_plain_weight, named_class, original_class, own_code
 from ..patching.report import PatchReport
 
 __all__ = [
@@ -179,10 +179,7 @@ class Block(ModePatched):
             if (
                 modules.get(name) is not module
                 or getattr(type(module), "coat_original", type(module)) is not cls
-                or (
-                    cls is nn.Linear
-                    and type(given["_parameters"].get("weight")) is not nn.Parameter
-                )
+                or (cls is nn.Linear and type(given["_parameters"].get("weight")) not in PLAIN)
                 or "forward" in given
                 or given["_forward_hooks"]
                 or given["_forward_pre_hooks"]

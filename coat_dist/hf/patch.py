@@ -15,10 +15,11 @@ from torch import nn
 
 from ..config import ActivationConfig, CoatConfigError
 from ..extras import need
+from ..flow.core.frozen import FrozenWeight
 from ..patching.changes import unpatch_model
 from ..patching.plan import Plan
 from ..patching.reasons import has_plain_weight, module_of, named_class, own_code
-from ..patching.report import PatchReport, check_unpatched
+from ..patching.report import PatchReport, check_unpatched, condensed
 from ..patching.settings import (
     REFUSED,
     Config,
@@ -31,7 +32,7 @@ from ..patching.settings import (
 from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
 from .layer import AttentionKind, DecoderLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
-from .modules import Part, Stack, UnfusedNorm, why_parts_act
+from .modules import Part, PartProjection, Stack, UnfusedNorm, why_parts_act
 from .recognize import is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
@@ -70,7 +71,8 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
 
     Raises:
         CoatConfigError: ``config`` has no block; an option that needs Megatron; nothing could be
-            patched (lists why); ``bf16_layers`` out of range; a model that is patched already.
+            patched (lists why); ``bf16_layers`` out of range; a model that is patched already;
+            ``frozen_weights`` where none is.
     """
     need("transformers", "hf", "coat_dist.patch_model")
     if not isinstance(config, ActivationConfig):
@@ -104,6 +106,8 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     _plan_loss(plan, model)
     check_honoured(_not_in_this(plan), config)
     plan.apply(model)
+    if config.frozen_weights == "fp8":
+        _freeze(plan)
     return plan.report
 
 
@@ -198,6 +202,33 @@ def _plan_loss(plan: Plan, model: nn.Module) -> None:
             plan.swap(module, ChunkedLM, Part(settings, label, plan.report))
 
 
+def _frozen_weights(plan: Plan) -> list[Any]:
+    """Weights of linears in the flow that do not train."""
+    weights = []
+    for entry in plan.entries:
+        for module, _, value in entry.changes:
+            if isinstance(value, type) and issubclass(value, PartProjection):
+                weight = module.weight
+                if not (weight.requires_grad or hasattr(weight, "ds_id")):
+                    weights.append(weight)
+    return weights
+
+
+def _freeze(plan: Plan) -> None:
+    """Quantize frozen weights one after the other, each where it lies."""
+    weights = _frozen_weights(plan)
+    for weight in weights:
+        if not isinstance(weight, FrozenWeight):  # else it is shared
+            FrozenWeight.freeze(weight, plan.settings.format)
+    left = []
+    for entry in plan.entries:
+        for name, p in entry.module.named_parameters(prefix=entry.name):
+            if not (p.requires_grad or isinstance(p, FrozenWeight)) and p.dim() > 1:
+                left.append(name)
+    others = f"; BF16 stay: {', '.join(condensed(left))}" if left else ""
+    plan.report.note(f"{len(weights)} frozen weights are kept as FP8 codes alone{others}")
+
+
 def _unknown_forward(model: nn.Module) -> str:
     """Why a model with an unknown forward keeps its own loss."""
     package = module_of(model.forward).partition(".")[0]
@@ -207,6 +238,8 @@ def _unknown_forward(model: nn.Module) -> str:
 def _not_in_this(plan: Plan) -> Rows:
     """What this model cannot honour."""
     rows: dict[str, tuple[tuple, str]] = {}
+    if not _frozen_weights(plan):
+        rows["frozen_weights"] = (("bf16",), "no weight of a linear in the flow is frozen")
     losses = plan.report.loss
     plain = [f"{name}: {how}" for name, how in losses.items() if how.startswith("plain")]
     if plain or not losses:
