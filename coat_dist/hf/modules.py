@@ -24,6 +24,7 @@ from torch import nn
 
 from .. import flow
 from ..config import ActivationConfig
+from ..flow.core.frozen import FrozenWeight, replace
 from ..patching.classes import Patched
 from ..patching.reasons import PLAIN, has_plain_weight, named_class, original_class, own_code
 from ..patching.report import PatchReport
@@ -258,6 +259,19 @@ class PartProjection(ModePatched):
     """A linear in FP8 by itself. Linears whose weights a fused block reads are such ones for the
     calls in which the block runs its own code.
     """
+
+    def _apply(self: Any, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
+        """torch's ``_apply``, by which modules are moved; it cannot replace a frozen weight."""
+        weight = self._parameters["weight"]
+        if not isinstance(weight, FrozenWeight):
+            return super()._apply(fn, recurse)
+        if (moved := fn(weight)) is not weight:
+            replace(weight, nn.Parameter(moved, requires_grad=False))
+        self._parameters["weight"] = None
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._parameters["weight"] = weight
 
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and has_plain_weight(self)

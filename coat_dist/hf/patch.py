@@ -15,7 +15,7 @@ from torch import nn
 
 from ..config import ActivationConfig, CoatConfigError
 from ..extras import need
-from ..flow.core.frozen import FrozenWeight
+from ..flow.core.frozen import FrozenWeight, replace
 from ..patching.changes import unpatch_model
 from ..patching.plan import Plan
 from ..patching.reasons import has_plain_weight, module_of, named_class, own_code
@@ -219,7 +219,7 @@ def _freeze(plan: Plan) -> None:
     weights = _frozen_weights(plan)
     for weight in weights:
         if not isinstance(weight, FrozenWeight):  # else it is shared
-            FrozenWeight.freeze(weight, plan.settings.format)
+            replace(weight, nn.Parameter(FrozenWeight.of(weight, plan.settings.format), False))
     left = []
     for entry in plan.entries:
         for name, p in entry.module.named_parameters(prefix=entry.name):

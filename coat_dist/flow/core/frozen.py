@@ -17,6 +17,7 @@ its dtype in name. It holds codes and row scales, as forward multiplies them
 from __future__ import annotations
 
 import functools
+import hashlib
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from ...config import CoatConfigError
 from ...formats import FORMATS, QuantizedTensor
 from ...ops import dequantize, quantize_rows
 
-__all__ = ["FrozenWeight", "codes_of"]
+__all__ = ["FrozenWeight", "codes_of", "digest_of", "replace"]
 
 aten = torch.ops.aten
 _MOVES = {
@@ -92,15 +93,11 @@ class FrozenWeight(torch.Tensor):
         quantize_rows(values.detach().contiguous(), FORMATS[format], True, q8)
         return weight
 
-    @classmethod
-    def freeze(cls, parameter: torch.nn.Parameter, format: str) -> None:
-        """Let a parameter, which whoever holds it goes on holding, be codes."""
-        frozen = torch.nn.Parameter(cls.of(parameter, format), requires_grad=False)
-        torch.utils.swap_tensors(parameter, frozen)
-
     def thaw(self) -> None:
-        """Let a frozen weight be a parameter with its values again."""
-        torch.utils.swap_tensors(self, torch.nn.Parameter(self.decoded(), requires_grad=False))
+        """Be a parameter with these values again."""
+        values = torch.nn.Parameter(self.decoded(), requires_grad=False)
+        del self.packed, self.format, self.checksum
+        replace(self, values)
 
     @property
     def q8(self) -> Any:
@@ -211,8 +208,13 @@ class FrozenWeight(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.packed.untyped_storage()
 
-    def data_ptr(self) -> NoReturn:
-        _refuse("what reads a frozen weight's memory", _RECIPE)
+    def data_ptr(self) -> int:
+        """Tells apart weights, in DeepSpeed and others."""
+        return self.packed.data_ptr()
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        """False: safetensors reads the memory of contiguous tensors, and refuses others."""
+        return False
 
 
 def _refuse(what: str, accepted: str) -> NoReturn:
@@ -232,6 +234,28 @@ torch.serialization.add_safe_globals([_without_codes])
 @functools.cache
 def _say_once(text: str) -> None:
     warnings.warn(f"coat_dist: {text}", stacklevel=3)
+
+
+def replace(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a parameter, which its holders go on holding, be ``other``, which nobody else holds.
+
+    ``torch.utils.swap_tensors`` refuses parameters with weak references, and DeepSpeed has one to
+    each.
+    """
+    parameter.__class__ = type(other)
+    vars(parameter).update(vars(other))
+    torch._C._swap_tensor_impl(parameter, other)
+
+
+def digest_of(model: torch.nn.Module) -> str | None:
+    """A checksum of all frozen weights of a model, their names and shapes; None where there are
+    none.
+    """
+    lines = []
+    for name, p in model.named_parameters():
+        if isinstance(p, FrozenWeight):
+            lines.append(f"{name} {list(p.shape)} {p.digest()}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else None
 
 
 def codes_of(weight: torch.Tensor) -> Any:
