@@ -6,8 +6,8 @@ its dtype in name. It holds codes and row scales, as forward multiplies them
 
 * Moves and copies (``.to``, ``clone``, ``deepcopy``, ``to_empty``) move codes. Another dtype
   changes the dtype that the weight reads back as.
-* ``copy_``, and so ``load_state_dict``, quantizes what it is given. Decoded values have the same
-  codes again, to the last value. Every other change in place is refused.
+* ``copy_``, and so ``load_state_dict``, quantizes what it is given. Every other change in place is
+  refused.
 * Every other operation decodes the weight for as long as it runs. So evaluation and generation
   read the codes, and ``save_pretrained`` writes decoded values.
 * A pickle, and so every checkpoint of ``torch.save``, holds a checksum in place of the codes.
@@ -83,14 +83,21 @@ class FrozenWeight(torch.Tensor):
     @classmethod
     @torch.no_grad()
     def of(cls, values: torch.Tensor, format: str) -> FrozenWeight:
-        """Values ``[out, in]``, quantized."""
+        """Values ``[out, in]``, quantized.
+
+        Twice: a row whose largest value was rounded down to half of the format's largest gets a
+        smaller scale then, with the same values. So decoded values have the same codes again, and
+        the same checksum, wherever they were loaded from.
+        """
         rows, columns = values.shape
+        fmt = FORMATS[format]
         size = rows * columns + 4 * rows + 4
         packed = torch.empty(size, dtype=torch.uint8, device=values.device)
         weight = cls(packed, format, values.shape, values.dtype)
         q8 = weight.q8
         q8.top.zero_()
-        quantize_rows(values.detach().contiguous(), FORMATS[format], True, q8)
+        once = quantize_rows(values.detach(), fmt, aligned=True)
+        quantize_rows(dequantize(once, values.dtype), fmt, True, q8)
         return weight
 
     def thaw(self) -> None:
@@ -102,6 +109,8 @@ class FrozenWeight(torch.Tensor):
     @property
     def q8(self) -> Any:
         """The codes, and their scales of rows."""
+        if self.checksum is not None:
+            _refuse("a pickle, which has a checksum of weights and no weights", _RECIPE)
         rows, columns = self.shape
         parts = self.packed.split([rows * columns, 4 * rows, 4])
         codes = parts[0].view(FORMATS[self.format].dtype).view(rows, columns)
@@ -110,8 +119,6 @@ class FrozenWeight(torch.Tensor):
 
     def decoded(self) -> torch.Tensor:
         """The values, in a new tensor."""
-        if self.checksum is not None:
-            _refuse("a pickle, which has a checksum of weights and no weights", _RECIPE)
         return dequantize(self.q8, self.dtype)
 
     def digest(self) -> int:
@@ -141,8 +148,6 @@ class FrozenWeight(torch.Tensor):
                 return first.packed
             if func._schema.is_mutable:
                 _refuse(f"{func._schema.name.removeprefix('aten::')} on a frozen weight", _RECIPE)
-            if func is aten.split.Tensor:
-                _refuse("FSDP2, which would shard BF16 values", '"bf16"')
         _say_once(
             "code outside of the FP8 flow (evaluation, generation, DoRA) reads frozen weights as "
             "their FP8 codes have them; each is decoded while it is read"
@@ -205,16 +210,31 @@ class FrozenWeight(torch.Tensor):
         _say_once("frozen weights are saved with the values of their FP8 codes")
         return self.decoded()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.packed.untyped_storage()
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        """Refuses FSDP2, and safetensors for what it did not copy: both ask it, without arguments,
+        before they read memory.
+        """
+        if not (args or kwargs):
+            _refuse(
+                "code that reads the memory of weights", '"bf16" with FSDP2; weight.contiguous()'
+            )
+        return super().is_contiguous(*args, **kwargs)
 
     def data_ptr(self) -> int:
-        """Tells apart weights, in DeepSpeed and others."""
+        """Tells weights apart, for DeepSpeed and others."""
         return self.packed.data_ptr()
 
-    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """False: safetensors reads the memory of contiguous tensors, and refuses others."""
-        return False
+    def storage(self) -> Any:
+        """What accelerate and safetensors ask where ``untyped_storage`` has no address."""
+        return _Storage(self)
+
+
+class _Storage:
+    """Identity of a weight, for those who look for tensors that share memory."""
+
+    def __init__(self, weight: FrozenWeight) -> None:
+        self.data_ptr = weight.data_ptr
+        self.size = weight.numel
 
 
 def _refuse(what: str, accepted: str) -> NoReturn:
