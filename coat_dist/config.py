@@ -167,6 +167,10 @@ class ActivationConfig(_Block):
     """Train patched layers as CUDA graphs: for small ones with few tokens, which the host starts
     too slowly.
     """
+    compile: bool = False
+    """Let torch.compile fuse what a transformers layer computes around its blocks in FP8, each
+    layer by itself. Layers that run in one piece, such as Llama's, stay as they are.
+    """
     attention: Literal["bf16", "fp8"] = "bf16"
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward
     computes from that.

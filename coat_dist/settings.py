@@ -479,6 +479,12 @@ ROWS = (
         "flow3",
     ),
     Row(
+        "coat.activation.compile",
+        OFF,
+        f"false with {ZERO}.stage 3, whose hooks on every module break the compiler's graphs",
+        "flow3",
+    ),
+    Row(
         "coat.activation.wgrad",
         ("grad",),
         '"grad" under DeepSpeed, whose parameters have no main_grad',

@@ -16,13 +16,13 @@ from torch import nn
 from ..patching.classes import Patched
 from ..patching.plan import Entry, Recognizer
 from ..patching.reasons import has_plain_weight, named_class, own_code, own_forward, why_not_fp8
+from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
 from .recognize import attention_kind, mlp_kind
 
 __all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of"]
 
-QKV = "q_proj", "k_proj", "v_proj"
 SMALLEST = 256
 """Linears with fewer inputs or outputs stay BF16: routers, gates and adapters, whose products take
 less time than quantizing their input.
@@ -93,9 +93,10 @@ def _fused_attention(entry: Entry) -> bool:
     kind = attention_kind(attention)
     if kind is None:
         return False
-    entry.why = _why_not_linears(attention, *QKV, "o_proj")
+    linears = *kind.projections, "o_proj"
+    entry.why = _why_not_linears(attention, *linears)
     if entry.why is None:
-        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *QKV, "o_proj")
+        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *linears)
     return entry.why is None
 
 
@@ -135,7 +136,14 @@ def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type
 def _experts(entry: Entry) -> bool:
     if not entry.name.endswith("experts"):
         return False
-    entry.why = "experts that are not known"
+    experts = experts_in(entry.module)
+    kind = experts_kind(experts)
+    if kind is None:
+        entry.why = "experts that are not known"
+    else:
+        entry.why = why_not_experts(experts, kind)
+    if entry.why is None:
+        entry.swap(experts, Experts, Part(entry.settings, entry.name, entry.report, kind))
     return True
 
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from .. import flow
 from ..flow.function import once_per_tensor
-from .modules import CACHES, ONE, Block, bias_of, fits, norm_of
-from .recognize import Attention
+from .modules import CACHES, ONE, Block, bias_of, fits, inlined, norm_of, opaque
+from .recognize import Attention, rotates_as_flow
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
 
@@ -31,6 +31,14 @@ def _table(cos: torch.Tensor, sin: torch.Tensor) -> flow.RopeTable:
     """From ``[1 or b, s, rot]`` of any floating dtype; all layers of a pass share one."""
     cosines, sines = (t.detach().float().transpose(0, 1).contiguous() for t in (cos, sin))
     return flow.RopeTable(cosines, sines)
+
+
+@functools.cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's own forward, compiled for all layers of its class and for all lengths. Inside of
+    the module's hooks, and of a checkpoint, which torch does not trace where graphs break in it.
+    """
+    return torch.compile(forward, dynamic=True)
 
 
 class Sides(NamedTuple):
@@ -61,36 +69,56 @@ class DecoderLayer(Block):
     each of them.
     """
 
+    @inlined
     def coat_forward(
         self: Any, plain: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        first, second = self.coat_sides(hidden_states) if self.coat.kind else (False, False)
+        if not (first and second):
+            if torch.compiler.is_compiling():
+                first = second = False
+            elif self.coat.settings.compile:
+                return _compiled(plain)(self, hidden_states, *args, **kwargs)
+        if first or second:
+            return self.coat_fused(first, second, hidden_states, args, kwargs)
+        return plain(self, hidden_states, *args, **kwargs)
+
+    @opaque
+    def coat_sides(self: Any, x: Any) -> tuple[bool, bool]:
+        """Which of the two blocks takes its norm along now."""
+        if not (fits(x) and self.coat_ready()):
+            return False, False
         sides = self.coat.kind
-        if sides is None or not (fits(hidden_states) and self.coat_ready()):
-            return plain(self, hidden_states, *args, **kwargs)
-        attention, mlp = self.self_attn, self.mlp
-        first = sides.attention and _takes_norm(attention)
-        second = sides.mlp and _takes_norm(mlp)
-        if not (first or second):
-            return plain(self, hidden_states, *args, **kwargs)
+        return (
+            sides.attention and _takes_norm(self.self_attn),
+            sides.mlp and _takes_norm(self.mlp),
+        )
+
+    @opaque
+    def coat_fused(
+        self: Any, first: bool, second: bool, x: torch.Tensor, args: Any, kwargs: Any
+    ) -> Any:
+        """The layer with one of its norms, or both, in the block behind it."""
+        sides = self.coat.kind
         kwargs = sides.defaults | dict(zip(sides.names, args, strict=False)) | kwargs
-        x = hidden_states
         if first:
             # By position: ZeRO-3 lets an attention's weights go in backward where its first
             # argument has a gradient.
-            y, _, x = attention(x, coat_norm=self.input_layernorm, **kwargs)
+            y, _, x = self.self_attn(x, coat_norm=self.input_layernorm, **kwargs)
         else:
-            y, _ = attention(hidden_states=self.input_layernorm(x), **kwargs)
+            y, _ = self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)
         x = x + y
         if second:
-            y, x = mlp(x, norm=self.post_attention_layernorm)
+            y, x = self.mlp(x, norm=self.post_attention_layernorm)
         else:
-            y = mlp(self.post_attention_layernorm(x))
+            y = self.mlp(self.post_attention_layernorm(x))
         return x + y
 
     def coat_settle(self: Any, why: str | None) -> None:
         if self.coat.kind is not None:
             self.coat.report.settle(self.coat.name, why)
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = Block.coat_own_forward(self, plain, *args, **kwargs)
         report, first = self.coat.report, out[0] if isinstance(out, tuple) else out
@@ -130,7 +158,9 @@ class AttentionKind(NamedTuple):
     """What a fused attention computes, found when it is patched."""
 
     heads: flow.Heads
-    differs: Attention
+    form: Attention
+    table: bool
+    """The flow rotates queries and keys; else ``rotate`` does."""
     rotate: Callable[..., Any]
     """transformers' ``apply_rotary_pos_emb`` of the family."""
     scale: Callable[..., Any] | None
@@ -139,18 +169,17 @@ class AttentionKind(NamedTuple):
     """The family's attention by plain operations."""
 
     @classmethod
-    def of(cls, attention: Any, differs: Attention) -> AttentionKind:
+    def of(cls, attention: Any, form: Attention) -> AttentionKind:
         scope = inspect.unwrap(type(attention).forward).__globals__
+        rows = sum(getattr(attention, name).out_features for name in form.projections)
+        size, per_group = attention.head_dim, attention.num_key_value_groups
         heads = flow.Heads(
-            attention.k_proj.out_features // attention.head_dim,
-            attention.num_key_value_groups,
-            attention.head_dim,
-            blocks=True,
-            batch_first=True,
+            rows // size // (per_group + 2), per_group, size, blocks=True, batch_first=True
         )
         return cls(
             heads,
-            differs,
+            form,
+            form.normed is None and rotates_as_flow(attention),
             scope["apply_rotary_pos_emb"],
             scope.get("get_llama_4_attn_scale"),
             scope["eager_attention_forward"],
@@ -167,6 +196,7 @@ class FusedAttention(Block):
         *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
+    @opaque
     def coat_forward(
         self: Any,
         plain: Callable[..., Any],
@@ -182,39 +212,43 @@ class FusedAttention(Block):
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
-        linears = self.q_proj, self.k_proj, self.v_proj
         kind, settings = self.coat.kind, self.coat.settings
-        window, normed, scaled = kind.differs
+        form = kind.form
+        linears = [getattr(self, name) for name in form.projections]
         cos, sin = kwargs.pop("position_embeddings")
         mask = kwargs.pop("attention_mask", None)
         cache = next((kwargs.pop(name) for name in CACHES if name in kwargs), None)
         kwargs.pop("cache_position", None)  # of transformers before 5.4
-        biases = None if self.q_proj.bias is None else [m.bias for m in linears]
+        biases = None if linears[0].bias is None else [m.bias for m in linears]
         q, k, v, *alias = flow.norm_qkv(
             x,
             None if coat_norm is None else norm_of(coat_norm),
             [m.weight for m in linears],
             biases,
             kind.heads,
-            None if normed else _table(cos, sin),
+            _table(cos, sin) if kind.table else None,
             ONE,
             settings,
             residual=coat_norm is not None,
         )
-        if normed:
+        if form.normed == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
+        elif form.normed == "all":
+            q, k = (n(t.flatten(2)).view_as(t) for n, t in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if normed:
+        if not kind.table:
             q, k = kind.rotate(q, k, cos, sin)
-        if scaled:
+        if form.scaled:
             rope = self.config.rope_parameters
             limits = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
             q = q * kind.scale(kwargs["position_ids"], *limits).to(q.dtype)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if window == "self":
+        if form.softcap:
+            kwargs["softcap"] = self.attn_logit_softcapping
+        if form.window == "self":
             kwargs["sliding_window"] = self.sliding_window
-        elif window == "config":
+        elif form.window == "config":
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
         attend = _interface(self.config._attn_implementation, kind.eager)
         documents = None
@@ -249,6 +283,7 @@ def _compressed(
         or q.shape[2] != k.shape[2]
         or (window is not None and window < k.shape[2])
         or (module.training and module.attention_dropout)
+        or given.get("softcap")
         or given.get("output_attentions")
         or not getattr(module, "is_causal", True)
         or not given.get("is_causal", True)

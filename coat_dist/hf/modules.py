@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 ONE = flow.TensorParallel()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Part(NamedTuple):
@@ -88,6 +89,35 @@ CACHES = "cache", "past_key_values", "past_key_value", "cache_params"
 """Names of that argument, by transformers' version."""
 
 
+_frames = torch._C._dynamo.eval_frame
+
+
+def _leave_out(function: Any, callees: bool) -> None:
+    """Let torch.compile run calls of a function as they are where it does not inline them. Unlike
+    ``torch.compiler.disable`` this costs a call nothing, and imports no compiler.
+    """
+    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+    strategy = _frames._FrameExecStrategy(skip, skip if callees else default)
+    _frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def inlined(function: _Function) -> _Function:
+    """``function``, which torch.compile traces as a part of its caller only: after a graph break in
+    it, what it calls is compiled. Else all modules would share the graphs of one code object, of
+    which the compiler keeps eight.
+    """
+    _leave_out(function, callees=False)
+    return function
+
+
+def opaque(function: _Function) -> _Function:
+    """``function``, which torch.compile does not trace, nor what it calls: a graph break."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _leave_out(function, callees=True)
+    return function
+
+
+@inlined
 def runs_flow(module: Any) -> bool:
     """Whether a patched module is to run the flow now."""
     if not module.training and module.coat.settings.evaluation == "plain":
@@ -134,6 +164,11 @@ class ModePatched(Patched):
                 return self.coat_forward(plain, *args, **kwargs)
             return self.coat_own_forward(self.coat_original.forward, *args, **kwargs)
 
+        # Decorators of transformers share code objects, too.
+        inner: Any = forward
+        while hasattr(inner, "__wrapped__") and hasattr(inner, "__code__"):
+            inlined(inner)
+            inner = inner.__wrapped__
         return {"coat_plain": plain, "forward": forward}
 
     def coat_runs(self: Any) -> bool:
@@ -144,6 +179,7 @@ class ModePatched(Patched):
         """``forward`` in training mode; ``plain`` is that of the original class."""
         raise NotImplementedError
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``forward`` otherwise."""
         return plain(self, *args, **kwargs)
@@ -156,9 +192,13 @@ class Stack(ModePatched):
     count.
     """
 
+    @inlined
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = _calls.cached
         _calls.cached = before or _is_cached(self, args, kwargs)
+        # Graphs would differ by layer: each fills another part of the cache.
+        if self.training and self.coat.settings.compile and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
         try:
             return plain(self, *args, **kwargs)
         finally:
@@ -193,6 +233,7 @@ class Block(ModePatched):
             return self.coat_settled()
         return True
 
+    @opaque
     def coat_settled(self: Any) -> bool:
         """:meth:`coat_ready` after a close look, which keeps the report true."""
         if "_is_replica" in vars(self):
@@ -211,6 +252,7 @@ class Block(ModePatched):
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and self.coat_ready()
 
+    @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.training:
             self.coat_settled()
@@ -230,7 +272,7 @@ def norm_of(module: Any) -> flow.Norm:
     """
     kind = module.coat.kind
     eps = getattr(module, "variance_epsilon", None)
-    weight = module._parameters.get("weight")
+    weight: Any = getattr(module, "weight", None)
     if kind == "centered":
         weight = 1.0 + weight.float()
     return flow.Norm("rmsnorm", module.eps if eps is None else eps, weight)
@@ -245,14 +287,14 @@ class UnfusedNorm(ModePatched):
     """A norm on its own: saves an alias of its input and a number a row."""
 
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        if not fits(x):
+        # The compiler fuses a norm with what is around it.
+        if torch.compiler.is_compiling() or not fits(x):
             return plain(self, x)
         y = flow.norm(x, norm_of(self), ONE)
-        weight = self._parameters.get("weight")
-        if self.coat.kind != "rms" or weight is None:
+        if self.coat.kind != "rms":
             return y
-        # Llama's RMSNorm multiplies by its weight last, whose dtype may be wider.
-        return y.to(torch.promote_types(x.dtype, weight.dtype))
+        # Its weight, which is multiplied last, may have a wider dtype.
+        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
 
 
 class PartProjection(ModePatched):
@@ -276,6 +318,7 @@ class PartProjection(ModePatched):
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and has_plain_weight(self)
 
+    @opaque
     def coat_forward(self: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         if not (fits(x) and has_plain_weight(self)):
             return plain(self, x)
@@ -321,6 +364,7 @@ class MLP(Block):
         *first, last = (m.weight for m in self.coat.linears)
         return [tuple(first), last]
 
+    @opaque
     def coat_forward(
         self: Any, plain: Callable[..., Any], x: torch.Tensor, norm: Any = None
     ) -> Any:

@@ -33,12 +33,12 @@ from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
 from .layer import AttentionKind, DecoderLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import Part, PartProjection, Stack, UnfusedNorm, why_parts_act
-from .recognize import is_causal_lm, is_decoder_layer, norm_kind
+from .recognize import NORMS, is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
 
 BLOCKS = "self_attn", "mlp"
-NORMS = "input_layernorm", "post_attention_layernorm"
+BEFORE = "input_layernorm", "post_attention_layernorm"
 """Of layers that are x + attention(norm(x)), then x + mlp(norm(x))."""
 
 
@@ -112,18 +112,19 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
 
 
 def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """What transformers calls layers, with their names, by the name of the list that holds them; in
-    models that were written before there was a class for them, lists of several modules of a class.
+    """What transformers calls layers, with their names, by the name of the list that holds them;
+    and lists of several modules of a class without such layers in them.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     modules = dict(model.named_modules())
     layers = {n for n, m in modules.items() if isinstance(m, GradientCheckpointingLayer)}
-    if not layers:
-        for name, module in modules.items():
-            classes = {type(m) for m in module} if isinstance(module, nn.ModuleList) else ()
-            if len(classes) == 1 and len(module) > 1:  # type: ignore[arg-type]
-                layers |= {f"{name}.{i}" for i in range(len(module))}  # type: ignore[arg-type]
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            classes = {type(m) for m in module}
+            known = any(isinstance(m, GradientCheckpointingLayer) for m in module.modules())
+            if len(classes) == 1 and nn.Linear not in classes and not known:
+                layers |= {f"{name}.{i}" for i in range(len(module))}
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     outer = None
     for name, module in modules.items():
@@ -145,7 +146,7 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
     uncalled: list[nn.Module] = []
     if fused and is_decoder_layer(layer):
         sides = Sides.of(layer, *(id(layer._modules[block]) in fused for block in BLOCKS))
-        norms = [norm for norm, side in zip(NORMS, sides[:2], strict=True) if side]
+        norms = [norm for norm, side in zip(BEFORE, sides[:2], strict=True) if side]
         why = _why_called(layer, *norms)
         if why is None:
             blocks = [block for block, side in zip(BLOCKS, sides[:2], strict=True) if side]
@@ -164,7 +165,7 @@ def _why_called(layer: nn.Module, *norms: str) -> str | None:
     """Why these norms are called, and not computed with the blocks behind them."""
     for name in norms:
         norm: Any = layer._modules.get(name)
-        if norm_kind(norm) not in ("rms", "centered"):
+        if norm_kind(norm) not in NORMS.values():
             return own_code(name, norm) or f"{named_class(norm)} as {name}"
     return None
 
@@ -172,7 +173,7 @@ def _why_called(layer: nn.Module, *norms: str) -> str | None:
 def _plan_norm(plan: Plan, module: nn.Module, called: bool = True) -> None:
     """Plan an RMSNorm that is called, or one that a fused layer computes itself."""
     kind = norm_kind(module)
-    if kind not in ("rms", "centered"):
+    if kind not in NORMS.values():
         return
     part = Part(plan.settings, kind=kind)
     if called:
@@ -230,9 +231,9 @@ def _freeze(plan: Plan) -> None:
 
 
 def _unknown_forward(model: nn.Module) -> str:
-    """Why a model with an unknown forward keeps its own loss."""
+    """Why a model keeps its own loss whose forward does not ask for ``loss_function``."""
     package = module_of(model.forward).partition(".")[0]
-    return "a forward that is not known" if package == "transformers" else f"a forward of {package}"
+    return "a loss inside forward" if package == "transformers" else f"a forward of {package}"
 
 
 def _not_in_this(plan: Plan) -> Rows:

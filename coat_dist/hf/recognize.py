@@ -24,6 +24,7 @@ from ..patching.reasons import original_class, own_forward
 
 __all__ = [
     "ACTIVATIONS",
+    "NORMS",
     "Attention",
     "MLPKind",
     "attention_kind",
@@ -32,6 +33,7 @@ __all__ = [
     "is_decoder_layer",
     "mlp_kind",
     "norm_kind",
+    "rotates_as_flow",
 ]
 
 _RENAMED = re.compile(r"(?<![.\w'\"])past_key_values?\b")
@@ -45,37 +47,60 @@ class Attention(NamedTuple):
 
     window: str | None = None
     """Where its sliding window stands: "self", or "config"."""
-    normed: bool = False
-    """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
+    normed: str | None = None
+    """Queries and keys pass norms, ``q_norm`` and ``k_norm``, over the channels of each head
+    ("heads") or of all heads ("all").
+    """
     scaled: bool = False
     """Queries are multiplied by a factor of their positions, ``get_llama_4_attn_scale``."""
+    softcap: bool = False
+    """Scores are capped, by ``attn_logit_softcapping``."""
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
 
-ATTENTIONS = {  # of Llama, Mistral, Qwen2, Qwen3, Ministral 3, Qwen2.5-VL and Qwen3-VL
-    **dict.fromkeys(
-        ("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"),
-        Attention(),
+_JOINED = ("qkv_proj",)
+_FORMS: dict[Attention, tuple[str, ...]] = {
+    # Llama, Mistral, Qwen2, Qwen3
+    Attention(): (
+        *("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"),
     ),
-    **dict.fromkeys(
-        ("2ff6cd2af2f1", "af459b206859", "f033a28d9122", "5d43b6b3567e"), Attention("config")
+    Attention("config"): ("2ff6cd2af2f1", "af459b206859", "f033a28d9122", "5d43b6b3567e"),
+    Attention("self"): (
+        *("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"),
+        *("baee97480023", "c25da48b9768"),  # Qwen2.5-VL
     ),
-    **dict.fromkeys(
-        ("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"), Attention("self")
+    Attention("self", "heads"): (
+        *("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"),
+        *(
+            "a1b04ba3d9e0",
+            "a8021bb89302",
+            "9e50177f2be0",
+            "d57fb9689796",
+            "d8a2be2c9209",
+        ),  # Gemma 3
     ),
-    **dict.fromkeys(
-        ("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"), Attention("self", True)
+    # Qwen3-VL, Ministral 3, OLMo-2, OLMo-3, Gemma 2, Phi-3
+    Attention(None, "heads"): ("2a34dc049973", "d505d9fe461b"),
+    Attention("config", scaled=True): ("2c00b0ea37fe", "41e75a14057d"),
+    Attention(None, "all"): ("a1505232e26d", "ee9ce464a9ce", "f736cceac29e", "09682fb48d52"),
+    Attention("self", "all"): ("cfd5975cb071", "1a0e97573788", "9aff017528fc", "3444045c163f"),
+    Attention("self", softcap=True): (
+        *("f58ee7b386cc", "fbc9e1e0e088", "52276ee49ca3", "cc1037eaf686", "a9ceea19769c"),
     ),
-    **dict.fromkeys(("2c00b0ea37fe", "41e75a14057d"), Attention("config", scaled=True)),
-    **dict.fromkeys(("baee97480023", "c25da48b9768"), Attention("self")),
-    **dict.fromkeys(("2a34dc049973", "d505d9fe461b"), Attention(normed=True)),
+    Attention("config", projections=_JOINED): (
+        *("38a5ba830f24", "bf95479160e6", "ebe81f6f7263", "fc2913930974"),
+    ),
 }
+ATTENTIONS = {digest: form for form, digests in _FORMS.items() for digest in digests}
 """Attentions that run in one piece, with the norm before them where the layer gives it: since
-transformers 5.24, 5.4, 5.1, 5.0 and 4.56; the last three since 5.24 and 5.17.
+transformers 5.24, 5.4, 5.1, 5.0 and 4.56; those of Ministral 3, Qwen2.5-VL and Qwen3-VL since 5.24
+and 5.17.
 """
-DECODER_LAYERS = {"dc2a7e8a52a4", "1515b3d2da53", "c587ea7a11e2", "24f6048b2749"}
-"""x + attention(norm(x)), then x + mlp(norm(x)): Llama and 66 others of transformers 5.24, Mixtral,
-Qwen3-VL.
-"""
+DECODER_LAYERS = {
+    *("dc2a7e8a52a4", "1515b3d2da53"),  # Llama and 66 others of transformers 5.24
+    *("c587ea7a11e2", "24f6048b2749", "3e993d5c4d70"),  # Mixtral, Qwen3-VL, Phi-3
+}
+"""x + attention(norm(x)), then x + mlp(norm(x)); in Phi-3 with dropout of both."""
 MLPS = {
     "d9e9fc411102": (("gate_proj", "up_proj"), "down_proj", True),  # Llama and 126 others
     "2e97b5598c8f": (("gate_proj", "up_proj"), "down_proj", True),  # Qwen2.5-VL's vision tower
@@ -89,17 +114,13 @@ gate: last(act(gate) * up), or last(act(first)).
 """
 NORMS = {
     "075c8d198279": "rms",
-    "2c29d28177de": "rms",
-    "f3c969785666": "rms",
-    "3a91e9aaa215": "rms",
+    "2c29d28177de": "rounded",  # OLMo-2
+    "f3c969785666": "rounded",  # Helium
+    "3a91e9aaa215": "rounded",  # Gemma 4
     "072c442d528d": "centered",
 }
-"""RMSNorms. "rms" multiplies by its weight, if it has one (Llama, and OLMo-2, Helium and Gemma 4,
-which round last); "centered" by one more (Gemma).
-"""
-CAUSAL_LMS = {"49dd0a217873", "8ec97ae3ffa9", "06595b600982", "fe735c0f1494"}
-"""A model, its last hidden states through ``lm_head``, and the loss of these logits and
-``labels``.
+"""RMSNorms. "rms" rounds, then multiplies by its weight (Llama); "rounded" rounds last, and may
+have no weight; "centered" multiplies by one more than its weight, and rounds last (Gemma).
 """
 ROTATIONS = {"6e071d28b2d6", "05566310caba"}
 """``apply_rotary_pos_emb`` of pairs (i, i + d / 2) over whole heads, in the dtype of the heads."""
@@ -163,17 +184,23 @@ def _forward(module: nn.Module) -> str:
 
 def is_decoder_layer(module: nn.Module) -> bool:
     """Whether it is x + attention(norm(x)), then x + mlp(norm(x))."""
-    return _forward(module) in DECODER_LAYERS
+    drops = any(isinstance(child, nn.Dropout) and child.p for child in module.children())
+    return _forward(module) in DECODER_LAYERS and not drops
 
 
 def attention_kind(module: nn.Module) -> Attention | None:
-    """What is special of an attention that runs in the flow from norm to heads; None of others."""
-    kind = ATTENTIONS.get(_forward(module))
-    if kind is None:
-        return None
-    original = original_class(module).forward
-    rotate = inspect.unwrap(original).__globals__.get("apply_rotary_pos_emb")
-    return kind if rotate is not None and fingerprint(rotate) in ROTATIONS else None
+    """What is special of an attention that runs in the flow between its input, or the norm before
+    it, and its output; None of others.
+    """
+    return ATTENTIONS.get(_forward(module))
+
+
+def rotates_as_flow(attention: nn.Module) -> bool:
+    """Whether the flow's table of cosines and sines does what an attention's
+    ``apply_rotary_pos_emb`` does.
+    """
+    scope = inspect.unwrap(original_class(attention).forward).__globals__
+    return fingerprint(scope["apply_rotary_pos_emb"]) in ROTATIONS
 
 
 class MLPKind(NamedTuple):
@@ -210,7 +237,7 @@ def _activations(gated: bool) -> dict[type, str]:
 
 
 def norm_kind(module: nn.Module) -> str | None:
-    """ "rms" or "centered" of an RMSNorm, "layer" of torch's LayerNorm over one dimension; else
+    """The kind of an RMSNorm (``NORMS``), "layer" of torch's LayerNorm over one dimension; else
     None.
     """
     if type(module) is nn.LayerNorm:
@@ -219,5 +246,9 @@ def norm_kind(module: nn.Module) -> str | None:
 
 
 def is_causal_lm(module: nn.Module) -> bool:
-    """Whether it is a language model whose loss is that of ``lm_head``'s logits alone."""
-    return _forward(module) in CAUSAL_LMS
+    """Whether a model's forward names ``lm_head`` and ``loss_function``. What it does between them
+    is seen while it runs.
+    """
+    forward = inspect.unwrap(original_class(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return own_forward(module) is None and {"lm_head", "loss_function"} <= set(names)

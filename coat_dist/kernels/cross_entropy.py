@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..reference.cross_entropy import LogitStats
+from .approximations import sigmoid
 from .launch import cdiv, fast_launch, next_power_of_2
 
 __all__ = ["logit_grad", "logit_stats"]
@@ -59,10 +60,31 @@ def term(x, n, mantissa, exponent):
     return tl.where(x < float("inf"), value, float("nan"))
 
 
+@triton.jit
+def transform(x, scale, softcap, SOFTCAP: tl.constexpr):
+    """The logit of a raw product, and its derivative."""
+    if SOFTCAP:
+        s = sigmoid(x * (2.0 * scale / softcap), False)
+        return softcap * (2.0 * s - 1.0), scale * (4.0 * s * (1.0 - s))
+    else:
+        return x * scale, scale
+
+
 @fast_launch
 @triton.jit
 def _stats_kernel(
-    logits, labels, exponents, totals, found, columns, stride, offset, BLOCK: tl.constexpr
+    logits,
+    labels,
+    exponents,
+    totals,
+    found,
+    columns,
+    stride,
+    offset,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
@@ -70,7 +92,9 @@ def _stats_kernel(
     total = tl.full((1,), 0.0, tl.float64)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(source + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        x = tl.load(source + column, mask=column < columns, other=0.0).to(tl.float32)
+        x, _ = transform(x, scale, softcap, SOFTCAP)
+        x = tl.where(column < columns, x, float("-inf"))
         n, mantissa = split_exp(x)
         largest = tl.maximum(exponent, tl.max(n, 0))
         terms = term(x, n, mantissa, largest)
@@ -83,10 +107,18 @@ def _stats_kernel(
     tl.store(totals + here, total)
     local = tl.load(labels + here) - offset
     inside = (local >= 0) & (local < columns)
-    tl.store(found + here, tl.load(source + local, mask=inside, other=0.0).to(tl.float32))
+    x = tl.load(source + local, mask=inside, other=0.0).to(tl.float32)
+    x, _ = transform(x, scale, softcap, SOFTCAP)
+    tl.store(found + here, x)
 
 
-def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> LogitStats:
+def logit_stats(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    offset: int,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> LogitStats:
     """See :func:`coat_dist.reference.cross_entropy.logit_stats`."""
     logits = _columns_adjacent(logits)
     rows, columns = logits.shape
@@ -103,6 +135,9 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> Logi
             columns,
             logits.stride(0),
             offset,
+            scale,
+            softcap,
+            SOFTCAP=softcap > 0,
             BLOCK=_block(columns),
             num_warps=8,
         )
@@ -123,13 +158,17 @@ def _grad_kernel(
     stride,
     out_stride,
     offset,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
     BOOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    x, slope = transform(x, scale, softcap, SOFTCAP)
     n, mantissa = split_exp(x)
     value = term(x, n, mantissa, tl.load(exponents + row)) * tl.load(inverses + row)
     if BOOST:
@@ -137,6 +176,7 @@ def _grad_kernel(
     value = tl.where(column == tl.load(labels + row) - offset, value - 1.0, value) * tl.load(
         dlosses + row
     )
+    value = value * slope
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -149,6 +189,8 @@ def logit_grad(
     boost: torch.Tensor | None,
     dloss: torch.Tensor,
     out: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """See :func:`coat_dist.reference.cross_entropy.logit_grad`."""
     out = (
@@ -175,6 +217,9 @@ def logit_grad(
             logits.stride(0),
             target.stride(0),
             offset,
+            scale,
+            softcap,
+            SOFTCAP=softcap > 0,
             BOOST=boost is not None,
             BLOCK=block,
             num_warps=8,

@@ -13,6 +13,7 @@ the faster one.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -141,8 +142,8 @@ def grouped_mm(
         if a.layout == "row":
             a_scales, b_scales = a.scales.view(total), b.scales.view(experts, n)
         else:
-            a_scales = a.scales[rows.blocks].repeat_interleave(BLOCK)
-            b_scales = b.scales[:, None].expand(experts, n).contiguous()
+            a_scales, b_scales = _spread(a.scales, b.scales, 1, n, rows)
+            b_scales = b_scales.view(experts, n)
         return torch._scaled_grouped_mm(
             a.codes,
             b.codes.transpose(1, 2),
@@ -173,7 +174,7 @@ def grouped_wgrad(
     m, n = a.codes.shape[0], b.codes.shape[0]
     aligned = n % _ALIGNMENT == 0
     if aligned and not _by_expert(rows, m * n) and _grouped(a, b, out_dtype):
-        a_scales, b_scales = (q.scales.repeat_interleave(q.codes.shape[0]) for q in (a, b))
+        a_scales, b_scales = _spread(a.scales, b.scales, m, n)
         few = _few_tokens(rows, a.codes.shape[1])
         return torch._scaled_grouped_mm(
             a.codes,
@@ -235,6 +236,12 @@ def one_by_one(rows: int, experts: int, weight: int) -> bool:
     expert, for which the host has to know whose rows they are.
     """
     return rows * weight >= MUCH_WORK * experts
+
+
+def _spread(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from .grouped import spread_scales  # needs triton, which a machine without a GPU may lack
+
+    return spread_scales(*given)
 
 
 def _by_expert(rows: ExpertRows, weight: int) -> bool:

@@ -26,9 +26,11 @@ from .quantize import launch_quantize, packet
 __all__ = [
     "activation_backward_experts",
     "activation_grad_amax_experts",
+    "largest_rows",
     "quantize_columns",
     "quantize_experts",
     "scale_rows_backward",
+    "spread_scales",
     "sum_rows",
     "take_rows",
 ]
@@ -39,6 +41,7 @@ COLUMNS_TILE = (64, 32, 8)
 TAKE_TILE = 4096
 SUM_TILE = 1024
 SCALE_TILE = (2, 2048, 8)
+SCALES_TILE = 1024
 FACTOR_TILE = (8, 256, 4)
 
 
@@ -173,6 +176,91 @@ def scale_rows_backward(
             num_warps=warps,
         )
     return d, dfactor
+
+
+@fast_launch
+@triton.jit
+def _largest_kernel(scales, source, ends, factor, out, least, TILE: tl.constexpr):
+    """The rows of one expert. Magnitudes are compared as integers, among which NaN is largest."""
+    expert = tl.program_id(0)
+    first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    top = magnitude_bits(tl.zeros((TILE,), tl.float32) + least)
+    for start in range(first, end, TILE):
+        row = start + tl.arange(0, TILE)
+        value = tl.load(scales + row, mask=row < end, other=0.0)
+        if factor is not None:
+            choice = tl.load(source + row, mask=row < end, other=-1)
+            value *= tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)
+        top = tl.maximum(top, magnitude_bits(value))
+    tl.store(out + expert, tl.max(top, 0).to(tl.float32, bitcast=True))
+
+
+def largest_rows(
+    scales: torch.Tensor, rows: ExpertRows, least: float, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See :func:`coat_dist.reference.grouped.largest_rows`."""
+    out = torch.empty(rows.experts, dtype=torch.float32, device=scales.device)
+    _largest_kernel[(rows.experts,)](
+        scales, rows.source, rows.ends, dense(factor), out, least, TILE=SCALES_TILE, num_warps=4
+    )
+    return out
+
+
+@fast_launch
+@triton.jit
+def _spread_kernel(
+    a,
+    b,
+    blocks,
+    out,
+    of_a,
+    total,
+    height,
+    width,
+    a_stride,
+    b_stride,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if blocks is not None:
+        expert = tl.load(blocks + at // BLOCK, mask=at < of_a, other=0)
+    else:
+        expert = at // height
+    first = tl.load(a + expert * a_stride, mask=at < of_a, other=0.0)
+    second = tl.load(
+        b + (at - of_a) // width * b_stride, mask=(at >= of_a) & (at < total), other=0.0
+    )
+    tl.store(out + at, tl.where(at < of_a, first, second), mask=at < total)
+
+
+def spread_scales(
+    a: torch.Tensor, b: torch.Tensor, height: int, width: int, rows: ExpertRows | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of experts, fp32 ``[experts]``, for torch's grouped products: those of ``a`` for each
+    of ``rows``, or ``height`` times each, and those of ``b`` ``width`` times each.
+    """
+    experts = a.shape[0]
+    of_a = experts * height if rows is None else rows.source.shape[0]
+    total = of_a + experts * width
+    out = torch.empty(total, dtype=torch.float32, device=a.device)
+    _spread_kernel[(cdiv(total, SCALES_TILE),)](
+        a,
+        b,
+        None if rows is None else rows.blocks,
+        out,
+        of_a,
+        total,
+        height,
+        width,
+        a.stride(0),
+        b.stride(0),
+        TILE=SCALES_TILE,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return out[:of_a], out[of_a:]
 
 
 def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
@@ -354,7 +442,7 @@ def _factor_kernel(
             sums += du
         top = tl.maximum(top, magnitude_bits(grad * slope * times))
     atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
-    tl.store(dfactor + choice, tl.sum(sums, 1), mask=choice >= 0)
+    tl.store(dfactor + choice, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=choice >= 0)
 
 
 def activation_grad_amax_experts(
@@ -370,7 +458,7 @@ def activation_grad_amax_experts(
     function, columns = ACTIVATIONS[activation], da.shape[1]
     codes, scales, size, form = unpack(pre8)
     amax = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
-    dfactor = torch.zeros(factor.shape, dtype=torch.float32, device=da.device)
+    dfactor = torch.zeros_like(factor, memory_format=torch.contiguous_format)
     height, width, warps = FACTOR_TILE
     _factor_kernel[(cdiv(da.shape[0], height),)](
         da,

@@ -1,7 +1,8 @@
 """Kernels of ``reference/routing.py``.
 
-Choices are sorted by torch, keys of one or two bytes; two kernels make everything else of it, where
-some forty operations of torch would cost more on the host than on the GPU.
+Choices are sorted by counting: one kernel counts the choices of each expert in each tile, another
+adds up the counts and places them. Torch's sort and some forty operations behind it would cost more
+on the host than on the GPU.
 """
 
 from __future__ import annotations
@@ -18,135 +19,120 @@ from .quantize import packet
 
 __all__ = ["quantize_experts_transposed", "route", "take_codes", "take_codes_transposed"]
 
-SLOTS = 1024  # rows that a program of the second kernel places
+ROUTE_TILE = 1024  # choices of a program
+ROUTE_ELEMENTS = 8192  # choices of a step times experts
 TAKE_TILE = 1024  # words of a row
 TURNED_TILE = (128, 128, 8)  # rows, columns, warps
 RESCALED_TILE = (32, 256, 8)
 
 
+@triton.jit
+def _experts_of(index, at, choices, experts):
+    """The expert of each choice ``at``; ``experts`` where there is none."""
+    expert = tl.load(index + at, mask=at < choices, other=-1)
+    valid = (at < choices) & (expert >= 0) & (expert < experts)
+    return tl.where(valid, expert, experts).to(tl.int32)
+
+
 @fast_launch
 @triton.jit
-def _ends_kernel(
-    keys,
-    first,
-    begin,
-    ends,
-    choices,
-    total,
-    experts,
-    STEPS: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _count_kernel(
+    index, counts, source, choices, total, experts, E: tl.constexpr, TILE: tl.constexpr
 ):
-    """Of each expert: its first sorted choice, its first row, the row behind its last one."""
-    expert = tl.arange(0, E)
-    low = tl.zeros((E,), tl.int32)
-    high = tl.zeros((E,), tl.int32) + choices
-    after, top = low, high
-    for _ in range(STEPS):  # the first key that is not below the expert; and not above
-        middle = (low + high) // 2
-        key = tl.load(keys + middle, mask=middle < high, other=0).to(tl.int32)
-        below = (middle < high) & (key < expert)
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(below, high, middle)
-        middle = (after + top) // 2
-        key = tl.load(keys + middle, mask=middle < top, other=0).to(tl.int32)
-        below = (middle < top) & (key <= expert)
-        after = tl.where(below, middle + 1, after)
-        top = tl.where(below, top, middle)
-    there = expert < experts
-    filled = tl.where(there, (after - low + BLOCK - 1) // BLOCK * BLOCK, 0)
-    end = tl.cumsum(filled, 0)
-    tl.store(first + expert, low, mask=there)
-    tl.store(
-        first + experts + expert * 0, after, mask=expert == experts - 1
-    )  # choices that are sent
-    tl.store(begin + expert, end - filled, mask=there)
-    tl.store(ends + expert, tl.where(expert == experts - 1, total, end), mask=there)
+    """Each expert's choices in a tile; rows are of zeros until choices are placed there."""
+    tile = tl.program_id(0)
+    at = tile * TILE + tl.arange(0, TILE)
+    key = _experts_of(index, at, choices, experts)
+    found = tl.histogram(key, E, key < experts)
+    if tile * TILE < choices:
+        tl.store(counts + tile * E + tl.arange(0, E), found)
+    tl.store(source + at, tl.full((TILE,), -1, tl.int32), mask=at < total)
 
 
 @fast_launch
 @triton.jit
 def _place_kernel(
-    order,
-    first,
-    begin,
-    ends,
+    index,
+    counts,
     source,
     place,
     blocks,
+    ends,
     choices,
     total,
     experts,
-    STEPS: tl.constexpr,
+    E: tl.constexpr,
     TILE: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    low = tl.zeros((TILE,), tl.int32)
-    high = tl.zeros((TILE,), tl.int32) + (experts - 1)
-    for _ in range(STEPS):  # the first expert whose rows end behind the slot
-        middle = (low + high) // 2
-        end = tl.load(ends + middle)
-        low = tl.where((end <= slot) & (low < high), middle + 1, low)
-        high = tl.where(end <= slot, high, middle)
-    inside = slot < total
-    at = tl.load(first + low) + slot - tl.load(begin + low)
-    # first[experts] is the number of choices that are sent.
-    given = inside & (at < tl.load(first + low + 1))
-    choice = tl.load(order + at, mask=given, other=-1).to(tl.int32)
-    tl.store(source + slot, choice, mask=inside)
-    tl.store(place + choice, slot, mask=given)
-    tl.store(blocks + slot // BLOCK, low, mask=inside & (slot % BLOCK == 0))
-    dropped = (slot < choices) & (slot >= tl.load(first + experts))
-    lost = tl.load(order + slot, mask=dropped, other=0).to(tl.int32)
-    tl.store(place + lost, tl.full((TILE,), -1, tl.int32), mask=dropped)
+    """Every program adds up the counts of all tiles, and places the choices of one of them."""
+    tile, tiles = tl.program_id(0), tl.cdiv(choices, TILE)
+    expert = tl.arange(0, E)[None, :]
+    step = tl.arange(0, STEP)
+    before = tl.zeros((1, E), tl.int32)
+    filled = tl.zeros((1, E), tl.int32)
+    for first in range(0, tiles, STEP):
+        other = (first + step)[:, None]
+        found = tl.load(counts + other * E + expert, mask=other < tiles, other=0)
+        filled += tl.sum(found, 0, keep_dims=True)
+        before += tl.sum(tl.where(other < tile, found, 0), 0, keep_dims=True)
+    filled = tl.where(expert < experts, (filled + BLOCK - 1) // BLOCK * BLOCK, 0)
+    end = tl.cumsum(filled, 1)
+    following = end - filled + before  # the row of the next choice of each expert
+    end = tl.where(expert == experts - 1, total, end)
+    tl.store(ends + expert, end, mask=(expert < experts) & (tile == 0))
+    for first in range(tile * TILE, tl.minimum((tile + 1) * TILE, choices), STEP):
+        at = first + step
+        key = _experts_of(index, at, choices, experts)
+        mine = (key[:, None] == expert).to(tl.int32)
+        earlier = tl.cumsum(mine, 0) - mine
+        slot = tl.sum(mine * (following + earlier), 1)
+        following += tl.sum(mine, 0, keep_dims=True)
+        tl.store(place + at, tl.where(key < experts, slot, -1), mask=at < choices)
+        tl.store(source + slot, at, mask=key < experts)
+    for first in range(tile * STEP, total // BLOCK, tl.num_programs(0) * STEP):
+        block = first + step
+        passed = (end <= block[:, None] * BLOCK) & (expert < experts)
+        tl.store(blocks + block, tl.sum(passed.to(tl.int32), 1), mask=block < total // BLOCK)
 
 
 def route(index: torch.Tensor, experts: int) -> ExpertRows:
     """See :func:`coat_dist.reference.routing.route`; the host waits for nothing, and there are as
     many rows as any choices could need.
     """
-    flat, device = index.reshape(-1), index.device
-    choices = flat.numel()
-    if index.dtype != torch.uint8:
-        flat = flat.clamp(-1, experts)
-        flat = torch.where(flat < 0, experts, flat)
-    keys, order = flat.to(torch.uint8 if experts < 256 else torch.int16).sort(stable=True)
+    index, choices, width = index.contiguous(), index.numel(), max(next_power_of_2(experts), 2)
     total = max((choices + (BLOCK - 1) * experts) // BLOCK * BLOCK, BLOCK)
-    new = torch.empty(
-        3 * experts + 1 + total + choices + total // BLOCK, dtype=torch.int32, device=device
-    )
-    sizes = experts + 1, experts, experts, total, choices, total // BLOCK
-    first, begin, ends, source, place, blocks = new.split(sizes)
-    _ends_kernel[(1,)](
-        keys,
-        first,
-        begin,
-        ends,
+    tiles = cdiv(choices, ROUTE_TILE)
+    sizes = total, choices, total // BLOCK, experts, tiles * width
+    new = torch.empty(sum(sizes), dtype=torch.int32, device=index.device)
+    source, place, blocks, ends, counts = new.split(sizes)
+    _count_kernel[(cdiv(max(total, choices), ROUTE_TILE),)](
+        index,
+        counts,
+        source,
         choices,
         total,
         experts,
-        STEPS=max(choices, 1).bit_length() + 1,
-        E=next_power_of_2(experts),
-        BLOCK=BLOCK,
+        E=width,
+        TILE=ROUTE_TILE,
         num_warps=4,
     )
-    _place_kernel[(cdiv(max(total, choices), SLOTS),)](
-        order,
-        first,
-        begin,
-        ends,
+    _place_kernel[(max(tiles, 1),)](
+        index,
+        counts,
         source,
         place,
         blocks,
+        ends,
         choices,
         total,
         experts,
-        STEPS=experts.bit_length() + 1,
-        TILE=SLOTS,
+        E=width,
+        TILE=ROUTE_TILE,
+        STEP=min(max(ROUTE_ELEMENTS // width, 16), ROUTE_TILE),
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=8,
     )
     return ExpertRows(source, place, blocks, ends, None)
 

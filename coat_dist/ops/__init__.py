@@ -33,7 +33,7 @@ from ..reference.adamw import AdamWStep, AdamWTensors, FP32Tensors
 from ..reference.adamw_batch import Batch
 from ..reference.cross_entropy import LogitStats, merge, pow2
 from ..reference.gemm import code_products, exact_mm, scale_and_round
-from ..reference.grouped import BLOCK, ExpertRows, expert_rows, largest_rows
+from ..reference.grouped import BLOCK, ExpertRows, expert_rows
 from ..reference.master import join, split
 from ..reference.moments import (
     FIRST_MOMENT_FORMATS,
@@ -181,6 +181,7 @@ activation_backward = operation(activation.activation_backward)
 take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, times a factor a row
 scale_rows_backward = operation(grouped.scale_rows_backward)  # gradients of rows and factors
 sum_rows = operation(grouped.sum_rows)  # sums of rows, each times a factor
+largest_rows = operation(grouped.largest_rows)  # the largest row scale of each expert
 quantize_experts = operation(grouped.quantize_experts)  # weights, with a scale an expert
 # Weights transposed, FP8 codes with a scale per row.
 quantize_columns = operation(grouped.quantize_columns)
@@ -193,7 +194,7 @@ take_codes = operation(routing.take_codes)  # FP8 codes of tokens in the rows of
 take_codes_transposed = operation(routing.take_codes_transposed)  # the same, transposed
 # Weights with a scale an expert, transposed.
 quantize_experts_transposed = operation(routing.quantize_experts_transposed)
-# without a kernel: expert_rows, largest_rows
+# without a kernel: expert_rows
 
 # Attention: heads and rotary position embedding
 # ----------------------------------------

@@ -141,7 +141,7 @@ class Plan(Planned):
                 if len(shape) > 1:
                     sizes[id(p)] = math.prod(shape)
             for module in layer.modules():
-                if hasattr(module, "coat_flow_weights"):
-                    for given in module.coat_flow_weights():
+                for method in ("coat_flow_weights", "coat_expert_weights"):
+                    for given in getattr(module, method, list)():
                         in_fp8 |= set(map(id, given if isinstance(given, tuple) else (given,)))
         return sum(sizes.get(p, 0) for p in in_fp8) / max(sum(sizes.values()), 1)

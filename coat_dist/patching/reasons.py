@@ -132,7 +132,7 @@ def has_plain_weight(module: nn.Module) -> bool:
 def why_not_fp8(weight: torch.Tensor) -> str | None:
     """Why a product with a weight, ZeRO-3's too, cannot be computed in FP8."""
     shape = getattr(weight, "ds_shape", weight.shape)
-    if any(size % _ALIGNMENT for size in shape):
+    if any(size % _ALIGNMENT for size in shape[-2:]):
         return f"a weight {list(shape)}, whose sizes are not multiples of {_ALIGNMENT}"
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return f"weights in {weight.dtype}"

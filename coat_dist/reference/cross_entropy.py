@@ -11,6 +11,13 @@ The sum of a row is kept relative to 2 to the row's largest exponent. Blocks are
 multiplying with powers of two, which is exact, where the usual exp(max - new max) rounds. Mantissas
 are fp32 and sums are fp64, so the order in which blocks are added shows in the 53rd bit only, far
 below the fp32 of the loss.
+
+A block may hold raw products, of which a model makes its logits element by element::
+
+    logit = scale * x                                  softcap 0
+    logit = softcap * tanh(scale * x / softcap)        else
+
+Statistics are those of the logits, gradients those of the raw products.
 """
 
 from __future__ import annotations
@@ -42,7 +49,13 @@ class LogitStats(NamedTuple):
     """fp32 ``[rows]``: the label's logit, 0 where the label lies outside this block."""
 
 
-def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> LogitStats:
+def logit_stats(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    offset: int,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> LogitStats:
     """Statistics of a block in one read.
 
     The logarithm of ``total * 2**exponent`` has fp32 accuracy for logits up to 2**22. Beyond that
@@ -53,18 +66,19 @@ def logit_stats(logits: torch.Tensor, labels: torch.Tensor, offset: int) -> Logi
         logits: ``[rows, columns]``, any floating dtype.
         labels: int64 ``[rows]``, entries of the whole vocabulary; any value.
         offset: the entry that column 0 stands for.
+        scale, softcap: make logits of ``logits``, as the module's docstring says.
     """
     rows, columns = logits.shape
     exponent = torch.empty(rows, dtype=torch.float32, device=logits.device)
     total = torch.empty(rows, dtype=torch.float64, device=logits.device)
     for part in _parts(logits):
-        x = logits[part].float()
+        x, _ = _transform(logits[part], scale, softcap)
         n, mantissa = _split(x)
         exponent[part] = n.amax(-1)
         total[part] = _terms(x, n, mantissa, exponent[part]).sum(-1, dtype=torch.float64)
     local, here = _local(labels, offset, columns)
-    label = torch.where(here, logits.gather(1, local[:, None]).squeeze(1).float(), 0.0)
-    return LogitStats(exponent, total, label)
+    label, _ = _transform(logits.gather(1, local[:, None]).squeeze(1), scale, softcap)
+    return LogitStats(exponent, total, torch.where(here, label, 0.0))
 
 
 def merge(exponent: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,12 +96,14 @@ def logit_grad(
     boost: torch.Tensor | None,
     dloss: torch.Tensor,
     out: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Gradient of a block: ``(boost * softmax - onehot(label)) * dloss``, in fp32 up to the last
-    rounding.
+    """Gradient of a block: ``(boost * softmax - onehot(label)) * dloss``, times the derivative of
+    the logit, in fp32 up to the last rounding.
 
     Args:
-        logits, labels, offset: as for :func:`logit_stats`.
+        logits, labels, offset, scale, softcap: as for :func:`logit_stats`.
         exponent: fp32 ``[rows]``, of the whole row.
         inverse: fp32 ``[rows]``, 1 / total of the whole row, so that ``softmax = exp(logit) /
             2**exponent * inverse``.
@@ -103,18 +119,28 @@ def logit_grad(
     out = torch.empty_like(logits) if out is None else out
     local, here = _local(labels, offset, logits.shape[1])
     for part in _parts(logits):
-        x = logits[part].float()
+        x, slope = _transform(logits[part], scale, softcap)
         softmax = _terms(x, *_split(x), exponent[part]) * inverse[part, None]
         if boost is not None:
             softmax *= boost[part, None]
         softmax.scatter_add_(1, local[part, None], -here[part, None].float())
-        out[part] = softmax * dloss[part, None]
+        out[part] = softmax * dloss[part, None] * slope
     return out
 
 
 def pow2(n: torch.Tensor) -> torch.Tensor:
     """2**n as fp64, exactly, for whole numbers n <= 0; 0 below 2**-1022."""
     return ((n.double().clamp(min=-1023).long() + 1023) << 52).view(torch.float64)
+
+
+def _transform(
+    x: torch.Tensor, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Logits of raw products, fp32, and their derivatives."""
+    if not softcap:
+        return x.float() * scale, scale
+    tanh = torch.tanh(x.double() * (scale / softcap))  # in fp64: see _split
+    return (softcap * tanh).float(), (scale * (1 - tanh * tanh)).float()
 
 
 def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

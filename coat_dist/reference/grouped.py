@@ -209,7 +209,7 @@ def activation_grad_amax_experts(
         factor: of any floating dtype, one for each of what ``rows.source`` counts.
 
     Returns:
-        amax fp32 ``[experts]``; with ``factor`` its gradient, fp32 of its shape, zero where a
+        amax fp32 ``[experts]``; with ``factor`` its gradient, of its shape and dtype, zero where a
         choice has no row.
     """
     dfactor = None
@@ -218,7 +218,7 @@ def activation_grad_amax_experts(
         dfactor = torch.zeros(factor.numel(), dtype=torch.float32, device=da.device)
         products = (da.float() * act.activation_apply(pre8, activation)).sum(-1)
         dfactor[rows.source[there].long()] = products[there]
-        dfactor = dfactor.view(factor.shape)
+        dfactor = dfactor.view(factor.shape).to(factor.dtype)
         da = da.float() * factor_of_rows(factor, rows)
     out = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
     for expert, at in rows.pieces():

@@ -143,6 +143,7 @@ TABLE = {
         *row("fp16.enabled", True),
         *row(f"{FLOW}.weights", "cached", beside={f"{ZERO}.stage": 3}),
         *row(f"{FLOW}.cuda_graphs", True, beside={f"{ZERO}.stage": 3}),
+        *row(f"{FLOW}.compile", True, beside={f"{ZERO}.stage": 3}),
     ),
     "two places say which optimizer, or how it stores moments": (
         *row("optimizer.type", "AdamW"),

@@ -9,9 +9,17 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from coat_dist.devices import has_fp8
-from coat_dist.flow import grouped_mlp
+from coat_dist.flow import grouped_mlp, routed_mlp
 from coat_dist.kernels import gemm
-from tests.coat_dist.flow.test_grouped import COUNTS, F, H, one_by_one, problem
+from tests.coat_dist.flow.test_grouped import (
+    COUNTS,
+    F,
+    H,
+    exact,
+    one_by_one,
+    problem,
+    routing,
+)
 from tests.support.devices import ON_GPU, nothing_waits
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a GPU that runs kernels")
@@ -40,18 +48,15 @@ def test_one_expert_after_the_other(counts, options, monkeypatch):
     wherever numbers are known.
     """
     settings = ActivationConfig(**options)
-    inputs, dout = on_gpu(counts)
+    (x, _, *weights), dout = on_gpu(counts)
+    inputs = x, *weights
     monkeypatch.setattr(gemm, "MUCH_WORK", 1024 * H * F)
-    expected = run(lambda *t: one_by_one(counts, *t, "swiglu", settings), inputs, dout)
+    expected = run(lambda x, *w: one_by_one(counts, x, None, *w, "swiglu", settings), inputs, dout)
     for given in (torch.tensor(counts), torch.tensor(counts, device="cuda")):
-        got = run(
-            lambda x, p, w1, w2, n=given: grouped_mlp(x, n, w1, w2, "swiglu", settings, p),
-            inputs,
-            dout,
-        )
+        got = run(lambda x, *w, n=given: grouped_mlp(x, n, *w, "swiglu", settings), inputs, dout)
         for a, b in zip(got, expected, strict=True):
             assert a.isfinite().all() and (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
-    weights = got[3].view(len(counts), H, -1), got[4].view(len(counts), F, H)
+    weights = got[2].view(len(counts), H, -1), got[3].view(len(counts), F, H)
     for expert, n in enumerate(counts):
         assert all(bool(w[expert].any()) == (n > 0) for w in weights)
 
@@ -68,5 +73,24 @@ def test_torchs_grouped_product_is_taken_without_waiting(monkeypatch):
         return grouped_mlp(x, counts, w1, w2, "swiglu", ActivationConfig(), p)
 
     run(call, inputs, dout)
+    with nothing_waits():
+        run(call, inputs, dout)
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(900, 4, 12), (3000, 2, 300)])
+def test_routed_mlp_is_near_the_exact_experts(tokens, choices, experts):
+    """Choices of a router, some of them dropped, without waiting for the GPU."""
+    inputs, index, dout = routing(tokens, choices, experts, dropped=True)
+    inputs = [t.detach().cuda().requires_grad_() for t in inputs]
+    index, dout = index.cuda(), dout.cuda()
+
+    def call(x, probs, *weights):
+        return routed_mlp(x, index, probs, *weights, "swiglu", ActivationConfig())
+
+    got = run(call, inputs, dout)
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    wanted = run(lambda x, *rest: exact(x, index, *rest), doubles, dout.double())
+    for mine, exactly in zip(got, wanted, strict=True):
+        assert (mine - exactly).norm() <= 0.11 * exactly.norm()
     with nothing_waits():
         run(call, inputs, dout)

@@ -165,6 +165,7 @@ GRAPHS, NO_GRAPHS = {"cuda_graphs": True}, "activation.cuda_graphs: got true, ac
 REFUSED = [
     ({}, {"enabled": False}, "activation.enabled: got false"),
     ({}, {"evaluation": "flow"}, 'coat.activation.evaluation: got "flow", accepted: "plain"'),
+    ({}, {"compile": True}, "coat.activation.compile: got true, accepted: false"),
     ({}, {"bf16_layers": (1, -1)}, "[1, -1], accepted: each of 2 layers once"),
     ({"add_bias_linear": True}, INVARIANT, "tp_invariant with a bias of linear_fc2"),
     ({"attention_dropout": 0.1}, INVARIANT, "tp_invariant with config.attention_dropout=0.1"),

@@ -207,9 +207,9 @@ class _Weight:
         return self._quantize()
 
     def _quantize(self) -> Operand:
-        fmt, weight = FORMATS[self.settings.format], self.parameter.detach().view(self.shape)
+        fmt, weight = FORMATS[self.settings.format], _shaped(self.parameter, self.shape)
         q8 = quantize_rows(weight, fmt, True) if self.rows_first else quantize_columns(weight, fmt)
-        scale = q8.scales.flatten(1).amax(1)
+        scale = q8.scales.amax((1, 2))
         if self.settings.forward_scales == "row":
             return Operand(q8, scale)
         if self.rows_first:
@@ -220,7 +220,7 @@ class _Weight:
         """Codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors``
         returns it.
         """
-        fmt, weight = FORMATS[self.settings.format], weight.view(self.shape)
+        fmt, weight = FORMATS[self.settings.format], _shaped(weight, self.shape)
         if self.rows_first:
             return quantize_experts_transposed(weight, fmt, scale)
         return quantize_experts(weight, fmt, scale)
@@ -236,8 +236,8 @@ class _Weight:
             return into_main_grad(
                 self.parameter, lambda out, whole: self._products(out, whole, left, right, rows)
             )
-        dtype = self.parameter.dtype
-        return grouped_wgrad(left, right, rows, dtype).view(self.parameter.shape)
+        whole = grouped_wgrad(left, right, rows, self.parameter.dtype)
+        return _shaped(whole, self.parameter.shape)
 
     def _products(self, out, whole, left, right, rows) -> Iterator[tuple[torch.Tensor, Product]]:
         out, missing = out.view(self.shape), set(range(self.shape[0]))
@@ -253,6 +253,10 @@ class _Weight:
             yield out[expert], lambda part: out.new_zeros(()) if part is None else part.zero_()
 
 
+def _shaped(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return t if t.shape == shape else t.view(shape)
+
+
 class _Experts(Function):
     saves = (
         *("x", "x_scales", "x_scale", "pre", "pre_scales", "a_scale"),
@@ -266,14 +270,15 @@ class _Experts(Function):
         inner_width = fc2_weight.numel() // (rows.experts * width)
         fc1 = _Weight(fc1_weight, rows.experts, width, settings, not transposed)
         fc2 = _Weight(fc2_weight, rows.experts, inner_width, settings, not transposed)
+        wgrad, x_scale = _Experts.needs(ctx, "fc1_weight"), None
         if settings.forward_scales == "row":
             x8, _ = row_codes(x, settings)
             y8 = take_codes(x8, rows, choices)
-            x_scale = largest_rows(y8.scales, rows, SMALLEST_SCALE)
+            if wgrad:
+                x_scale = largest_rows(y8.scales, rows, SMALLEST_SCALE)
         else:
             x8 = quantize_tensor(x, fmt, tensor_scale(amax(x), fmt, True))
             y8 = _of_experts(take_codes(x8, rows, choices), rows)
-            x_scale = None
         w1, w1_scale = fc1.quantized()
         pre = grouped_mm(y8, w1, rows, x.dtype, fast_accum=True)
         del y8, w1
@@ -283,7 +288,7 @@ class _Experts(Function):
         out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
         del a8, w2
         of_x: tuple[torch.Tensor | None, ...] = None, None, None
-        if _Experts.needs(ctx, "fc1_weight"):
+        if wgrad:
             of_x = x8.codes, x8.scales, x_scale
         saved = _Experts.Saved(
             *of_x,
@@ -342,8 +347,6 @@ class _Experts(Function):
             x8 = QuantizedTensor(saved.x, saved.x_scales, layout)
             x8_t = take_codes_transposed(x8, rows, ctx.choices, saved.x_scale)
             dfc1 = fc1.gradient(_of_experts(x8_t, rows), d8_t, rows)
-        if dprobs is not None:
-            dprobs = dprobs.to(saved.probs.dtype)
         return None, dx, dprobs, dfc1, dfc2
 
 
@@ -351,7 +354,7 @@ def _of_experts(q: QuantizedTensor, rows: ExpertRows) -> QuantizedTensor:
     """Codes with one scale for all rows, as those with one an expert."""
     if q.layout == "expert":
         return q
-    return QuantizedTensor(q.codes, q.scales.expand(rows.experts).contiguous(), "expert")
+    return QuantizedTensor(q.codes, q.scales.expand(rows.experts), "expert")
 
 
 def _activate(

@@ -82,6 +82,8 @@ def linear_cross_entropy(
     chunk: int | None = None,
     exact: bool = False,
     keep: bool = False,
+    scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """:func:`vocab_parallel_cross_entropy` of ``x @ weight.T + bias``, without holding all logits
     unless told to.
@@ -107,6 +109,8 @@ def linear_cross_entropy(
             GPUs.
         keep: keep the logits for backward, ``v / tp`` of x's dtype a token, instead of making them
             again. Equal bits.
+        scale: logits are ``scale * (x @ weight.T + bias)``, with the factor in fp32.
+        softcap: above 0, logits are ``softcap * tanh(logits / softcap)`` of these, in fp32 too.
 
     Returns:
         Loss per token, fp32, of the shape of ``labels``, the same on every rank.
@@ -137,7 +141,15 @@ def linear_cross_entropy(
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (x, weight, bias))
     )
-    return _LinearCrossEntropy.apply(x, weight, bias, labels, tp, z_loss, width, exact, keep)
+    if not (math.isfinite(scale) and scale and 0 <= softcap < math.inf):
+        raise ValueError(
+            f"scale, softcap: got {scale}, {softcap}, accepted: a finite number other than 0, a "
+            "finite number from 0"
+        )
+    transform = float(scale), float(softcap)
+    return _LinearCrossEntropy.apply(
+        x, weight, bias, labels, tp, z_loss, width, exact, keep, transform
+    )
 
 
 class _CrossEntropy(Function):
@@ -183,6 +195,7 @@ class _LinearCrossEntropy(Function):
         width: int,
         exact: bool,
         keep: bool,
+        transform: tuple[float, float],
     ) -> torch.Tensor:
         rows, flat = tp.all_rows(x), labels.reshape(-1).long()
         size = weight.shape[0]
@@ -193,7 +206,7 @@ class _LinearCrossEntropy(Function):
         kept: list[torch.Tensor] = []
         for i, start in enumerate(chunks):
             logits = _logits(rows, weight, bias, slice(start, start + width), exact)
-            stats = logit_stats(logits, flat, tp.rank * size + start)
+            stats = logit_stats(logits, flat, tp.rank * size + start, *transform)
             exponents[i], totals[i] = stats.exponent, stats.total
             label += stats.label
             if keep:
@@ -204,6 +217,7 @@ class _LinearCrossEntropy(Function):
         saved = _LinearCrossEntropy.Saved(x, weight, bias, labels, exponent, inverse)
         ctx.save_for_backward(*saved, *kept)
         ctx.tp, ctx.z_loss, ctx.width, ctx.exact = tp, z_loss, width, exact
+        ctx.transform = transform
         return shaped(loss, *labels.shape)
 
     @staticmethod
@@ -226,7 +240,7 @@ class _LinearCrossEntropy(Function):
             logits = kept[i] if kept else _logits(rows, weight, bias, part, exact)
             out = None if kept else logits  # another backward may read what is kept
             first = tp.rank * size + start
-            grad = logit_grad(logits, flat, first, exponent, inverse, *factors, out=out)
+            grad = logit_grad(logits, flat, first, exponent, inverse, *factors, out, *ctx.transform)
             if dx is not None:
                 dx.add(grad, weight[part])
             if dweight is not None and exact:
@@ -236,7 +250,7 @@ class _LinearCrossEntropy(Function):
             if dbias is not None:
                 dbias[part] = grad.sum(0, dtype=torch.float64 if exact else torch.float32)
             del logits, grad, out
-        return dx.finish(tp).view(x.shape) if dx is not None else None, dweight, dbias, *[None] * 6
+        return dx.finish(tp).view(x.shape) if dx is not None else None, dweight, dbias, *[None] * 7
 
 
 class _Sum:

@@ -224,7 +224,7 @@ class _Kept(NamedTuple):
 
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Storage -> what is kept of the tensors in it, while it lives."""
+"""Storage -> what is kept of the tensors in it, while it lives; or a tensor."""
 
 
 def row_codes(
@@ -244,12 +244,10 @@ def row_codes(
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or torch.compiler.is_compiling() or x.is_inference():
         return _quantize(x, settings), None
-    owner: Any = x
-    if x.grad_fn is not None:
-        owner = x.untyped_storage()
-    of_owner = _kept.setdefault(owner, {})
-    form = x.is_contiguous() or (x.shape, x.stride())
-    key = settings.format, x.data_ptr(), x.dtype, x.numel(), x.shape[-1], form
+    storage = x.untyped_storage()
+    of_owner = _kept.setdefault(x if x.grad_fn is None else storage, {})
+    place = storage._cdata, x.storage_offset(), x.is_contiguous() or (x.shape, x.stride())
+    key = settings.format, x.dtype, x.numel(), x.shape[-1], place
     found = of_owner.get(key)
     if found is None or found.version != x._version:
         found = of_owner[key] = _Kept(x._version, _quantize(x, settings), Readers())
@@ -257,7 +255,7 @@ def row_codes(
 
 
 def _quantize(x: torch.Tensor, settings: ActivationConfig) -> QuantizedTensor:
-    rows = x.detach().reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return quantize_rows(rows, FORMATS[settings.format], aligned=True)
 
 

@@ -75,6 +75,27 @@ def test_linear_cross_entropy_is_the_loss_of_all_logits(dtype, chunk, bias, z_lo
         assert torch.equal(grads[0], wanted[0])
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.125, -2])
+@pytest.mark.parametrize("softcap", [0.0, 3])
+@pytest.mark.parametrize("keep", [False, True])
+def test_linear_cross_entropy_of_scaled_and_capped_logits_against_fp64(scale, softcap, keep):
+    leaves, labels, upstream = problem(torch.float32, bias=True)
+    leaves[2].data[100:250] = -40.0
+    options = {"scale": scale, "softcap": softcap, "z_loss": 1e-2, "chunk": 64, "keep": keep}
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    logits = scale * F.linear(*wide)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_sum = logits.logsumexp(-1)
+    wanted = log_sum - logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    wanted = (wanted + 1e-2 * log_sum.square()).masked_fill(labels < 0, 0.0)
+    got = linear_cross_entropy(*leaves[:2], labels, ONE, bias=leaves[2], **options)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+    truth = torch.autograd.grad(wanted, wide, upstream.double())
+    for mine, exact in zip(torch.autograd.grad(got, leaves, upstream), truth, strict=True):
+        assert relative_error(mine, exact) <= 1e-5
+
+
 @DTYPES
 @pytest.mark.parametrize("chunk", [None, 64, 50, 7])
 def test_linear_cross_entropy_exact_has_the_same_bits_for_every_chunk(dtype, chunk):
@@ -121,7 +142,9 @@ def test_linear_cross_entropy_of_labels_outside_the_vocabulary(label):
     ):
         linear_cross_entropy(*leaves, labels, ONE)
     # As on a GPU: no look.
-    out = loss._LinearCrossEntropy.apply(*leaves, None, labels, ONE, 0.0, 100, False, False)
+    out = loss._LinearCrossEntropy.apply(
+        *leaves, None, labels, ONE, 0.0, 100, False, False, (1.0, 0.0)
+    )
     assert out.isnan().sum() == 1 and out[3, 2].isnan()
     dx, dweight = torch.autograd.grad(out, leaves, upstream)
     assert dx.isnan().all(-1).sum() == 1 and dx[3, 2].isnan().all() and dweight.isnan().any()
@@ -161,6 +184,10 @@ X, W, L = torch.randn(3, 2, 8), torch.randn(10, 8), torch.zeros(3, 2, dtype=torc
         (
             lambda: linear_cross_entropy(X, W, L[:2], ONE),
             r"labels: got torch.int64 \[2, 2\], accepted: .* \[3, 2\]",
+        ),
+        (
+            lambda: linear_cross_entropy(X, W, L, ONE, softcap=-30),
+            "softcap: got 1.0, -30, accepted",
         ),
         (lambda: linear_cross_entropy(X, W, L, ONE, chunk=0), "chunk: got 0, accepted: a positive"),
         (lambda: vocab_parallel_cross_entropy(X, L, ONE, z_loss=float("nan")), "z_loss: got nan"),

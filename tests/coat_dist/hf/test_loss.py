@@ -11,11 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
-from coat_dist.config import ActivationConfig
-from coat_dist.hf import patch_model, unpatch_model
-from coat_dist.hf.loss import LogitsOnRead
+from transformers.modeling_outputs import CausalLMOutput
 
-from .tiny import step, tiny, tokens
+from coat_dist.config import ActivationConfig
+from coat_dist.flow.blocks import loss as flow_loss
+from coat_dist.hf import patch_model, unpatch_model
+from coat_dist.hf.loss import LogitsOnRead, _Late
+from tests.support import Largest
+
+from .tiny import SIZES, step, tiny, tokens
 
 
 def loss_alone(model):
@@ -53,6 +57,91 @@ def test_chunked_loss_with_every_keyword(items, shifted, ignored, as_dict, keep)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
     for name in grads:
         torch.testing.assert_close(found[name], grads[name], rtol=1e-4, atol=1e-6)
+
+
+ROUTED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "output_router_logits": True,
+}
+VISION = SIZES | {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+TEXT = SIZES | {"model_type": "mistral", "vocab_size": 512}
+FAMILIES = {
+    "llama": {},
+    "gemma2": {},
+    "gemma3_text": {"final_logit_softcapping": 20.0},
+    "granite": {"logits_scaling": 8.0},
+    "cohere": {"logit_scale": 0.0625},
+    "mixtral": ROUTED | {"num_local_experts": 4},
+    "qwen3_moe": ROUTED,
+    "llava": {"text_config": TEXT, "vision_config": VISION},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_make_no_logits_and_have_the_loss_of_all(name, monkeypatch):
+    model, ids = tiny(name, **{"vocab_size": 512, **FAMILIES[name]}), tokens(8)
+    wanted, grads = step(model, ids)
+    logits = model(ids, labels=ids).logits
+    loss_alone(model)
+    monkeypatch.setattr(flow_loss, "_BLOCK", ids.numel() * 64)
+    with monkeypatch.context() as patched, Largest() as largest:
+        patched.setattr(_Late, "tensor", None)
+        got, found = step(model, ids)
+    assert largest.elements < logits.numel() == ids.numel() * 512
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    assert found.keys() == grads.keys()
+    for key in grads:
+        torch.testing.assert_close(found[key], grads[key], rtol=1e-4, atol=1e-6)
+    assert torch.equal(model(ids, labels=ids).logits[...], logits)
+
+
+def written(logits):
+    logits[..., 5:7] = -10.0
+    return logits
+
+
+CHANGES = {
+    "chunked": (
+        lambda logits: logits / 2 * 3,
+        lambda logits: torch.tanh(logits.double() / -3) * -3.0,
+    ),
+    "plain": (
+        written,
+        lambda logits: logits.mul_(2),
+        lambda logits: logits * torch.linspace(0.5, 1.5, 128),
+        lambda logits: logits * torch.tensor(2.0),
+        lambda logits: torch.tanh(torch.tanh(logits) * 3),
+        lambda logits: logits * 0 + logits,
+        lambda logits: (logits, logits.exp())[0],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "change"), [(how, change) for how, changes in CHANGES.items() for change in changes]
+)
+def test_forward_that_changes_its_logits(how, change):
+    model, ids = tiny(), tokens()
+
+    class Changing(type(model)):
+        def forward(self, input_ids, labels=None, detach=False, **_):
+            logits = change(self.lm_head(self.model(input_ids).last_hidden_state))
+            given = logits.detach() if detach else logits
+            loss = self.loss_function(given, labels, self.config.vocab_size)
+            return CausalLMOutput(loss=loss, logits=logits)
+
+    model.__class__ = Changing
+    wanted, grads = step(model)
+    logits = model(ids, labels=ids).logits
+    got, found = step(loss_alone(model))
+    assert model.coat_patch_report.loss["lm_head"].startswith(how)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    for name in grads:
+        torch.testing.assert_close(found[name], grads[name], rtol=1e-4, atol=1e-6)
+    assert torch.equal(model(ids, labels=ids).logits[...], logits)
+    assert not model(ids, labels=ids, detach=True).loss.requires_grad
 
 
 def test_late_logits_are_made_when_they_are_read(tmp_path):
@@ -138,7 +227,7 @@ def test_loss_function_of_a_program_stays_plain():
 
 
 def test_loss_plain_and_chunked_under_torch_compile():
-    model = tiny()
+    model = tiny("gemma2", num_hidden_layers=1)
     assert patch_model(model, ActivationConfig(loss="plain")).loss == {
         "lm_head": "plain: loss: plain"
     }

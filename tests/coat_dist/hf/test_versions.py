@@ -23,10 +23,9 @@ from coat_dist.hf.recognize import (
 from .tiny import FUSED, GENERIC, step, tiny
 
 OWN = {
-    **dict.fromkeys(("olmo2", "olmo3", "phi3", "glm4"), ("layer",)),
-    **dict.fromkeys(("gemma2", "gemma3_text", "granite"), ("layer", "loss")),
+    **dict.fromkeys(("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "granite"), ("layer",)),
     "olmo": ("norm",),
-    "cohere": ("layer", "norm", "loss"),
+    "cohere": ("layer", "norm"),
 }
 """Parts of families that compute something of their own, which the flow leaves to them."""
 

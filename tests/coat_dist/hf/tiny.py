@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from coat_dist.hf import blocks
 
@@ -46,7 +51,8 @@ def tiny(name="llama", dtype=torch.float32, seed=0, **changes):
         pytest.skip(f"this transformers has no {name}")
     config = AutoConfig.for_model(name, **{**SIZES, **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    kind = AutoModelForImageTextToText if "vision_config" in changes else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=dtype).train()
     # Transformers 4.56 starts its norms at 1, and not at 0, to which they add 1.
     if name == "gemma3_text":
         for module in model.modules():

@@ -10,7 +10,7 @@ import torch
 from coat_dist.reference.cross_entropy import merge
 from tests.support.devices import DEVICE, on_device
 
-from . import compare, pair
+from . import agree, compare, pair
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 """The largest step to the neighbour, relative."""
@@ -141,6 +141,29 @@ def check_grad(rows, columns):
         assert turned.isfinite().all()
 
 
+def check_transform(rows, columns, *transform):
+    """Logits of raw products: the label and the sums of both, and gradients through tanh."""
+    for dtype in ULP:
+        raw, labels = block(rows, columns, dtype)
+        raw[0, :2] = torch.tensor([-torch.inf, torch.inf] if transform[1] else [-1e30, -1e29])
+        labels[0] = columns + 2
+        got, wanted = agree("logit_stats", raw, labels, columns, *transform, rtol=torch.inf)
+        compare(log_sum(got), log_sum(wanted), atol=1e-5)
+        compare(got.label, wanted.label, rtol=1e-6, atol=1e-5)
+        rest = (
+            wanted.exponent,
+            wanted.total.reciprocal().float(),
+            None,
+            torch.randn(rows).to(DEVICE),
+        )
+        agree(
+            "logit_grad",
+            *(raw, labels, columns, *rest, None, *transform),
+            rtol=2 * ULP[dtype] + 1e-5,
+            atol=1e-6,
+        )
+
+
 SHAPES = on_device(((5, 3), (33, 300), (17, 5000), (64, 32000)), ((5, 3), (3, 300), (2, 5000)))
 ROWS = {
     **{
@@ -152,5 +175,10 @@ ROWS = {
         check_blocks,
         *on_device((0, 1, 64, 4095, 4096, 8191, 9000), (0, 1, 64, 191, 300)),
     ),
+    **{
+        f"{name} {shape}": (check_transform, *shape, *transform)
+        for name, transform in {"scale": (0.3, 0.0), "softcap": (2.5, 30.0)}.items()
+        for shape in SHAPES
+    },
     **{f"gradient {shape}": (check_grad, *shape) for shape in SHAPES},
 }

@@ -3,7 +3,8 @@
 import torch
 
 from coat_dist.formats import E4M3, E5M2, INT8
-from coat_dist.reference.grouped import BLOCK, expert_rows, largest_rows
+from coat_dist.kernels.grouped import spread_scales
+from coat_dist.reference.grouped import BLOCK, expert_rows
 from coat_dist.reference.quantize import (
     quantize_groups,
     quantize_rows,
@@ -66,8 +67,25 @@ def check_routes(tokens, choices, experts, columns):
     agree("take_codes_transposed", whole, got, choices)
     for q in by_rows:
         taken = pair("take_codes")[1](q, got, choices).scales
-        scales = largest_rows(taken, got, 2.0**-126)
+        _, scales = agree("largest_rows", taken, got, 2.0**-126)
         agree("take_codes_transposed", q, got, choices, scales)
+
+
+def check_scales(counts):
+    """The largest scale of an expert's rows, NaN too, and scales of experts spread for products."""
+    rows = expert_rows(torch.tensor(counts), sum(counts), torch.device(DEVICE))
+    scales = torch.rand(len(rows.source), 1, device=DEVICE)
+    factor = torch.randn(sum(counts), device=DEVICE).bfloat16()
+    for bad in (None, torch.nan):
+        if bad is not None:
+            scales[-1] = bad
+        for times in (None, factor):
+            agree("largest_rows", scales, rows, 2.0**-126, times)
+    a, one = torch.rand(len(counts), device=DEVICE), torch.rand((), device=DEVICE)
+    b, blocks = one.expand(len(counts)), rows.blocks.long()
+    compare(spread_scales(a, b, 3, 5), (a.repeat_interleave(3), b.repeat_interleave(5)))
+    of_rows = a[blocks].repeat_interleave(BLOCK)
+    compare(spread_scales(a, b, 1, 7, rows), (of_rows, b.repeat_interleave(7)))
 
 
 def check_weights(k, n, dtype):
@@ -112,12 +130,14 @@ ROWS = {
             COUNTS, (torch.bfloat16, torch.float32, torch.bfloat16), strict=True
         )
     },
+    **{f"scales {counts}": (check_scales, counts) for counts in COUNTS},
     **{
         f"routes {sizes}": (check_routes, *sizes)
         for sizes in (
             (40, 2, 4, 64),
             (67, 3, 9, 70),
             (33, 8, 130, 33),
+            (650, 2, 5, 16),
             (50, 2, 300, 16),
             (0, 2, 3, 16),
         )

@@ -1,0 +1,127 @@
+"""Experts of transformers models, all of a layer in one call of the flow.
+
+transformers 5 keeps the weights of all experts of a layer in two parameters, ``[experts, out, in]``
+or transposed. It writes the loop over experts in the model, and hands the call to one of several
+implementations (``experts_implementation``) that compute the same. The decorator which does so
+leaves the facts in attributes of the module; they say what the experts compute, whichever model
+they are of. The flow reads the same parameters where they lie.
+
+Routers, their losses and shared experts are outside of these modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .. import flow
+from ..patching.reasons import module_of, original_class, own_code, why_not_fp8
+from .modules import Block, fits, opaque
+from .recognize import _activations
+
+__all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
+
+INTEGRATION = "transformers.integrations.moe"
+IMPLEMENTATIONS = "eager", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm"
+"""transformers' own, which compute the same."""
+
+
+class ExpertsKind(NamedTuple):
+    """What the experts of a layer compute."""
+
+    weights: tuple[str, str]
+    """The parameters of their first and second product."""
+    activation: str | None
+    """The flow's name of it; None of one that the flow does not have."""
+    transposed: bool
+    """Whether weights are ``[experts, in, out]``."""
+
+
+def experts_in(module: Any) -> nn.Module:
+    """The module itself, or what PEFT has wrapped to adapt parameters of it."""
+    while isinstance(base := module._modules.get("base_layer"), nn.Module):
+        module = base
+    return module
+
+
+def experts_kind(module: Any) -> ExpertsKind | None:
+    """What the experts of a layer compute, in a class of transformers that holds the weights of all
+    of them; None of other modules.
+    """
+    if module_of(getattr(original_class(module), "forward", None)) != INTEGRATION:
+        return None
+    from transformers.activations import ACT2FN
+
+    gated, act = getattr(module, "has_gate", True), type(getattr(module, "act_fn", None))
+    first = "gate_up_proj" if gated else "up_proj"
+    activation = _activations(gated).get(act)
+    if not gated and act is type(ACT2FN["relu2"]):
+        activation = "squared_relu"
+    return ExpertsKind((first, "down_proj"), activation, module.is_transposed)
+
+
+def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
+    """Why experts of this kind stay in BF16."""
+    from transformers.integrations import moe
+
+    implementation = module.config._experts_implementation
+    whys: dict[str, Any] = {
+        "biases": module.has_bias,
+        "gate and up whose columns alternate": not getattr(module, "is_concatenated", True),
+        "a norm behind each expert": getattr(module, "has_post_expert_norm", False),
+        "a gate of its own": type(module)._apply_gate is not moe._default_apply_gate,
+        f"experts_implementation {implementation!r}": implementation not in IMPLEMENTATIONS,
+        "an activation that the flow does not have": kind.activation is None,
+    }
+    for why, applies in whys.items():
+        if applies:
+            return why
+    for name in kind.weights:
+        weight = module._parameters.get(name)
+        if not _is_plain(weight):
+            return f"a {type(weight).__name__} as {name}"
+        if (why := why_not_fp8(weight)) is not None:
+            return why
+    return own_code("experts", module, ())
+
+
+def _is_plain(weight: Any) -> bool:
+    """Whether it is a tensor as torch makes it, be it a parameter or computed by an adapter."""
+    return type(weight) in (nn.Parameter, torch.Tensor, FakeTensor)
+
+
+class Experts(Block):
+    """All experts of a layer, and the sum of what a token's experts give, each times its
+    probability.
+    """
+
+    def coat_expert_weights(self: Any) -> list[Any]:
+        """Parameters that are multiplied in FP8."""
+        return [getattr(self, name) for name in self.coat.kind.weights]
+
+    @opaque
+    def coat_forward(
+        self: Any,
+        plain: Callable[..., Any],
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        kind: ExpertsKind = self.coat.kind
+        weights = [getattr(self, name) for name in kind.weights]
+        ready = fits(hidden_states) and hidden_states.dim() == 2 and self.coat_ready()
+        if not ready or not all(map(_is_plain, weights)):
+            return plain(self, hidden_states, top_k_index, top_k_weights)
+        return flow.routed_mlp(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            *weights,
+            kind.activation,
+            self.coat.settings,
+            kind.transposed,
+        )

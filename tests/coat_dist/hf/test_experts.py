@@ -1,0 +1,179 @@
+"""Experts of transformers models in the flow: what they compute and save, and which stay BF16."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from coat_dist.config import ActivationConfig
+from coat_dist.hf import patch_model
+from coat_dist.hf.experts import Experts, experts_kind, why_not_experts
+from tests.coat_dist.flow.saved_bytes import saved
+
+from .tiny import check_near, relative, step, tiny
+
+E, H, F, K, TOKENS = 8, 96, 48, 3, 50
+SIZES = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E),
+    **dict.fromkeys(("moe_intermediate_size", "intermediate_size"), F),
+    "hidden_size": H,
+}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 16),
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES = {
+    "qwen3_moe": {},
+    "mixtral": {},
+    "deepseek_v3": LATENT,
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": E},
+    "nemotron_h": {"layers_block_type": ["attention", "moe"]},
+}
+
+
+def mixture(name, chosen=E, dtype=torch.bfloat16, **changes):
+    """A tiny model; all experts are chosen, so that no rounding changes a choice."""
+    return tiny(name, dtype, num_experts_per_tok=chosen, **SIZES, **FAMILIES[name], **changes)
+
+
+def experts_of(model):
+    return next(m for m in model.modules() if experts_kind(m) is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"), [*((name, False) for name in FAMILIES), ("mixtral", True)]
+)
+def test_experts_are_those_of_their_definition(name, frozen):
+    """Against fp64, with choices of other ranks' experts, and no copy of a weight; a hook on the
+    module runs, and evaluation is the model's own.
+    """
+    model = mixture(name)
+    plain, own = (copy.deepcopy(experts_of(model)) for _ in range(2))
+    patch_model(model, ActivationConfig())
+    experts = experts_of(model)
+    experts.requires_grad_(not frozen)
+    assert isinstance(experts, Experts) and experts.training
+    seen = []
+    experts.register_forward_hook(lambda module, args, y: seen.append(y))
+    x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)
+    probs, index = torch.rand(TOKENS, E).topk(K)
+    index[torch.rand(TOKENS, K) < 0.2] = E
+    probs.requires_grad_()
+    names = experts_kind(experts).weights
+    weights = [getattr(experts, name) for name in names]
+    leaves = [x, probs] if frozen else [x, probs, *weights]
+    y = experts(x, index, probs)
+    assert seen == [y]
+    dy = torch.randn_like(y)
+
+    plain = plain.double()
+    plain.config = copy.copy(plain.config)
+    plain.config._experts_implementation = "eager"
+    doubles = [t.detach().double().requires_grad_() for t in (x, probs)]
+    there = index < E
+    wanted = plain(doubles[0], index.where(there, 0), doubles[1] * there)
+    if not frozen:
+        doubles += [getattr(plain, name) for name in names]
+    found = zip(
+        (y, *torch.autograd.grad(y, leaves, dy)),
+        (wanted, *torch.autograd.grad(wanted, doubles, dy.double())),
+        strict=True,
+    )
+    for got, exact in found:
+        assert got.shape == exact.shape and relative(got, exact) < 0.11
+
+    kept = saved(lambda: experts(x, index, probs), *weights, probs)
+    smallest = min(w.nbytes for w in weights) // 2  # of FP8 codes
+    assert max(kept.values()) < smallest
+    assert any(size == TOKENS * H for size in kept.values()) != frozen
+    index = torch.rand(TOKENS, E).topk(K).indices
+    assert torch.equal(experts.eval()(x, index, probs), own(x, index, probs))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_models_with_experts(name):
+    """Loss and the gradient of every parameter, that of the router too."""
+    model = mixture(name, dtype=torch.float32)
+    wanted = step(model)
+    report = patch_model(model, ActivationConfig())
+    assert any(block.endswith("experts") for block in report.patched), report
+    check_near(step(model), wanted)
+
+
+def biased(experts):
+    experts.has_bias = True
+
+
+def gated(experts):
+    experts.__class__ = type("Own", (type(experts),), {"_apply_gate": lambda self, x: x})
+
+
+def own_forward(experts):
+    experts.forward = lambda *args: args[0]
+
+
+def odd(experts):
+    experts.down_proj = torch.nn.Parameter(torch.zeros(E, H, 24))
+
+
+def computed(experts):
+    class Quantized(torch.nn.Parameter):
+        pass
+
+    experts.down_proj.__class__ = Quantized
+
+
+def implemented(experts):
+    experts.config._experts_implementation = "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (biased, "biases"),
+        (gated, "a gate of its own"),
+        (own_forward, "a forward of its own on experts"),
+        (odd, f"a weight [{E}, {H}, 24], whose sizes are not multiples of 16"),
+        (computed, "a Quantized as down_proj"),
+        (implemented, "experts_implementation 'mine'"),
+    ],
+)
+def test_experts_that_stay_bf16_say_why(change, why):
+    experts = experts_of(mixture("qwen3_moe"))
+    assert why_not_experts(experts, experts_kind(experts)) is None
+    change(experts)
+    assert why_not_experts(experts, experts_kind(experts)) == why
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_adapted_experts(first):
+    """LoRA on parameters of experts: put on before patching, or later."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_parameters=["experts.gate_up_proj", "experts.down_proj"], task_type="CAUSAL_LM"
+    )
+    steps = []
+    for patches in (False, True):
+        model = mixture("qwen3_moe", dtype=torch.float32)
+        if patches and first:
+            patch_model(model, ActivationConfig())
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, config).train()
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p.data.normal_(0, 0.1)
+        if patches and not first:
+            patch_model(adapted, ActivationConfig())
+        if patches:
+            assert isinstance(experts_of(adapted), Experts)
+        steps.append(step(adapted))
+    plain, found = steps
+    check_near(found, plain)
+    assert found[0] != plain[0]
