@@ -306,14 +306,12 @@ class PartProjection(ModePatched):
         """torch's ``_apply``, by which modules are moved; it cannot replace a frozen weight."""
         weight = self._parameters["weight"]
         if not isinstance(weight, FrozenWeight):
-            return super()._apply(fn, recurse)
-        if (moved := fn(weight)) is not weight:
-            replace(weight, nn.Parameter(moved, requires_grad=False))
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        replace(weight, fn(weight))
         self._parameters["weight"] = None
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            self._parameters["weight"] = weight
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self._parameters["weight"] = weight
+        return self
 
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and has_plain_weight(self)

@@ -217,17 +217,17 @@ def _frozen_weights(plan: Plan) -> list[Any]:
 
 def _freeze(plan: Plan) -> None:
     """Quantize frozen weights one after the other, each where it lies."""
-    weights = _frozen_weights(plan)
-    for weight in weights:
-        if not isinstance(weight, FrozenWeight):  # else it is shared
-            replace(weight, nn.Parameter(FrozenWeight.of(weight, plan.settings.format), False))
+    weights = {id(weight) for weight in _frozen_weights(plan)}
     left = []
     for entry in plan.entries:
         for name, p in entry.module.named_parameters(prefix=entry.name):
-            if not (p.requires_grad or isinstance(p, FrozenWeight)) and p.dim() > 1:
+            if id(p) in weights:
+                weights.remove(id(p))  # another module may share it
+                replace(p, FrozenWeight.of(p, plan.settings.format))
+            elif not (p.requires_grad or isinstance(p, FrozenWeight)) and p.dim() > 1:
                 left.append(name)
-    others = f"; BF16 stay: {', '.join(condensed(left))}" if left else ""
-    plan.report.note(f"{len(weights)} frozen weights are kept as FP8 codes alone{others}")
+    others = ", ".join(condensed(left)) or "no others"
+    plan.report.note(f"frozen weights of linears are FP8 codes alone; frozen in BF16: {others}")
 
 
 def _unknown_forward(model: nn.Module) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..config import CoatConfigError
-from ..flow.core.frozen import FrozenWeight
+from ..flow.core.frozen import FrozenWeight, replace
 from .reasons import drop_own_forward
 
 __all__ = ["Changes", "all_or_none", "unpatch_model"]
@@ -87,7 +87,7 @@ def unpatch_model(model: nn.Module) -> None:
         changes.undo()
     for parameter in model.parameters():
         if isinstance(parameter, FrozenWeight):
-            parameter.thaw()
+            replace(parameter, parameter.decoded())
 
 
 def _restore_class(module: Any) -> None:

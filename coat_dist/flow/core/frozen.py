@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,17 +31,16 @@ from ...ops import dequantize, quantize_rows
 __all__ = ["FrozenWeight", "codes_of", "digest_of", "replace"]
 
 aten = torch.ops.aten
-_MOVES = {
+_MOVES = (
     aten._pin_memory.default,
     aten._to_copy.default,
-    aten.alias.default,
     aten.clone.default,
     aten.detach.default,
     aten.empty_like.default,
-}
+)
 """Operations whose result is a FrozenWeight as well."""
-_WORDS = 1 << 22
-"""Words of 4 bytes that a checksum reads at a time."""
+_CHECKSUM = 8
+"""Bytes of a checksum."""
 _RECIPE = (
     "adapters alone, or in another process the base in BF16 "
     "(base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16); "
@@ -57,145 +55,128 @@ class FrozenWeight(torch.Tensor):
 
     packed: torch.Tensor
     """Bytes of the codes, of the fp32 scales of rows, and of the largest scale. One tensor, so that
-    whoever broadcasts bytes, as DeepSpeed does, sends all of it.
+    whoever broadcasts bytes, as DeepSpeed does, sends all of it. Of an unpickled weight: bytes of
+    its checksum.
     """
     format: str
-    checksum: int | None
-    """Of a weight that was unpickled, which has no codes."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls: Any,
-        packed: torch.Tensor,
-        format: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        checksum: int | None = None,
-    ) -> FrozenWeight:
-        weight = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=packed.device, requires_grad=False
-        )
-        weight.packed, weight.format, weight.checksum = packed, format, checksum
+    def __new__(cls: Any, packed: Any, format: str, shape: Any, dtype: torch.dtype) -> FrozenWeight:
+        weight = cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
+        weight.packed, weight.format = packed, format
         return weight
 
-    @classmethod
+    @staticmethod
     @torch.no_grad()
-    def of(cls, values: torch.Tensor, format: str) -> FrozenWeight:
+    def of(values: torch.Tensor, format: str) -> FrozenWeight:
         """Values ``[out, in]``, quantized.
 
         Twice: a row whose largest value was rounded down to half of the format's largest gets a
         smaller scale then, with the same values. So decoded values have the same codes again, and
         the same checksum, wherever they were loaded from.
         """
-        rows, columns = values.shape
-        fmt = FORMATS[format]
-        size = rows * columns + 4 * rows + 4
-        packed = torch.empty(size, dtype=torch.uint8, device=values.device)
-        weight = cls(packed, format, values.shape, values.dtype)
-        q8 = weight.q8
-        q8.top.zero_()
+        rows, fmt = len(values), FORMATS[format]
         once = quantize_rows(values.detach(), fmt, aligned=True)
-        quantize_rows(dequantize(once, values.dtype), fmt, True, q8)
+        size = values.numel() + 4 * rows + 4
+        packed = torch.zeros(size, dtype=torch.uint8, device=values.device)
+        weight = FrozenWeight(packed, format, values.shape, values.dtype)
+        quantize_rows(dequantize(once, values.dtype), fmt, True, weight.q8)
         return weight
 
-    def thaw(self) -> None:
-        """Be a parameter with these values again."""
-        values = torch.nn.Parameter(self.decoded(), requires_grad=False)
-        del self.packed, self.format, self.checksum
-        replace(self, values)
-
     @property
-    def q8(self) -> Any:
+    def q8(self) -> QuantizedTensor:
         """The codes, and their scales of rows."""
-        if self.checksum is not None:
+        if self.packed.numel() == _CHECKSUM:
             _refuse("a pickle, which has a checksum of weights and no weights", _RECIPE)
-        rows, columns = self.shape
-        parts = self.packed.split([rows * columns, 4 * rows, 4])
-        codes = parts[0].view(FORMATS[self.format].dtype).view(rows, columns)
-        scales, top = (part.view(torch.float32) for part in parts[1:])
-        return QuantizedTensor(codes, scales.view(rows, 1), "row", top=top.view(()))
+        if self.requires_grad:
+            _refuse("a weight that is to train after all", "weights that train before patch_model")
+        rows, size = len(self), self.numel()
+        codes, scales, top = self.packed.split([size, 4 * rows, 4])
+        return QuantizedTensor(
+            codes.view(FORMATS[self.format].dtype).view(self.shape),
+            scales.view(torch.float32).view(rows, 1),
+            "row",
+            top=top.view(torch.float32).view(()),
+        )
 
     def decoded(self) -> torch.Tensor:
         """The values, in a new tensor."""
+        _say_once(
+            "evaluation, generation, saving and all code outside of the FP8 flow read frozen "
+            "weights as their FP8 codes have them; each is decoded while it is read"
+        )
         return dequantize(self.q8, self.dtype)
 
-    def digest(self) -> int:
-        """A checksum of codes and scales, in which every byte counts by its place."""
-        if self.checksum is not None:
-            return self.checksum
-        total = torch.zeros((), dtype=torch.int64, device=self.device)
-        for i, words in enumerate(self.packed.view(torch.int32).split(_WORDS)):
-            places = torch.arange(1, len(words) + 1, device=self.device)
-            total += (words * (places + i * _WORDS)).sum()
-        return int(total)
+    def digest(self) -> torch.Tensor:
+        """A checksum of codes and scales, in which every byte counts by its place; on the CPU."""
+        if self.packed.numel() == _CHECKSUM:
+            return self.packed
+        places = torch.arange(1, 1 << 22, device=self.device)
+        total = places.new_zeros(1)
+        for words in self.packed.view(torch.int32).split(len(places)):
+            total = 3 * total + (words * places[: len(words)]).sum()
+        return total.view(torch.uint8).cpu()
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given, first = dict(kwargs or {}), args[0]
+        kwargs, first = kwargs or {}, args[0]
         if isinstance(first, FrozenWeight):
-            dtype = given.get("dtype") or first.dtype
-            if func in _MOVES and dtype.is_floating_point:
-                given.pop("dtype", None), given.pop("memory_format", None)
-                packed = func(first.packed, *args[1:], **given)
-                return FrozenWeight(packed, first.format, first.shape, dtype, first.checksum)
+            if func in _MOVES:
+                return first._moved(func, *args[1:], **kwargs)
             if func is aten.copy_.default:
                 return first._load(args[1])
             if func is aten.view.dtype and args[1] == torch.uint8:
                 return first.packed
             if func._schema.is_mutable:
-                _refuse(f"{func._schema.name.removeprefix('aten::')} on a frozen weight", _RECIPE)
-        _say_once(
-            "code outside of the FP8 flow (evaluation, generation, DoRA) reads frozen weights as "
-            "their FP8 codes have them; each is decoded while it is read"
-        )
-        args, given = tree_map_only(FrozenWeight, FrozenWeight.decoded, (args, given))
-        return func(*args, **given)
+                _refuse(f"{func._schema.name} on a frozen weight", _RECIPE)
+        args, kwargs = tree_map_only(FrozenWeight, FrozenWeight.decoded, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _moved(
+        self, func: Any, *args: Any, dtype: Any = None, memory_format: Any = None, **kwargs: Any
+    ) -> FrozenWeight:
+        packed = func(self.packed, *args, **kwargs)
+        return FrozenWeight(packed, self.format, self.shape, dtype or self.dtype)
 
     def _load(self, source: torch.Tensor) -> FrozenWeight:
-        if not isinstance(source, FrozenWeight):
-            source = FrozenWeight.of(source.expand(self.shape).to(self.device), self.format)
-        if source.checksum is None and source.format == self.format:
-            self.packed.copy_(source.packed)
-        elif source.digest() != self.digest():
-            _refuse(
-                "a checkpoint of a run with other frozen weights", "one that began with the same"
-            )
+        if isinstance(source, FrozenWeight):
+            if source.packed.numel() == _CHECKSUM:
+                if not torch.equal(source.packed, self.digest()):
+                    _refuse("a checkpoint of a run with other frozen weights", "one with the same")
+                return self
+            source = source.decoded()
+        self.packed.copy_(FrozenWeight.of(source.to(self.device), self.format).packed)
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed"], (self.format, self.dtype, self.checksum)
+        return ["packed"], (self.format, self.shape, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, options: Any, shape: Any, stride: Any) -> FrozenWeight:
-        format, dtype, checksum = options
-        return FrozenWeight(inner["packed"], format, shape, dtype, checksum)
+        return FrozenWeight(inner["packed"], *options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         return memo.setdefault(id(self), torch.nn.Parameter(self.clone(), requires_grad=False))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _say_once("torch.save writes checksums of frozen weights, not the weights")
-        return _without_codes, (self.format, tuple(self.shape), self.dtype, self.digest())
+        return FrozenWeight, (self.digest(), self.format, tuple(self.shape), self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"FrozenWeight({self.format}, {list(self.shape)}, {self.dtype}, {self.device})"
+    def contiguous(self, memory_format: Any = None) -> torch.Tensor:
+        """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save."""
+        return self.decoded()
 
-    @property
-    def requires_grad(self) -> bool:
-        return False
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> FrozenWeight:
-        if requires_grad:
-            _refuse("a weight that is to train after all", "weights that train before patch_model")
-        return self
+    def is_contiguous(self, memory_format: Any = None) -> bool:
+        """Refuses FSDP2, and safetensors for what it did not copy: both ask it, without arguments,
+        before they read memory.
+        """
+        if memory_format is None:
+            _refuse("code that reads memory of weights", '"bf16" with FSDP2; weight.contiguous()')
+        return super().is_contiguous(memory_format=memory_format)
 
     @property
     def data(self) -> torch.Tensor:
@@ -203,22 +184,7 @@ class FrozenWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        _refuse("other memory for a frozen weight (ZeRO-3, or merged adapters)", _RECIPE)
-
-    def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save."""
-        _say_once("frozen weights are saved with the values of their FP8 codes")
-        return self.decoded()
-
-    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """Refuses FSDP2, and safetensors for what it did not copy: both ask it, without arguments,
-        before they read memory.
-        """
-        if not (args or kwargs):
-            _refuse(
-                "code that reads the memory of weights", '"bf16" with FSDP2; weight.contiguous()'
-            )
-        return super().is_contiguous(*args, **kwargs)
+        _refuse("other data for a frozen weight", _RECIPE)
 
     def data_ptr(self) -> int:
         """Tells weights apart, for DeepSpeed and others."""
@@ -226,15 +192,10 @@ class FrozenWeight(torch.Tensor):
 
     def storage(self) -> Any:
         """What accelerate and safetensors ask where ``untyped_storage`` has no address."""
-        return _Storage(self)
+        return self.packed.untyped_storage()
 
 
-class _Storage:
-    """Identity of a weight, for those who look for tensors that share memory."""
-
-    def __init__(self, weight: FrozenWeight) -> None:
-        self.data_ptr = weight.data_ptr
-        self.size = weight.numel
+torch.serialization.add_safe_globals([FrozenWeight])
 
 
 def _refuse(what: str, accepted: str) -> NoReturn:
@@ -243,27 +204,20 @@ def _refuse(what: str, accepted: str) -> NoReturn:
     )
 
 
-def _without_codes(format: str, shape: Any, dtype: torch.dtype, checksum: int) -> FrozenWeight:
-    packed = torch.empty(0, dtype=torch.uint8, device="meta")
-    return FrozenWeight(packed, format, shape, dtype, checksum)
-
-
-torch.serialization.add_safe_globals([_without_codes])
-
-
 @functools.cache
 def _say_once(text: str) -> None:
     warnings.warn(f"coat_dist: {text}", stacklevel=3)
 
 
-def replace(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    """Let a parameter, which its holders go on holding, be ``other``, which nobody else holds.
+def replace(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a frozen parameter, which its holders go on holding, have other values: of another type
+    or device.
 
     ``torch.utils.swap_tensors`` refuses parameters with weak references, and DeepSpeed has one to
     each.
     """
-    parameter.__class__ = type(other)
-    vars(parameter).update(vars(other))
+    other = torch.nn.Parameter(values, requires_grad=False)
+    parameter.__class__, parameter.__dict__ = type(other), vars(other)
     torch._C._swap_tensor_impl(parameter, other)
 
 
@@ -274,8 +228,8 @@ def digest_of(model: torch.nn.Module) -> str | None:
     lines = []
     for name, p in model.named_parameters():
         if isinstance(p, FrozenWeight):
-            lines.append(f"{name} {list(p.shape)} {p.digest()}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else None
+            lines.append(f"{name} {list(p.shape)} {p.digest().tolist()}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16] if lines else None
 
 
 def codes_of(weight: torch.Tensor) -> Any:

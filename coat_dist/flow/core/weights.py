@@ -102,9 +102,8 @@ class Weight:
         first, fmt = parameters[0], FORMATS[settings.format]
         if any(isinstance(p, FrozenWeight) for p in parameters):
             parts = []
-            for p in parameters:
-                frozen = isinstance(p, FrozenWeight)
-                parts.append(p.q8 if frozen else quantize_rows(p, fmt, aligned=True))
+            for p in map(codes_of, parameters):
+                parts.append(p if isinstance(p, QuantizedTensor) else quantize_rows(p, fmt, True))
             return row_operand(_stacked(parts), tp, settings)
         if len(parameters) == 1:
             return quantize_input(first, tp, settings, self.split)

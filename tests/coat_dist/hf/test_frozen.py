@@ -1,5 +1,5 @@
-"""``frozen_weights: "fp8"``: frozen weights of linears are FP8 codes alone, with the losses of codes
-that are made on use.
+"""``frozen_weights: "fp8"``: frozen weights are FP8 codes alone, with the losses of codes that are
+made on use.
 """
 
 import copy
@@ -121,7 +121,7 @@ def test_decoded_values_have_the_same_codes():
     values[:, 0] = torch.linspace(224, 232, 64)  # these are rounded to half of the largest code
     for given in (values.bfloat16(), values.float(), torch.zeros(64, 32)):
         weight = FrozenWeight.of(given, "e4m3")
-        assert FrozenWeight.of(weight.decoded(), "e4m3").digest() == weight.digest()
+        assert torch.equal(FrozenWeight.of(weight.decoded(), "e4m3").digest(), weight.digest())
 
 
 def test_checkpoints_hold_checksums(tmp_path):
@@ -170,10 +170,10 @@ def test_accelerate(safe, tmp_path):
 
 MERGING = {
     "add_": lambda model, weight: model.merge_and_unload(),
-    "other memory": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
+    "other data": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
     "normal_": lambda model, weight: nn.init.normal_(weight),
-    "to train after all": lambda model, weight: model.requires_grad_(True),
-    "reads the memory": lambda model, weight: weight.is_contiguous(),
+    "to train after all": lambda model, weight: step(model.requires_grad_(True)),
+    "reads memory": lambda model, weight: weight.is_contiguous(),
 }
 
 
