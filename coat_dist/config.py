@@ -155,6 +155,10 @@ class ActivationConfig(_Block):
     """Weights of grouped experts: quantize them on every use, or keep their codes until they
     change, 1 byte a parameter and rank. Other weights are quantized on every use.
     """
+    frozen_weights: Literal["bf16", "fp8"] = "bf16"
+    """Weights that never train of linears in the flow, as under LoRA: leave them as they are, or
+    ("fp8") keep FP8 codes alone, 1 byte a parameter.
+    """
     wgrad: Literal["grad", "main_grad"] = "grad"
     """Weight gradients: given to autograd, or added to ``weight.main_grad``
     (``gradient_accumulation_fusion``).
@@ -200,6 +204,8 @@ class ActivationConfig(_Block):
             _refuse(
                 "tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true"
             )
+        if self.frozen_weights == "fp8" and self.forward_scales == "tensor":
+            _refuse("frozen_weights", '"fp8" with forward_scales "tensor"', '"bf16"')
         if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice
             _refuse("expert_dispatch", '"fp8" with forward_scales "tensor"', '"auto" or "bf16"')
         if self.expert_dispatch_grad == "fp8" and not self.dispatches_fp8:

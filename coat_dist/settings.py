@@ -479,6 +479,12 @@ ROWS = (
         "flow3",
     ),
     Row(
+        "coat.activation.frozen_weights",
+        ("bf16",),
+        f'"bf16" with {ZERO}.stage 3, which divides BF16 weights and no codes over ranks',
+        "flow3",
+    ),
+    Row(
         "coat.activation.compile",
         OFF,
         f"false with {ZERO}.stage 3, whose hooks on every module break the compiler's graphs",

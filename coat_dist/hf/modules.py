@@ -25,8 +25,9 @@ from torch import nn
 
 from .. import flow
 from ..config import ActivationConfig
+from ..flow.core.frozen import FrozenWeight, replace
 from ..patching.classes import Patched
-from ..patching.reasons import has_plain_weight, named_class, original_class, own_code
+from ..patching.reasons import PLAIN, has_plain_weight, named_class, original_class, own_code
 from ..patching.report import PatchReport
 from .adapters import adapters_of, base_of
 
@@ -226,10 +227,7 @@ class Block(ModePatched):
             if (
                 modules.get(name) is not module
                 or getattr(type(module), "coat_original", type(module)) is not cls
-                or (
-                    cls is nn.Linear
-                    and type(given["_parameters"].get("weight")) is not nn.Parameter
-                )
+                or (cls is nn.Linear and type(given["_parameters"].get("weight")) not in PLAIN)
                 or "forward" in given
                 or given["_forward_hooks"]
                 or given["_forward_pre_hooks"]
@@ -325,6 +323,17 @@ class PartProjection(ModePatched):
     """A linear in FP8 by itself. Linears whose weights a fused block reads are such ones for the
     calls in which the block runs its own code.
     """
+
+    def _apply(self: Any, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
+        """torch's ``_apply``, by which modules are moved; it cannot replace a frozen weight."""
+        weight = self._parameters["weight"]
+        if not isinstance(weight, FrozenWeight):
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        replace(weight, fn(weight))
+        self._parameters["weight"] = None
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self._parameters["weight"] = weight
+        return self
 
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and has_plain_weight(self)

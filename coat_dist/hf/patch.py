@@ -15,10 +15,11 @@ from torch import nn
 
 from ..config import ActivationConfig, CoatConfigError
 from ..extras import need
+from ..flow.core.frozen import FrozenWeight, replace
 from ..patching.changes import unpatch_model
 from ..patching.plan import Plan
 from ..patching.reasons import has_plain_weight, module_of, named_class, own_code
-from ..patching.report import PatchReport, check_unpatched
+from ..patching.report import PatchReport, check_unpatched, condensed
 from ..patching.settings import (
     REFUSED,
     Config,
@@ -32,7 +33,14 @@ from .adapters import base_of
 from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
 from .layer import AttentionKind, DecoderLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
-from .modules import AdaptedProjection, Part, Stack, UnfusedNorm, why_parts_act
+from .modules import (
+    AdaptedProjection,
+    Part,
+    PartProjection,
+    Stack,
+    UnfusedNorm,
+    why_parts_act,
+)
 from .recognize import NORMS, is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
@@ -71,7 +79,8 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
 
     Raises:
         CoatConfigError: ``config`` has no block; an option that needs Megatron; nothing could be
-            patched (lists why); ``bf16_layers`` out of range; a model that is patched already.
+            patched (lists why); ``bf16_layers`` out of range; a model that is patched already;
+            ``frozen_weights`` where none is.
     """
     need("transformers", "hf", "coat_dist.patch_model")
     if not isinstance(config, ActivationConfig):
@@ -106,6 +115,8 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     _plan_loss(plan, model)
     check_honoured(_not_in_this(plan), config)
     plan.apply(model)
+    if config.frozen_weights == "fp8":
+        _freeze(plan)
     return plan.report
 
 
@@ -213,6 +224,33 @@ def _plan_loss(plan: Plan, model: nn.Module) -> None:
             plan.swap(module, ChunkedLM, Part(settings, label, plan.report))
 
 
+def _frozen_weights(plan: Plan) -> list[Any]:
+    """Weights of linears in the flow that do not train."""
+    weights = []
+    for entry in plan.entries:
+        for module, _, value in entry.changes:
+            if isinstance(value, type) and issubclass(value, PartProjection):
+                weight = module.weight
+                if not (weight.requires_grad or hasattr(weight, "ds_id")):
+                    weights.append(weight)
+    return weights
+
+
+def _freeze(plan: Plan) -> None:
+    """Quantize frozen weights one after the other, each where it lies."""
+    weights = {id(weight) for weight in _frozen_weights(plan)}
+    left = []
+    for entry in plan.entries:
+        for name, p in entry.module.named_parameters(prefix=entry.name):
+            if id(p) in weights:
+                weights.remove(id(p))  # another module may share it
+                replace(p, FrozenWeight.of(p, plan.settings.format))
+            elif not (p.requires_grad or isinstance(p, FrozenWeight)) and p.dim() > 1:
+                left.append(name)
+    others = ", ".join(condensed(left)) or "no others"
+    plan.report.note(f"frozen weights of linears are FP8 codes alone; frozen in BF16: {others}")
+
+
 def _unknown_forward(model: nn.Module) -> str:
     """Why a model keeps its own loss whose forward does not ask for ``loss_function``."""
     package = module_of(model.forward).partition(".")[0]
@@ -222,6 +260,8 @@ def _unknown_forward(model: nn.Module) -> str:
 def _not_in_this(plan: Plan) -> Rows:
     """What this model cannot honour."""
     rows: dict[str, tuple[tuple, str]] = {}
+    if not _frozen_weights(plan):
+        rows["frozen_weights"] = (("bf16",), "no weight of a linear in the flow is frozen")
     losses = plan.report.loss
     plain = [f"{name}: {how}" for name, how in losses.items() if how.startswith("plain")]
     if plain or not losses:

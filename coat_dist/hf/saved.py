@@ -91,7 +91,9 @@ class OnPaper:
             model.config._attn_implementation = _ATTENTION
         chunked = False
         if settings is not None:
-            report = patch_model(model, settings.model_copy(update={"bf16_layers": ()}))
+            report = patch_model(
+                model, settings.model_copy(update={"bf16_layers": (), "frozen_weights": "bf16"})
+            )
             chunked = any(not how.startswith("plain") for how in report.loss.values())
         ids = torch.zeros(1, tokens, dtype=torch.long)
         body = _bytes(model, lambda: model.base_model(input_ids=ids))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..config import CoatConfigError
+from ..flow.core.frozen import FrozenWeight, replace
 from .reasons import drop_own_forward
 
 __all__ = ["Changes", "all_or_none", "unpatch_model"]
@@ -70,7 +71,7 @@ def all_or_none() -> Iterator[Changes]:
 
 def unpatch_model(model: nn.Module) -> None:
     """Undo ``patch_model`` on the model that it was given: every class is what it was, and outputs
-    to the bit.
+    to the bit. With ``frozen_weights: "fp8"`` weights are what their codes read back as, in BF16.
 
     Modules may have been wrapped by ``fully_shard``, or parametrized, since.
 
@@ -84,6 +85,9 @@ def unpatch_model(model: nn.Module) -> None:
         )
     for changes in made:  # chunks share one record, and the second time there is nothing to undo
         changes.undo()
+    for parameter in model.parameters():
+        if isinstance(parameter, FrozenWeight):
+            replace(parameter, parameter.decoded())
 
 
 def _restore_class(module: Any) -> None:

@@ -19,11 +19,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..flow.core.frozen import FrozenWeight
+
 __all__ = [
     "CALL",
     "INPUT",
     "INPUT_OR_ITS_GRADIENT",
     "OUTPUT",
+    "PLAIN",
     "drop_own_forward",
     "has_plain_weight",
     "module_of",
@@ -50,6 +53,8 @@ _WRAPPERS = (
     "coat_dist",
 )
 """Modules whose hooks gather parameters or record outputs."""
+PLAIN = nn.Parameter, FrozenWeight
+"""Types of the weights that the flow reads."""
 _ALIGNMENT = 16
 """FP8 tensor cores take dimensions that are multiples of 16; others would be copied into padding
 every time.
@@ -117,11 +122,11 @@ def refusal(function: Callable[..., Any], *given: Any) -> str | None:
 
 
 def has_plain_weight(module: nn.Module) -> bool:
-    """Whether ``weight`` is a parameter as torch makes it: no DTensor, no quantized tensor,
-    nothing computed.
+    """Whether ``weight`` is a parameter as torch makes it, or a frozen one of the flow: no DTensor,
+    no quantized tensor of others, nothing computed.
     """
     weight = module._parameters.get("weight")
-    return weight.__class__ is nn.Parameter or isinstance(weight, FakeTensor)  # of the planner
+    return weight.__class__ in PLAIN or isinstance(weight, FakeTensor)  # of the planner
 
 
 def why_not_fp8(weight: torch.Tensor) -> str | None:

@@ -12,7 +12,14 @@ from torch import nn
 
 from ..config import ActivationConfig, CoatConfigError
 
-__all__ = ["PatchReport", "check_settings", "check_unpatched", "is_patched", "reports_of"]
+__all__ = [
+    "PatchReport",
+    "check_settings",
+    "check_unpatched",
+    "condensed",
+    "is_patched",
+    "reports_of",
+]
 
 
 @dataclass
@@ -94,13 +101,13 @@ class PatchReport:
     def __str__(self) -> str:
         count, share = len(self.patched), f"{self.fp8_share:.1%} of the layers' weights"
         lines = [f"FP8 flow: {count} of {count + len(self.left)} blocks patched, {share}"]
-        lines += [f"  patched  {names}" for names in _condensed(self.patched)]
+        lines += [f"  patched  {names}" for names in condensed(self.patched)]
         for word, reasons in (("left   ", self.left), ("unfused", self.unfused)):
             by_reason: dict[str, list[str]] = {}
             for name, reason in reasons.items():
                 by_reason.setdefault(reason, []).append(name)
             for reason, group in by_reason.items():
-                lines += [f"  {word}  {names}: {reason}" for names in _condensed(group)]
+                lines += [f"  {word}  {names}: {reason}" for names in condensed(group)]
         lines += [f"  loss     {name}: {how}" for name, how in self.loss.items()]
         return "\n".join(lines + [f"  note     {note}" for note in self.notes])
 
@@ -149,7 +156,7 @@ def check_settings(model: nn.Module, block: ActivationConfig) -> None:
             )
 
 
-def _condensed(names: list[str]) -> list[str]:
+def condensed(names: list[str]) -> list[str]:
     """``a.0.b, a.1.b, a.2.b`` → ``a.[0-2].b``."""
     groups: dict[tuple[str, str], list[int]] = {}
     for name in names:

@@ -44,6 +44,7 @@ REFUSED: Mapping[str, Rows] = {
     },
     "Megatron": {
         "enabled": ((True,), "a Megatron model without patched layers is an error"),
+        "frozen_weights": (("bf16",), "only in transformers models"),
         "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode"),
         "compile": ((False,), "only layers of transformers models are compiled"),
     },

@@ -55,6 +55,7 @@ _COMPARED = {
     "tensor_parallel": "tensor-parallel size",
     "pipeline_stages": "pipeline stages",
     "expert_parallel": "expert-parallel size",
+    "frozen_weights": "checksum of frozen weights (coat.activation.frozen_weights)",
 }
 """Values of a manifest's "engine" that must be those of this run, and what an error calls them."""
 
@@ -145,7 +146,7 @@ def _settings(engine: Any, request: Request) -> list[str]:
     return _differing(
         request.folder,
         {_COMPARED[key]: saved[key] for key in keys},
-        {_COMPARED[key]: ours[key] for key in keys},
+        {_COMPARED[key]: ours.get(key) for key in keys},
     )
 
 

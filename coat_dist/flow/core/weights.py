@@ -39,6 +39,7 @@ from ...formats import FORMATS, QuantizedTensor
 from ...ops import amax, quantize_rows, quantize_tensor, transpose
 from ..parallel.gathered import GatheredWeight
 from ..parallel.tensor_parallel import TensorParallel
+from .frozen import FrozenWeight, codes_of
 from .main_grad import into_main_grad, row_blocks
 from .products import Operand, check_input, gemm, quantize_input, row_operand, shared_scale
 
@@ -98,21 +99,25 @@ class Weight:
                 if by_rows
                 else Operand(gathered, gathered.scales)
             )
-        first = parameters[0]
+        first, fmt = parameters[0], FORMATS[settings.format]
+        if any(isinstance(p, FrozenWeight) for p in parameters):
+            parts = []
+            for p in map(codes_of, parameters):
+                parts.append(p if isinstance(p, QuantizedTensor) else quantize_rows(p, fmt, True))
+            return row_operand(_stacked(parts), tp, settings)
         if len(parameters) == 1:
             return quantize_input(first, tp, settings, self.split)
-        fmt = FORMATS[settings.format]
         codes = torch.empty(sum(self.rows), first.shape[1], dtype=fmt.dtype, device=first.device)
-        parts = codes.split(self.rows)
+        rows = codes.split(self.rows)
         if by_rows:
             scales = first.new_empty(len(codes), 1, dtype=torch.float32)
             top = first.new_zeros((), dtype=torch.float32)
-            for p, c, s in zip(parameters, parts, scales.split(self.rows), strict=True):
+            for p, c, s in zip(parameters, rows, scales.split(self.rows), strict=True):
                 quantize_rows(p, fmt, True, QuantizedTensor(c, s, "row", top=top))
             return row_operand(QuantizedTensor(codes, scales, "row", top=top), tp, settings)
         top = torch.stack([amax(p) for p in parameters]).amax()
         scale = shared_scale(top, fmt, tp, settings.tp_invariant)
-        for p, part in zip(parameters, parts, strict=True):
+        for p, part in zip(parameters, rows, strict=True):
             quantize_tensor(p, fmt, scale, out=part)
         return Operand(QuantizedTensor(codes, scale, "tensor"), scale)
 
@@ -127,10 +132,10 @@ class Weight:
             return transpose(gathered)
         fmt, first = FORMATS[self.settings.format], weights[0]
         if len(weights) == 1:
-            return quantize_tensor(first, fmt, scale, transpose=True)
+            return quantize_tensor(codes_of(first), fmt, scale, transpose=True)
         codes = torch.empty(first.shape[1], sum(self.rows), dtype=fmt.dtype, device=first.device)
         for w, part in zip(weights, codes.split(self.rows, 1), strict=True):
-            quantize_tensor(w, fmt, scale, True, part)
+            quantize_tensor(codes_of(w), fmt, scale, True, part)
         return QuantizedTensor(codes, scale, "tensor")
 
     def _gathered(self, layout: str) -> QuantizedTensor | None:
@@ -151,12 +156,7 @@ class Weight:
                 found.append(quantize_rows(parameter, fmt, aligned=True))
             else:
                 found.append(quantize_tensor(parameter, fmt, scales))
-        if len(found) == 1:
-            return found[0]
-        if layout == "row":
-            scales = torch.cat([q8.scales for q8 in found])
-        codes = torch.cat([q8.codes.view(torch.uint8) for q8 in found]).view(fmt.dtype)
-        return QuantizedTensor(codes, scales, layout)
+        return _stacked(found)
 
     def gradients(
         self, d8_t: QuantizedTensor, x8_t: QuantizedTensor, wanted: Sequence[bool] = (True,)
@@ -200,6 +200,18 @@ class Weight:
         for part, bias, want in zip(sums.split(self.rows), biases, wanted, strict=True):
             found.append(part.to(bias.dtype) if want else None)
         return found
+
+
+def _stacked(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Weights of one product, one below the other: scaled by rows, or with one scale for all."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    scales = first.scales
+    if first.layout == "row":
+        scales = torch.cat([q8.scales for q8 in parts])
+    codes = torch.cat([q8.codes.view(torch.uint8) for q8 in parts]).view(first.codes.dtype)
+    return QuantizedTensor(codes, scales, first.layout)
 
 
 def joined(

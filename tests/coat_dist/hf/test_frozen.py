@@ -1,0 +1,234 @@
+"""``frozen_weights: "fp8"``: frozen weights are FP8 codes alone, with the losses of codes that are
+made on use.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from coat_dist.config import ActivationConfig, CoatConfigError
+from coat_dist.flow.core.frozen import FrozenWeight, digest_of
+from coat_dist.hf import patch_model, unpatch_model
+from coat_dist.optim import CoatAdamW
+from tests.coat_dist.deepspeed.small_engine import settings
+from tests.support import run_ranks
+
+from .tiny import relative, same, step, tiny, tokens
+
+FP8 = ActivationConfig(frozen_weights="fp8")
+
+
+def lora(seed=0, config=FP8, **more):
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **more)
+    model = peft.get_peft_model(tiny(dtype=torch.bfloat16, seed=seed), adapters).train()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(0, 0.1)
+    if config is not None:
+        patch_model(model, config)
+    return model
+
+
+def body(name="llama", seed=0, config=FP8, **changes):
+    """A model that trains its embedding alone."""
+    model = tiny(name, torch.bfloat16, seed, **changes).requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    if config is not None:
+        patch_model(model, config)
+    return model
+
+
+def frozen(model):
+    return [p for p in model.parameters() if isinstance(p, FrozenWeight)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [body, lambda **given: body("olmo2", **given), lambda **given: body("gemma", **given), lora],
+)
+def test_losses_and_gradients(make):
+    model, on_use = make(), make(config=ActivationConfig())
+    (loss, grads), (expected, wanted) = step(model), step(on_use)
+    assert torch.equal(loss, expected) and grads.keys() == wanted.keys()
+    for key in grads:  # codes that are subnormal are rounded once more for dgrad
+        assert relative(grads[key], wanted[key]) < 0.01, key
+    weights = frozen(model)
+    assert len(weights) == 14 and model.lm_head.weight.dtype == torch.bfloat16
+    assert all(w.packed.nbytes == w.numel() + 4 * len(w) + 4 for w in weights)
+    checkpointed = make()
+    checkpointed.gradient_checkpointing_enable()
+    checkpointed.enable_input_require_grads()
+    found, replayed = step(checkpointed)
+    assert torch.equal(found, loss) and same(replayed, grads)
+
+
+def test_some_weights_of_a_product_train():
+    found = []
+    for config, count in ((FP8, 12), (ActivationConfig(), 0)):
+        model = body(config=None)
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.requires_grad_(True)
+        patch_model(model, config)
+        assert len(frozen(model)) == count
+        found.append(step(model))
+    (loss, grads), (expected, wanted) = found
+    assert torch.equal(loss, expected) and len(grads) == 3 and grads.keys() == wanted.keys()
+    assert all(relative(grads[key], wanted[key]) < 0.01 for key in grads)
+
+
+def test_evaluation_reads_the_codes():
+    model = body(num_hidden_layers=1)
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=tokens()).logits
+    weights = frozen(model)
+    values = [w.decoded() for w in weights]
+    unpatch_model(model)
+    assert not frozen(model) and all(type(w) is nn.Parameter for w in weights)
+    assert all(torch.equal(w, v) for w, v in zip(weights, values, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens()).logits, logits)
+
+
+def test_modules_move_codes():
+    model = body()
+    digest, loss = digest_of(model), step(model)[0]
+    assert digest_of(copy.deepcopy(model)) == digest
+    weight = frozen(model)[0]
+    model.float()
+    assert frozen(model)[0] is weight and weight.dtype == torch.float32
+    model.bfloat16()
+    assert digest_of(model) == digest and frozen(model)[0] is weight
+    with torch.device("meta"):
+        later = body()
+    assert all(w.packed.is_meta for w in frozen(later))
+    later.to_empty(device="cpu")
+    source = body(config=None)
+    for mine, theirs in zip(later.buffers(), source.buffers(), strict=True):
+        mine.copy_(theirs)
+    for name, values in source.state_dict().items():  # one after the other
+        later.load_state_dict({name: values}, strict=False)
+    assert digest_of(later) == digest and torch.equal(step(later)[0], loss)
+
+
+def test_decoded_values_have_the_same_codes():
+    values = torch.randn(64, 32, dtype=torch.bfloat16) * torch.logspace(-20, 20, 64)[:, None]
+    values[:, 0] = torch.linspace(224, 232, 64)  # these are rounded to half of the largest code
+    for given in (values.bfloat16(), values.float(), torch.zeros(64, 32)):
+        weight = FrozenWeight.of(given, "e4m3")
+        assert torch.equal(FrozenWeight.of(weight.decoded(), "e4m3").digest(), weight.digest())
+
+
+def test_checkpoints_hold_checksums(tmp_path):
+    model = body()
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    trained = sum(p.nbytes for p in model.parameters() if not isinstance(p, FrozenWeight))
+    assert saved.tell() < trained + 20_000
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    body().load_state_dict(state)
+    for other in (body(seed=1), body(config=None)):
+        with pytest.raises(RuntimeError, match="coat.activation.frozen_weights"):
+            other.load_state_dict(state)
+    model.save_pretrained(tmp_path)  # decoded
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    patch_model(loaded.requires_grad_(False).train(), FP8)
+    assert digest_of(loaded) == digest_of(model)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_accelerate(safe, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+
+    def prepared(seed):
+        model = lora(seed)
+        optimizer = CoatAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        accelerator = accelerate.Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, optimizer)
+
+    def losses(model, optimizer):
+        found = []
+        for _ in range(2):
+            found.append(step(model)[0])
+            optimizer.step()
+        return found
+
+    accelerator, *trained = prepared(0)
+    losses(*trained)
+    accelerator.save_state(tmp_path, safe_serialization=safe)
+    expected = losses(*trained)
+    accelerator, *resumed = prepared(0)
+    accelerator.load_state(tmp_path)
+    assert losses(*resumed) == expected
+
+
+MERGING = {
+    "add_": lambda model, weight: model.merge_and_unload(),
+    "other data": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
+    "normal_": lambda model, weight: nn.init.normal_(weight),
+    "to train after all": lambda model, weight: step(model.requires_grad_(True)),
+    "reads memory": lambda model, weight: weight.is_contiguous(),
+}
+
+
+@pytest.mark.parametrize("what", MERGING)
+def test_refused_by_name(what):
+    model = lora()
+    with pytest.raises(CoatConfigError, match=f"^coat.activation.frozen_weights: .*{what}"):
+        MERGING[what](model, frozen(model)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"), [(tiny, {}), (lambda: body(config=None), {"forward_scales": "tensor"})]
+)
+def test_refused_settings(model, changes):
+    with pytest.raises(ValueError, match="frozen_weights"):
+        patch_model(model(), ActivationConfig(frozen_weights="fp8", **changes))
+
+
+def train(rank, world, stage, folder):
+    import deepspeed
+
+    block = {"activation": {"frozen_weights": "fp8"}}
+
+    def engine(seed, stage=stage):
+        given = settings(stage, optimizer={"type": "CoatAdamW", "params": {"lr": 1e-2}})
+        model = lora(seed, None)
+        return deepspeed.initialize(model=model, config=given | {"coat": block})[0]
+
+    def steps(engine, count):
+        found = []
+        for i in range(count):
+            ids = tokens(seed=i * world + rank)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    one = engine(rank)  # DeepSpeed broadcasts rank 0's
+    assert len(frozen(one.module)) == 14
+    steps(one, 3)
+    for exclude in (False, True):
+        one.save_checkpoint(folder, f"exclude-{exclude}", exclude_frozen_parameters=exclude)
+    expected = steps(one, 2)
+    for exclude in (False, True):
+        other = engine(0)
+        other.load_checkpoint(folder, f"exclude-{exclude}", load_module_strict=not exclude)
+        assert digest_of(other.module) == digest_of(one.module) and steps(other, 2) == expected
+        with pytest.raises(ValueError, match="coat.activation.frozen_weights"):
+            engine(1).load_checkpoint(folder, f"exclude-{exclude}", load_module_strict=not exclude)
+    with pytest.raises(CoatConfigError, match=r"coat\.activation\.frozen_weights.*stage 3"):
+        engine(0, stage=3)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed(stage, tmp_path):
+    pytest.importorskip("deepspeed")
+    run_ranks(2, train, stage, str(tmp_path))
