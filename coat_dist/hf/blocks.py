@@ -177,7 +177,7 @@ def _own_code(entry: Entry) -> bool:
         entry.unfused = left
         if own_forward(block) is not None:
             known = "a forward of its own"
-        why = known or _adapted(block) or "no block that is known as a whole"
+        why = known or "no block that is known as a whole"
         entry.unfused[entry.name] = f"own code around its linears: {why}"
     return True
 
@@ -185,13 +185,6 @@ def _own_code(entry: Entry) -> bool:
 def _no_linears(block: nn.Module) -> str:
     holder = next(m for m in block.modules() if m._parameters and _has_matrices(m))
     return f"{named_class(holder)} in place of linears"
-
-
-def _adapted(block: nn.Module) -> str | None:
-    for name, module in block.named_children():
-        if any(type(inner) is nn.Linear for inner in module.children()):
-            return f"{named_class(module)} in place of {name}"
-    return None
 
 
 def fuses(entry: Entry) -> bool:
