@@ -20,7 +20,7 @@ from .adapters import adapters_of, base_of
 from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
-from .recognize import attention_kind, mlp_kind
+from .recognize import attention_kind, is_decoder_layer, mlp_kind
 
 __all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of"]
 
@@ -98,7 +98,9 @@ def _fused_attention(entry: Entry) -> bool:
     linears = *kind.projections, "o_proj"
     entry.why = _why_not_linears(attention, *linears)
     if entry.why is None:
-        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *linears)
+        alone = not is_decoder_layer(entry.layer)
+        known = AttentionKind.of(attention, kind, alone)
+        _swap_block(entry, FusedAttention, known, *linears, alone=alone)
     return entry.why is None
 
 
@@ -117,15 +119,18 @@ def _fused_mlp(entry: Entry) -> bool:
     return entry.why is None
 
 
-def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, *parts: str) -> None:
+def _swap_block(
+    entry: Entry, mixin: type[Patched], kind: Any, *parts: str, alone: bool = False
+) -> None:
     """Plan a block that computes its parts; it calls them while a program has put something on
-    them.
+    them, and ``alone`` under ZeRO-3.
     """
+    projection = Projection if alone else PartProjection
     part = Part(entry.settings, entry.name, entry.report, kind, parts_of(entry.module, *parts))
     entry.swap(entry.module, mixin, part)
     for linear in part.linears:
         if _why_not_linear(linear) is None:
-            entry.swap(linear, PartProjection, Part(entry.settings))
+            entry.swap(linear, projection, Part(entry.settings))
     if (why := why_parts_act(entry.module, part)) is not None:
         entry.unfused[entry.name] = why
 

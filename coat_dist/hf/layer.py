@@ -165,6 +165,8 @@ class AttentionKind(NamedTuple):
 
     heads: flow.Heads
     form: Attention
+    alone: bool
+    """Its layer calls it with its own code."""
     rotation: str | None
     """Pairs that the flow rotates in queries and keys; None where ``rotate`` does it."""
     rotate: Callable[..., Any]
@@ -175,7 +177,7 @@ class AttentionKind(NamedTuple):
     """The family's attention by plain operations."""
 
     @classmethod
-    def of(cls, attention: Any, form: Attention) -> AttentionKind:
+    def of(cls, attention: Any, form: Attention, alone: bool) -> AttentionKind:
         scope = inspect.unwrap(type(attention).forward).__globals__
         rows = sum(getattr(attention, name).out_features for name in form.projections)
         size, per_group = attention.head_dim, attention.num_key_value_groups
@@ -185,6 +187,7 @@ class AttentionKind(NamedTuple):
         return cls(
             heads,
             form,
+            alone,
             rotation_of(attention) if form.normed is None else None,
             scope["apply_rotary_pos_emb"],
             scope.get("get_llama_4_attn_scale"),
@@ -197,6 +200,12 @@ class FusedAttention(Fused):
     the residual.
     """
 
+    def coat_flow_weights(self: Any) -> list[Any]:
+        """As of other blocks. Without a norm, x comes by keyword: ZeRO-3, which lets weights go
+        when the gradient of a module's first positional argument is there, would keep these.
+        """
+        return [] if self.coat.kind.alone else Fused.coat_flow_weights(self)
+
     @opaque
     def coat_forward(
         self: Any,
@@ -207,9 +216,10 @@ class FusedAttention(Fused):
         **kwargs: Any,
     ) -> Any:
         x = hidden_states
-        # With a norm, the layer has looked.
-        if coat_norm is None and not (fits(x) and self.coat_ready()):
-            return plain(self, x, *args, **kwargs)
+        if coat_norm is None:  # else the layer has looked
+            whole = not hasattr(self.coat.linears[0].weight, "ds_id")  # without ZeRO-3
+            if not (whole and fits(x) and self.coat_ready()):
+                return plain(self, x, *args, **kwargs)
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))

@@ -98,6 +98,7 @@ class _Given(threading.local):
 _given = _Given()
 
 
+@opaque
 def why_plain(model: Any) -> str | None:
     """Why a model's loss stays its own, patched or not; None where it does not."""
     from transformers.loss.loss_utils import ForCausalLMLoss
