@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 __all__ = [
-    "cuts_groups",
     "from_global",
     "is_dtensor",
     "like",
@@ -117,15 +116,6 @@ def _rows(param: torch.Tensor, size: int) -> int | None:
             even = shape[dim] % cuts[dim] == 0 and row // size % cuts[dim] == 0
             return dim if even and all(cut == 1 for cut in cuts[dim + 1 :]) else None
     return None
-
-
-def cuts_groups(param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether a state dict has to hold an amax and a spacing for each element of a DTensor."""
-    return (
-        is_dtensor(param)
-        and group["moments"] == "fp8"
-        and _rows(param, group["group_size"]) is None
-    )
 
 
 def _shape(key: str, shape: torch.Size, rows: int | None, size: int) -> list[int]:
