@@ -17,7 +17,7 @@ import torch
 
 from ..checkpoint.names import divided_experts
 from ..checkpoint.read.load_checks import load_whole_checkpoints
-from ..checkpoint.read.native_check import check_native_loads, refuse_compressed_moments
+from ..checkpoint.read.native_check import check_native_loads
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
@@ -191,7 +191,7 @@ ATTACHMENTS = (
         "DeepSpeed's accessors, stages 1 and 2",
         lambda b: b.ours and not b.stage3,
         put("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
-        lambda b: accessors.answer_on_parameters(b.zero, b.remainders),
+        lambda b: accessors.answer_on_parameters(b.zero),
     ),
     Attachment(
         # As at stages 1 and 2; nothing is linked here.
@@ -203,7 +203,7 @@ ATTACHMENTS = (
             "zero.get_local_fp32_param",
             "zero.set_local_hp_param",
         ),
-        lambda b: accessors.answer_on_optimizer(b.zero, b.remainders),
+        lambda b: accessors.answer_on_optimizer(b.zero),
     ),
     Attachment(
         # Anywhere: nothing else is put around saving.
@@ -226,15 +226,6 @@ ATTACHMENTS = (
         lambda b: b.ours,
         put("engine.load_checkpoint"),
         lambda b: check_native_loads(b.engine),
-    ),
-    Attachment(
-        # After what finds and verifies the checkpoint: where that is there, this is one more
-        # check of it.
-        "checkpoints of CoatAdamW are refused",
-        lambda b: b.is_zero and not b.ours,
-        put("engine.load_checkpoint"),
-        lambda b: refuse_compressed_moments(b.engine),
-        every_engine=True,
     ),
     Attachment(
         # After the places, which say what part of a parameter this rank loads.

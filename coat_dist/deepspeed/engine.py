@@ -73,9 +73,7 @@ def called_as_deepspeed(
 ) -> tuple[Any, Any, Any, Any]:
     """What ``deepspeed.initialize`` does after ``import coat_dist`` (``hook.py``).
 
-    DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its
-    engine is left as it is but for one thing: it refuses to load CoatAdamW's states
-    (``checkpoint/read/native_check.py``).
+    DeepSpeed's own function, called with the very arguments, where nothing in them is ours.
     """
     return _run(inspect.signature(original()).bind(*args, **kwargs).arguments, explicit=False)
 

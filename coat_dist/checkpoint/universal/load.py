@@ -75,7 +75,7 @@ def enable_universal_load(engine: Any) -> None:
             _renew_rates(engine)
 
     zero._load_universal_checkpoint = load
-    check_before_load(engine, "universal", check, universal=True)
+    check_before_load(engine, check, universal=True)
 
 
 class _Loader:
