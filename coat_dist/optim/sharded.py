@@ -186,13 +186,9 @@ def from_global(
             or list(value.shape) != shape
             or list(part.shape) != held
         ):
-            given, accepted = (
-                f"{list(s)} {'not distributed' if d is None else d[0]}"
-                for s, d in ((value.shape, _sharding(value)), (shape, distributed))
-            )
             raise ValueError(
-                f"{what}, {key}: got {given}, accepted: {accepted}, as the parameter is sharded "
-                "now; save and load "
+                f"{what}, {key}: got {list(value.shape)}, placements {_sharding(value)}, accepted: "
+                f"{shape}, placements {distributed}, as the parameter is sharded now; save and load "
                 "under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
             )
         if key == LOW:

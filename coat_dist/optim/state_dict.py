@@ -181,7 +181,8 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         fp32 = optimizer.checkpoint == "fp32"
         new = _own_layout(saved, group, i) if fp32 else _same_layout(saved, group, i, stateless)
         new_groups.append(new)
-        _check_options(new, group, i)
+        options = {**new, "params": group["params"]}
+        check_group(options, f"CoatAdamW.load_state_dict: group {i}: CoatAdamW ")
         for index, p in zip(saved["params"], group["params"], strict=False):
             if states.get(index):
                 what = f"CoatAdamW.load_state_dict: group {i}, parameter {index}"
@@ -215,24 +216,15 @@ def _same_layout(
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue
         if saved.get(key) != group[key]:
-            given = "none" if known else "none (saved by another optimizer)"
-            if key in saved:
-                given = repr(saved[key])
+            given = repr(saved[key]) if key in saved else "none"
             raise ValueError(
                 f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: "
                 f"{group[key]!r}, as this optimizer was built with; build it with the saved "
-                "setting, or convert the moments with coat_dist.optim.fp32_state_dict, or "
-                "export_moments and import_moments"
+                "setting, or convert the moments, also another optimizer's, with "
+                "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
             )
     present = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     return {**present, **saved, **{k: v for k, v in present.items() if k == "state_device"}}
-
-
-def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
-    try:
-        check_group({**new, "params": group["params"]})
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"CoatAdamW.load_state_dict: group {i}: {error}") from None
 
 
 def _own_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -157,8 +157,7 @@ def _get_full(param: torch.nn.Parameter, which: WhichMoment | None) -> torch.Ten
     """A whole fp32 tensor, to the bit; collective over data-parallel ranks."""
     zero, group, shape = _find_trained(param)
     full = torch.zeros(shape.numel(), dtype=torch.float32, device=_device(zero))
-    part, f = _fragment_of(zero, param)
-    if part is not None and f is not None:
+    for part, f in _fragments_of(zero, param):
         full[f.first : f.first + f.numel] = _read(zero, part, which, f.start, f.numel)
     dist.all_reduce(full.view(torch.int32), group=group)  # as integers, minus zero stays what it is
     return full.view(shape)
@@ -173,8 +172,7 @@ def _set_full(param: torch.nn.Parameter, value: torch.Tensor, which: WhichMoment
     if value.numel() != shape.numel() or not value.is_floating_point():
         raise _wrong(value, list(shape))
     whole = value.detach().reshape(-1)
-    part, f = _fragment_of(zero, param)
-    if part is not None and f is not None:
+    for part, f in _fragments_of(zero, param):
         _write(zero, part, which, f.start, whole[f.first : f.first + f.numel])
     if which is not None or not keeps_remainders(zero):
         return
@@ -208,9 +206,7 @@ def _set_local(param: Any, value: torch.Tensor, which: WhichMoment | None) -> No
 
 def _local(param: Any) -> tuple[Any, Partition, Fragment]:
     zero = _find_trained(param)[0]  # an error for one that was frozen when the engine was made
-    return zero, *next(
-        (part, f) for part in partitions(zero) for f in part.fragments if f.param is param
-    )
+    return zero, *next(_fragments_of(zero, param, empty=True))
 
 
 def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
@@ -229,17 +225,14 @@ def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     return zero, param._dp_group, param.shape
 
 
-def _fragment_of(
-    zero: Any, param: torch.nn.Parameter
-) -> tuple[Partition, Fragment] | tuple[None, None]:
-    """Where this rank keeps its part of ``param``, if it has one."""
-    found = (
-        (part, f)
-        for part in partitions(zero)
-        for f in part.fragments
-        if f.param is param and f.numel
-    )
-    return next(found, (None, None))
+def _fragments_of(
+    zero: Any, param: Any, empty: bool = False
+) -> Iterator[tuple[Partition, Fragment]]:
+    """Where this rank keeps its part of ``param``, if it has one; ZeRO-3 has empty ones, too."""
+    for part in partitions(zero):
+        for f in part.fragments:
+            if f.param is param and (f.numel or empty):
+                yield part, f
 
 
 def _device(zero: Any) -> torch.device:
