@@ -112,8 +112,6 @@ class Attachment(NamedTuple):
     with the function that takes its place, or None where ``attach`` puts it there.
     """
     attach: Callable[[Built], object] | None = None
-    every_engine: bool = False
-    """Also for a call of deepspeed.initialize that has nothing of this project."""
 
 
 def put(*names: str) -> dict[str, Callable | None]:
@@ -370,7 +368,6 @@ ATTACHMENTS = (
         lambda b: b.readers,
         {},
         lambda b: fp8_gather.fetch_for_readers(b.module),
-        every_engine=True,
     ),
     Attachment(
         # Anywhere: needs nothing from above, and nothing else replaces what fetches parameters.
@@ -399,22 +396,19 @@ ATTACHMENTS = (
 )
 
 
-def attach(
-    engine: Any, coat: CoatConfig | None = None, ours: bool = True, evaluates: bool = False
-) -> tuple[str, ...]:
+def attach(engine: Any, coat: CoatConfig | None = None, evaluates: bool = False) -> tuple[str, ...]:
     """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second
     time nothing is changed.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
-        ours: False for an engine of a call in which there was nothing of this project.
         evaluates: as in :class:`Built`.
     """
     if "coat_attached" not in vars(engine):
         built, names = Built(engine, coat, evaluates), []
         for one in ATTACHMENTS:
-            if (ours or one.every_engine) and one.applies(built):
+            if one.applies(built):
                 for name, function in one.replaces.items():
                     owner, _, method = name.partition(".")
                     if function is not None:

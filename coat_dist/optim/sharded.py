@@ -188,8 +188,8 @@ def from_global(
         ):
             raise ValueError(
                 f"{what}, {key}: got {list(value.shape)}, placements {_sharding(value)}, accepted: "
-                f"{shape}, placements {distributed}, as the parameter is sharded now; save and load "
-                "under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
+                f"{shape}, placements {distributed}, as the parameter is sharded now; save and "
+                "load under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
             )
         if key == LOW:
             filled = part.new_zeros(groups * 2 * size)
