@@ -210,7 +210,7 @@ class Team:
             lines += [errors[rank]] if mine is None else mine
         lines = list(dict.fromkeys(lines))
         if lines:
-            lines = _some(lines, _SHOWN_KEYS, f"and {len(lines) - _SHOWN_KEYS} more")
+            lines = _some(lines, _SHOWN_KEYS)
             raise self.error("\n".join([heading, *lines, accepted]).strip())
 
 
@@ -235,7 +235,7 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
         return
     wrong = _differing(gather(dict(_leaves("", json.loads(text)))))
     lines = [f"{key}: {who}" for key, who in wrong]
-    lines = _some(lines, _SHOWN_KEYS, f"and {len(lines) - _SHOWN_KEYS} more keys")
+    lines = _some(lines, _SHOWN_KEYS)
     raise CoatConfigError("ranks were started differently: " + "; ".join(lines))
 
 
@@ -276,11 +276,13 @@ def _who_has_what(texts: Sequence[str | None]) -> str:
         if len(text) > _SHOWN_CHARACTERS:
             text = f"{text[:_SHOWN_CHARACTERS]}..."
         parts.append(f"{text} on {say_ranks(having)}")
-    return ", ".join(_some(parts, _SHOWN_VALUES, f"{len(parts) - _SHOWN_VALUES} more values"))
+    return ", ".join(_some(parts, _SHOWN_VALUES))
 
 
-def _some(texts: Sequence[str], most: int, rest: str = "...") -> list[str]:
-    return [*texts[:most], rest] if len(texts) > most else [*texts]
+def _some(texts: Sequence[str], most: int) -> list[str]:
+    """The first ``most`` of them, and how many more there are."""
+    more = len(texts) - most
+    return [*texts[:most], f"and {more} more"] if more > 0 else [*texts]
 
 
 def of_another_rank(problem: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..flow.core.frozen import digest_of
 from ..optim import CoatAdamW
-from ..ranks import Team, gather, rank_and_world, say_ranks, share
+from ..ranks import Team, gather, rank_and_world, share
 from .names import divided_experts, info_of, place_in_pipeline
 from .write.durable import walk
 
@@ -93,23 +93,11 @@ def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:
         raise CheckpointError(
             f"{checkpoint}: was never finished, accepted: a checkpoint whose saving had ended"
         )
-    if part := manifest.get("part"):  # older versions could save on the nodes' own disks
+    needed = ("progress", "run", "files") if of_run else ("files",)
+    if missing := [key for key in needed if not isinstance(manifest.get(key), dict)]:
         raise CheckpointError(
-            f"{checkpoint}: holds the files of {say_ranks(list(part['ranks']))} of "
-            f"{part['world_size']} alone, accepted: a checkpoint in a folder that all nodes shared "
-            "(the version that saved it can load it and save it into one)"
-        )
-    missing = [
-        key for key in ("progress", "run", "files") if not isinstance(manifest.get(key), dict)
-    ]
-    if of_run and missing == ["progress", "run"]:
-        raise CheckpointError(
-            f"{checkpoint}: says of no run what it was, accepted: a checkpoint of "
-            "launch/pretrain.py"
-        )
-    if missing := missing if of_run else [key for key in missing if key == "files"]:
-        raise CheckpointError(
-            f"{path}: is damaged, {', '.join(missing)} missing or of another kind than was written"
+            f"{path}: got no {', '.join(missing)}, accepted: the manifest of a checkpoint"
+            f"{' of launch/pretrain.py' if of_run else ''}"
         )
     return manifest
 

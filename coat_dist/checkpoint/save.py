@@ -10,7 +10,6 @@ own. Every file is flushed to disk and listed with size and checksum in ``manife
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
@@ -58,8 +57,6 @@ _DEEPSPEED_KEYS = frozenset(
 DeepSpeed's value.
 """
 
-_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "unexpected pos")
-"""What errors say of a full disk; the last is torch.save's."""
 PATIENCE = 3.0
 """Seconds that a folder of another host has to appear: network file systems cache names for a
 moment.
@@ -106,19 +103,13 @@ def save_whole_checkpoints(engine: Any) -> None:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         save = _Save(engine, save_dir, tag, bool(save_latest), extras or Extras())
         state = save.prepare(client_state, bool(exclude_frozen_parameters))
-        free = shutil.disk_usage(save_dir).free  # now: what a failed torch.save wrote stays open
         writes = save.write(original, state, exclude_frozen_parameters)
         try:
             save.publish(writes)
-        except CheckpointError as problem:  # on every rank
+        except CheckpointError:  # on every rank
             if rank_and_world()[0] == 0:
                 shutil.rmtree(save.temporary, ignore_errors=True)
-            if any(text in str(problem) for text in _FULL):
-                needed = sum(gather(writes.size))
-                room = f"{needed:,} bytes are needed, {free:,} were free"
-                problem = CheckpointError(f"{problem}\n{save_dir}: {room}")
-            # Its traceback shows where.
-            raise problem from (writes.errors[0].__cause__ if writes.errors else None)
+            raise
         return True
 
     save_checkpoint.coat_whole = True  # type: ignore[attr-defined]

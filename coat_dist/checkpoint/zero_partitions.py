@@ -68,12 +68,7 @@ def is_zero(optimizer: Any) -> bool:
 
 def members(zero: Any) -> list[list[Any]]:
     """The model's parameters by parameter group (ZeRO-3: by sub-group)."""
-    for name in _GROUPS:
-        if hasattr(zero, name):
-            return getattr(zero, name)
-    raise TypeError(
-        f"optimizer: got {type(zero).__name__}, accepted: ZeRO stage 1, 2 or 3, or BF16_Optimizer"
-    )
+    return next(getattr(zero, name) for name in _GROUPS if hasattr(zero, name))
 
 
 def partitions(zero: Any) -> Iterator[Partition]:

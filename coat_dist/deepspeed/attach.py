@@ -17,7 +17,7 @@ import torch
 
 from ..checkpoint.names import divided_experts
 from ..checkpoint.read.load_checks import load_whole_checkpoints
-from ..checkpoint.read.native_check import check_native_loads, refuse_compressed_moments
+from ..checkpoint.read.native_check import check_native_loads
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
 from ..checkpoint.zero_partitions import base_optimizer, is_zero
@@ -112,8 +112,6 @@ class Attachment(NamedTuple):
     with the function that takes its place, or None where ``attach`` puts it there.
     """
     attach: Callable[[Built], object] | None = None
-    every_engine: bool = False
-    """Also for a call of deepspeed.initialize that has nothing of this project."""
 
 
 def put(*names: str) -> dict[str, Callable | None]:
@@ -191,7 +189,7 @@ ATTACHMENTS = (
         "DeepSpeed's accessors, stages 1 and 2",
         lambda b: b.ours and not b.stage3,
         put("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
-        lambda b: accessors.answer_on_parameters(b.zero, b.remainders),
+        lambda b: accessors.answer_on_parameters(b.zero),
     ),
     Attachment(
         # As at stages 1 and 2; nothing is linked here.
@@ -203,7 +201,7 @@ ATTACHMENTS = (
             "zero.get_local_fp32_param",
             "zero.set_local_hp_param",
         ),
-        lambda b: accessors.answer_on_optimizer(b.zero, b.remainders),
+        lambda b: accessors.answer_on_optimizer(b.zero),
     ),
     Attachment(
         # Anywhere: nothing else is put around saving.
@@ -226,15 +224,6 @@ ATTACHMENTS = (
         lambda b: b.ours,
         put("engine.load_checkpoint"),
         lambda b: check_native_loads(b.engine),
-    ),
-    Attachment(
-        # After what finds and verifies the checkpoint: where that is there, this is one more
-        # check of it.
-        "checkpoints of CoatAdamW are refused",
-        lambda b: b.is_zero and not b.ours,
-        put("engine.load_checkpoint"),
-        lambda b: refuse_compressed_moments(b.engine),
-        every_engine=True,
     ),
     Attachment(
         # After the places, which say what part of a parameter this rank loads.
@@ -379,7 +368,6 @@ ATTACHMENTS = (
         lambda b: b.readers,
         {},
         lambda b: fp8_gather.fetch_for_readers(b.module),
-        every_engine=True,
     ),
     Attachment(
         # Anywhere: needs nothing from above, and nothing else replaces what fetches parameters.
@@ -408,22 +396,19 @@ ATTACHMENTS = (
 )
 
 
-def attach(
-    engine: Any, coat: CoatConfig | None = None, ours: bool = True, evaluates: bool = False
-) -> tuple[str, ...]:
+def attach(engine: Any, coat: CoatConfig | None = None, evaluates: bool = False) -> tuple[str, ...]:
     """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second
     time nothing is changed.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
-        ours: False for an engine of a call in which there was nothing of this project.
         evaluates: as in :class:`Built`.
     """
     if "coat_attached" not in vars(engine):
         built, names = Built(engine, coat, evaluates), []
         for one in ATTACHMENTS:
-            if (ours or one.every_engine) and one.applies(built):
+            if one.applies(built):
                 for name, function in one.replaces.items():
                     owner, _, method = name.partition(".")
                     if function is not None:

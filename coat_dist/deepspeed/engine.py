@@ -19,7 +19,6 @@ import torch
 
 from ..checkpoint.zero_partitions import base_optimizer
 from ..extras import need
-from ..optim import CoatAdamW
 from ..patching.report import PatchReport, reports_of
 from ..ranks import rank_and_world
 from ..settings import Settings
@@ -73,9 +72,7 @@ def called_as_deepspeed(
 ) -> tuple[Any, Any, Any, Any]:
     """What ``deepspeed.initialize`` does after ``import coat_dist`` (``hook.py``).
 
-    DeepSpeed's own function, called with the very arguments, where nothing in them is ours. Its
-    engine is left as it is but for one thing: it refuses to load CoatAdamW's states
-    (``checkpoint/read/native_check.py``).
+    DeepSpeed's own function, called with the very arguments, where nothing in them is ours.
     """
     return _run(inspect.signature(original()).bind(*args, **kwargs).arguments, explicit=False)
 
@@ -106,7 +103,8 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
             if isinstance(source := given.get(way), Settings):
                 given[way] = source.for_deepspeed()
         engine, *others = original()(**given)
-        attach(engine, ours=isinstance(base_optimizer(engine.optimizer), CoatAdamW))
+        if base_optimizer(engine.optimizer) is not None:  # a callable has made a CoatAdamW
+            attach(engine)
         return engine, *others
     if not request.to_patch:
         return _call_deepspeed(request, given)

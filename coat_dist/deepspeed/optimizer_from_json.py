@@ -21,17 +21,17 @@ def build_coat_adamw(
     params: Mapping[str, Any],
     coat: CoatConfig,
     model: torch.nn.Module,
-    parameters: Iterable | None,
+    listed: list[Any] | None,
 ) -> tuple[Callable[[list[dict[str, Any]]], CoatAdamW], list[dict[str, Any]]]:
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with.
     ``params``: those of the configuration's "optimizer".
 
-    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for these
-    ``parameters`` of it, with or without names; of a list of groups those of
-    :func:`coat_dist.optim.split_groups`.
+    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for the ``listed``
+    parameters of it, with or without names; of a list of groups those of
+    :func:`coat_dist.optim.split_groups`. The list is :func:`list_parameters`'s.
 
     Raises:
-        CoatConfigError: some of ``parameters`` are not the model's, and would silently not be
+        CoatConfigError: some of the ``listed`` are not the model's, and would silently not be
             trained.
     """
     options = {**coat.optimizer.model_dump(), **params}
@@ -43,7 +43,6 @@ def build_coat_adamw(
     def make(groups: list[dict[str, Any]]) -> CoatAdamW:
         return CoatAdamW(experts_apart(groups), **options)
 
-    listed = None if parameters is None else list_parameters(parameters)
     if listed and isinstance(listed[0], Mapping):
         return make, _with_work(split_groups(listed), listed)
     # A tied weight may be listed twice.
@@ -94,7 +93,6 @@ def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
-    groups = list_parameters(groups)
     if not any(is_moe_param(p) for group in groups for p in group["params"]):
         return groups
     named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]

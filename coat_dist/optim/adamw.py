@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..ops import AdamWStep, AdamWTensors, FP32Tensors, adamw_fp32_steps, adamw_steps
-from .checks import Pairs, check_capturable, check_capture, check_step
+from .checks import Pairs, check_capture, check_step
 from .group_keys import check_keys
 from .host import on_host, stream_steps, to_home, wait
 from .moments import forget_written
@@ -142,9 +142,6 @@ class CoatAdamW(torch.optim.Optimizer):
     one that is). Not for DTensors.
     """
 
-    warned = False
-    """The warning about states whose checkpoints depend on the number of ranks has been given."""
-
     _shared = False
     """Somebody may hold a state dict whose tensors are states in host memory, and read it
     without waiting.
@@ -179,14 +176,7 @@ class CoatAdamW(torch.optim.Optimizer):
             if not isinstance(param_group["params"], torch.Tensor | set):
                 param_group = {**param_group, "params": list(param_group["params"])}
             check_keys(param_group, self.defaults)
-            if (given := param_group.get("checkpoint", self.checkpoint)) != self.checkpoint:
-                accepted = f"{self.checkpoint!r}, as of all groups"
-                raise ValueError(
-                    f"CoatAdamW checkpoint: got {given!r} in a parameter group, accepted: "
-                    f"{accepted}"
-                )
             check_group({**self.defaults, **param_group})
-            check_capturable({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()

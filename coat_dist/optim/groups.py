@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import torch
@@ -73,20 +72,8 @@ def param_groups(
         and ``moments``.
 
     Raises:
-        ValueError: parameters without names, one that is listed twice, nothing to train, a
-            ``weight_decay`` that is no number from 0, or a key in ``defaults`` that this function
-            sets.
+        ValueError: parameters without names.
     """
-    number = isinstance(weight_decay, Real) and not isinstance(weight_decay, bool)
-    if not (number and 0 <= float(weight_decay) < float("inf")):
-        raise ValueError(
-            f"param_groups: got weight_decay {weight_decay!r}, accepted: a number >= 0"
-        )
-    if reserved := {"params", "names", "name", "moments"} & set(defaults):
-        raise ValueError(
-            f"param_groups: got {', '.join(sorted(reserved))}, accepted: keys that it does not set "
-            "itself"
-        )
     given: Any = model_or_named_params
     named = list(given.named_parameters() if isinstance(given, torch.nn.Module) else given)
     for one in named:
@@ -95,14 +82,6 @@ def param_groups(
                 f"param_groups: got a {type(one).__name__}, accepted: a module, or its "
                 "named_parameters()"
             )
-    first_name: dict[int, str] = {}
-    for name, p in named:
-        if id(p) in first_name:
-            raise ValueError(
-                f"param_groups: got {name!r}, which is {first_name[id(p)]!r} again, accepted: each "
-                "once"
-            )
-        first_name[id(p)] = name
     tensor_parallel = _tensor_parallel(p for _, p in named)
     members: dict[str, list[tuple[str, torch.nn.Parameter]]] = {key: [] for key in _ORDER}
     for name, p in named:
@@ -111,12 +90,6 @@ def param_groups(
             key = f"{decay}/{_moments(p, tensor_parallel)}"
             tied = getattr(p, "shared_embedding", False) and f"{key}/tied" in members
             members[f"{key}/tied" if tied else key].append((name, p))
-    if not any(members.values()):
-        raise ValueError(
-            f"param_groups: got {len(named)} parameters and none to train, accepted: at least one "
-            "that "
-            "requires a gradient"
-        )
     return [
         {
             "params": [p for _, p in found],

@@ -106,8 +106,7 @@ def import_moments(
             parameter itself.
 
     Raises:
-        ValueError: the sizes differ, ``exp_avg_sq`` has negative elements, or ``master`` is given
-            without a place for it.
+        ValueError: the sizes differ, or ``master`` is given without a place for it.
     """
     if master is not None and not has_remainder(group):
         raise ValueError(
@@ -123,8 +122,6 @@ def import_moments(
                 "point, "
                 f"{param.numel()} elements"
             )
-    if local(exp_avg_sq).numel() and local(exp_avg_sq).min() < 0:
-        raise ValueError("import_moments exp_avg_sq: got negative elements, accepted: squares")
     step, low = int(step), new_remainder(param, group)
     if master is not None:
         _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))

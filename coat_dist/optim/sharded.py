@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 __all__ = [
-    "cuts_groups",
     "from_global",
     "is_dtensor",
     "like",
@@ -119,15 +118,6 @@ def _rows(param: torch.Tensor, size: int) -> int | None:
     return None
 
 
-def cuts_groups(param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether a state dict has to hold an amax and a spacing for each element of a DTensor."""
-    return (
-        is_dtensor(param)
-        and group["moments"] == "fp8"
-        and _rows(param, group["group_size"]) is None
-    )
-
-
 def _shape(key: str, shape: torch.Size, rows: int | None, size: int) -> list[int]:
     """The shape that a ``coat_`` tensor has in a state dict, of a whole parameter or of a shard
     of this shape.
@@ -196,14 +186,10 @@ def from_global(
             or list(value.shape) != shape
             or list(part.shape) != held
         ):
-            given, accepted = (
-                f"{list(s)} {'not distributed' if d is None else d[0]}"
-                for s, d in ((value.shape, _sharding(value)), (shape, distributed))
-            )
             raise ValueError(
-                f"{what}, {key}: got {given}, accepted: {accepted}, as the parameter is sharded "
-                "now; save and load "
-                "under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
+                f"{what}, {key}: got {list(value.shape)}, placements {_sharding(value)}, accepted: "
+                f"{shape}, placements {distributed}, as the parameter is sharded now; save and "
+                "load under coat_dist.optim.fp32_state_dict(optimizer) to change the sharding"
             )
         if key == LOW:
             filled = part.new_zeros(groups * 2 * size)

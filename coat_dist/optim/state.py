@@ -55,7 +55,7 @@ __all__ = [
     "WhichMoment",
     "as_count",
     "check_group",
-    "check_master",
+    "check_parameter",
     "check_state",
     "codecs",
     "ensure_state",
@@ -102,7 +102,6 @@ codes are equally spaced, rounding to nearest leaves the first few as they are, 
 have these (docs/numerics.md).
 """
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_UNSUPPORTED = ("amsgrad", "differentiable")
 
 
 _GETTERS = {which: itemgetter(*keys) for which, keys in _CODE_KEYS.items()}
@@ -183,8 +182,6 @@ def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state before the first step, where it is kept: zero moments, and the parameter as
     master weight.
     """
-    if reason := refusal(param):  # wrapped by FSDP1 after the optimizer was built
-        raise TypeError(f"CoatAdamW params: got {reason}")
     hosted, n = on_host(param, group), local(param).numel()
     device = "meta" if hosted else param.device
     low = new_remainder(param, group, device)
@@ -291,12 +288,9 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
         )
 
     lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, torch.Tensor):
-        known = lr.device.type == "cpu"  # a value on a GPU would cost a wait
-        good = lr.numel() == 1 and lr.is_floating_point() and (not known or number(lr.item()))
-        require("lr", "a number >= 0, or a floating-point tensor of one element >= 0", good)
-    else:
-        require("lr", "a number >= 0, or a tensor of one element", number(lr))
+    if isinstance(lr, torch.Tensor) and lr.numel() == 1 and lr.is_floating_point():
+        lr = 0.0 if lr.is_cuda else lr.item()  # a value on a GPU would cost a wait
+    require("lr", "a number >= 0, or a floating-point tensor of one element >= 0", number(lr))
     require(
         "betas",
         "two numbers in [0, 1)",
@@ -319,7 +313,6 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
         ("second_moment", SECOND_MOMENT_FORMATS),
     ):
         require(key, ", ".join(map(repr, formats)), group[key] in formats)
-    for key in ("first_moment", "second_moment"):
         accepted = f"True with {key}={group[key]!r}, whose codes always span a group's range"
         require("expand", accepted, group["expand"] or group[key] not in ALWAYS_EXPANDED)
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
@@ -334,18 +327,10 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     require(
         "group_size", ", ".join(map(str, GROUP_SIZES)), size in GROUP_SIZES and type(size) is int
     )
-    for key in _UNSUPPORTED:
-        if group.get(key):
-            require(key, "False, this optimizer does not have it", False)
+    if group.get("amsgrad"):
+        require("amsgrad", "False, this optimizer does not have it", False)
     for p in tensors_of(group):
-        if p.dtype not in DTYPES or p.layout is not torch.strided:
-            raise TypeError(
-                f"CoatAdamW params: got a {p.layout} {p.dtype} parameter of shape "
-                f"{tuple(p.shape)}, accepted: dense float32, bfloat16 or float16"
-            )
-        if reason := refusal(p):
-            raise TypeError(f"CoatAdamW params: got {reason}")
-        check_master(p, group)
+        check_parameter(p, group)
 
 
 def tensors_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -357,14 +342,21 @@ def tensors_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
             yield p
 
 
-def check_master(param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Raise TypeError where a parameter cannot be the upper half of its master weight, as its
-    group says it is.
+def check_parameter(param: torch.Tensor, group: Mapping[str, Any], what: str = "") -> None:
+    """Raise TypeError, whose text begins with ``what``, where a parameter cannot be trained, or
+    cannot be the upper half of its master weight, as its group says it is.
     """
+    if param.dtype not in DTYPES or param.layout is not torch.strided:
+        raise TypeError(
+            f"{what}CoatAdamW params: got a {param.layout} {param.dtype} parameter of shape "
+            f"{tuple(param.shape)}, accepted: dense float32, bfloat16 or float16"
+        )
+    if reason := refusal(param):
+        raise TypeError(f"{what}CoatAdamW params: got {reason}")
     if has_remainder(group) and param.dtype != torch.bfloat16:
         raise TypeError(
-            f"CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter of "
-            f"shape {tuple(param.shape)}, accepted: bfloat16 parameters, or "
+            f"{what}CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter "
+            f"of shape {tuple(param.shape)}, accepted: bfloat16 parameters, or "
             "master_weights='parameter'; DeepSpeed hands over bfloat16 with \"bf16\": "
             '{"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}'
         )
@@ -378,11 +370,10 @@ def check_state(
     Raises:
         ValueError: names ``what``, the key at fault, and what to do.
     """
-    expected: dict[str, Any] = {"step": None}
-    for key, shape, dtype in state_layout(group, local(param).numel(), param.shape):
-        expected[key] = shape, dtype
+    layout = state_layout(group, local(param).numel(), param.shape)
+    expected = {"step", *(key for key, _, _ in layout)}
     found = set(saved) - {"coat_seed"}
-    if found != set(expected):
+    if found != expected:
         raise ValueError(
             f"{what}: got {', '.join(sorted(found))}, accepted with moments={group['moments']!r}, "
             f"master_weights={group.get('master_weights', 'parameter')!r}: "
@@ -397,8 +388,7 @@ def check_state(
         )
     if not is_count(saved["step"]):
         raise ValueError(f"{what}, step: got {saved['step']!r}, accepted: a count of steps")
-    del expected["step"]
-    for key, (shape, dtype) in expected.items():
+    for key, shape, dtype in layout:
         value = saved[key]
         given = type(value).__name__
         if isinstance(value, torch.Tensor):

@@ -7,8 +7,7 @@ user see plain state dicts.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from .host import on_host, to_host, wait
 from .master import export_master
 from .moments import export_moments, import_moments, regroup
-from .seeds import name_of
-from .sharded import cuts_groups, from_global, is_dtensor, to_global
+from .sharded import from_global, is_dtensor, to_global
 from .state import (
     FP32_KEYS,
     LAYOUT_KEYS,
@@ -26,7 +24,6 @@ from .state import (
     check_group,
     check_state,
     has_remainder,
-    is_count,
 )
 
 __all__ = ["FP32States", "check_and_box", "fp32_state_dict", "gather", "unbox"]
@@ -66,14 +63,7 @@ def fp32_state_dict(optimizer: Any) -> Iterator[None]:
 
     Args:
         optimizer: a :class:`CoatAdamW`.
-
-    Raises:
-        TypeError: another optimizer.
     """
-    if not hasattr(optimizer, "coded_state"):
-        raise TypeError(
-            f"fp32_state_dict optimizer: got {type(optimizer).__name__}, accepted: CoatAdamW"
-        )
     # Fabric's wrapper is a CoatAdamW by class.
     optimizer = getattr(optimizer, "optimizer", optimizer)
     before, optimizer.checkpoint = optimizer.checkpoint, "fp32"
@@ -131,32 +121,20 @@ def gather(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Post-hook of ``state_dict``: global tensors for DTensor parameters, in host memory if any
     state is.
     """
-    states, cut, groups = dict(state_dict["state"]), [], optimizer.param_groups
+    states, groups = dict(state_dict["state"]), optimizer.param_groups
     hosted = any(on_host(p, group) for group in groups for p in group["params"])
     optimizer._shared |= hosted
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
-        for i, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+        for index, p in zip(saved["params"], group["params"], strict=True):
             if not states.get(index) or not is_dtensor(p):
                 continue
             if optimizer.checkpoint != "fp32":
                 states[index] = to_global(states[index], p, group)
-                cut += [name_of(group, i) or f"parameter {index}"] * cuts_groups(p, group)
             if hosted:  # torch loads full state dicts where all tensors are on one device
                 states[index] = {
                     k: x.cpu() if isinstance(x, torch.Tensor) else x
                     for k, x in states[index].items()
                 }
-    if cut and not optimizer.warned:
-        optimizer.warned = True
-        warnings.warn(
-            f"CoatAdamW state_dict: {cut[0]}{f' and {len(cut) - 1} more' if cut[1:] else ''}: got "
-            "rows, or shards of "
-            "rows, that are no multiple of group_size: their states take 8 bytes an element, and "
-            "resume to the byte on "
-            "the same number of ranks only, as their moments are rounded once more where shards "
-            "have other groups",
-            stacklevel=3,
-        )
     return {**state_dict, "state": states}
 
 
@@ -196,65 +174,30 @@ def check_and_box(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         ValueError: as :meth:`CoatAdamW.load_state_dict` says.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved_groups))
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"CoatAdamW.load_state_dict: got parameter groups of {saved_sizes} parameters, "
-            "accepted: "
-            f"{sizes}, as this optimizer was built with; build it with the same parameter groups"
-        )
-    states, new_groups = _states(state_dict["state"], saved_groups), []
-    for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+    states, new_groups = dict(state_dict["state"]), []
+    # torch refuses another number of groups or parameters, after this hook.
+    for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
         stateless = not any(states.get(index) for index in saved["params"])
         fp32 = optimizer.checkpoint == "fp32"
         new = _own_layout(saved, group, i) if fp32 else _same_layout(saved, group, i, stateless)
         new_groups.append(new)
-        _check_options(new, group, i)
-        for index, p in zip(saved["params"], group["params"], strict=True):
+        options = {**new, "params": group["params"]}
+        check_group(options, f"CoatAdamW.load_state_dict: group {i}: CoatAdamW ")
+        for index, p in zip(saved["params"], group["params"], strict=False):
             if states.get(index):
                 what = f"CoatAdamW.load_state_dict: group {i}, parameter {index}"
                 if fp32:
                     state = _from_fp32(states[index], p, group, what)
                 else:
-                    state, each = from_global(_with_int(states[index], saved, what), p, group, what)
+                    state, each = from_global(states[index], p, group, what)
                     state = regroup(state, p, group) if each else state
                 check_state(state, p, group, what)
                 state["step"] = as_count(state["step"], p, new)
                 states[index] = {
                     k: Boxed(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()
                 }
+    new_groups += saved_groups[len(groups) :]
     return {**state_dict, "state": states, "param_groups": new_groups}
-
-
-def _with_int(state: Mapping[str, Any], saved: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    """A state whose count of steps is an int; with ``capturable`` it was saved as a tensor."""
-    step = state.get("step")
-    if not isinstance(step, torch.Tensor):
-        return state
-    if not (saved.get("capturable") and is_count(step) and step >= 0):
-        raise ValueError(
-            f"{what}, step: got {step!r}, accepted: a count of steps; a tensor with "
-            "capturable=True only"
-        )
-    return {**state, "step": int(step)}
-
-
-def _states(given: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Each parameter's state; one that no group names would be lost, and is refused."""
-    named = {index for group in groups for index in group["params"]}
-    strange = [
-        index
-        for index, state in given.items()
-        if index not in named and isinstance(state, Mapping) and state
-    ]
-    if strange:
-        known = [*map(repr, named)]
-        raise ValueError(
-            f"CoatAdamW.load_state_dict: state: got that of {', '.join(map(repr, strange[:4]))}, "
-            "which no group has "
-            f"in its 'params', accepted: of {', '.join(known[:4])}{', ...' if known[4:] else ''}"
-        )
-    return dict(given)
 
 
 def _same_layout(
@@ -273,24 +216,15 @@ def _same_layout(
         if key not in saved and (stateless or known and not (coded and key in _MEANING)):
             continue
         if saved.get(key) != group[key]:
-            given = "none" if known else "none (saved by another optimizer)"
-            if key in saved:
-                given = repr(saved[key])
+            given = repr(saved[key]) if key in saved else "none"
             raise ValueError(
                 f"CoatAdamW.load_state_dict: group {i}, {key}: got {given}, accepted: "
                 f"{group[key]!r}, as this optimizer was built with; build it with the saved "
-                "setting, or convert the moments with coat_dist.optim.fp32_state_dict, or "
-                "export_moments and import_moments"
+                "setting, or convert the moments, also another optimizer's, with "
+                "coat_dist.optim.fp32_state_dict, or export_moments and import_moments"
             )
     present = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     return {**present, **saved, **{k: v for k, v in present.items() if k == "state_device"}}
-
-
-def _check_options(new: dict[str, Any], group: dict[str, Any], i: int) -> None:
-    try:
-        check_group({**new, "params": group["params"]})
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"CoatAdamW.load_state_dict: group {i}: {error}") from None
 
 
 def _own_layout(saved: dict[str, Any], group: dict[str, Any], i: int) -> dict[str, Any]:
@@ -313,13 +247,6 @@ def _from_fp32(
     AdamW.
     """
     found, accepted = set(saved) - {"coat_seed"}, {"step", *_MOMENTS}
-    if "master" in found and not has_remainder(group):
-        raise ValueError(
-            f"{what}, master: got fp32 master weights, accepted with "
-            "master_weights='bf16_remainder' only; to go on "
-            "with the parameter as master weight, copy it into the parameter and take it out of "
-            "the state"
-        )
     if found - {"master"} != accepted:
         raise ValueError(
             f"{what}: got {', '.join(sorted(map(str, found)))}, accepted under fp32_state_dict: "
@@ -327,27 +254,11 @@ def _from_fp32(
         )
     tensors = {k: saved[k] for k in (*_MOMENTS, "master") if k in saved}
     for key, value in tensors.items():
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.shape != p.shape
-            or not value.is_floating_point()
-        ):
-            given = (
-                f"{value.dtype} {list(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
+        if value.shape != p.shape:
             raise ValueError(
-                f"{what}, {key}: got {given}, accepted: floating point {list(p.shape)}"
+                f"{what}, {key}: got {value.dtype} {list(value.shape)}, accepted: floating point "
+                f"{list(p.shape)}"
             )
     from_global(tensors, p, group, what)
-    step = saved["step"]  # torch's is a tensor
-    try:
-        step = int(step)
-        whole = step == saved["step"]
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{what}, step: got {saved['step']!r}, accepted: a count of steps")
-    state = import_moments(p, group, **tensors, step=step)
-    return state | ({"coat_seed": saved["coat_seed"]} if "coat_seed" in saved else {})
+    state = import_moments(p, group, **tensors, step=0)
+    return state | {key: saved[key] for key in ("step", "coat_seed") if key in saved}

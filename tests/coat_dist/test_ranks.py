@@ -68,8 +68,7 @@ def test_the_first_parameter_that_differs(monkeypatch):
 def test_the_message_is_of_bounded_length(monkeypatch):
     world = [{f"key {i}": str(rank) * 10_000 for i in range(100)} for rank in range(8)]
     message = compare(monkeypatch, *world)
-    assert "and 92 more keys" in message and "and" in message and len(message) < 8 * 5 * 160
-    assert "4 more values" in message
+    assert "and 92 more" in message and "and 4 more" in message and len(message) < 8 * 5 * 160
 
 
 def patient_rank(rank, world, folder):

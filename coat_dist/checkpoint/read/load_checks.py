@@ -22,7 +22,7 @@ from ..write.publish import latest_of
 from ..zero_partitions import forget_second_shard
 from .tags import find_tag
 
-__all__ = ["Request", "check_before_load", "load_whole_checkpoints", "request_of"]
+__all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
 
 
 class Request(NamedTuple):
@@ -41,30 +41,8 @@ class Request(NamedTuple):
         return self.load_dir / self.tag
 
 
-def request_of(given: Mapping[str, Any], tag: str, manifest: Mapping[str, Any]) -> Request:
-    """A request from DeepSpeed's arguments, and the checkpoint that was found."""
-    more = not given["load_module_only"]
-    return Request(
-        load_dir=Path(given["load_dir"]),
-        tag=tag,
-        manifest=manifest,
-        strict=bool(given["load_module_strict"]),
-        states=more and bool(given["load_optimizer_states"]),
-        schedule=more and bool(given["load_lr_scheduler_states"]),
-    )
-
-
-class Check(NamedTuple):
-    """One check of :func:`check_before_load`."""
-
-    problems: Callable[[Request], list[str]]
-    accepted: str
-    universal: bool
-
-
 def check_before_load(
     engine: Any,
-    name: str,
     problems: Callable[[Request], list[str]],
     accepted: str = "",
     universal: bool = False,
@@ -74,14 +52,14 @@ def check_before_load(
 
     Args:
         engine: DeepSpeed's.
-        name: of the check; a later one of the same name takes its place.
         problems: returns one line for each problem, or raises a ``ValueError``. Must not use
             collectives.
         accepted: last line of the error; says what would be accepted.
-        universal: it checks universal checkpoints, and not those that DeepSpeed wrote.
+        universal: it checks universal checkpoints, and not those that DeepSpeed wrote. There is one
+            check of each kind.
     """
     load_whole_checkpoints(engine)
-    engine.load_checkpoint.coat_checks[name] = Check(problems, accepted, universal)
+    engine.load_checkpoint.coat_checks[universal] = problems, accepted
 
 
 def load_whole_checkpoints(engine: Any) -> None:
@@ -95,7 +73,7 @@ def load_whole_checkpoints(engine: Any) -> None:
         return
     original: Callable = engine.load_checkpoint
     signature = inspect.signature(original)
-    checks: dict[str, Check] = {}
+    checks: dict[bool, tuple[Callable[[Request], list[str]], str]] = {}
 
     @functools.wraps(original)
     def load_checkpoint(*args: Any, verify: bool = True, **kwargs: Any) -> Any:
@@ -107,14 +85,21 @@ def load_whole_checkpoints(engine: Any) -> None:
         folder = Path(given["load_dir"])
         given["tag"] = tag = find_tag(folder, given["tag"], universal)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
-            request = request_of(given, tag, _check_files(folder / tag, verify))
-            misfit = Team(_does_not_fit())
+            more = not given["load_module_only"]
+            request = Request(
+                load_dir=folder,
+                tag=tag,
+                manifest=_check_files(folder / tag, verify),
+                strict=bool(given["load_module_strict"]),
+                states=more and bool(given["load_optimizer_states"]),
+                schedule=more and bool(given["load_lr_scheduler_states"]),
+            )
             if not given["load_optimizer_states"] and not universal:
                 TEAM.refuse(functools.partial(_weights_of_latest, engine, request))
-            for check in checks.values():
-                if check.universal == universal:
-                    misfit.refuse(functools.partial(check.problems, request), "", check.accepted)
-        if "universal" in checks and universal:
+            if universal in checks:
+                problems, accepted = checks[universal]
+                Team(_does_not_fit()).refuse(lambda: problems(request), accepted=accepted)
+        if universal and universal in checks:
             # The universal loader has learnt from its check whether moments are wanted. DeepSpeed
             # is told yes in any case: at stage 3 it would otherwise look for a checkpoint of its
             # own kind.

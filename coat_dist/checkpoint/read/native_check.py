@@ -16,8 +16,8 @@ So three checks run first, in this order. Each reports one line a mismatch, with
 values, and raises on every rank before anything is read into the model:
 
 1. ``settings``: optimizer, ZeRO stage and numbers of ranks, by the manifest. No file is opened.
-2. ``model``: names and shapes of parameters, by the model's file. It comes before the third check
-   because its error advises another model, where the third advises a conversion.
+2. ``model``: names and shapes of trained parameters, by the model's file. It comes before the third
+   check because its error names a parameter of another model, where the third names a place.
 3. ``layout``: storage options of each parameter group, and where each parameter lies in the flat
    shards, by this rank's optimizer file. Checkpoints of plain DeepSpeed, which have no manifest,
    are compared by this one alone.
@@ -27,22 +27,18 @@ A rank opens only files that it will load.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...optim import CoatAdamW
 from ...optim.state import LAYOUT_KEYS
-from ...ranks import Team
-from ..manifest import describe, differences, readable
+from ..manifest import describe, differences
 from ..universal.zero_files import read
-from ..write.publish import latest_of
 from ..zero_partitions import base_optimizer
-from .load_checks import Request, check_before_load, request_of
+from .load_checks import Request, check_before_load
 
-__all__ = ["check_native_loads", "refuse_compressed_moments"]
+__all__ = ["check_native_loads"]
 
 _ACCEPTED = (
     "accepted: what wrote it, or the checkpoint converted by coat_dist.convert_to_universal "
@@ -68,58 +64,11 @@ def check_native_loads(engine: Any) -> None:
     parameters lie in the flat shards, how moments are stored. ``coat_dist.initialize`` calls it for
     CoatAdamW.
     """
-    for name, check, accepted in (
-        ("settings", _settings, _ACCEPTED),
-        ("model", _model, "accepted: a checkpoint of this model, or the model that wrote it"),
-        ("layout", _shards, _ACCEPTED),
-    ):
-        check_before_load(engine, name, functools.partial(check, engine), accepted)
 
+    def problems(request: Request) -> list[str]:
+        return _settings(engine, request) or _model(engine, request) or _shards(engine, request)
 
-def refuse_compressed_moments(engine: Any) -> None:
-    """Let ``engine.load_checkpoint`` refuse checkpoints whose optimizer is CoatAdamW, where its
-    states are wanted.
-
-    For engines of another optimizer, with a "coat" block or without. Raises ``ValueError`` on every
-    rank, before anything is loaded. DeepSpeed would begin to load one, and end with an error about
-    the number of groups.
-    """
-    check = functools.partial(_optimizer, engine)
-    if hasattr(engine.load_checkpoint, "coat_checks"):  # finds and verifies the checkpoint first
-        check_before_load(engine, "other optimizer", check, _ACCEPTED)
-        return
-    original: Callable = engine.load_checkpoint
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        if not engine.load_universal_checkpoint():
-            Team().refuse(lambda: check(_unverified(call.arguments)), accepted=_ACCEPTED)
-        return original(*args, **kwargs)
-
-    engine.load_checkpoint = load_checkpoint
-
-
-def _unverified(given: Mapping[str, Any]) -> Request:
-    """What DeepSpeed's own ``load_checkpoint`` will load; it reports a missing ``latest``
-    itself.
-    """
-    folder = Path(given["load_dir"])
-    tag = given["tag"]
-    if tag is None:
-        tag = latest_of(folder) or ""
-    return request_of(given, str(tag), readable(folder / str(tag)))
-
-
-def _optimizer(engine: Any, request: Request) -> list[str]:
-    saved = (request.manifest.get("engine") or {}).get("optimizer")
-    if not request.states or saved != CoatAdamW.__name__:
-        return []
-    return _differing(
-        request.folder, {"optimizer.type": saved}, {"optimizer.type": describe(engine)["optimizer"]}
-    )
+    check_before_load(engine, problems, _ACCEPTED)
 
 
 def _settings(engine: Any, request: Request) -> list[str]:
@@ -151,39 +100,22 @@ def _settings(engine: Any, request: Request) -> list[str]:
 
 
 def _model(engine: Any, request: Request) -> list[str]:
-    """Whether the parameters are those of the checkpoint: where they are not, no conversion helps.
-
-    A parameter that is trained here and frozen there, or the reverse, is not compared: it is part
-    of the layout.
-    """
+    """Whether the trained parameters are those of the checkpoint; the first difference."""
     path = Path(engine._get_ckpt_name(str(request.load_dir), request.tag))
     if not request.states or not path.is_file():
         return []
-    saved = read(path)
-    theirs = _shapes(saved.get("param_shapes"))
-    ours = _shapes(engine._get_zero_param_shapes())
+    theirs = _shapes(read(path).get("param_shapes"))
     if not theirs:  # not written by ZeRO
         return []
-    there = set(theirs)
-    for key in ("frozen_param_shapes", "module"):
-        there |= (saved.get(key) or {}).keys()
-    here = set(ours)
-    here |= {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
-    wrong = []
-    for name, shape in theirs.items():
-        if name not in here or shape != ours.get(name, shape):
-            wrong.append(name)
-    wrong += [name for name in ours if name not in there]
-    if not wrong:
-        return []
-    key = f"model: {wrong[0]}"
-    if len(wrong) > 1:
-        key += f" (and {len(wrong) - 1} more)"
-    return _differing(request.folder, {key: theirs.get(wrong[0])}, {key: ours.get(wrong[0])})
+    ours = _shapes(engine._get_zero_param_shapes())
+    return _differing(request.folder, theirs, ours)[:1]
 
 
 def _shapes(groups: Iterable[Mapping[str, Any]] | None) -> dict[str, list[int]]:
-    return {name: list(shape) for group in groups or () for name, shape in group.items()}
+    """By "model: " and the parameter's name."""
+    return {
+        f"model: {name}": list(shape) for group in groups or () for name, shape in group.items()
+    }
 
 
 def _shards(engine: Any, request: Request) -> list[str]:

@@ -50,18 +50,12 @@ class UniversalFolder:
         """Whether there are weights of this parameter, or this buffer, trained or not."""
         return name in self.rest or (self.folder / name / "fp32.pt").is_file()
 
-    def weights(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """This rank's part of a parameter, fp32 where it was trained and in its own dtype
-        otherwise, or of a buffer.
+    def part(self, name: str, shape: torch.Size, key: str = "fp32") -> torch.Tensor:
+        """This rank's part of a tensor of a parameter, or of a buffer: fp32 where it was trained
+        and in its own dtype otherwise; ``ValueError`` where it has another shape.
         """
         if name in self.rest:
             return self._divide(self.rest[name], shape, f"{self.folder / 'rest.pt'}: {name}")
-        return self.local(name, "fp32", shape)
-
-    def local(self, name: str, key: str, shape: torch.Size) -> torch.Tensor:
-        """This rank's part of one tensor of a trained parameter; ``ValueError`` where it has
-        another shape.
-        """
         path = self.folder / name / f"{key}.pt"
         return self._divide(read(path), shape, str(path))
 

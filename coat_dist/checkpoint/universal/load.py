@@ -75,7 +75,7 @@ def enable_universal_load(engine: Any) -> None:
             _renew_rates(engine)
 
     zero._load_universal_checkpoint = load
-    check_before_load(engine, "universal", check, universal=True)
+    check_before_load(engine, check, universal=True)
 
 
 class _Loader:
@@ -120,10 +120,9 @@ class _Loader:
             for f in part.fragments:
                 name = self.names[f.param]
                 shape, _ = part_of_joined(self.engine, name, f.shape)
-                source.weights(name, shape)
+                for key in KEYS if moments else KEYS[:1]:
+                    source.part(name, shape, key)
                 if moments:
-                    for key in KEYS[1:]:
-                        source.local(name, key, shape)
                     load_codes(source.codes(name))
             held: list[str] = []
             if moments:
@@ -135,7 +134,7 @@ class _Loader:
                 )
         for name, target in (self.frozen | self.buffers).items():
             if source.has(name):
-                source.weights(name, getattr(target, "ds_shape", target.shape))
+                source.part(name, getattr(target, "ds_shape", target.shape))
         for name in source.extra.keys() & self.extra.keys():
             source.extra_state(name)
         return found
@@ -198,7 +197,7 @@ class _Loader:
         _renew_stage3(zero)
         for name, target in (self.frozen | self.buffers).items():
             if source.has(name):
-                copy_into(target, source.weights(name, getattr(target, "ds_shape", target.shape)))
+                copy_into(target, source.part(name, getattr(target, "ds_shape", target.shape)))
 
     def _fill_state(self, part: Partition, step: int) -> None:
         """Replace the state of one partition."""
@@ -254,11 +253,7 @@ class _Loader:
         for f in part.fragments:
             name = self.names[f.param]
             shape, mine = part_of_joined(self.engine, name, f.shape)
-            if key == "fp32":
-                values = self.source.weights(name, shape)
-            else:
-                values = self.source.local(name, key, shape)
-            values = values.reshape(-1)[mine]
+            values = self.source.part(name, shape, key).reshape(-1)[mine]
             flat[f.start : f.start + f.numel] = values[f.first : f.first + f.numel]
         return flat
 

@@ -43,14 +43,11 @@ class ZeroCheckpoint:
 
     def __init__(self, source: Path) -> None:
         self.source = source
-        for kind, pattern in (
-            ("pipeline", "layer_*-model_states.pt"),
-            ("expert", "*expert*_states.pt"),
-        ):
+        for pattern in ("layer_*-model_states.pt", "*expert*_states.pt"):
             if found := sorted(source.glob(pattern)):
                 raise ValueError(
-                    f"{source}: got {found[0].name}, accepted: files without DeepSpeed's "
-                    f"{kind}-parallel ones"
+                    f"{source}: got {found[0].name}, accepted: files without those of "
+                    "DeepSpeed's pipeline and expert parallelism"
                 )
         optimizer_files = files_by_rank(source, OPTIMIZER)
         model_files = files_by_rank(source, MODEL3, required=False)

@@ -8,20 +8,12 @@ hang. So some methods of the engine are replaced on its instance during a save.
 from __future__ import annotations
 
 import errno
-import functools
-import operator
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.utils._pytree import tree_leaves
-
-from ...optim.state import CODE_KEYS
 
 __all__ = ["Writes", "watch_writes"]
 
@@ -34,8 +26,6 @@ class Writes:
     """Those that went through the checkpoint engine, absolute."""
     errors: list[Exception] = field(default_factory=list)
     """Those of writing; the save went on after each."""
-    size: int = 0
-    """Bytes of all tensors that were to be written, also of those for which there was no room."""
 
 
 @contextmanager
@@ -47,13 +37,8 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
 
     def collect_errors(write: Callable[..., Any], saves: bool) -> Callable[..., Any]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
-            given = (*args, *kwargs.values())
-            path = next((a for a in given if isinstance(a, str)), "")
+            path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
             try:
-                if saves:
-                    writes.size += _size(given)
-                    for one in given:
-                        _name_converter(one)
                 result = write(*args, **kwargs)
             except Exception as error:  # a value that cannot be pickled may raise anything
                 text = str(error)
@@ -91,31 +76,3 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
-
-
-def _size(given: Any) -> int:
-    """Bytes of all tensors in nested lists and dicts; a tied one counts once."""
-    tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
-    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
-
-
-_no_moments = functools.partial(
-    operator.getitem,
-    {},
-    "exp_avg: CoatAdamW's moments are stored in 8 bits; convert this checkpoint with "
-    "launch/to_universal.py or coat_dist.convert_to_universal",
-)
-
-
-def _name_converter(file: Any) -> None:
-    """Let DeepSpeed's own ``ds_to_universal`` end in a KeyError that names ours.
-
-    It looks up "exp_avg" in each optimizer state, without this package: only the standard library
-    is pickled.
-    """
-    zero = file.get("optimizer_state_dict") if isinstance(file, dict) else None
-    for part in zero.values() if isinstance(zero, dict) else ():
-        states: Any = part.get("state") if isinstance(part, dict) else None
-        for key, state in states.items() if isinstance(states, dict) else ():
-            if isinstance(state, dict) and CODE_KEYS[0] in state:
-                states[key] = defaultdict(_no_moments, state)

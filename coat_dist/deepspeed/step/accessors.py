@@ -6,8 +6,8 @@ accessors give the same: ``safe_get_full_optimizer_state``, ``safe_get_full_fp32
 ``set`` forms and, at stage 3, their forms with ``local``. For a state they look for a tensor of the
 parameter's elements under the key that they are given. With FP8 moments there is none: a rank that
 holds part of the parameter would raise, and one that does not would hang. Here "exp_avg" and
-"exp_avg_sq" mean the moments, and other keys raise on every rank. With remainders, the master
-weight is read and written with its lower half, which DeepSpeed does not know.
+"exp_avg_sq" mean the moments, and other keys raise on every rank. The master weight is read and
+written with its lower half where there are remainders, which DeepSpeed does not know.
 
 ZeRO-1, 2 and BF16_Optimizer link parameters to their shards of the master weights
 (``_link_all_hp_params``) when they are built and after loading; :func:`after_linking` adds what has
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -42,6 +42,7 @@ from ...optim.master import read_master, write_master
 from ...optim.moments import read_moment, write_moment
 from ...optim.state import MOMENT_OF, MOMENTS, WhichMoment, ensure_state
 from .fp8_gather import let_go
+from .master_weights import keeps_remainders
 
 __all__ = [
     "after_linking",
@@ -107,9 +108,7 @@ def safe_set_full_moment(param: torch.nn.Parameter, value: torch.Tensor, which: 
         ValueError: names the argument, what was given and what is accepted. Nothing has been
             changed then.
     """
-    moment, shape = _check_which(which), _find_trained(param)[2]
-    if value.shape != shape:
-        raise _wrong(value, list(shape))
+    moment = _check_which(which)
     if value.numel() and (not value.isfinite().all() or (which == "second" and value.min() < 0)):
         raise ValueError(
             "value: got elements that are not finite or, of the second moment, negative"
@@ -158,8 +157,7 @@ def _get_full(param: torch.nn.Parameter, which: WhichMoment | None) -> torch.Ten
     """A whole fp32 tensor, to the bit; collective over data-parallel ranks."""
     zero, group, shape = _find_trained(param)
     full = torch.zeros(shape.numel(), dtype=torch.float32, device=_device(zero))
-    part, f = _fragment_of(zero, param)
-    if part is not None and f is not None:
+    for part, f in _fragments_of(zero, param):
         full[f.first : f.first + f.numel] = _read(zero, part, which, f.start, f.numel)
     dist.all_reduce(full.view(torch.int32), group=group)  # as integers, minus zero stays what it is
     return full.view(shape)
@@ -167,17 +165,16 @@ def _get_full(param: torch.nn.Parameter, which: WhichMoment | None) -> torch.Ten
 
 @torch.no_grad()
 def _set_full(param: torch.nn.Parameter, value: torch.Tensor, which: WhichMoment | None) -> None:
-    """Replace a tensor of the full size, and with a master weight the weight; called on every
-    rank with one value.
+    """Replace a tensor of the full size, and with a master weight that has a remainder the weight,
+    which is its upper half; called on every rank with one value.
     """
     zero, _, shape = _find_trained(param)
     if value.numel() != shape.numel() or not value.is_floating_point():
         raise _wrong(value, list(shape))
     whole = value.detach().reshape(-1)
-    part, f = _fragment_of(zero, param)
-    if part is not None and f is not None:
+    for part, f in _fragments_of(zero, param):
         _write(zero, part, which, f.start, whole[f.first : f.first + f.numel])
-    if which is not None:
+    if which is not None or not keeps_remainders(zero):
         return
     let_go(param)
     forget_second_shard(param)
@@ -209,9 +206,7 @@ def _set_local(param: Any, value: torch.Tensor, which: WhichMoment | None) -> No
 
 def _local(param: Any) -> tuple[Any, Partition, Fragment]:
     zero = _find_trained(param)[0]  # an error for one that was frozen when the engine was made
-    return zero, *next(
-        (part, f) for part in partitions(zero) for f in part.fragments if f.param is param
-    )
+    return zero, *next(_fragments_of(zero, param, empty=True))
 
 
 def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
@@ -230,17 +225,14 @@ def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     return zero, param._dp_group, param.shape
 
 
-def _fragment_of(
-    zero: Any, param: torch.nn.Parameter
-) -> tuple[Partition, Fragment] | tuple[None, None]:
-    """Where this rank keeps its part of ``param``, if it has one."""
-    found = (
-        (part, f)
-        for part in partitions(zero)
-        for f in part.fragments
-        if f.param is param and f.numel
-    )
-    return next(found, (None, None))
+def _fragments_of(
+    zero: Any, param: Any, empty: bool = False
+) -> Iterator[tuple[Partition, Fragment]]:
+    """Where this rank keeps its part of ``param``, if it has one; ZeRO-3 has empty ones, too."""
+    for part in partitions(zero):
+        for f in part.fragments:
+            if f.param is param and (f.numel or empty):
+                yield part, f
 
 
 def _device(zero: Any) -> torch.device:
@@ -250,77 +242,59 @@ def _device(zero: Any) -> torch.device:
 # DeepSpeed's accessors.
 
 
-def answer_on_parameters(zero: Any, remainders: bool) -> None:
+def answer_on_parameters(zero: Any) -> None:
     """Answer for a ZeRO-1, 2 or BF16_Optimizer with a CoatAdamW: by methods of every parameter,
     which DeepSpeed puts there whenever it links them.
     """
-    after_linking(zero, functools.partial(_answer, remainders))
+    after_linking(zero, _answer)
 
 
-def _answer(remainders: bool, zero: Any) -> None:
+def _answer(zero: Any) -> None:
     for param in (p for params in members(zero) for p in params):
-        get, put = _accessors(
-            param.get_full_hp_param.__func__, param.set_full_hp_param.__func__, remainders
-        )
-        param.get_full_hp_param, param.set_full_hp_param = (
-            functools.partial(get, param),
-            functools.partial(put, param),
-        )
+        param.get_full_hp_param = functools.partial(_get_by_key, _get_full, param)
+        param.set_full_hp_param = functools.partial(_set_by_key, _set_full, param)
 
 
-def answer_on_optimizer(zero: Any, remainders: bool) -> None:
+def answer_on_optimizer(zero: Any) -> None:
     """Answer for a ZeRO-3 optimizer with a CoatAdamW, by its methods."""
     for getter, setter, get, put in (
         ("get_full_hp_param", "set_full_hp_param", _get_full, _set_full),
         ("get_local_fp32_param", "set_local_hp_param", _get_local, _set_local),
     ):
-        set_master = functools.partial(_in_order_of_stage_3, getattr(zero, setter))
-        get, put = _accessors(getattr(zero, getter), set_master, remainders, get, put)
-        setattr(zero, getter, get)
-        setattr(zero, setter, functools.partial(_in_order_of_stage_3, put))
+        setattr(zero, getter, functools.partial(_get_by_key, get))
+        setattr(zero, setter, functools.partial(_set_in_order_of_stage_3, put))
 
 
-def _in_order_of_stage_3(
-    put: Callable, value: Any, param: Any, optim_state_key: str | None = None
+def _which_of(key: str | None) -> WhichMoment | None:
+    """The moment that DeepSpeed calls ``key``; None for the master weight."""
+    if key is not None and key not in MOMENT_OF:
+        raise ValueError(
+            f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(MOMENT_OF)}"
+        )
+    return None if key is None else MOMENT_OF[key]
+
+
+# As with torch's AdamW, a frozen parameter has no state, and nothing is set.
+
+
+def _get_by_key(get: Callable, param: Any, optim_state_key: str | None = None) -> Any:
+    which = _which_of(optim_state_key)
+    return get(param, which) if param.requires_grad else None
+
+
+def _set_by_key(
+    put: Callable, param: Any, value: torch.Tensor, optim_state_key: str | None = None
 ) -> None:
-    """Call a function that takes parameter and value with these exchanged."""
-    put(param, value, optim_state_key)
+    which = _which_of(optim_state_key)
+    if param.requires_grad:
+        put(param, value, which)
 
 
-def _accessors(
-    get_master: Callable,
-    set_master: Callable,
-    remainders: bool,
-    get: Callable = _get_full,
-    put: Callable = _set_full,
-) -> tuple[Callable, Callable]:
-    """Accessors for one of DeepSpeed's keys: of moments, and with remainders of master weights,
-    ``get`` and ``put``; else DeepSpeed's. As with torch's AdamW, a frozen parameter has no state,
-    and nothing is set.
-    """
-
-    def which_of(key: str | None) -> WhichMoment | None:
-        if key is not None and key not in MOMENT_OF:
-            raise ValueError(
-                f"optim_state_key: got {key!r}, accepted with CoatAdamW: {', '.join(MOMENT_OF)}"
-            )
-        return None if key is None else MOMENT_OF[key]
-
-    def answer(param: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
-        if optim_state_key is None and not remainders:
-            return get_master(param)
-        which = which_of(optim_state_key)
-        return get(param, which) if param.requires_grad else None
-
-    def write(param: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        if optim_state_key is None and not remainders:
-            set_master(param, value)
-            return
-        which = which_of(optim_state_key)
-        if param.requires_grad:
-            put(param, value, which)
-
-    return answer, write
+def _set_in_order_of_stage_3(
+    put: Callable, value: torch.Tensor, param: Any, optim_state_key: str | None = None
+) -> None:
+    """ZeRO-3 has the value before the parameter."""
+    _set_by_key(put, param, value, optim_state_key)
 
 
 # Links.

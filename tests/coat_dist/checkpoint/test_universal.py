@@ -190,7 +190,7 @@ def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
     )
     for rank, rows in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
         source = UniversalFolder(tmp_path, (rank, 2))
-        assert source.weights("fc1.weight", torch.Size([4, 1])).flatten().tolist() == rows
+        assert source.part("fc1.weight", torch.Size([4, 1])).flatten().tolist() == rows
         assert source.extra_state("a._extra_state") == {"x": rank + 1}
     one = UniversalFolder(tmp_path, (0, 1))
     assert one.extra_state("b._extra_state") == 3

@@ -154,7 +154,7 @@ def engines(rank, world):
             wrapped = getattr(engine.optimizer.step, "__wrapped__", None)
             assert is_ours(wrapped), "what drops the cache is around the step that was replaced"
         if case == "torch's AdamW":
-            assert before[0] == {"engine.load_checkpoint"}
+            assert not before[0]
         engine.destroy()
     unseen = {
         "ranks hear of one another",  # of several ranks: test_heartbeat.py
@@ -165,8 +165,6 @@ def engines(rank, world):
     }
     assert set().union(*found.values()) == declared.keys() - unseen
     assert not found["torch's SGD, stage 0"]
-    every = {a.name for a in ATTACHMENTS if a.every_engine and not a.name.startswith("ZeRO-3")}
-    assert every <= set(found["torch's AdamW"])
 
 
 def test_attach_replaces_what_the_list_says():

@@ -240,9 +240,6 @@ def check_sizes(device="cpu"):
     def wrong_copy(p, state):
         optimizer.copies = {p: torch.zeros(p.numel() + 1, dtype=torch.bfloat16, device=device)}
 
-    def expanded(p, state):
-        p.data = torch.ones(1, device=device).expand(p.shape)
-
     changes = [
         enlarged,
         enlarged_with_gradient,
@@ -250,7 +247,6 @@ def check_sizes(device="cpu"):
         larger_gradient,
         double,
         wrong_copy,
-        expanded,
     ]
     state_changes = {
         "fp8": [

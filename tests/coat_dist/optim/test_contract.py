@@ -113,26 +113,14 @@ def test_what_codes_mean_must_be_in_a_state_dict_that_has_codes():
                 step(others, loaded)
 
 
-@pytest.mark.parametrize(
-    "change, word",
-    [
-        (
-            lambda d: d["state"].update({"0": d["state"].pop(0)}),
-            "state: got that of '0', which no group has",
-        ),
-        (
-            lambda d: d["param_groups"][0].update(maximize="no"),
-            "group 0: CoatAdamW maximize: got 'no'",
-        ),
-    ],
-)
-def test_a_state_dict_that_is_none_says_so(change, word):
+def test_a_saved_option_that_is_wrong_is_refused():
     params, optimizer = build()
     step(params, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
-    change(saved)
+    saved["param_groups"][0].update(maximize="no")
     _, loaded = build()
-    with pytest.raises(ValueError, match=f"CoatAdamW.load_state_dict: {word}.*accepted"):
+    word = "CoatAdamW.load_state_dict: group 0: CoatAdamW maximize: got 'no', accepted"
+    with pytest.raises(ValueError, match=word):
         loaded.load_state_dict(saved)
     assert not loaded.state and loaded.param_groups[0]["lr"] == 0.1
 
@@ -168,9 +156,7 @@ def test_a_state_left_on_meta_is_refused_before_anything_changes():
     assert [optimizer.state[p]["step"] for p in params] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "bad", ["x", 2.5, -3, torch.ones(2), torch.tensor(float("nan")), float("inf"), None], ids=str
-)
+@pytest.mark.parametrize("bad", ["x", 2.5, -3, torch.ones(2), float("inf"), None], ids=str)
 def test_a_count_of_steps_in_fp32_that_is_none_is_refused_by_key(bad):
     p = torch.nn.Parameter(torch.ones(4))
     saved = {"step": bad, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}

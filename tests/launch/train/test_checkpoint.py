@@ -58,7 +58,7 @@ def test_a_damaged_manifest_is_one_line(tmp_path):
         for damaged in (rest, *({**rest, key: value} for value in values)):
             (tmp_path / "manifest.json").write_text(json.dumps(damaged))
             with pytest.raises(
-                CheckpointError, match=rf"^\S+manifest.json: is damaged, {key} missing"
+                CheckpointError, match=rf"^\S+manifest.json: got no {key}, accepted: "
             ):
                 read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps(good))
