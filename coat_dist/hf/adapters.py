@@ -23,9 +23,12 @@ def base_of(module: Any) -> Any:
     return module
 
 
-def adapters_of(lora: Any) -> list[Adapter] | None:
+def adapters_of(lora: Any, look: bool = False) -> list[Adapter] | None:
     """The adapters that act on PEFT's ``lora.Linear`` now, none on other modules; None where its
     own forward computes something else.
+
+    Args:
+        look: do not read their weights, which ZeRO-3 would gather for the module that is running.
     """
     found: list[Adapter] = []
     if base_of(lora) is lora:
@@ -43,7 +46,8 @@ def adapters_of(lora: Any) -> list[Adapter] | None:
             if not plain or own_code("", half) is not None:
                 return None
         rate = getattr(dropout, "p", 0.0) if dropout.training else 0.0
-        found.append(Adapter(a.weight, b.weight, lora.scaling[name], rate))
+        first, second = (half._parameters.get("weight") if look else half.weight for half in (a, b))
+        found.append(Adapter(first, second, lora.scaling[name], rate))
         if name in lora.lora_variant or rate != found[0].dropout:
             return None
     return found

@@ -217,7 +217,8 @@ class FusedAttention(Fused):
     ) -> Any:
         x = hidden_states
         if coat_norm is None:  # else the layer has looked
-            whole = not hasattr(self.coat.linears[0].weight, "ds_id")  # without ZeRO-3
+            # Without ZeRO-3, which would gather a weight for a module that asks for it.
+            whole = not hasattr(self.coat.linears[0]._parameters.get("weight"), "ds_id")
             if not (whole and fits(x) and self.coat_ready()):
                 return plain(self, x, *args, **kwargs)
         if args:

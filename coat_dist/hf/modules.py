@@ -145,7 +145,7 @@ def why_parts_act(module: nn.Module, part: Part) -> str | None:
     rates: set[float] = set()
     for name, known, cls in part.parts:
         outer = module._modules.get(name)
-        found, adapters = base_of(outer), adapters_of(outer)
+        found, adapters = base_of(outer), adapters_of(outer, look=True)
         if found is not known or original_class(found) is not cls or adapters is None:
             return f"{named_class(outer)} in place of {name}"
         rates.update(adapter.dropout for adapter in adapters)
