@@ -99,6 +99,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": HEAD + 32},
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -110,7 +111,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "internvl": {"vision_config": {"image_size": [4 * PATCH] * 2, "patch_size": [PATCH] * 2}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"zero_expert_num": 4},
+    "longcat_flash": {"zero_expert_num": 4, "moe_topk": 8, "num_experts_per_tok": 8},
     "mamba2": {"num_heads": 16, "head_dim": 16},
     "mistral3": {"vision_config": NARROW},
     "qwen2_5_vl": {
@@ -124,6 +125,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "indexer_kv_heads": 1,
         "indexer_n_heads": 4,
     },
+    "recurrent_gemma": {"intermediate_size": 2 * WIDTH},
     "reformer": {"axial_pos_embds_dim": (128, 128), "axial_pos_shape": (4, 8)},
     "smolvlm": {"scale_factor": 2},
     "t5": {"decoder_start_token_id": 0},
