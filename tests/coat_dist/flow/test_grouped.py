@@ -161,7 +161,7 @@ def test_routed_mlp_is_near_the_exact_experts(options, tokens, choices, experts)
         (wanted, *torch.autograd.grad(wanted, doubles, dout.double())),
         strict=True,
     )
-    bound = 0.2 if "e5m2" in options.values() else 0.11
+    bound = 0.25 if "e5m2" in options.values() else 0.14
     if tokens == 1:  # of which a single number may be mostly rounding
         bound = torch.inf
     for got, exactly in found:
