@@ -165,8 +165,6 @@ class AttentionKind(NamedTuple):
 
     heads: flow.Heads
     form: Attention
-    alone: bool
-    """Its layer calls it with its own code."""
     rotation: str | None
     """Pairs that the flow rotates in queries and keys; None where ``rotate`` does it."""
     rotate: Callable[..., Any]
@@ -177,7 +175,7 @@ class AttentionKind(NamedTuple):
     """The family's attention by plain operations."""
 
     @classmethod
-    def of(cls, attention: Any, form: Attention, alone: bool) -> AttentionKind:
+    def of(cls, attention: Any, form: Attention) -> AttentionKind:
         scope = inspect.unwrap(type(attention).forward).__globals__
         rows = sum(getattr(attention, name).out_features for name in form.projections)
         size, per_group = attention.head_dim, attention.num_key_value_groups
@@ -187,8 +185,7 @@ class AttentionKind(NamedTuple):
         return cls(
             heads,
             form,
-            alone,
-            rotation_of(attention) if form.normed is None else None,
+            rotation_of(attention) if not form.normed else None,
             scope["apply_rotary_pos_emb"],
             scope.get("get_llama_4_attn_scale"),
             scope["eager_attention_forward"],
@@ -200,12 +197,6 @@ class FusedAttention(Fused):
     the residual.
     """
 
-    def coat_flow_weights(self: Any) -> list[Any]:
-        """As of other blocks. Without a norm, x comes by keyword: ZeRO-3, which lets weights go
-        when the gradient of a module's first positional argument is there, would keep these.
-        """
-        return [] if self.coat.kind.alone else Fused.coat_flow_weights(self)
-
     @opaque
     def coat_forward(
         self: Any,
@@ -216,11 +207,9 @@ class FusedAttention(Fused):
         **kwargs: Any,
     ) -> Any:
         x = hidden_states
-        if coat_norm is None:  # else the layer has looked
-            # Without ZeRO-3, which would gather a weight for a module that asks for it.
-            whole = not hasattr(self.coat.linears[0]._parameters.get("weight"), "ds_id")
-            if not (whole and fits(x) and self.coat_ready()):
-                return plain(self, x, *args, **kwargs)
+        # With a norm, the layer has looked.
+        if coat_norm is None and not (fits(x) and self.coat_ready()):
+            return plain(self, x, *args, **kwargs)
         if args:
             names = list(inspect.signature(plain).parameters)[2:]
             kwargs |= dict(zip(names, args, strict=False))
@@ -245,10 +234,8 @@ class FusedAttention(Fused):
             residual=coat_norm is not None,
             adapters=adapters,
         )
-        if form.normed == "heads":
+        if form.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        elif form.normed == "all":
-            q, k = (n(t.flatten(2)).view_as(t) for n, t in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if kind.rotation is None:
             q, k = kind.rotate(q, k, cos, sin)
@@ -258,8 +245,6 @@ class FusedAttention(Fused):
             q = q * kind.scale(kwargs["position_ids"], *limits).to(q.dtype)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if form.softcap:
-            kwargs["softcap"] = self.attn_logit_softcapping
         if form.window == "self":
             kwargs["sliding_window"] = self.sliding_window
         elif form.window == "config":
@@ -297,7 +282,6 @@ def _compressed(
         or q.shape[2] != k.shape[2]
         or (window is not None and window < k.shape[2])
         or (module.training and module.attention_dropout)
-        or given.get("softcap")
         or given.get("output_attentions")
         or not getattr(module, "is_causal", True)
         or not given.get("is_causal", True)

@@ -47,18 +47,13 @@ class Attention(NamedTuple):
 
     window: str | None = None
     """Where its sliding window stands: "self", or "config"."""
-    normed: str | None = None
-    """Queries and keys pass norms, ``q_norm`` and ``k_norm``, over the channels of each head
-    ("heads") or of all heads ("all").
-    """
+    normed: bool = False
+    """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
     scaled: bool = False
     """Queries are multiplied by a factor of their positions, ``get_llama_4_attn_scale``."""
-    softcap: bool = False
-    """Scores are capped, by ``attn_logit_softcapping``."""
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
 
-_JOINED = ("qkv_proj",)
 _FORMS: dict[Attention, tuple[str, ...]] = {
     # Llama, Mistral, Qwen2, Qwen3
     Attention(): (
@@ -69,30 +64,18 @@ _FORMS: dict[Attention, tuple[str, ...]] = {
         *("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"),
         *("baee97480023", "c25da48b9768"),  # Qwen2.5-VL
     ),
-    Attention("self", "heads"): (
+    Attention("self", normed=True): (
         *("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"),
-        *(
-            "a1b04ba3d9e0",
-            "a8021bb89302",
-            "9e50177f2be0",
-            "d57fb9689796",
-            "d8a2be2c9209",
-        ),  # Gemma 3
     ),
-    # Qwen3-VL, Ministral 3, OLMo-2, OLMo-3, Gemma 2, Phi-3
-    Attention(None, "heads"): ("2a34dc049973", "d505d9fe461b"),
+    # Qwen3-VL, Ministral 3, Phi-3
+    Attention(normed=True): ("2a34dc049973", "d505d9fe461b"),
     Attention("config", scaled=True): ("2c00b0ea37fe", "41e75a14057d"),
-    Attention(None, "all"): ("a1505232e26d", "ee9ce464a9ce", "f736cceac29e", "09682fb48d52"),
-    Attention("self", "all"): ("cfd5975cb071", "1a0e97573788", "9aff017528fc", "3444045c163f"),
-    Attention("self", softcap=True): (
-        *("f58ee7b386cc", "fbc9e1e0e088", "52276ee49ca3", "cc1037eaf686", "a9ceea19769c"),
-    ),
-    Attention("config", projections=_JOINED): (
+    Attention("config", projections=("qkv_proj",)): (
         *("38a5ba830f24", "bf95479160e6", "ebe81f6f7263", "fc2913930974"),
     ),
 }
 ATTENTIONS = {digest: form for form, digests in _FORMS.items() for digest in digests}
-"""Attentions that run in one piece, with the norm before them where the layer gives it: since
+"""Attentions that run in one piece with the norm before them, in layers that give it: since
 transformers 5.24, 5.4, 5.1, 5.0 and 4.56; those of Ministral 3, Qwen2.5-VL and Qwen3-VL since 5.24
 and 5.17.
 """
@@ -196,8 +179,8 @@ def is_decoder_layer(module: nn.Module) -> bool:
 
 
 def attention_kind(module: nn.Module) -> Attention | None:
-    """What is special of an attention that runs in the flow between its input, or the norm before
-    it, and its output; None of others.
+    """What is special of an attention that runs in the flow from the norm before it to its output;
+    None of others.
     """
     return ATTENTIONS.get(_forward(module))
 

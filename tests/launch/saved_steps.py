@@ -26,6 +26,7 @@ class Engine:
 
     def __init__(self):
         self.checkpoint_engine = Writer()
+        self.module = torch.nn.Module()
 
     def use_node_local_storage(self):
         return False

@@ -58,7 +58,7 @@ def test_z_loss_is_added_in_training_only(name):
                 *(("tp_invariant", True), ("wgrad", "main_grad"), ("cuda_graphs", True)),
             )
         ),
-        ("cohere", {}, "attention", "fp8"),
+        ("olmo2", {}, "attention", "fp8"),
         ("llama", {"attn_implementation": "eager"}, "attention", "fp8"),
         ("llama", {"attention_dropout": 0.1}, "attention", "fp8"),
     ],

@@ -159,8 +159,8 @@ def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():
     from coat_dist.checkpoint.save import describe
 
     for info, sizes in (({"pipeline": {"stages": 2}}, (1, 2)), ({}, (2, 1))):
-        engine = SimpleNamespace(
-            mp_world_size=2, optimizer=None, module=SimpleNamespace(universal_checkpoint_info=info)
-        )
+        module = torch.nn.Module()
+        module.universal_checkpoint_info = info
+        engine = SimpleNamespace(mp_world_size=2, optimizer=None, module=module)
         found = describe(engine)
         assert (found["tensor_parallel"], found["pipeline_stages"]) == sizes

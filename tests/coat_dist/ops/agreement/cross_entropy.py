@@ -160,7 +160,7 @@ def check_transform(rows, columns, *transform):
             "logit_grad",
             *(raw, labels, columns, *rest, None, *transform),
             rtol=2 * ULP[dtype] + 1e-5,
-            atol=1e-6,
+            atol=1e-5,
         )
 
 
