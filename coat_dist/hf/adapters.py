@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ..flow import Adapter
 from ..patching.reasons import has_plain_weight, original_class, own_code
 
@@ -41,9 +43,11 @@ def adapters_of(lora: Any, look: bool = False) -> list[Adapter] | None:
         if name not in lora.lora_A:
             continue
         a, b, dropout = lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]
+        if type(dropout) not in (nn.Dropout, nn.Identity) or own_code("", dropout) is not None:
+            return None
         for half in (a, b):
-            plain = has_plain_weight(half) and half.bias is None
-            if not plain or own_code("", half) is not None:
+            plain = original_class(half) is nn.Linear and has_plain_weight(half)
+            if not plain or half.bias is not None or own_code("", half) is not None:
                 return None
         rate = getattr(dropout, "p", 0.0) if dropout.training else 0.0
         first, second = (half._parameters.get("weight") if look else half.weight for half in (a, b))

@@ -8,6 +8,9 @@ linears in the flow.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +18,14 @@ from torch import nn
 
 from ..patching.classes import Patched
 from ..patching.plan import Entry, Recognizer
-from ..patching.reasons import has_plain_weight, named_class, own_code, own_forward, why_not_fp8
+from ..patching.reasons import (
+    has_plain_weight,
+    named_class,
+    original_class,
+    own_code,
+    own_forward,
+    why_not_fp8,
+)
 from .adapters import adapters_of, base_of
 from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
@@ -170,7 +180,7 @@ def _own_code(entry: Entry) -> bool:
     block, known, left = entry.module, entry.why, {}
     linears = linears_of(block, entry.name)
     for name, linear in linears.items():
-        why = _why_not_linear(linear)
+        why = _why_not_linear(linear) or _why_read(entry, name)
         if why is None:
             entry.swap(linear, Projection, Part(entry.settings))
         else:
@@ -185,6 +195,26 @@ def _own_code(entry: Entry) -> bool:
         why = known or "no block that is known as a whole"
         entry.unfused[entry.name] = f"own code around its linears: {why}"
     return True
+
+
+def _why_read(entry: Entry, name: str) -> str | None:
+    """Why a linear cannot be trusted to be called: the code around it reads its weight, for a
+    product of its own.
+    """
+    inner, _, last = (name or entry.name).rpartition(".")
+    holder = entry.module.get_submodule(inner) if name else entry.layer
+    read = rf"(?<!isinstance\()self\.{last}\.weight\b(?!\.(dtype|device|shape)\b)"
+    if re.search(read, _source(original_class(holder))):
+        return f"a weight that {named_class(holder)} reads"
+    return None
+
+
+@functools.cache
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
 
 
 def _no_linears(block: nn.Module) -> str:
@@ -223,4 +253,5 @@ def _why_not_linears(block: nn.Module, *names: str) -> str | None:
             return f"{named_class(found)} in place of {name}"
         if (why := _why_not_weight(name, linear)) is not None:
             return why
-    return None
+    *first, _ = (base_of(block._modules[name]).bias is None for name in names)
+    return "a product of which some parts have a bias" if len({*first}) > 1 else None

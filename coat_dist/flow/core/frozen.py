@@ -22,7 +22,7 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...config import CoatConfigError
 from ...formats import FORMATS, QuantizedTensor
@@ -131,8 +131,9 @@ class FrozenWeight(torch.Tensor):
                 return first._load(args[1])
             if func is aten.view.dtype and args[1] == torch.uint8:
                 return first.packed
-            if func._schema.is_mutable:
-                _refuse(f"{func._schema.name} on a frozen weight", _RECIPE)
+        given, _ = tree_flatten((args, kwargs))
+        if func._schema.is_mutable and any(isinstance(t, FrozenWeight) for t in given):
+            _refuse(f"{func._schema.name} with a frozen weight", _RECIPE)
         args, kwargs = tree_map_only(FrozenWeight, FrozenWeight.decoded, (args, kwargs))
         return func(*args, **kwargs)
 

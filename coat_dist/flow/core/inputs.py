@@ -59,6 +59,7 @@ from .products import (
     shared_scale,
     whole,
 )
+from .weights import weight_changes
 
 __all__ = [
     "SAVED",
@@ -228,8 +229,10 @@ class Readers:
 
 
 class _Kept(NamedTuple):
-    version: int
-    """The tensor's count of changes in place when it was quantized."""
+    stamp: tuple[int, int]
+    """When it was quantized: the tensor's count of changes in place, and ``weight_changes``, since
+    steps change parameters through other tensors.
+    """
     codes: QuantizedTensor
     readers: Readers
 
@@ -259,9 +262,9 @@ def row_codes(
     of_owner = _kept.setdefault(x if x.grad_fn is None else storage, {})
     place = storage._cdata, x.storage_offset(), x.is_contiguous() or (x.shape, x.stride())
     key = settings.format, x.dtype, x.numel(), x.shape[-1], place
-    found = of_owner.get(key)
-    if found is None or found.version != x._version:
-        found = of_owner[key] = _Kept(x._version, _quantize(x, settings), Readers())
+    found, stamp = of_owner.get(key), (x._version, weight_changes())
+    if found is None or found.stamp != stamp:
+        found = of_owner[key] = _Kept(stamp, _quantize(x, settings), Readers())
     return found.codes, found.readers
 
 

@@ -5,7 +5,7 @@ With row scales gradients are those of scales per tensor: ``test_row_scales.py``
 import pytest
 import torch
 
-from coat_dist.flow import linear, norm, norm_linear, scale_rows
+from coat_dist.flow import invalidate_weights, linear, norm, norm_linear, scale_rows
 from tests.support import equal
 
 from .common import ONE, Layer, settings
@@ -163,3 +163,16 @@ def test_forward_exact_saturates_in_backward(products):
     wgrad_operand = products[-1].b.codes.float()
     assert wgrad_operand.isfinite().all() and wgrad_operand.abs().max() == 448
     assert all(p.grad.isfinite().all() for p in (x, layer.weight, layer.norm_weight))
+
+
+def test_codes_of_a_parameter_are_not_kept_over_a_step():
+    """Optimizers write flat buffers, and parameters, which may be inputs too, are views of them."""
+    weight, flat = torch.randn(64, 64), torch.randn(512)
+    queries = torch.nn.Parameter(torch.empty(0))
+    queries.data = flat.view(8, 64)
+    for _ in range(2):
+        found = norm_linear(queries, None, weight, None, ONE, settings())
+        wanted = queries @ weight.t()
+        assert (found - wanted).norm() < 0.1 * wanted.norm()
+        flat.normal_()
+        invalidate_weights()

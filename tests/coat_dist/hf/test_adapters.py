@@ -214,3 +214,18 @@ def test_linears_with_adapters_are_projections():
     layer = model.base_model.model.model.layers[0].self_attn
     assert isinstance(layer.q_proj, AdaptedProjection)
     assert isinstance(layer.q_proj.base_layer, Projection) and isinstance(layer.k_proj, Projection)
+
+
+@pytest.mark.parametrize("what", ["hook", "class"])
+def test_dropouts_of_adapters_that_are_not_plain_act(what):
+    plain, model = adapted(tiny()), adapted(tiny())
+    patch_model(model, ActivationConfig())
+    for m in (plain, model):
+        for module in m.modules():
+            if hasattr(module, "lora_dropout"):
+                if what == "hook":
+                    module.lora_dropout["default"].register_forward_hook(lambda _, __, y: y * 0)
+                else:
+                    module.lora_dropout["default"] = torch.nn.Threshold(1e6, 0.0)
+    check_near(step(model), step(plain))
+    assert not any(g.any() for n, g in step(model)[1].items() if "lora_B" in n)

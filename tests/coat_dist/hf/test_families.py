@@ -176,6 +176,31 @@ def test_linears_of_one_input_quantize_it_once(monkeypatch):
     assert len(found) in (2, 4), "once a layer; attention keeps its output itself, or not"
 
 
+class Reader(torch.nn.Module):
+    """Stands for a block whose own code multiplies by a weight without calling its linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.called = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        assert self.read.weight.dtype == x.dtype
+        return self.called(x) @ self.read.weight
+
+
+def test_linears_that_may_not_be_called_stay_bf16():
+    """Their weights are read; or they have a bias where others of their product have none."""
+    model, plain = tiny(attention_bias=True), tiny(attention_bias=True)
+    for m in (model, plain):
+        m.model.layers[1].self_attn.q_proj.bias = None
+        torch.manual_seed(3)
+        m.model.layers[0].mlp = torch.nn.Sequential(Reader())
+    report = patch_model(model, DEFAULT)
+    assert "that tests's Reader reads" in report.unfused["model.layers.0.mlp.0.read"]
+    assert "some parts have a bias" in report.unfused["model.layers.1.self_attn"]
+    check_near(step(model), step(plain))
+
+
 def test_patch_model_with_tied_embeddings_and_frozen_layers():
     model = tiny("llama", tie_word_embeddings=True)
     patch_model(model, DEFAULT)
