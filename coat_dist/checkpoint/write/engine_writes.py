@@ -8,12 +8,17 @@ hang. So some methods of the engine are replaced on its instance during a save.
 from __future__ import annotations
 
 import errno
+import functools
+import operator
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ...optim.state import CODE_KEYS
 
 __all__ = ["Writes", "watch_writes"]
 
@@ -39,6 +44,9 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
             path = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
             try:
+                if saves:
+                    for file in args:
+                        _name_converter(file)
                 result = write(*args, **kwargs)
             except Exception as error:  # a value that cannot be pickled may raise anything
                 text = str(error)
@@ -76,3 +84,25 @@ def watch_writes(engine: Any) -> Iterator[Writes]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
+
+
+_no_moments = functools.partial(
+    operator.getitem,
+    {},
+    "exp_avg: CoatAdamW's moments are stored in 8 bits; convert this checkpoint with "
+    "launch/to_universal.py or coat_dist.convert_to_universal",
+)
+
+
+def _name_converter(file: Any) -> None:
+    """Let DeepSpeed's own ``ds_to_universal`` end in a KeyError that names ours.
+
+    It looks up "exp_avg" in each optimizer state, without this package: only the standard library
+    is pickled.
+    """
+    zero = file.get("optimizer_state_dict") if isinstance(file, dict) else None
+    for part in zero.values() if isinstance(zero, dict) else ():
+        states: Any = part.get("state") if isinstance(part, dict) else None
+        for key, state in states.items() if isinstance(states, dict) else ():
+            if isinstance(state, dict) and CODE_KEYS[0] in state:
+                states[key] = defaultdict(_no_moments, state)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.coat_dist.checkpoint.small_saves import (
     told,
     weights,
 )
+from tests.coat_dist.checkpoint.universal_runs import train_and_save
 from tests.coat_dist.deepspeed.test_pipeline_module import build as build_pipeline
 from tests.coat_dist.deepspeed.test_pipeline_module import settings as pipeline_settings
 from tests.coat_dist.deepspeed.test_pipeline_module import train as train_pipeline
@@ -128,6 +130,26 @@ def natively(rank, world, folder):
 
 def test_a_run_with_sequence_parallelism_loads_what_it_wrote(tmp_path):
     assert run_ranks(2, natively, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize("case", ["zero-2", "zero-3"])
+def test_deepspeeds_own_converter_names_ours_and_ends(case, tmp_path):
+    from deepspeed.checkpoint import ds_to_universal
+
+    run_ranks(2, train_and_save, CASES[case], str(tmp_path))
+    given = [
+        "--input_folder",
+        f"{tmp_path}/plain",
+        "--output_folder",
+        f"{tmp_path}/out",
+        "--inject_missing_state",
+    ]
+    with mock.patch("sys.argv", ["ds_to_universal", *given]):
+        arguments = ds_to_universal.parse_arguments()
+    with pytest.raises(
+        KeyError, match="exp_avg: CoatAdamW's moments are .* convert .* launch/to_universal.py"
+    ):
+        ds_to_universal.main(arguments)
 
 
 def tools(rank, world, folder):
