@@ -79,7 +79,7 @@ def test_lora_before_and_after_the_patch(name, targets, added):
     got = step(later)
     check_near(got, wanted)
     assert unfused.keys() == {name.partition("base_model.model.")[2] for name in report.unfused}
-    if name != "smollm3":  # whose attention runs its own code around linears
+    if name not in ("smollm3", "olmo2"):  # whose attention runs its own code around linears
         assert torch.equal(got[0], found[0]) and same(got[1], found[1])
     with later.disable_adapter():
         later.eval()
