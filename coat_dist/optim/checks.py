@@ -59,7 +59,15 @@ def check_step(
         )
     for i, (group, pairs) in enumerate(zip(groups, todo, strict=True)):
         for p, grad in pairs:
-            _check(p, grad, states.get(p) or {}, group, copies.get(p), factor, i)
+            try:
+                _check(p, grad, states.get(p) or {}, group, copies.get(p), factor)
+            except (TypeError, ValueError) as error:
+                j = next(j for j, other in enumerate(group["params"]) if other is p)
+                name = name_of(group, j)
+                raise type(error)(
+                    f"CoatAdamW.step: group {i}, parameter {j}{f' ({name})' if name else ''}, of "
+                    f"shape {tuple(p.shape)}: {error}"
+                ) from None
 
 
 def _check(
@@ -69,34 +77,24 @@ def _check(
     group: Mapping[str, Any],
     copy: torch.Tensor | None,
     factor: torch.Tensor | None,
-    i: int,
 ) -> None:
-    """Raise what is wrong with a parameter of group ``i``, if anything is."""
-
-    def what() -> str:
-        j = next(j for j, other in enumerate(group["params"]) if other is p)
-        name = name_of(group, j)
-        return (
-            f"CoatAdamW.step: group {i}, parameter {j}{f' ({name})' if name else ''}, of shape "
-            f"{tuple(p.shape)}"
-        )
-
-    check_parameter(p, group, f"{what()}: ")
+    """Raise what is wrong with a parameter, if anything is."""
+    check_parameter(p, group)
     mine = local(p)
     if grad.layout is not torch.strided or grad.dtype not in DTYPES:
         raise TypeError(
-            f"{what()}: got a {grad.layout} {grad.dtype} gradient, accepted: dense float32, "
+            f"got a {grad.layout} {grad.dtype} gradient, accepted: dense float32, "
             "bfloat16 or float16"
         )
     shape = p.shape if is_dtensor(grad) else mine.shape
     if grad.shape != shape or grad.device != p.device:
         raise ValueError(
-            f"{what()}: got a gradient {_given(grad)} on {grad.device}, accepted: {list(shape)} on "
+            f"got a gradient {_given(grad)} on {grad.device}, accepted: {list(shape)} on "
             f"{p.device}, as the parameter is now"
         )
     if group.get("capturable") and not use_kernels(mine):
         raise ValueError(
-            f"{what()}: capturable: got True for a parameter on {p.device}, accepted: True for "
+            f"capturable: got True for a parameter on {p.device}, accepted: True for "
             "parameters on a CUDA GPU, whose step runs in kernels; False elsewhere"
         )
     if factor is not None and factor.device != p.device:
@@ -108,17 +106,17 @@ def _check(
         fits = copy.numel() == p.numel() and copy.device == p.device and copy.dtype in _COPIED
         if not fits or is_dtensor(p):
             raise ValueError(
-                f"{what()}: got a copy {_given(copy)} on {copy.device}, accepted: bfloat16 or "
+                f"got a copy {_given(copy)} on {copy.device}, accepted: bfloat16 or "
                 f"float16, {p.numel()} elements on {p.device}; none of a DTensor"
             )
     if "step" not in state:  # DeepSpeed may have put an empty dict there
         return
-    check_state(state, p, group, f"{what()}: state")
+    check_state(state, p, group, "state")
     for key, value in state.items():
         coded = key.startswith("coat_") and isinstance(value, torch.Tensor)
         if coded and (value.is_meta or not value.is_contiguous()):  # a kernel gets its address
             raise ValueError(
-                f"{what()}: state, {key}: got strides {value.stride()} on {value.device}, "
+                f"state, {key}: got strides {value.stride()} on {value.device}, "
                 "accepted: contiguous, with data"
             )
 

@@ -342,21 +342,21 @@ def tensors_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
             yield p
 
 
-def check_parameter(param: torch.Tensor, group: Mapping[str, Any], what: str = "") -> None:
-    """Raise TypeError, whose text begins with ``what``, where a parameter cannot be trained, or
-    cannot be the upper half of its master weight, as its group says it is.
+def check_parameter(param: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Raise TypeError where a parameter cannot be trained, or cannot be the upper half of its
+    master weight, as its group says it is.
     """
     if param.dtype not in DTYPES or param.layout is not torch.strided:
         raise TypeError(
-            f"{what}CoatAdamW params: got a {param.layout} {param.dtype} parameter of shape "
+            f"CoatAdamW params: got a {param.layout} {param.dtype} parameter of shape "
             f"{tuple(param.shape)}, accepted: dense float32, bfloat16 or float16"
         )
     if reason := refusal(param):
-        raise TypeError(f"{what}CoatAdamW params: got {reason}")
+        raise TypeError(f"CoatAdamW params: got {reason}")
     if has_remainder(group) and param.dtype != torch.bfloat16:
         raise TypeError(
-            f"{what}CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter "
-            f"of shape {tuple(param.shape)}, accepted: bfloat16 parameters, or "
+            f"CoatAdamW master_weights: got 'bf16_remainder' for a {param.dtype} parameter of "
+            f"shape {tuple(param.shape)}, accepted: bfloat16 parameters, or "
             "master_weights='parameter'; DeepSpeed hands over bfloat16 with \"bf16\": "
             '{"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}'
         )
