@@ -28,7 +28,7 @@ import coat_dist
 from benchmarks.arguments import argument_parser, check_multiples, positive_int
 from benchmarks.common import options, show, write_result
 from benchmarks.ranks import as_rank, run_variant
-from benchmarks.speed.hf import shape, timed_steps
+from benchmarks.speed.hf import random_tokens, shape, timed_steps
 from coat_dist import CoatConfig, CoatConfigError
 
 
@@ -192,10 +192,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     generator = torch.Generator().manual_seed(1)
     size, vocabulary = (2, case["tokens"] // 2), model.config.vocab_size
-    drawn = (
-        torch.randint(vocabulary, size, generator=generator).to(device)
-        for _ in range(case["warm_up"] + case["steps"])
-    )
+    drawn = random_tokens(generator, case, size, vocabulary, device)
     found = timed_steps(step, drawn, case["tokens"], case["warm_up"], device)
     yield found | {"saved_bytes_per_token": saved[0] / case["tokens"]}
 

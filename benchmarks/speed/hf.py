@@ -190,6 +190,18 @@ def timed_steps(
     }
 
 
+def random_tokens(
+    generator: torch.Generator,
+    case: dict[str, Any],
+    size: tuple[int, int],
+    vocabulary: int,
+    device: torch.device,
+) -> Iterator[torch.Tensor]:
+    """Batches of tokens ``[rows, length]`` for all steps of a case, drawn on the CPU."""
+    for _ in range(case["warm_up"] + case["steps"]):
+        yield torch.randint(vocabulary, size, generator=generator).to(device)
+
+
 def noisy_text(seed: int, rows: int, length: int, vocabulary: int) -> torch.Tensor:
     """Tokens that a model can learn, down to a loss of log(16): each is the one before plus one
     of 16 numbers.
@@ -217,11 +229,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     for micro_batch in case["micro_batches"]:
         shape = micro_batch, case["sequence"]
-        count = case["warm_up"] + case["steps"]
-        drawn = (
-            torch.randint(0, vocabulary, shape, generator=generator).to(device)
-            for _ in range(count)
-        )
+        drawn = random_tokens(generator, case, shape, vocabulary, device)
         tokens = case["accumulation"] * micro_batch * case["sequence"]
         found = timed_steps(step, drawn, tokens, case["warm_up"], device)
         losses = found.pop("losses")

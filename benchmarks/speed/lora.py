@@ -21,7 +21,7 @@ import coat_dist
 from benchmarks.arguments import argument_parser, positive_int
 from benchmarks.common import options, show, write_result
 from benchmarks.ranks import as_rank, run_variant
-from benchmarks.speed.hf import MODELS, timed_steps, untrained
+from benchmarks.speed.hf import MODELS, random_tokens, timed_steps, untrained
 
 VARIANTS = ["peft", "liger", "liger+checkpoint", "coat", "coat+fp8", "coat+fp8+checkpoint"]
 PARTS = {"peft", "liger", "coat", "fp8", "checkpoint"}
@@ -69,10 +69,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     generator = torch.Generator().manual_seed(1)
     size, vocabulary = (case["micro_batch"], case["sequence"]), model.config.vocab_size
-    drawn = (
-        torch.randint(vocabulary, size, generator=generator).to(device)
-        for _ in range(case["warm_up"] + case["steps"])
-    )
+    drawn = random_tokens(generator, case, size, vocabulary, device)
     found = timed_steps(step, drawn, size[0] * size[1], case["warm_up"], device)
     losses = found.pop("losses")
     yield found | {"first_loss": losses[0], "last_loss": losses[-1]}
