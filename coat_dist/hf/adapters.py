@@ -7,6 +7,7 @@ several adapters) is PEFT's own to compute, around the linear in FP8.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -19,10 +20,12 @@ __all__ = ["adapters_of", "base_of"]
 
 def base_of(module: Any) -> Any:
     """The linear inside of PEFT's LoRA; else the module itself."""
-    cls = original_class(module)
-    if f"{cls.__module__}.{cls.__name__}" == "peft.tuners.lora.layer.Linear":
-        return module._modules["base_layer"]
-    return module
+    return module._modules["base_layer"] if _is_lora(original_class(module)) else module
+
+
+@functools.cache
+def _is_lora(cls: type) -> bool:
+    return f"{cls.__module__}.{cls.__name__}" == "peft.tuners.lora.layer.Linear"
 
 
 def adapters_of(lora: Any, look: bool = False) -> list[Adapter] | None:

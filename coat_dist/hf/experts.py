@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import flow
 from ..patching.reasons import module_of, original_class, own_code, why_not_fp8
 from .modules import Block, fits, opaque
-from .recognize import _activations
+from .recognize import flow_activations
 
 __all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
 
@@ -54,13 +54,9 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     """
     if module_of(getattr(original_class(module), "forward", None)) != INTEGRATION:
         return None
-    from transformers.activations import ACT2FN
-
     gated, act = getattr(module, "has_gate", True), type(getattr(module, "act_fn", None))
     first = "gate_up_proj" if gated else "up_proj"
-    activation = _activations(gated).get(act)
-    if not gated and act is type(ACT2FN["relu2"]):
-        activation = "squared_relu"
+    activation = flow_activations(gated).get(act)
     return ExpertsKind((first, "down_proj"), activation, module.is_transposed)
 
 

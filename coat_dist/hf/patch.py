@@ -41,7 +41,7 @@ from .modules import (
     UnfusedNorm,
     why_parts_act,
 )
-from .recognize import NORMS, is_causal_lm, is_decoder_layer, norm_kind
+from .recognize import is_causal_lm, is_decoder_layer, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
 
@@ -153,14 +153,16 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
     report = plan.report if any(entry.why is None for entry in entries) else None
     part = Part(plan.settings, name, report)
     uncalled: list[nn.Module] = []
-    if fused and is_decoder_layer(layer):
-        sides = Sides.of(layer, *(id(layer._modules[block]) in fused for block in BLOCKS))
-        norms = [norm for norm, side in zip(BEFORE, sides[:2], strict=True) if side]
-        why = _why_called(layer, *norms)
+    before: dict[str, str] = {}
+    if is_decoder_layer(layer):
+        pairs = zip(BLOCKS, BEFORE, strict=True)
+        before = {block: norm for block, norm in pairs if id(layer._modules[block]) in fused}
+    if before:
+        why = _why_called(layer, *before.values())
         if why is None:
-            blocks = [block for block, side in zip(BLOCKS, sides[:2], strict=True) if side]
-            part = part._replace(kind=sides, parts=parts_of(layer, *blocks, *norms))
-            uncalled = [layer._modules[norm] for norm in norms]
+            sides = Sides.of(layer, *(block in before for block in BLOCKS))
+            part = part._replace(kind=sides, parts=parts_of(layer, *before, *before.values()))
+            uncalled = [layer._modules[norm] for norm in before.values()]
             why = why_parts_act(layer, part)
         if why is not None:
             plan.report.unfused[name] = why
@@ -174,7 +176,7 @@ def _why_called(layer: nn.Module, *norms: str) -> str | None:
     """Why these norms are called, and not computed with the blocks behind them."""
     for name in norms:
         norm: Any = layer._modules.get(name)
-        if norm_kind(norm) not in NORMS.values():
+        if norm_kind(norm) is None:
             return own_code(name, norm) or f"{named_class(norm)} as {name}"
     return None
 
@@ -192,7 +194,7 @@ def _plan_adapters(plan: Plan, model: nn.Module) -> None:
 def _plan_norm(plan: Plan, module: nn.Module, called: bool = True) -> None:
     """Plan an RMSNorm that is called, or one that a fused layer computes itself."""
     kind = norm_kind(module)
-    if kind not in NORMS.values():
+    if kind is None:
         return
     part = Part(plan.settings, kind=kind)
     if called:

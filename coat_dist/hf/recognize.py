@@ -24,11 +24,11 @@ from ..patching.reasons import original_class, own_forward
 
 __all__ = [
     "ACTIVATIONS",
-    "NORMS",
     "Attention",
     "MLPKind",
     "attention_kind",
     "fingerprint",
+    "flow_activations",
     "is_causal_lm",
     "is_decoder_layer",
     "mlp_kind",
@@ -210,11 +210,11 @@ def mlp_kind(module: Any) -> MLPKind | None:
         return None
     first, last, gated = found
     act = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    return MLPKind(first, last, _activations(gated).get(type(act)))
+    return MLPKind(first, last, flow_activations(gated).get(type(act)))
 
 
 @functools.cache
-def _activations(gated: bool) -> dict[type, str]:
+def flow_activations(gated: bool) -> dict[type, str]:
     """The flow's activations by their classes in transformers."""
     from transformers.activations import ACT2FN
 
@@ -227,11 +227,7 @@ def _activations(gated: bool) -> dict[type, str]:
 
 
 def norm_kind(module: nn.Module) -> str | None:
-    """The kind of an RMSNorm (``NORMS``), "layer" of torch's LayerNorm over one dimension; else
-    None.
-    """
-    if type(module) is nn.LayerNorm:
-        return "layer" if len(module.normalized_shape) == 1 and module.elementwise_affine else None
+    """The kind of an RMSNorm (``NORMS``); None of other modules."""
     return NORMS.get(_forward(module))
 
 

@@ -41,7 +41,7 @@ from ..core.products import (
     quantize_input,
     summed_gemm,
 )
-from ..core.weights import Weight, Weights, joined
+from ..core.weights import Weight, Weights, joined, joined_biases
 from ..function import Function, check_settings, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
@@ -273,8 +273,8 @@ class _NormLinear(Function):
         _, tp, _, count, heads, table, alias = call
         adapter = LowRank(a, b, dropout)
         out, saved = input_product(_NormLinear, ctx, call, x, adapter, parameters)
-        if len(parameters) > count:
-            out += torch.cat(parameters[count:])
+        if (bias := joined_biases(parameters[count:])) is not None:
+            out += bias
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
         ctx.save_for_backward(*_NormLinear.Saved(*saved, cos, sin), *parameters)
         ctx.heads, ctx.interleaved = heads, table is not None and table.interleaved

@@ -43,7 +43,7 @@ from ..core.products import (
     shared_scale,
     summed_gemm,
 )
-from ..core.weights import Weight, Weights, joined
+from ..core.weights import Weight, Weights, joined, joined_biases
 from ..function import Function, check_settings, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
@@ -199,9 +199,7 @@ class _MLP(Function):
         adapter, fc2_adapter = LowRank(a, b, dropout), LowRank(fc2_a, fc2_b, fc2_dropout)
         pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
-        bias = None
-        if len(parameters) > count:
-            bias = torch.cat(parameters[count:])
+        bias = joined_biases(parameters[count:])
         pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
         del pre
         if before_fc2 is not None:

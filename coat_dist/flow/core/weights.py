@@ -51,6 +51,7 @@ __all__ = [
     "invalidate_after",
     "invalidate_weights",
     "joined",
+    "joined_biases",
     "weight_changes",
 ]
 
@@ -212,6 +213,13 @@ def _stacked(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         scales = torch.cat([q8.scales for q8 in parts])
     codes = torch.cat([q8.codes.view(torch.uint8) for q8 in parts]).view(first.codes.dtype)
     return QuantizedTensor(codes, scales, first.layout)
+
+
+def joined_biases(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The biases of one product as one tensor; None where there are none."""
+    if len(biases) < 2:
+        return biases[0] if biases else None
+    return torch.cat(tuple(biases))
 
 
 def joined(
