@@ -313,12 +313,14 @@ class PlainInput:
             scale = shared_scale(amax(x), fmt, tp, tp.sharded)
             this = cls(quantize_tensor(x, fmt, scale), scale, *rest)
             return this, this.y8(this.x8).wait()
+        rows = quantize_rows(x, fmt, aligned=True)
         if settings.fp8_gather:
-            y8 = whole(gather_operand(quantize_rows(x, fmt, aligned=True), tp, settings))
+            y8 = whole(gather_operand(rows, tp, settings))
         else:
             y8 = quantize_rows(tp.gather_rows(x), fmt, aligned=True)
         y8, scale = row_operand(y8, tp, settings)
-        return cls(quantize_tensor(x, fmt, scale), scale, *rest), y8
+        # Rounded twice, as backward of one rank does, so that wgrad has the same bits.
+        return cls(quantize_tensor(rows, fmt, scale), scale, *rest), y8
 
     def received(self, y8: QuantizedTensor | Rows) -> None:
         """As :meth:`NormedInput.received`; all rows were waited for."""

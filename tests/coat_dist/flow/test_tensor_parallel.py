@@ -203,6 +203,17 @@ def scale_edges(rank, scales):
         runs.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, p["gain"]])])
     facts["bf16 gather"] = equal(*runs)
 
+    # Small values of a row are subnormal with the scale of all rows, and rounded twice on any
+    # number of ranks.
+    wide, weights = torch.randn(S, B, H) * torch.randint(0, 16, (S, B, H)).neg().exp2(), []
+    for ranks in (ONE, sp):
+        setting = ActivationConfig(forward_scales=scales, scale="e8m0", tp_invariant=True)
+        up = shard("up", p["up"], ranks).clone().requires_grad_()
+        down = shard("down", p["down"], ranks)
+        mlp(rows(wide, ranks), up, down, "gelu", ranks, setting).sum().backward()
+        weights.append(up.grad)
+    facts["subnormal"] = torch.equal(shard("up", weights[0], sp), weights[1])
+
     # With sequence parallelism only this rank's tokens are kept.
     weight = p["weight"].chunk(2)[rank].requires_grad_()
     kept = saved(lambda: norm_linear(x, one, weight, None, sp, config), weight, p["gain"])
