@@ -175,6 +175,20 @@ class ActivationConfig(_Block):
     """What attention keeps of q, k, v and its output; "fp8" rounds them by groups, and forward
     computes from that.
     """
+    boundaries: Literal["bf16", "fp8"] = "bf16"
+    """What gradient checkpointing keeps of a layer: its input as it is, or ("fp8") as codes by
+    groups, from which backward recomputes the layer. Forward computes from the input itself.
+    Layers that route tokens to experts keep their input as it is.
+    """
+    boundaries_device: Literal["layer", "cpu"] = "layer"
+    """Where these codes are: "cpu" keeps them in pinned host memory, and loads those of a layer
+    while backward is at the next.
+    """
+    recompute: int | None = Field(default=None, ge=0)
+    """How many layers gradient checkpointing recomputes: the first ones of each stack; the others
+    keep what backward needs. A number turns it on by itself; null recomputes all layers where the
+    program turns it on.
+    """
     loss: Literal["chunked", "kept", "plain"] = "chunked"
     """A model's own loss: "chunked" never holds all logits and makes them again in backward; "kept"
     computes it like that, but keeps them; "plain" leaves the loss unchanged.
@@ -224,6 +238,8 @@ class ActivationConfig(_Block):
                 f"{self.z_loss} with {why}",
                 '0, or loss "chunked" or "kept" with enabled true',
             )
+        if self.boundaries_device == "cpu" and self.boundaries == "bf16":
+            _refuse("boundaries_device", '"cpu" with boundaries "bf16"', 'boundaries "fp8"')
         if len({*self.bf16_layers}) < len(self.bf16_layers):
             _refuse("bf16_layers", json.dumps(self.bf16_layers), "each layer once")
         return self

@@ -7,6 +7,7 @@ rank. ``docs/flow.md`` says what is saved, what is recomputed and why that is sa
 
 from ..ops import Heads, RopeTable, rope_table
 from .blocks.attention import attention, sdpa
+from .blocks.boundary import checkpoint_codes
 from .blocks.dispatch import dispatch_rows
 from .blocks.documents import Documents
 from .blocks.grouped import grouped_mlp, routed_mlp
@@ -29,6 +30,7 @@ __all__ = [
     "TensorParallel",
     "TokenOrder",
     "attention",
+    "checkpoint_codes",
     "dispatch_rows",
     "grouped_mlp",
     "invalidate_weights",

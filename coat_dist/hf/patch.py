@@ -31,7 +31,7 @@ from ..patching.settings import (
 )
 from .adapters import base_of
 from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
-from .layer import AttentionKind, DecoderLayer, Sides
+from .layer import AttentionKind, DecoderLayer, RecomputedLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
     AdaptedProjection,
@@ -93,7 +93,8 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     for layers in stacks.values():
         kept = bf16_layers(config, len(layers))
         for i, (name, layer) in enumerate(layers):
-            _plan_layer(plan, name, layer, "bf16_layers" if i in kept else None)
+            recompute = config.recompute is None or i < config.recompute
+            _plan_layer(plan, name, layer, "bf16_layers" if i in kept else None, recompute)
     plan.fill_report()
     if not plan.patched:
         why = PatchReport.summary([plan.report]) if stacks else "no layers of transformers"
@@ -124,14 +125,12 @@ def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
     """What transformers calls layers, with their names, by the name of the list that holds them;
     and lists of several modules of a class without such layers in them.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     modules = dict(model.named_modules())
-    layers = {n for n, m in modules.items() if isinstance(m, GradientCheckpointingLayer)}
+    layers = {n for n, m in modules.items() if _is_checkpointed(m)}
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
             classes = {type(m) for m in module}
-            known = any(isinstance(m, GradientCheckpointingLayer) for m in module.modules())
+            known = any(map(_is_checkpointed, module.modules()))
             if len(classes) == 1 and nn.Linear not in classes and not known:
                 layers |= {f"{name}.{i}" for i in range(len(module))}
     found: dict[str, list[tuple[str, nn.Module]]] = {}
@@ -143,7 +142,21 @@ def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
     return found
 
 
-def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
+def _is_checkpointed(module: Any) -> bool:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return isinstance(module, GradientCheckpointingLayer)
+
+
+def _routes(layer: nn.Module) -> bool:
+    """Whether a layer routes tokens to experts. Recomputed from rounded values, some tokens would
+    go to other experts than in forward.
+    """
+    names = (name.rpartition(".")[2] for name, _ in layer.named_modules())
+    return any(name in ("experts", "router") for name in names)
+
+
+def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None, recompute: bool) -> None:
     """Plan a layer, or with a reason in ``whole`` leave all of its blocks in BF16."""
     entries = [
         plan.add(block_name, layer, block, RECOGNIZERS, whole)
@@ -151,7 +164,11 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
     ]
     fused = {id(entry.module) for entry in entries if fuses(entry)}
     report = plan.report if any(entry.why is None for entry in entries) else None
-    part = Part(plan.settings, name, report)
+    part = Part(plan.settings, name, report, recompute=recompute)
+    if plan.settings.boundaries == "fp8" and report is not None:
+        part = part._replace(compress=not _routes(layer))
+        if not part.compress:
+            report.note("boundaries: layers that route tokens to experts keep their inputs whole")
     uncalled: list[nn.Module] = []
     before: dict[str, str] = {}
     if is_decoder_layer(layer):
@@ -166,7 +183,9 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None) -> None:
             why = why_parts_act(layer, part)
         if why is not None:
             plan.report.unfused[name] = why
-    plan.swap(layer, DecoderLayer, part)
+    chosen = plan.settings.boundaries == "fp8" or plan.settings.recompute is not None
+    mixin = RecomputedLayer if chosen and _is_checkpointed(layer) else DecoderLayer
+    plan.swap(layer, mixin, part)
     if whole is None:
         for module in layer.modules():
             _plan_norm(plan, module, called=all(module is not norm for norm in uncalled))
@@ -262,6 +281,12 @@ def _unknown_forward(model: nn.Module) -> str:
 def _not_in_this(plan: Plan) -> Rows:
     """What this model cannot honour."""
     rows: dict[str, tuple[tuple, str]] = {}
+    layers = [entry.layer for entry in plan.patched if _is_checkpointed(entry.layer)]
+    why = "where layers are not transformers' GradientCheckpointingLayer"
+    if not layers:
+        rows["recompute"] = ((None,), why)
+    if all(map(_routes, layers)):
+        rows["boundaries"] = (("bf16",), f"{why}, or route tokens to experts")
     if not _frozen_weights(plan):
         rows["frozen_weights"] = (("bf16",), "no weight of a linear in the flow is frozen")
     losses = plan.report.loss

@@ -29,6 +29,15 @@ __all__ = ["OnPaper", "Saved"]
 _ATTENTION = "coat_on_paper"
 
 
+_NOT_COUNTED = {
+    "bf16_layers": (),
+    "frozen_weights": "bf16",
+    "boundaries": "bf16",
+    "boundaries_device": "layer",
+    "recompute": None,
+}
+
+
 class Saved(NamedTuple):
     """Bytes of one sequence."""
 
@@ -91,9 +100,7 @@ class OnPaper:
             model.config._attn_implementation = _ATTENTION
         chunked = False
         if settings is not None:
-            report = patch_model(
-                model, settings.model_copy(update={"bf16_layers": (), "frozen_weights": "bf16"})
-            )
+            report = patch_model(model, settings.model_copy(update=_NOT_COUNTED))
             chunked = any(not how.startswith("plain") for how in report.loss.values())
         ids = torch.zeros(1, tokens, dtype=torch.long)
         body = _bytes(model, lambda: model.base_model(input_ids=ids))

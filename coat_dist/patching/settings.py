@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import torch
+
 from ..config import ActivationConfig, CoatConfig, CoatConfigError
 from ..config_errors import Problem, got
 from ..settings import Settings
@@ -47,6 +49,7 @@ REFUSED: Mapping[str, Rows] = {
         "frozen_weights": (("bf16",), "only in transformers models"),
         "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode"),
         "compile": ((False,), "only layers of transformers models are compiled"),
+        "recompute": ((None,), "Megatron has recompute_num_layers"),
     },
     "Megatron's optimizer": {
         "fp8_weight_gather": ((False,), "weights are gathered under DeepSpeed's ZeRO-3 alone")
@@ -65,6 +68,9 @@ def check_honoured(rows: Rows, settings: ActivationConfig) -> None:
         if (value := getattr(settings, key)) not in accepted:
             shown = " or ".join(map(json.dumps, accepted))
             problems.append(Problem(f"coat.activation.{key}", got(value), f"{shown} ({why})"))
+    if settings.boundaries_device == "cpu" and not torch.cuda.is_available():
+        key = "coat.activation.boundaries_device"
+        problems.append(Problem(key, 'got "cpu"', '"layer" (pinned memory needs a GPU)'))
     if problems:
         raise CoatConfigError(*problems)
 

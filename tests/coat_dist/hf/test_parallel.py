@@ -14,7 +14,10 @@ from tests.support.gathers import values
 
 from .tiny import same, tiny, tokens
 
-BLOCK = {"activation": {}, "optimizer": {"stochastic_rounding": False}}
+BLOCK = {
+    "activation": {"boundaries": "fp8", "recompute": 1},
+    "optimizer": {"stochastic_rounding": False},
+}
 
 
 def config(stage, **changes):

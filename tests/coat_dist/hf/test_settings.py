@@ -61,6 +61,10 @@ def test_z_loss_is_added_in_training_only(name):
         ("olmo2", {}, "attention", "fp8"),
         ("llama", {"attn_implementation": "eager"}, "attention", "fp8"),
         ("llama", {"attention_dropout": 0.1}, "attention", "fp8"),
+        ("mixtral", {}, "boundaries", "fp8"),
+        # Layers that are not transformers' GradientCheckpointingLayer.
+        ("gpt_neox_japanese", {}, "boundaries", "fp8"),
+        ("gpt_neox_japanese", {}, "recompute", 1),
     ],
 )
 def test_patch_model_refuses_options_without_effect(name, changes, key, value):
