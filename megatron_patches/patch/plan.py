@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
@@ -30,6 +31,7 @@ from ..layers.linear import InvariantColumnParallelLinear
 from ..layers.loss import ChunkedLossGPTModel, ChunkedLossLinear, InvariantChunkedLossLinear
 from ..layers.norm import AllHeadsNorm, Exact, Norm
 from ..layers.post_norm import post_norms
+from ..layers.recompute import RecomputedBlock, keeps_boundaries
 from .blocks import blocks_of, configs_of, has_experts, language_models, layers_of, pipelined
 from .recognize import (
     RECOGNIZERS,
@@ -94,6 +96,9 @@ def make_plan(model: nn.Module, settings: ActivationConfig) -> Plan:
     _check_blocks(plan)
     if settings.cuda_graphs:
         _plan_graphs(plan, model)
+    for module in model.modules() if settings.boundaries == "fp8" else ():
+        if isinstance(module, TransformerBlock) and keeps_boundaries(module.config):
+            plan.swap(module, RecomputedBlock, Patch(settings))
     return plan
 
 
@@ -162,6 +167,11 @@ def _check_whole_model(plan: Plan, model: nn.Module) -> None:
     if settings.tp_invariant and (report.left or settings.bf16_layers):
         raise ValueError(
             f"activation.tp_invariant: got true, accepted: false with BF16 blocks\n{report}"
+        )
+    if settings.boundaries == "fp8" and not any(map(keeps_boundaries, configs_of(model))):
+        raise ValueError(
+            'activation.boundaries: got "fp8", accepted: "bf16", or recompute_granularity "full" '
+            "without distribute_saved_activations and without experts"
         )
     for config in configs_of(model) if settings.cuda_graphs else ():
         if (reason := why_no_graphs(config)) is not None:

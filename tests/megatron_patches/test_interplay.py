@@ -9,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from coat_dist.config import ActivationConfig
+from coat_dist.flow.saved import saved_for_backward
 from megatron_patches import patch_model
 
 from .tiny import (
@@ -39,9 +40,9 @@ TRAINED = {
 BIASED = {"add_bias_linear": True, "hidden_dropout": 0.1}
 
 
-def build(options, **changes):
+def build(options, boundaries="bf16", **changes):
     model = tiny_gpt(**options | changes)
-    patch_model(model, ActivationConfig())
+    patch_model(model, ActivationConfig(boundaries=boundaries))
     return model
 
 
@@ -63,6 +64,25 @@ def test_recompute(options, recompute, device):
         pytest.skip("no experts")
     batch = tiny_batch(2, device)
     assert_equal(gradients(build(options, **recompute), batch), gradients(build(options), batch))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"),
+    [({}, 2), ({"recompute_num_layers": 2}, 1), ({"recompute_method": "block"}, 1)],
+)
+def test_full_recompute_keeps_codes(options, recompute, kept, device):
+    if "num_moe_experts" in options:
+        pytest.skip("inputs of routers are not rounded")
+    batch, found = tiny_batch(2, device), []
+    for boundaries in ("bf16", "fp8"):
+        model = build(options, boundaries, **FULL | recompute)
+        with saved_for_backward(model) as held:
+            tiny_loss(model, batch)
+        found.append((sum(held.values()), gradients(model, batch)[0]))
+    (whole, wanted), (codes, loss) = found
+    assert loss == wanted
+    elements, size = batch[0].numel() * model.config.hidden_size, model.config.params_dtype.itemsize
+    assert whole - codes == kept * (elements * size - elements * 33 // 32 - size)
 
 
 def test_evaluation(options, device):

@@ -20,7 +20,7 @@ from coat_dist.reference.activation import ACTIVATIONS, FUNCTIONS
 from megatron_patches import patch_model, patched, unpatch_model
 from megatron_patches.layers.activations import activation_name
 
-from .tiny import BLOCKS, selective, state, tiny_batch, tiny_config, tiny_gpt, tiny_loss
+from .tiny import BLOCKS, FULL, selective, state, tiny_batch, tiny_config, tiny_gpt, tiny_loss
 
 SETTINGS = ActivationConfig()
 TANH = functools.partial(F.gelu, approximate="tanh")
@@ -167,6 +167,8 @@ REFUSED = [
     ({}, {"evaluation": "flow"}, 'coat.activation.evaluation: got "flow", accepted: "plain"'),
     ({}, {"compile": True}, "coat.activation.compile: got true, accepted: false"),
     ({}, {"bf16_layers": (1, -1)}, "[1, -1], accepted: each of 2 layers once"),
+    ({}, {"boundaries": "fp8"}, 'activation.boundaries: got "fp8", accepted: "bf16", or '),
+    (FULL, {"recompute": 1}, "coat.activation.recompute: got 1, accepted: null"),
     ({"add_bias_linear": True}, INVARIANT, "tp_invariant with a bias of linear_fc2"),
     ({"attention_dropout": 0.1}, INVARIANT, "tp_invariant with config.attention_dropout=0.1"),
     ({"ffn_hidden_size": 272}, INVARIANT, "272 FFN elements a rank, no multiple of group_size 32"),

@@ -12,7 +12,7 @@ import torch
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
 
-from .tiny import FP32, OLMO2
+from .tiny import FP32, FULL, OLMO2
 from .training import INVARIANT, train
 
 TENSOR_SCALES = {"forward_scales": "tensor"}
@@ -35,6 +35,7 @@ OFTEN = {
     "tensor_scales_fp8_attention": Case(
         GROUPED, INVARIANT.model_copy(update={**TENSOR_SCALES, "attention": "fp8"})
     ),
+    "recomputed from codes": Case(FULL, INVARIANT.model_copy(update={"boundaries": "fp8"})),
     "experts": Case(EXPERTS, ActivationConfig(), 1e-2),
     "olmo2 without tp_invariant": Case(OLMO2 | GROUPED, ActivationConfig(), 1e-2),
     "olmo2 in fp32": Case(OLMO2 | GROUPED | FP32, None, 1e-5),
