@@ -99,6 +99,16 @@ def largest_micro_batch(run: Run, gpu: GPU) -> int:
     return bisect_left(sizes, True, key=lambda size: not fits(replace(run, micro=size), gpu))
 
 
+def fewest_recomputed(run: Run, gpu: GPU) -> int | None:
+    """How many of the first layers have to recompute so that the run fits; None where all of them
+    are not enough.
+    """
+    layers = run.model.num_layers
+    ways = [replace(run, recompute={"recompute_num_layers": n}) for n in range(layers + 1)]
+    n = bisect_left(ways, True, key=lambda way: fits(way, gpu))
+    return n if n <= layers else None
+
+
 def with_largest_micro_batch(run: Run, gpu: GPU) -> Run:
     """The run with the largest micro-batch that fits and divides ``train_batch_size`` over the
     ranks, where its settings have one; accumulation follows. Where nothing fits, micro-batch 1.
@@ -198,6 +208,7 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
         },
         "fits": fits(run, gpu),
         "largest_micro_batch": largest_micro_batch(run, gpu),
+        "fewest_recomputed_layers": fewest_recomputed(run, gpu),
         "choices": choice_rows(run, gpu),
     }
 
@@ -205,6 +216,7 @@ def answer(run: Run, gpu: GPU) -> dict[str, Any]:
 def text(run: Run, gpu: GPU) -> str:
     """:func:`answer` for a reader."""
     found = answer(run, gpu)
+    recomputed = found["fewest_recomputed_layers"]
     needed, host = found["peak"]["needed_bytes"], found["host_bytes"]
     return "\n".join(
         [
@@ -215,6 +227,8 @@ def text(run: Run, gpu: GPU) -> str:
             f"{'fits' if found['fits'] else 'DOES NOT FIT'}: needs {size(needed)} of "
             f"{size(gpu.memory)} ({gpu.name}), and {size(host)} of the host; "
             f"largest micro-batch: {found['largest_micro_batch'] or 'none'}",
+            "recomputed layers with which this micro-batch fits: "
+            f"{'not even all' if recomputed is None else recomputed}",
             "choices that fit, and what they need with this micro-batch:",
             *choice_lines(found["choices"]),
             _ACCURACY,

@@ -54,10 +54,10 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
         # A norm after a block saves the block's output in BF16, one before it codes and rstd.
         after = (2 * h + statistics) / run.shared if model.norm_placement == "post" else 0
         row = 4 if run.flow.forward_scales == "row" and run.shared == 1 else 0
-        norm = after + (h + row if after else _grouped(h, run.flow) + 4) / run.shared
-        mlp = stream + after if "mlp" in modules else norm + _grouped(wide, run.flow)
+        norm = after + (h + row if after else grouped(h, run.flow) + 4) / run.shared
+        mlp = stream + after if "mlp" in modules else norm + grouped(wide, run.flow)
         if run.flow.attention == "fp8" and "core_attn" not in modules:
-            attention = _grouped(q + w, run.flow)
+            attention = grouped(q + w, run.flow)
     else:
         norm = 2 * stream + statistics / run.shared  # its input and output
         # fc1's output and the product; of a gated MLP also the two parts' functions (Megatron adds
@@ -103,6 +103,6 @@ def moments(run: Run, patched: bool) -> list[Moment]:
     return [Moment(*row[:2], row[2] + round(row[3] * run.tokens)) for row in rows]
 
 
-def _grouped(elements: int, settings: ActivationConfig) -> int:
+def grouped(elements: int, settings: ActivationConfig) -> int:
     """Bytes of so many elements in per-group 8 bits, with their scales."""
     return elements + -(-elements // settings.group_size) * (1 if settings.scale == "e8m0" else 2)

@@ -13,7 +13,7 @@ from collections import Counter
 from math import ceil
 from typing import NamedTuple
 
-from .layer import moments, saved
+from .layer import grouped, moments, saved
 from .run import Parameter, Run, parameters
 from .zero import BUCKET, states
 
@@ -44,6 +44,15 @@ class Peak(NamedTuple):
 def _stream(run: Run) -> int:
     """Bytes of the residual stream."""
     return 2 * run.model.hidden_size * run.tokens // run.shared
+
+
+def _boundary(run: Run) -> int:
+    """Bytes from which a layer is recomputed: its input, or codes of it, or none on the GPU."""
+    if run.flow is None or run.flow.boundaries == "bf16":
+        return _stream(run)
+    if run.flow.boundaries_device == "cpu":
+        return 0
+    return grouped(run.model.hidden_size * run.tokens // run.shared, run.flow)
 
 
 def _layer(run: Run, layer: int) -> int:
@@ -78,7 +87,7 @@ def activations(run: Run) -> int:
     kept = _final_norm(run)
     for unit, again in _units(run):
         if again:
-            kept += _stream(run)
+            kept += _boundary(run)
         else:
             kept += sum(_layer(run, i) for i in unit)
     return kept
@@ -230,7 +239,7 @@ def peak_of(run: Run) -> Peak:
             take([p for p in own if p.within(_FIRST) and not p.within(done)])
             held["activations"] -= layers[layer]
             take(rest)
-        held["activations"] -= again * stream
+        held["activations"] -= again * _boundary(run)
     look("backward of the embedding", 2 * embedding.numel)
     held[_UNBUCKETED] -= min(tied, held[_UNBUCKETED])
     take([embedding])

@@ -55,6 +55,9 @@ class Run:
                 f"--pipeline-parallel: got {stages}, accepted: 1 with --dry-run and --micro-batch "
                 "auto (the planner knows runs of one stage)"
             )
+        recompute = p.recompute
+        if library is not None and p.coat is not None and p.coat.activation.recompute is not None:
+            recompute = {"recompute_num_layers": p.coat.activation.recompute}
         return cls(
             model=p.model,
             settings=p.settings,
@@ -64,7 +67,7 @@ class Run:
             sequence_parallel=p.args.sequence_parallel,
             micro=p.batch.micro,
             accumulation=p.batch.accumulation,
-            recompute=p.recompute,
+            recompute=recompute,
             library=library,
         )
 

@@ -56,6 +56,7 @@ def options(folder, coat, config=None, **more):
             ["llama", "qwen3", "olmo2", "gemma2"], [None, {}, {"bf16_layers": [0]}, "checkpointing"]
         ),
         *product(["llama", "qwen3"], [{"attention": "fp8"}]),  # fused attention
+        *product(["llama", "olmo2"], [{"boundaries": "fp8", "recompute": 4}]),
     ],
     ids=str,
 )

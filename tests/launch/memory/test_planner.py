@@ -57,6 +57,11 @@ def test_the_table_says_what_json_says(capsys) -> None:
     assert "with this micro-batch:\n  none\n" in table
 
 
+@pytest.mark.parametrize(("memory", "fewest"), [("50GiB", 0), ("36GiB", 19), ("20GiB", None)])
+def test_fewest_layers_that_recompute(capsys, memory, fewest) -> None:
+    assert say(capsys, *SEVEN, "--gpu-memory", memory)["fewest_recomputed_layers"] == fewest
+
+
 @pytest.mark.parametrize("gpus", ["1", "8"])
 def test_choices_are_accepted_and_need_what_they_say(tmp_path, capsys, gpus) -> None:
     """With the run's own flow and ZeRO options."""
