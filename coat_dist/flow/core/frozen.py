@@ -168,8 +168,10 @@ class FrozenWeight(torch.Tensor):
         return FrozenWeight, (self.digest(), self.format, tuple(self.shape), self.dtype)
 
     def contiguous(self, memory_format: Any = None) -> torch.Tensor:
-        """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save."""
-        return self.decoded()
+        """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save. A
+        checksum stays one: conversion to a universal checkpoint calls it, too.
+        """
+        return self if self.packed.numel() == _CHECKSUM else self.decoded()
 
     def is_contiguous(self, memory_format: Any = None) -> bool:
         """Refuses FSDP2, and safetensors for what it did not copy: both ask it, without arguments,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from coat_dist import convert_to_universal
 from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.core.frozen import FrozenWeight, digest_of
 from coat_dist.hf import patch_model, unpatch_model
@@ -228,7 +229,23 @@ def train(rank, world, stage, folder):
         engine(0, stage=3)
 
 
+def resumed(rank, world, stage, folder, seed):
+    """Checksum of the frozen weights of another number of ranks, after a universal checkpoint."""
+    import deepspeed
+
+    given = settings(stage, optimizer={"type": "CoatAdamW", "params": {"lr": 1e-2}})
+    given |= {"coat": {"activation": {"frozen_weights": "fp8"}}}
+    given["checkpoint"] = {"load_universal": True}
+    engine = deepspeed.initialize(model=lora(seed, None), config=given)[0]
+    engine.load_checkpoint(folder, "universal")
+    return digest_of(engine.module)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_deepspeed(stage, tmp_path):
     pytest.importorskip("deepspeed")
     run_ranks(2, train, stage, str(tmp_path))
+    convert_to_universal(tmp_path / "exclude-False", tmp_path / "universal")
+    assert run_ranks(1, resumed, stage, str(tmp_path), 0) == [digest_of(lora())]
+    with pytest.raises(AssertionError, match="coat.activation.frozen_weights"):
+        run_ranks(1, resumed, stage, str(tmp_path), 1)
