@@ -161,7 +161,7 @@ class FrozenWeight(torch.Tensor):
         return FrozenWeight(inner["packed"], *options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        return memo.setdefault(id(self), torch.nn.Parameter(self.clone(), requires_grad=False))
+        return memo.setdefault(id(self), torch.nn.Parameter(self.clone(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _say_once("torch.save writes checksums of frozen weights, not the weights")
@@ -187,7 +187,9 @@ class FrozenWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        _refuse("other data for a frozen weight", _RECIPE)
+        if not isinstance(value, FrozenWeight):
+            _refuse("other data for a frozen weight", _RECIPE)
+        replace(self, value)  # moved or cast, as DeepSpeed casts an fp32 model
 
     def data_ptr(self) -> int:
         """Tells weights apart, for DeepSpeed and others."""
@@ -214,12 +216,12 @@ def _say_once(text: str) -> None:
 
 def replace(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Let a frozen parameter, which its holders go on holding, have other values: of another type
-    or device.
+    or device. One that is to train after all stays so, and :attr:`FrozenWeight.q8` refuses it.
 
     ``torch.utils.swap_tensors`` refuses parameters with weak references, and DeepSpeed has one to
     each.
     """
-    other = torch.nn.Parameter(values, requires_grad=False)
+    other = torch.nn.Parameter(values, parameter.requires_grad)
     parameter.__class__, parameter.__dict__ = type(other), vars(other)
     torch._C._swap_tensor_impl(parameter, other)
 

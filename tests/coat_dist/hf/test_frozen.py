@@ -105,6 +105,9 @@ def test_modules_move_codes():
     assert frozen(model)[0] is weight and weight.dtype == torch.float32
     model.bfloat16()
     assert digest_of(model) == digest and frozen(model)[0] is weight
+    weight.data = weight.data.float()
+    assert digest_of(model) == digest and weight.dtype == torch.float32
+    weight.data = weight.data.bfloat16()
     with torch.device("meta"):
         later = body()
     assert all(w.packed.is_meta for w in frozen(later))
@@ -173,7 +176,7 @@ MERGING = {
     "add_": lambda model, weight: model.merge_and_unload(),
     "other data": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
     "normal_": lambda model, weight: nn.init.normal_(weight),
-    "to train after all": lambda model, weight: step(model.requires_grad_(True)),
+    "to train after all": lambda model, weight: step(copy.deepcopy(model.requires_grad_(True).float())),
     "reads memory": lambda model, weight: weight.is_contiguous(),
 }
 
@@ -236,7 +239,7 @@ def resumed(rank, world, stage, folder, seed):
     given = settings(stage, optimizer={"type": "CoatAdamW", "params": {"lr": 1e-2}})
     given |= {"coat": {"activation": {"frozen_weights": "fp8"}}}
     given["checkpoint"] = {"load_universal": True}
-    engine = deepspeed.initialize(model=lora(seed, None), config=given)[0]
+    engine = deepspeed.initialize(model=lora(seed, None).float(), config=given)[0]
     engine.load_checkpoint(folder, "universal")
     return digest_of(engine.module)
 
