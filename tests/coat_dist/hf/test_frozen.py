@@ -176,7 +176,9 @@ MERGING = {
     "add_": lambda model, weight: model.merge_and_unload(),
     "other data": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
     "normal_": lambda model, weight: nn.init.normal_(weight),
-    "to train after all": lambda model, weight: step(copy.deepcopy(model.requires_grad_(True).float())),
+    "to train after all": lambda model, weight: step(
+        copy.deepcopy(model.requires_grad_(True).float())
+    ),
     "reads memory": lambda model, weight: weight.is_contiguous(),
 }
 
@@ -196,13 +198,20 @@ def test_refused_settings(model, changes):
         patch_model(model(), ActivationConfig(frozen_weights="fp8", **changes))
 
 
+OPTIMIZERS = {  # by stage
+    1: {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    2: {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+    3: {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+}
+
+
 def train(rank, world, stage, folder):
     import deepspeed
 
     block = {"activation": {"frozen_weights": "fp8"}}
 
     def engine(seed, stage=stage):
-        given = settings(stage, optimizer={"type": "CoatAdamW", "params": {"lr": 1e-2}})
+        given = settings(stage, optimizer=OPTIMIZERS[stage])
         model = lora(seed, None)
         return deepspeed.initialize(model=model, config=given | {"coat": block})[0]
 
@@ -236,7 +245,7 @@ def resumed(rank, world, stage, folder, seed):
     """Checksum of the frozen weights of another number of ranks, after a universal checkpoint."""
     import deepspeed
 
-    given = settings(stage, optimizer={"type": "CoatAdamW", "params": {"lr": 1e-2}})
+    given = settings(stage, optimizer=OPTIMIZERS[stage])
     given |= {"coat": {"activation": {"frozen_weights": "fp8"}}}
     given["checkpoint"] = {"load_universal": True}
     engine = deepspeed.initialize(model=lora(seed, None).float(), config=given)[0]
