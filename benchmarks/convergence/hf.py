@@ -54,8 +54,8 @@ KINDS = {
     "coat": (True, True),
     "frozen": (True, True),
 }
-"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow. "frozen" is of
-LoRA alone: "coat" with frozen weights in FP8.
+"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow. "frozen" runs
+in the LoRA phase alone: it is "coat" with frozen weights in FP8.
 """
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

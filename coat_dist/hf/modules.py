@@ -367,7 +367,8 @@ class AdaptedProjection(ModePatched):
         self: Any, plain: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         base, adapters = self.base_layer, adapters_of(self)
-        if adapters is None or args or kwargs or not (fits(x) and base.coat_runs()):
+        alone = base.coat_runs() and own_code("", base) is None
+        if adapters is None or args or kwargs or not (fits(x) and alone):
             return plain(self, x, *args, **kwargs)
         return base(x, coat_adapters=[adapters])
 
