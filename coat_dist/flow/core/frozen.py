@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import warnings
 from typing import Any, NoReturn
 
@@ -132,9 +133,15 @@ class FrozenWeight(torch.Tensor):
             if func is aten.view.dtype and args[1] == torch.uint8:
                 return first.packed
         given, _ = tree_flatten((args, kwargs))
-        if func._schema.is_mutable and any(isinstance(t, FrozenWeight) for t in given):
-            _refuse(f"{func._schema.name} with a frozen weight", _RECIPE)
-        args, kwargs = tree_map_only(FrozenWeight, FrozenWeight.decoded, (args, kwargs))
+        name = func._schema.name
+        read: Any = FrozenWeight.decoded
+        # Collectives change tensors, which their schemas do not say.
+        mutable = func._schema.is_mutable or func.namespace == "c10d"
+        if name == "c10d::broadcast_":
+            read = operator.attrgetter("packed")
+        elif mutable and any(isinstance(t, FrozenWeight) for t in given):
+            _refuse(f"{name} with a frozen weight", _RECIPE)
+        args, kwargs = tree_map_only(FrozenWeight, read, (args, kwargs))
         return func(*args, **kwargs)
 
     def _moved(

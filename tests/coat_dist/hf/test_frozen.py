@@ -225,6 +225,12 @@ def train(rank, world, stage, folder):
             found.append(loss.item())
         return found
 
+    mine = lora(rank)
+    for weight in frozen(mine):
+        torch.distributed.broadcast(weight.data, 0)
+    assert digest_of(mine) == digest_of(lora(0))
+    with pytest.raises(CoatConfigError, match="allreduce_ with a frozen weight"):
+        torch.distributed.all_reduce(weight.data)
     one = engine(rank)  # DeepSpeed broadcasts rank 0's
     assert len(frozen(one.module)) == 14
     steps(one, 3)
