@@ -367,8 +367,8 @@ class AdaptedProjection(ModePatched):
         self: Any, plain: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         base, adapters = self.base_layer, adapters_of(self)
-        alone = base.coat_runs() and own_code("", base) is None
-        if adapters is None or args or kwargs or not (fits(x) and alone):
+        ready = fits(x) and base.coat_runs() and not own_code("", base)
+        if adapters is None or args or kwargs or not ready:
             return plain(self, x, *args, **kwargs)
         return base(x, coat_adapters=[adapters])
 
