@@ -88,12 +88,13 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
+    names = "torch", "triton", "deepspeed", "megatron-core", "transformers", "peft", "liger-kernel"
     return {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "python": platform.python_version(),
-        "versions": {n: version(n) for n in ("torch", "triton", "deepspeed", "megatron-core")},
+        "versions": {n: version(n) for n in (*names, "torchao")},
         "cuda": torch.version.cuda,
         "gpus": gpus(),
     }

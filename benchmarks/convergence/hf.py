@@ -52,8 +52,11 @@ KINDS = {
     "optimizer": (True, False),
     "flow": (False, True),
     "coat": (True, True),
+    "frozen": (True, True),
 }
-"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow."""
+"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow. "frozen" runs
+in the LoRA phase alone: it is "coat" with frozen weights in FP8.
+"""
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -139,7 +142,6 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
     """The configuration of a run. ``bf16`` is DeepSpeed's: weights in BF16 with fp32 masters."""
     optimizer, flow = KINDS[kind]
     params: dict[str, Any] = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
-    kind = "CoatAdamW" if optimizer else "AdamW"
     if not optimizer:
         params["torch_adam"] = True
     found = {
@@ -148,10 +150,12 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {"type": kind, "params": params},
+        "optimizer": {"type": "CoatAdamW" if optimizer else "AdamW", "params": params},
     }
     if optimizer or flow:
         found["coat"] = {"activation": {"enabled": flow}}
+    if kind == "frozen":
+        found["coat"]["activation"]["frozen_weights"] = "fp8"
     return found
 
 
@@ -224,7 +228,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--kinds",
         nargs="+",
         choices=list(KINDS),
-        default=["bf16", "coat"],
+        default=["bf16", "coat", "frozen"],
         help="LoRA starts from the first",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -236,7 +240,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         text, headers = (a.text, a.lora_text) if a.text else prepare(folder, a.tiny)
-        layers, width = (2, 64) if a.tiny else (16, 512)
+        layers, width = (2, 256) if a.tiny else (16, 512)
         heads, base = width // 64, str(folder / "base")
         shared = {
             "model": shape(width, 3 * width, layers, heads, heads, 16384),
@@ -254,7 +258,7 @@ def main() -> None:
                 own = {"name": f"pretraining-{kind}", "kind": kind, "seed": seed, "lr": lr}
                 cases.append(shared | own)
         cases[0]["save"] = base
-        runs = phase(cases, folder)
+        runs = phase([case for case in cases if case["kind"] != "frozen"], folder)
         if a.lora_steps:
             tuned = {"base": base, "lora": True, "save": None, "lr": 5e-4, "text": headers}
             tuned["steps"] = a.lora_steps

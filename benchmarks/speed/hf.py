@@ -52,7 +52,7 @@ MODELS = {
     "llama2-13b": ("llama", shape(5120, 13824, 40, 40, 40, 32000)),
     "llama3-8b": ("llama", shape(4096, 14336, 32, 32, 8, 128256)),
     "qwen3-8b": ("qwen3", shape(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
-    "tiny": ("llama", shape(128, 256, 2, 2, 2, 256)),
+    "tiny": ("llama", shape(256, 512, 2, 2, 2, 256)),
 }
 """Type and shape."""
 VARIANTS = [

@@ -4,9 +4,9 @@
 
 Each variant has a process of its own, which trains adapters on q, k, v, o, gate, up and down of a
 model with random frozen weights, by torch's AdamW, on random tokens. Parts of a variant are joined
-by "+": ``peft`` (nothing else), ``liger`` (Liger-Kernel), ``coat`` (the block's "activation"),
-``fp8`` (its ``"frozen_weights": "fp8"``), ``checkpoint`` (recomputed layers). Ratios of tokens/s
-and peak are to ``liger``. Writes ``speed/lora.json``.
+by "+": ``peft`` (nothing else), ``liger`` (Liger-Kernel), ``nf4`` (frozen weights in torchao's
+NF4), ``coat`` (the block's "activation"), ``fp8`` (its ``"frozen_weights": "fp8"``), ``checkpoint``
+(recomputed layers). Ratios of tokens/s and peak are to ``liger``. Writes ``speed/lora.json``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,16 @@ from benchmarks.common import options, show, write_result
 from benchmarks.ranks import as_rank, run_variant
 from benchmarks.speed.hf import MODELS, random_tokens, timed_steps, untrained
 
-VARIANTS = ["peft", "liger", "liger+checkpoint", "coat", "coat+fp8", "coat+fp8+checkpoint"]
-PARTS = {"peft", "liger", "coat", "fp8", "checkpoint"}
+VARIANTS = [
+    "peft",
+    "liger",
+    "liger+checkpoint",
+    "liger+nf4",
+    "coat",
+    "coat+fp8",
+    "coat+fp8+checkpoint",
+]
+PARTS = {"peft", "liger", "nf4", "coat", "fp8", "checkpoint"}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -44,6 +52,13 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
         r=case["rank"], lora_alpha=2 * case["rank"], target_modules=TARGETS, task_type="CAUSAL_LM"
     )
     model = peft.get_peft_model(model, config).train()
+    if "nf4" in parts:
+        from torchao.quantization.quantize_.workflows import to_nf4
+
+        for name, module in model.named_modules():
+            if name.endswith("base_layer"):
+                weight = to_nf4(module.weight.detach())
+                module.weight = torch.nn.Parameter(weight, requires_grad=False)
     if "checkpoint" in parts:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()

@@ -371,7 +371,8 @@ class AdaptedProjection(ModePatched):
         self: Any, plain: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         base, adapters = self.base_layer, adapters_of(self)
-        if adapters is None or args or kwargs or not (fits(x) and base.coat_runs()):
+        ready = fits(x) and base.coat_runs() and not own_code("", base)
+        if adapters is None or args or kwargs or not ready:
             return plain(self, x, *args, **kwargs)
         return base(x, coat_adapters=[adapters])
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...flow.core.frozen import digest_of
 from ...ranks import Team, rank_and_world, share
 from ..manifest import MANIFEST, TEAM, CheckpointError, read_manifest, verify
 from ..names import divided_experts, info_of
@@ -94,6 +95,7 @@ def load_whole_checkpoints(engine: Any) -> None:
                 states=more and bool(given["load_optimizer_states"]),
                 schedule=more and bool(given["load_lr_scheduler_states"]),
             )
+            Team(_does_not_fit()).refuse(functools.partial(_other_frozen, engine, request))
             if not given["load_optimizer_states"] and not universal:
                 TEAM.refuse(functools.partial(_weights_of_latest, engine, request))
             if universal in checks:
@@ -172,6 +174,19 @@ def _check_files(folder: Path, checksums: bool) -> dict[str, Any]:
             flush=True,
         )
     return {}
+
+
+def _other_frozen(engine: Any, request: Request) -> list[str]:
+    """A line where a run would resume over other frozen FP8 weights than it began with, of whatever
+    optimizer: a checkpoint without frozen parameters has nothing else of them.
+    """
+    saved = (request.manifest.get("engine") or {}).get("frozen_weights")
+    if not request.states or saved in (None, digest_of(engine.module)):
+        return []
+    return [
+        f"{request.folder}: coat.activation.frozen_weights: got other weights than it was saved "
+        "with, accepted: the same"
+    ]
 
 
 def _weights_of_latest(engine: Any, request: Request) -> list[str]:

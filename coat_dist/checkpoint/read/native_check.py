@@ -51,7 +51,6 @@ _COMPARED = {
     "tensor_parallel": "tensor-parallel size",
     "pipeline_stages": "pipeline stages",
     "expert_parallel": "expert-parallel size",
-    "frozen_weights": "checksum of frozen weights (coat.activation.frozen_weights)",
 }
 """Values of a manifest's "engine" that must be those of this run, and what an error calls them."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import warnings
 from typing import Any, NoReturn
 
@@ -132,9 +133,15 @@ class FrozenWeight(torch.Tensor):
             if func is aten.view.dtype and args[1] == torch.uint8:
                 return first.packed
         given, _ = tree_flatten((args, kwargs))
-        if func._schema.is_mutable and any(isinstance(t, FrozenWeight) for t in given):
-            _refuse(f"{func._schema.name} with a frozen weight", _RECIPE)
-        args, kwargs = tree_map_only(FrozenWeight, FrozenWeight.decoded, (args, kwargs))
+        name = func._schema.name
+        read: Any = FrozenWeight.decoded
+        # Collectives change tensors, which their schemas do not say.
+        mutable = func._schema.is_mutable or func.namespace == "c10d"
+        if name == "c10d::broadcast_":
+            read = operator.attrgetter("packed")
+        elif mutable and any(isinstance(t, FrozenWeight) for t in given):
+            _refuse(f"{name} with a frozen weight", _RECIPE)
+        args, kwargs = tree_map_only(FrozenWeight, read, (args, kwargs))
         return func(*args, **kwargs)
 
     def _moved(
@@ -161,15 +168,17 @@ class FrozenWeight(torch.Tensor):
         return FrozenWeight(inner["packed"], *options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        return memo.setdefault(id(self), torch.nn.Parameter(self.clone(), requires_grad=False))
+        return memo.setdefault(id(self), torch.nn.Parameter(self.clone(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _say_once("torch.save writes checksums of frozen weights, not the weights")
         return FrozenWeight, (self.digest(), self.format, tuple(self.shape), self.dtype)
 
     def contiguous(self, memory_format: Any = None) -> torch.Tensor:
-        """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save."""
-        return self.decoded()
+        """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save. A
+        checksum stays one: conversion to a universal checkpoint calls it, too.
+        """
+        return self if self.packed.numel() == _CHECKSUM else self.decoded()
 
     def is_contiguous(self, memory_format: Any = None) -> bool:
         """Refuses FSDP2, and safetensors for what it did not copy: both ask it, without arguments,
@@ -185,7 +194,9 @@ class FrozenWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        _refuse("other data for a frozen weight", _RECIPE)
+        if not isinstance(value, FrozenWeight):
+            _refuse("other data for a frozen weight", _RECIPE)
+        replace(self, value)  # moved or cast, as DeepSpeed casts an fp32 model
 
     def data_ptr(self) -> int:
         """Tells weights apart, for DeepSpeed and others."""
@@ -212,12 +223,12 @@ def _say_once(text: str) -> None:
 
 def replace(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Let a frozen parameter, which its holders go on holding, have other values: of another type
-    or device.
+    or device. One that is to train after all stays so, and :attr:`FrozenWeight.q8` refuses it.
 
     ``torch.utils.swap_tensors`` refuses parameters with weak references, and DeepSpeed has one to
     each.
     """
-    other = torch.nn.Parameter(values, requires_grad=False)
+    other = torch.nn.Parameter(values, parameter.requires_grad)
     parameter.__class__, parameter.__dict__ = type(other), vars(other)
     torch._C._swap_tensor_impl(parameter, other)
 

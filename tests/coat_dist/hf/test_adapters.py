@@ -229,3 +229,12 @@ def test_dropouts_of_adapters_that_are_not_plain_act(what):
                     module.lora_dropout["default"] = torch.nn.Threshold(1e6, 0.0)
     check_near(step(model), step(plain))
     assert not any(g.any() for n, g in step(model)[1].items() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
+def test_hooks_on_the_base_see_no_adapter(name):
+    plain, model, _ = both(name)
+    for module in (*plain.modules(), *model.modules()):
+        if hasattr(module, "base_layer"):
+            module.base_layer.register_forward_hook(lambda *args: args[-1] * 0)
+    check_near(step(model), step(plain))

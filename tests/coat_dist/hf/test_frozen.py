@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from coat_dist import convert_to_universal
 from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.core.frozen import FrozenWeight, digest_of
 from coat_dist.hf import patch_model, unpatch_model
@@ -104,6 +105,9 @@ def test_modules_move_codes():
     assert frozen(model)[0] is weight and weight.dtype == torch.float32
     model.bfloat16()
     assert digest_of(model) == digest and frozen(model)[0] is weight
+    weight.data = weight.data.float()
+    assert digest_of(model) == digest and weight.dtype == torch.float32
+    weight.data = weight.data.bfloat16()
     with torch.device("meta"):
         later = body()
     assert all(w.packed.is_meta for w in frozen(later))
@@ -172,7 +176,9 @@ MERGING = {
     "add_": lambda model, weight: model.merge_and_unload(),
     "other data": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
     "normal_": lambda model, weight: nn.init.normal_(weight),
-    "to train after all": lambda model, weight: step(model.requires_grad_(True)),
+    "to train after all": lambda model, weight: step(
+        copy.deepcopy(model.requires_grad_(True).float())
+    ),
     "reads memory": lambda model, weight: weight.is_contiguous(),
 }
 
@@ -192,13 +198,20 @@ def test_refused_settings(model, changes):
         patch_model(model(), ActivationConfig(frozen_weights="fp8", **changes))
 
 
+OPTIMIZERS = {  # by stage
+    1: {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    2: {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+    3: {"type": "CoatAdamW", "params": {"lr": 1e-2}},
+}
+
+
 def train(rank, world, stage, folder):
     import deepspeed
 
     block = {"activation": {"frozen_weights": "fp8"}}
 
     def engine(seed, stage=stage):
-        given = settings(stage, optimizer={"type": "CoatAdamW", "params": {"lr": 1e-2}})
+        given = settings(stage, optimizer=OPTIMIZERS[stage])
         model = lora(seed, None)
         return deepspeed.initialize(model=model, config=given | {"coat": block})[0]
 
@@ -212,6 +225,12 @@ def train(rank, world, stage, folder):
             found.append(loss.item())
         return found
 
+    mine = lora(rank)
+    for weight in frozen(mine):
+        torch.distributed.broadcast(weight.data, 0)
+    assert digest_of(mine) == digest_of(lora(0))
+    with pytest.raises(CoatConfigError, match="allreduce_ with a frozen weight"):
+        torch.distributed.all_reduce(weight.data)
     one = engine(rank)  # DeepSpeed broadcasts rank 0's
     assert len(frozen(one.module)) == 14
     steps(one, 3)
@@ -228,7 +247,23 @@ def train(rank, world, stage, folder):
         engine(0, stage=3)
 
 
+def resumed(rank, world, stage, folder, seed):
+    """Checksum of the frozen weights of another number of ranks, after a universal checkpoint."""
+    import deepspeed
+
+    given = settings(stage, optimizer=OPTIMIZERS[stage])
+    given |= {"coat": {"activation": {"frozen_weights": "fp8"}}}
+    given["checkpoint"] = {"load_universal": True}
+    engine = deepspeed.initialize(model=lora(seed, None).float(), config=given)[0]
+    engine.load_checkpoint(folder, "universal")
+    return digest_of(engine.module)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_deepspeed(stage, tmp_path):
     pytest.importorskip("deepspeed")
     run_ranks(2, train, stage, str(tmp_path))
+    convert_to_universal(tmp_path / "exclude-False", tmp_path / "universal")
+    assert run_ranks(1, resumed, stage, str(tmp_path), 0) == [digest_of(lora())]
+    with pytest.raises(AssertionError, match="coat.activation.frozen_weights"):
+        run_ranks(1, resumed, stage, str(tmp_path), 1)
