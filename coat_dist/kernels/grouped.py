@@ -7,8 +7,6 @@ scale lies.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,16 @@ from ..reference.activation import ACTIVATIONS, ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
 from . import activation_backward as act
 from .activation_functions import activate, load_part
-from .fp8 import atomic_amax, constants, dense, magnitude_bits, pack_rows, scale_of, store_turned
+from .fp8 import (
+    TINY,
+    atomic_amax,
+    constants,
+    dense,
+    magnitude_bits,
+    pack_rows,
+    scale_of,
+    store_turned,
+)
 from .groups import load_tile, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
@@ -27,6 +34,7 @@ __all__ = [
     "activation_backward_experts",
     "activation_grad_amax_experts",
     "largest_rows",
+    "launch_take",
     "quantize_columns",
     "quantize_experts",
     "scale_rows_backward",
@@ -47,32 +55,52 @@ FACTOR_TILE = (8, 256, 4)
 
 @fast_launch
 @triton.jit
-def _take_kernel(x, index, factor, out, columns, TILE: tl.constexpr):
+def _take_kernel(x, index, factor, scales, out, out_scales, choices, columns, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    at = row
+    at, there = row, row >= 0
     if index is not None:
-        at = tl.load(index + row).to(tl.int64)
-    value = tl.load(x + at * columns + column, mask=(column < columns) & (at >= 0), other=0.0)
+        choice = tl.load(index + row)
+        at, there = (choice // choices).to(tl.int64), choice >= 0
+    value = tl.load(x + at * columns + column, mask=(column < columns) & there, other=0)
     if factor is not None:
         value = (value.to(tl.float32) * tl.load(factor + row).to(tl.float32)).to(
             out.dtype.element_ty
         )
     tl.store(out + row * columns + column, value, mask=column < columns)
+    if scales is not None:
+        first = tl.program_id(1) == 0
+        scale = tl.load(scales + at, mask=first & there, other=TINY)
+        tl.store(out_scales + row, scale, mask=first)
+
+
+def launch_take(
+    x: torch.Tensor,
+    index: torch.Tensor | None,
+    out: torch.Tensor,
+    most: int,
+    factor: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    out_scales: torch.Tensor | None = None,
+    choices: int = 1,
+) -> None:
+    """Rows ``index // choices`` of x, at most ``most`` elements a program; ``scales`` go with
+    them, and a row of zeros has the smallest.
+    """
+    rows, columns = out.shape
+    if out.numel():
+        tile = min(most, next_power_of_2(columns))
+        _take_kernel[(rows, cdiv(columns, tile))](
+            x, index, factor, scales, out, out_scales, choices, columns, TILE=tile, num_warps=4
+        )
 
 
 def take_rows(
     x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See :func:`coat_dist.reference.grouped.take_rows`."""
-    x = x.contiguous()
-    count, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
-    out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
-    if out.numel():
-        tile = min(TAKE_TILE, next_power_of_2(columns))
-        _take_kernel[(count, cdiv(columns, tile))](
-            x, index, dense(factor), out, columns, TILE=tile, num_warps=4
-        )
+    out = x.new_empty(x.shape[0] if index is None else index.shape[0], x.shape[1])
+    launch_take(x.contiguous(), index, out, TAKE_TILE, dense(factor))
     return out
 
 
@@ -264,27 +292,15 @@ def spread_scales(
     return first, second
 
 
-def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
+def quantize_experts(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, transpose: bool = False
+) -> QuantizedTensor:
     """See :func:`coat_dist.reference.grouped.quantize_experts`."""
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    if x.shape[1] % BLOCK == 0:
-        blocks = _blocks_of_matrices(x.shape[0], x.shape[1], x.device)
-        flat, out = x.view(-1, x.shape[2]), codes.view(-1, x.shape[2])
-        launch_quantize(flat, scales, out, None, constants(fmt, x), blocks)
-    else:
-        for matrix, scale, out in zip(x, scales, codes, strict=True):
-            launch_quantize(matrix, scale, out, None, constants(fmt, x))
+    shape = x.transpose(1, 2).shape if transpose else x.shape
+    codes = x.new_empty(shape, dtype=fmt.dtype)
+    rows, turned = (None, codes) if transpose else (codes, None)
+    launch_quantize(x.contiguous(), scales, rows, turned, constants(fmt, x))
     return QuantizedTensor(codes, scales, "expert")
-
-
-@functools.lru_cache(maxsize=64)
-def _blocks_of_matrices(experts: int, rows: int, device: torch.device) -> torch.Tensor:
-    """:attr:`ExpertRows.blocks` of matrices one below the other."""
-    with torch.inference_mode(False):
-        return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(
-            rows // BLOCK
-        )
 
 
 @fast_launch

@@ -106,50 +106,58 @@ def _tensor_kernel(
     row_scales,
     scale,
     blocks,
+    source,
     out,
     turned,
+    choices,
     rows,
     columns,
     stride,
     C: tl.constexpr,
-    COPY: tl.constexpr,
-    ROWS: tl.constexpr,
     PACK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0:
-    nothing is transposed. ROWS: ``out`` is written. ``blocks``: which scale is that of each BLOCK
-    rows.
+    """The arguments of :func:`launch_quantize`; a matrix and its scale for each program along the
+    third axis. PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes
+    apart; 0: nothing is transposed.
     """
     STEP: tl.constexpr = max(PACK, 1)
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * rows * columns
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     packed = tl.zeros((BM, BN), tl.int32)
-    if not COPY:
+    if C is not None:
+        scale += matrix
         if blocks is not None:
             scale += tl.load(blocks + tl.program_id(0) * BM * STEP // BLOCK)
         factor = inverse(scale)
         y = tl.zeros((BM, BN), tl.float32)
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
-        inside = (row < rows) & (column < columns)
-        value = tl.load(x + row * columns + column, mask=inside, other=0.0)
-        if COPY:
+        at, there = row, row < rows
+        if source is not None:
+            choice = tl.load(source + row, mask=row < rows, other=-1)
+            at, there = (choice // choices).to(tl.int64), choice >= 0
+        value = tl.load(x + at * columns + column, mask=there & (column < columns), other=0.0)
+        if C is None:
             packed |= value.to(tl.int32) << (8 * i)
         else:
             last = y
             if row_scales is None:
                 y = value.to(tl.float32) * factor
             else:  # the factor of a row first: with powers of two nothing is rounded before codes
-                times = tl.load(row_scales + row, mask=row < rows, other=0.0) * factor
+                times = tl.load(row_scales + at, mask=there, other=0.0) * factor
                 y = from_fp8(value) * times
-            if ROWS:
-                tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
+            if out is not None:
+                to = out + (matrix * rows + row) * columns + column
+                tl.store(to, to_fp8(y, C), mask=(row < rows) & (column < columns))
             if PACK > 0:
                 packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
+        turned += matrix * columns * (rows // PACK)
         inside = (packet < rows // PACK) & (column < columns)
         store_turned(turned, packed, packet, column, stride // PACK, inside)
 
@@ -215,37 +223,48 @@ def launch_quantize(
     c: Format | None,
     blocks: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    choices: int = 1,
 ) -> None:
-    """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed,
-    into ``turned``.
+    """Codes of x (its bytes, where ``c`` is None) into ``out`` and, transposed, into ``turned``.
 
-    ``blocks``: of several scales, which is that of each :data:`~coat_dist.reference.grouped.BLOCK`
-    rows. ``row_scales``: of x, which is FP8 by rows then.
+    Args:
+        x: ``[rows, columns]``; or several matrices ``[experts, rows, columns]``, each with its
+            scale.
+        blocks: of several scales, which is that of each
+            :data:`~coat_dist.reference.grouped.BLOCK` rows.
+        row_scales: of x, which is FP8 by rows then.
+        source: row i is that of number ``source[i] // choices`` in x, zeros if negative.
     """
-    rows, columns = x.shape
-    if not x.numel():
+    rows, columns = x.shape[-2:]
+    if source is not None:
+        rows = source.shape[0]
+    if not (rows and columns):
         return
-    bm, bn, warps = ROWS_TILE if turned is None else TURNED_TILE if blocks is None else TURNED_BLOCK
+    bm, bn, warps = ROWS_TILE
     pack = stride = 0
     if turned is not None:
+        bm, bn, warps = TURNED_TILE if blocks is None else TURNED_BLOCK
+        stride = turned.stride(-2)
         # columns of a wider matrix have to begin at whole words
-        aligned = turned.stride(0) % 4 == 0 and turned.storage_offset() % 4 == 0
+        aligned = stride % 4 == 0 and turned.storage_offset() % 4 == 0
         pack, word = packet(rows if aligned else 1)
-        turned, stride = turned.view(word), turned.stride(0)
-    bm //= max(pack, 1)
-    _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
+        turned = turned.view(word)
+        bm //= pack
+    matrices = x.shape[0] if x.dim() == 3 else 1
+    _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn), matrices)](
         x,
         row_scales,
         scale,
         blocks,
+        source,
         out,
         turned,
+        choices,
         rows,
         columns,
         stride,
         C=c,
-        COPY=c is None,
-        ROWS=out is not None,
         PACK=pack,
         BM=bm,
         BN=bn,

@@ -109,7 +109,6 @@ __all__ = [
     "quantize_both",
     "quantize_columns",
     "quantize_experts",
-    "quantize_experts_transposed",
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
@@ -182,7 +181,8 @@ take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, tim
 scale_rows_backward = operation(grouped.scale_rows_backward)  # gradients of rows and factors
 sum_rows = operation(grouped.sum_rows)  # sums of rows, each times a factor
 largest_rows = operation(grouped.largest_rows)  # the largest row scale of each expert
-quantize_experts = operation(grouped.quantize_experts)  # weights, with a scale an expert
+# Weights with a scale an expert, also transposed.
+quantize_experts = operation(grouped.quantize_experts)
 # Weights transposed, FP8 codes with a scale per row.
 quantize_columns = operation(grouped.quantize_columns)
 # Backward of the activation, with scales of experts and factors of rows.
@@ -192,8 +192,6 @@ activation_backward_experts = operation(grouped.activation_backward_experts)
 route = operation(routing.route)
 take_codes = operation(routing.take_codes)  # FP8 codes of tokens in the rows of experts
 take_codes_transposed = operation(routing.take_codes_transposed)  # the same, transposed
-# Weights with a scale an expert, transposed.
-quantize_experts_transposed = operation(routing.quantize_experts_transposed)
 # without a kernel: expert_rows
 
 # Attention: heads and rotary position embedding

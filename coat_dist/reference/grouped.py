@@ -172,10 +172,16 @@ def largest_rows(
     return out.scatter_reduce(0, rows.blocks.long(), of_blocks, "amax")
 
 
-def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
-    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``."""
-    q = quantize.requantize_rows(x, fmt, scales[:, None, None])
-    return QuantizedTensor(q.codes, scales, "expert")
+def quantize_experts(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, transpose: bool = False
+) -> QuantizedTensor:
+    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``; with
+    ``transpose`` codes ``[experts, n, k]``.
+    """
+    codes = quantize.requantize_rows(x, fmt, scales[:, None, None]).codes
+    if transpose:
+        codes = codes.transpose(1, 2).contiguous()
+    return QuantizedTensor(codes, scales, "expert")
 
 
 def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:

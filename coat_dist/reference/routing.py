@@ -13,7 +13,7 @@ from ..formats import QuantizedTensor, format_of
 from . import quantize
 from .grouped import ExpertRows, expert_rows
 
-__all__ = ["quantize_experts_transposed", "route", "take_codes", "take_codes_transposed"]
+__all__ = ["route", "take_codes", "take_codes_transposed"]
 
 
 def route(index: torch.Tensor, experts: int) -> ExpertRows:
@@ -81,11 +81,3 @@ def take_codes_transposed(
     values = taken.codes.float() * (taken.scales * of_rows.reciprocal())
     codes = values.clamp(-fmt.max, fmt.max).to(fmt.dtype)
     return QuantizedTensor(codes.t().contiguous(), scales, "expert")
-
-
-def quantize_experts_transposed(x: torch.Tensor, fmt, scales: torch.Tensor) -> QuantizedTensor:
-    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``: codes
-    ``[experts, n, k]``.
-    """
-    q = quantize.requantize_rows(x, fmt, scales[:, None, None])
-    return QuantizedTensor(q.codes.transpose(1, 2).contiguous(), scales, "expert")

@@ -51,7 +51,6 @@ from ...ops import (
     one_by_one,
     quantize_columns,
     quantize_experts,
-    quantize_experts_transposed,
     quantize_rows,
     quantize_tensor,
     route,
@@ -212,18 +211,14 @@ class _Weight:
         scale = q8.scales.amax((1, 2))
         if self.settings.forward_scales == "row":
             return Operand(q8, scale)
-        if self.rows_first:
-            return Operand(quantize_experts(weight, fmt, scale), scale)
-        return Operand(quantize_experts_transposed(weight, fmt, scale), scale)
+        return Operand(quantize_experts(weight, fmt, scale, not self.rows_first), scale)
 
     def for_dgrad(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors``
         returns it.
         """
         fmt, weight = FORMATS[self.settings.format], _shaped(weight, self.shape)
-        if self.rows_first:
-            return quantize_experts_transposed(weight, fmt, scale)
-        return quantize_experts(weight, fmt, scale)
+        return quantize_experts(weight, fmt, scale, self.rows_first)
 
     def gradient(
         self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows
