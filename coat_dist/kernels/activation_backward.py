@@ -3,7 +3,7 @@
 
 The second pass reads da and all parts once and writes their gradients, the same transposed, and the
 activation transposed: no intermediate of size f is ever written in BF16. The gradient of fc1's bias
-(BIAS) costs no pass of its own: it is summed by columns of each tile.
+costs no pass of its own: it is summed by columns of each tile.
 
 Tiles that are written transposed are taken by packets of four rows, as in ``kernels/quantize.py``.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from ..formats import E4M3, FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
-from .activation_functions import activate, load_part
+from .activation_functions import backward, load_parts, pre_constants
 from .fp8 import (
     amax_buffer,
     atomic_amax,
@@ -29,7 +29,7 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
-from .groups import unpack
+from .groups import place, unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
@@ -61,11 +61,7 @@ def _backward_kernel(
     groups,
     D: tl.constexpr,
     C: tl.constexpr,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
+    P: tl.constexpr,
     PACK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -75,11 +71,9 @@ def _backward_kernel(
     amax. ``blocks``: the expert of each BLOCK rows, whose scales and amax they have; ``weight`` of
     what ``source`` counts multiplies a row's activation.
     """
-    PARTS: tl.constexpr = 2 if GATED else 1
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
     zero = tl.zeros((BM, BN), tl.float32)
     gate, up, act = zero, zero, zero  # what goes into the codes, of the row before
     gates, ups, acts = (tl.zeros((BM, BN), tl.int32),) * 3  # packets
@@ -96,76 +90,34 @@ def _backward_kernel(
         factor = inverse(scale)
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
+        at = place(row, tl.program_id(1), rows, columns, groups, BN, P.group_size)
         inside = (row < rows) & (column < columns)
-        in_group = (row < rows) & (group < groups)
         grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
         if weight is not None:
             choice = tl.load(source + row, mask=row < rows, other=-1).to(tl.int64)
             times = tl.load(weight + choice, mask=choice >= 0, other=0.0).to(tl.float32)
             grad *= times
-        g = load_part(
-            x,
-            scales,
-            None,
-            0,
-            row,
-            column,
-            group,
-            inside,
-            in_group,
-            columns,
-            groups,
-            PARTS,
-            False,
-            BM,
-            BN,
-            G,
-            S,
-        )
-        value, slope = activate(g, ACT, C.fast)
-        du = grad * value
-        if GATED:
-            u = load_part(
-                x,
-                scales,
-                None,
-                1,
-                row,
-                column,
-                group,
-                inside,
-                in_group,
-                columns,
-                groups,
-                PARTS,
-                False,
-                BM,
-                BN,
-                G,
-                S,
-            )
-            grad *= u
-            value *= u
-        dg = grad * slope
+        g, u = load_parts(x, scales, None, at, BM, BN, P)
+        value, dg, du = backward(grad, g, u, P, C.fast)
         if PACK == 0:
             bits = magnitude_bits(dg)
-            if GATED:
+            if P.parts == 2:
                 bits = tl.maximum(bits, magnitude_bits(du))
             atomic_amax(amax, bits)
         else:
             if weight is not None:
                 value *= times
-            at = row * PARTS * columns + column
+            to = d8 + row * P.parts * columns + column
             last, act = act, value * factor
             acts = pack_rows(acts, last, act, i, PACK, C)
             last, gate = gate, dg * grad_factor
             gates = pack_rows(gates, last, gate, i, PACK, D)
-            tl.store(d8 + at, to_fp8(gate, D), mask=inside)
-            if GATED:
+            tl.store(to, to_fp8(gate, D), mask=inside)
+            if P.parts == 2:
                 last, up = up, du * grad_factor
                 ups = pack_rows(ups, last, up, i, PACK, D)
-                tl.store(d8 + at + columns, to_fp8(up, D), mask=inside)
-            if BIAS:
+                tl.store(to + columns, to_fp8(up, D), mask=inside)
+            if dbias is not None:
                 gate_sum += dg
                 up_sum += du
     if PACK > 0:
@@ -173,13 +125,13 @@ def _backward_kernel(
         there = (packet < height) & (column < columns)
         store_turned(a8_t, acts, packet, column, height, there)
         store_turned(d8_t, gates, packet, column, height, there)
-        at = tl.program_id(0).to(tl.int64) * PARTS * columns + column
-        if GATED:
+        at = tl.program_id(0).to(tl.int64) * P.parts * columns + column
+        if P.parts == 2:
             up_t = d8_t + tl.full((), 1, tl.int64) * columns * height
             store_turned(up_t, ups, packet, column, height, there)
-        if BIAS:
+        if dbias is not None:
             tl.store(dbias + at, tl.sum(gate_sum, 0)[None, :], mask=column < columns)
-            if GATED:
+            if P.parts == 2:
                 tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
 
 
@@ -198,7 +150,7 @@ def _backward(
     experts,
     factor=None,
 ) -> None:
-    act, columns = ACTIVATIONS[activation], da.shape[-1]
+    columns = da.shape[-1]
     flat = da.reshape(-1, columns).contiguous()
     rows = flat.shape[0]
     codes, scales, size, form = unpack(pre8)
@@ -219,11 +171,7 @@ def _backward(
         cdiv(columns, size),
         D=constants(grad_fmt, da),
         C=constants(fmt, da),
-        ACT=act.function,
-        GATED=act.gated,
-        BIAS=outputs[-1] is not None,
-        G=size,
-        S=form,
+        P=pre_constants(activation, form, size),
         PACK=pack,
         BM=bm // max(pack, 1),
         BN=max(bn, size),

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.activation import ACTIVATIONS, ActivationGradients
+from ..reference.activation import ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
 from . import activation_backward as act
-from .activation_functions import activate, load_part
+from .activation_functions import backward, load_parts, pre_constants
 from .fp8 import (
     TINY,
     atomic_amax,
@@ -26,7 +26,7 @@ from .fp8 import (
     scale_of,
     store_turned,
 )
-from .groups import load_tile, unpack
+from .groups import load_tile, place, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
 
@@ -388,76 +388,29 @@ def _factor_kernel(
     rows,
     columns,
     groups,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    FAST: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
+    P: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """BM rows whole, of one expert: the gradient of each row's factor is a sum over its columns."""
-    PARTS: tl.constexpr = 2 if GATED else 1
     slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     choice = tl.load(source + slot, mask=slot < rows, other=-1).to(tl.int64)
     times = tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
     top = tl.zeros((BM, BN), tl.int32)
     sums = tl.zeros((BM, BN), tl.float32)
     row = slot[:, None]
-    for first in range(0, columns, BN):
-        column = (first + tl.arange(0, BN))[None, :]
-        group = (first // G + tl.arange(0, BN // G))[None, :]
-        inside = (row < rows) & (column < columns)
-        in_group = (row < rows) & (group < groups)
-        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        g = load_part(
-            x,
-            scales,
-            None,
-            0,
-            row,
-            column,
-            group,
-            inside,
-            in_group,
-            columns,
-            groups,
-            PARTS,
-            False,
-            BM,
-            BN,
-            G,
-            S,
-        )
-        value, slope = activate(g, ACT, FAST)
-        du = grad * value
-        if GATED:
-            u = load_part(
-                x,
-                scales,
-                None,
-                1,
-                row,
-                column,
-                group,
-                inside,
-                in_group,
-                columns,
-                groups,
-                PARTS,
-                False,
-                BM,
-                BN,
-                G,
-                S,
-            )
+    for tile in range(tl.cdiv(columns, BN)):
+        at = place(row, tile, rows, columns, groups, BN, P.group_size)
+        grad = tl.load(da + row * columns + at[1], mask=at[3], other=0.0).to(tl.float32)
+        g, u = load_parts(x, scales, None, at, BM, BN, P)
+        _, dg, du = backward(grad, g, u, P, P.saved.fast)
+        top = tl.maximum(top, magnitude_bits(dg * times))
+        if P.parts == 2:
             sums += du * u
-            grad *= u
             top = tl.maximum(top, magnitude_bits(du * times))
         else:
             sums += du
-        top = tl.maximum(top, magnitude_bits(grad * slope * times))
     atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
     tl.store(dfactor + choice, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=choice >= 0)
 
@@ -472,7 +425,7 @@ def activation_grad_amax_experts(
     """See :func:`coat_dist.reference.grouped.activation_grad_amax_experts`."""
     if factor is None:
         return act.launch_grad_amax(da, pre8, activation, rows), None
-    function, columns = ACTIVATIONS[activation], da.shape[1]
+    columns = da.shape[1]
     codes, scales, size, form = unpack(pre8)
     amax = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
     dfactor = torch.zeros_like(factor, memory_format=torch.contiguous_format)
@@ -489,11 +442,7 @@ def activation_grad_amax_experts(
         da.shape[0],
         columns,
         cdiv(columns, size),
-        ACT=function.function,
-        GATED=function.gated,
-        FAST=da.is_cuda,
-        G=size,
-        S=form,
+        P=pre_constants(activation, form, size),
         BM=height,
         BN=max(width, size),
         BLOCK=BLOCK,

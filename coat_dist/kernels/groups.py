@@ -23,6 +23,7 @@ __all__ = [
     "group_encode",
     "load_raw",
     "load_tile",
+    "place",
     "room",
     "saved_as",
     "unpack",
@@ -197,6 +198,18 @@ def group_decode(
     else:
         values = from_fp8(codes)
     return tl.reshape(tl.reshape(values, (BM, BN // G, G)) * scale[:, :, None], (BM, BN))
+
+
+@triton.jit
+def place(row, tile, rows, columns, groups, BN: tl.constexpr, G: tl.constexpr):
+    """Where a tile of BN columns lies in a tensor [rows, columns]: its rows, columns and groups,
+    which elements and which groups there are, and the sizes of a row. ``tile`` counts along a row.
+    """
+    BG: tl.constexpr = BN // max(G, 1)
+    column = (tile * BN + tl.arange(0, BN))[None, :]
+    group = (tile * BG + tl.arange(0, BG))[None, :]
+    there = row < rows
+    return row, column, group, there & (column < columns), there & (group < groups), columns, groups
 
 
 @triton.jit
