@@ -231,18 +231,13 @@ def launch_backward(
     The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same
     order every time.
     """
-    (rows, columns), width, device = (
-        da.shape,
-        da.shape[1] * ACTIVATIONS[activation].parts,
-        da.device,
-    )
+    rows, columns = da.shape
+    width = columns * ACTIVATIONS[activation].parts
     tiles = cdiv(rows, BACKWARD_TILE[0])
-    d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
-    d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
-    a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)
-    sums = (
-        None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
-    )
+    d8 = da.new_empty(rows, width, dtype=grad_fmt.dtype)
+    d8_t = da.new_empty(width, rows, dtype=grad_fmt.dtype)
+    a8_t = da.new_empty(columns, rows, dtype=fmt.dtype)
+    sums = None if bias_sum is None else da.new_empty(tiles, width, dtype=torch.float32)
     pack, word = packet(rows)
     outputs = d8, d8_t.view(word), a8_t.view(word), sums
     _backward(

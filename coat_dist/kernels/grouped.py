@@ -127,7 +127,7 @@ def sum_rows(
     """See :func:`coat_dist.reference.grouped.sum_rows`."""
     x = x.contiguous()
     (count, terms), columns = index.shape, x.shape[1]
-    out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
+    out = x.new_empty(count, columns)
     if out.numel():
         tile = min(SUM_TILE, next_power_of_2(columns))
         _sum_kernel[(count, cdiv(columns, tile))](
@@ -183,7 +183,7 @@ def scale_rows_backward(
     d = torch.empty_like(dout)
     dfactor, codes, scales, size, form = None, None, None, 1, None
     if y8 is not None:
-        dfactor = torch.empty(factor.shape, dtype=factor.dtype, device=dout.device)
+        dfactor = factor.new_empty(factor.shape)
         codes, scales, size, form = unpack(y8)
     height, width, warps = SCALE_TILE
     if d.numel():
@@ -228,7 +228,7 @@ def largest_rows(
     scales: torch.Tensor, rows: ExpertRows, least: float, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See :func:`coat_dist.reference.grouped.largest_rows`."""
-    out = torch.empty(rows.experts, dtype=torch.float32, device=scales.device)
+    out = scales.new_empty(rows.experts)
     _largest_kernel[(rows.experts,)](
         scales, rows.source, rows.ends, dense(factor), out, least, TILE=SCALES_TILE, num_warps=4
     )
@@ -272,7 +272,7 @@ def spread_scales(
     experts = a.shape[0]
     of_a = experts * height if rows is None else rows.source.shape[0]
     total = of_a + experts * width
-    out = torch.empty(total, dtype=torch.float32, device=a.device)
+    out = a.new_empty(total)
     _spread_kernel[(cdiv(total, SCALES_TILE),)](
         a,
         b,
@@ -353,8 +353,8 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
     """See :func:`coat_dist.reference.grouped.quantize_columns`."""
     x = x.contiguous()
     experts, k, n = x.shape
-    codes = torch.empty(experts, n, k, dtype=fmt.dtype, device=x.device)
-    scales = torch.empty(experts, n, 1, dtype=torch.float32, device=x.device)
+    codes = x.new_empty(experts, n, k, dtype=fmt.dtype)
+    scales = x.new_empty(experts, n, 1, dtype=torch.float32)
     pack, word = packet(k)
     bn, bm, warps = COLUMNS_TILE
     if x.numel():
@@ -427,7 +427,7 @@ def activation_grad_amax_experts(
         return act.launch_grad_amax(da, pre8, activation, rows), None
     columns = da.shape[1]
     codes, scales, size, form = unpack(pre8)
-    amax = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
+    amax = da.new_zeros(rows.experts, dtype=torch.float32)
     dfactor = torch.zeros_like(factor, memory_format=torch.contiguous_format)
     height, width, warps = FACTOR_TILE
     _factor_kernel[(cdiv(da.shape[0], height),)](

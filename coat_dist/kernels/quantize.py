@@ -188,9 +188,7 @@ def quantize_tensor(
     flat = launch_rows(x)
     codes = out
     if codes is None:
-        codes = torch.empty(
-            flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device
-        )
+        codes = x.new_empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype)
     rows, turned = (None, codes) if transpose else (codes, None)
     launch_quantize(flat, scale, rows, turned, constants(fmt, x), row_scales=row_scales)
     return QuantizedTensor(codes, scale, "tensor")
@@ -201,15 +199,15 @@ def quantize_both(
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`coat_dist.reference.quantize.quantize_both`."""
     flat = launch_rows(x)
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    turned = torch.empty(flat.shape[::-1], dtype=fmt.dtype, device=x.device)
+    codes = x.new_empty(x.shape, dtype=fmt.dtype)
+    turned = x.new_empty(flat.shape[::-1], dtype=fmt.dtype)
     launch_quantize(flat, scale, codes, turned, constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor"), QuantizedTensor(turned, scale, "tensor")
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.transpose`."""
-    codes = torch.empty(q.codes.shape[::-1], dtype=q.codes.dtype, device=q.codes.device)
+    codes = q.codes.new_empty(q.codes.shape[::-1])
     # As bytes: nothing is converted, and the format does not matter.
     launch_quantize(q.codes.contiguous().view(torch.uint8), q.scales, None, codes, None)
     return QuantizedTensor(codes, q.scales, q.layout)
@@ -375,8 +373,8 @@ def quantize_rows(
     rows, columns = flat.shape
     width, held, long, warps = row_tiles(columns, *HELD_TILES)
     if out is None:
-        codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-        scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        codes = x.new_empty(x.shape, dtype=fmt.dtype)
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         top = amax_buffer(x.device) if rows else None
     else:
         codes, scales, top = out.codes, out.scales, out.top
@@ -439,7 +437,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     rows, columns = codes.shape
     tensor = q.layout == "tensor"
     scales = q.scales.expand(rows).contiguous() if tensor else launch_rows(q.scales)
-    out = torch.empty(q.codes.shape, dtype=dtype, device=codes.device)
+    out = codes.new_empty(q.codes.shape, dtype=dtype)
     bm, bn, warps = GROUPS_TILE
     grid = cdiv(rows, bm), cdiv(columns, bn)
     if codes.numel() and q.layout != "group":

@@ -104,7 +104,7 @@ def route(index: torch.Tensor, experts: int) -> ExpertRows:
     total = max((choices + (BLOCK - 1) * experts) // BLOCK * BLOCK, BLOCK)
     tiles = cdiv(choices, ROUTE_TILE)
     sizes = total, choices, total // BLOCK, experts, tiles * width
-    new = torch.empty(sum(sizes), dtype=torch.int32, device=index.device)
+    new = index.new_empty(sum(sizes), dtype=torch.int32)
     source, place, blocks, ends, counts = new.split(sizes)
     _count_kernel[(cdiv(max(total, choices), ROUTE_TILE),)](
         index,

@@ -135,7 +135,7 @@ def sum_rows(
     """Sums of the rows ``index`` (int32 ``[m, k]``, -1: none) of x ``[rows, n]``, each times its
     ``factor`` ``[m, k]``; ``[m, n]``: fp32, rounded once.
     """
-    out = torch.zeros(index.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
+    out = x.new_zeros(index.shape[0], x.shape[1], dtype=torch.float32)
     if not x.shape[0]:
         return out.to(x.dtype)
     for i in range(index.shape[1]):
@@ -221,12 +221,12 @@ def activation_grad_amax_experts(
     dfactor = None
     if factor is not None:
         there = rows.source >= 0
-        dfactor = torch.zeros(factor.numel(), dtype=torch.float32, device=da.device)
+        dfactor = da.new_zeros(factor.numel(), dtype=torch.float32)
         products = (da.float() * act.activation_apply(pre8, activation)).sum(-1)
         dfactor[rows.source[there].long()] = products[there]
         dfactor = dfactor.view(factor.shape).to(factor.dtype)
         da = da.float() * factor_of_rows(factor, rows)
-    out = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
+    out = da.new_zeros(rows.experts, dtype=torch.float32)
     for expert, at in rows.pieces():
         out[expert] = act.activation_grad_amax(da[at], _part(pre8, at), activation)
     return out, dfactor

@@ -29,7 +29,7 @@ def route(index: torch.Tensor, experts: int) -> ExpertRows:
     flat = index.flatten().long()
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = flat.sort(stable=True).indices
-    counts = torch.zeros(experts + 1, dtype=torch.long, device=flat.device)
+    counts = flat.new_zeros(experts + 1)
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
     sent = int(counts.sum())
     rows = expert_rows(counts, sent, flat.device)
