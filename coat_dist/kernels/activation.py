@@ -14,7 +14,11 @@ import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS
-from .activation_backward import activation_backward, activation_grad_amax
+from .activation_backward import (
+    activation_backward,
+    activation_factor_grad,
+    activation_grad_amax,
+)
 from .activation_compress import activation_compress, activation_compress_rows
 from .activation_functions import activate, load_parts, pre_constants
 from .fp8 import constants, dense, inverse, pack_rows, store_turned, to_fp8
@@ -26,6 +30,7 @@ __all__ = [
     "activation_backward",
     "activation_compress",
     "activation_compress_rows",
+    "activation_factor_grad",
     "activation_grad_amax",
     "activation_quantize",
 ]

@@ -33,11 +33,12 @@ from .groups import place, unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
-__all__ = ["activation_backward", "activation_grad_amax", "launch_backward", "launch_grad_amax"]
+__all__ = ["activation_backward", "activation_factor_grad", "activation_grad_amax"]
 
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (8, 256, 4)
 BACKWARD_TILE = (32, 128, 4)
+FACTOR_TILE = (8, 256, 4)
 
 
 @fast_launch
@@ -180,23 +181,15 @@ def _backward(
     )
 
 
-def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
-    """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
-    return launch_grad_amax(da, pre8, activation, None)
-
-
-def launch_grad_amax(
-    da: torch.Tensor, pre8: QuantizedTensor, activation: str, experts: ExpertRows | None
+def activation_grad_amax(
+    da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows | None = None
 ) -> torch.Tensor:
-    """One amax, or one for each of ``experts``."""
-    amax = (
-        amax_buffer(da.device)
-        if experts is None
-        else da.new_zeros(experts.experts, dtype=torch.float32)
-    )
-    _backward(
-        da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, experts
-    )
+    """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
+    if rows is None:
+        amax = amax_buffer(da.device)
+    else:
+        amax = da.new_zeros(rows.experts, dtype=torch.float32)
+    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, rows)
     return amax
 
 
@@ -209,36 +202,22 @@ def activation_backward(
     fmt: FP8Format,
     scale: torch.Tensor,
     bias_sum: torch.dtype | None = None,
-) -> ActivationGradients:
-    """See :func:`coat_dist.reference.activation.activation_backward`."""
-    return launch_backward(da, pre8, activation, grad_fmt, grad_scale, fmt, scale, bias_sum, None)
-
-
-def launch_backward(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    grad_fmt: FP8Format,
-    grad_scale: torch.Tensor,
-    fmt: FP8Format,
-    scale: torch.Tensor,
-    bias_sum: torch.dtype | None,
-    experts: ExpertRows | None,
+    rows: ExpertRows | None = None,
     factor: torch.Tensor | None = None,
 ) -> ActivationGradients:
-    """:func:`activation_backward`, where there are ``experts`` with their scales.
+    """See :func:`coat_dist.reference.activation.activation_backward`.
 
     The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same
     order every time.
     """
-    rows, columns = da.shape
+    height, columns = da.shape
     width = columns * ACTIVATIONS[activation].parts
-    tiles = cdiv(rows, BACKWARD_TILE[0])
-    d8 = da.new_empty(rows, width, dtype=grad_fmt.dtype)
-    d8_t = da.new_empty(width, rows, dtype=grad_fmt.dtype)
-    a8_t = da.new_empty(columns, rows, dtype=fmt.dtype)
+    tiles = cdiv(height, BACKWARD_TILE[0])
+    d8 = da.new_empty(height, width, dtype=grad_fmt.dtype)
+    d8_t = da.new_empty(width, height, dtype=grad_fmt.dtype)
+    a8_t = da.new_empty(columns, height, dtype=fmt.dtype)
     sums = None if bias_sum is None else da.new_empty(tiles, width, dtype=torch.float32)
-    pack, word = packet(rows)
+    pack, word = packet(height)
     outputs = d8, d8_t.view(word), a8_t.view(word), sums
     _backward(
         da,
@@ -252,13 +231,88 @@ def launch_backward(
         fmt,
         pack,
         BACKWARD_TILE,
-        experts,
+        rows,
         factor,
     )
-    layout = "tensor" if experts is None else "expert"
+    layout = "tensor" if rows is None else "expert"
     return ActivationGradients(
         QuantizedTensor(d8, grad_scale, layout),
         QuantizedTensor(d8_t, grad_scale, layout),
         QuantizedTensor(a8_t, scale, layout),
         None if sums is None else sums.sum(0, dtype=bias_sum),
     )
+
+
+@fast_launch
+@triton.jit
+def _factor_kernel(
+    da,
+    x,
+    scales,
+    factor,
+    source,
+    blocks,
+    amax,
+    dfactor,
+    rows,
+    columns,
+    groups,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BM rows whole, of one expert: the gradient of each row's factor is a sum over its columns."""
+    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    choice = tl.load(source + slot, mask=slot < rows, other=-1).to(tl.int64)
+    times = tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
+    top = tl.zeros((BM, BN), tl.int32)
+    sums = tl.zeros((BM, BN), tl.float32)
+    row = slot[:, None]
+    for tile in range(tl.cdiv(columns, BN)):
+        at = place(row, tile, rows, columns, groups, BN, P.group_size)
+        grad = tl.load(da + row * columns + at[1], mask=at[3], other=0.0).to(tl.float32)
+        g, u = load_parts(x, scales, None, at, BM, BN, P)
+        _, dg, du = backward(grad, g, u, P, P.saved.fast)
+        top = tl.maximum(top, magnitude_bits(dg * times))
+        if P.parts == 2:
+            sums += du * u
+            top = tl.maximum(top, magnitude_bits(du * times))
+        else:
+            sums += du
+    atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
+    tl.store(dfactor + choice, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=choice >= 0)
+
+
+def activation_factor_grad(
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    rows: ExpertRows,
+    factor: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`coat_dist.reference.activation.activation_factor_grad`."""
+    columns = da.shape[1]
+    codes, scales, size, form = unpack(pre8)
+    amax = da.new_zeros(rows.experts, dtype=torch.float32)
+    dfactor = torch.zeros_like(factor, memory_format=torch.contiguous_format)
+    height, width, warps = FACTOR_TILE
+    _factor_kernel[(cdiv(da.shape[0], height),)](
+        da,
+        codes,
+        scales,
+        dense(factor),
+        rows.source,
+        rows.blocks,
+        amax,
+        dfactor,
+        da.shape[0],
+        columns,
+        cdiv(columns, size),
+        P=pre_constants(activation, form, size),
+        BM=height,
+        BN=max(width, size),
+        BLOCK=BLOCK,
+        num_warps=warps,
+    )
+    return amax, dfactor

@@ -1,8 +1,8 @@
 """Kernels of ``reference/grouped.py``. Rows of experts come by blocks: a tile of rows has one
 expert, and its scale.
 
-Quantizing and backward of the activation are the kernels of a single tensor, told where the block's
-scale lies.
+Quantizing, and backward of the activation in ``activation_backward.py``, are the kernels of a
+single tensor, told where the block's scale lies.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.activation import ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
-from . import activation_backward as act
-from .activation_functions import backward, load_parts, pre_constants
 from .fp8 import (
     TINY,
-    atomic_amax,
     constants,
     dense,
     magnitude_bits,
@@ -26,13 +22,11 @@ from .fp8 import (
     scale_of,
     store_turned,
 )
-from .groups import load_tile, place, unpack
+from .groups import load_tile, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
 
 __all__ = [
-    "activation_backward_experts",
-    "activation_grad_amax_experts",
     "largest_rows",
     "launch_take",
     "quantize_columns",
@@ -50,7 +44,6 @@ TAKE_TILE = 4096
 SUM_TILE = 1024
 SCALE_TILE = (2, 2048, 8)
 SCALES_TILE = 1024
-FACTOR_TILE = (8, 256, 4)
 
 
 @fast_launch
@@ -372,97 +365,3 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
             num_warps=warps,
         )
     return QuantizedTensor(codes, scales, "row")
-
-
-@fast_launch
-@triton.jit
-def _factor_kernel(
-    da,
-    x,
-    scales,
-    factor,
-    source,
-    blocks,
-    amax,
-    dfactor,
-    rows,
-    columns,
-    groups,
-    P: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """BM rows whole, of one expert: the gradient of each row's factor is a sum over its columns."""
-    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    choice = tl.load(source + slot, mask=slot < rows, other=-1).to(tl.int64)
-    times = tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
-    top = tl.zeros((BM, BN), tl.int32)
-    sums = tl.zeros((BM, BN), tl.float32)
-    row = slot[:, None]
-    for tile in range(tl.cdiv(columns, BN)):
-        at = place(row, tile, rows, columns, groups, BN, P.group_size)
-        grad = tl.load(da + row * columns + at[1], mask=at[3], other=0.0).to(tl.float32)
-        g, u = load_parts(x, scales, None, at, BM, BN, P)
-        _, dg, du = backward(grad, g, u, P, P.saved.fast)
-        top = tl.maximum(top, magnitude_bits(dg * times))
-        if P.parts == 2:
-            sums += du * u
-            top = tl.maximum(top, magnitude_bits(du * times))
-        else:
-            sums += du
-    atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
-    tl.store(dfactor + choice, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=choice >= 0)
-
-
-def activation_grad_amax_experts(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    rows: ExpertRows,
-    factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :func:`coat_dist.reference.grouped.activation_grad_amax_experts`."""
-    if factor is None:
-        return act.launch_grad_amax(da, pre8, activation, rows), None
-    columns = da.shape[1]
-    codes, scales, size, form = unpack(pre8)
-    amax = da.new_zeros(rows.experts, dtype=torch.float32)
-    dfactor = torch.zeros_like(factor, memory_format=torch.contiguous_format)
-    height, width, warps = FACTOR_TILE
-    _factor_kernel[(cdiv(da.shape[0], height),)](
-        da,
-        codes,
-        scales,
-        dense(factor),
-        rows.source,
-        rows.blocks,
-        amax,
-        dfactor,
-        da.shape[0],
-        columns,
-        cdiv(columns, size),
-        P=pre_constants(activation, form, size),
-        BM=height,
-        BN=max(width, size),
-        BLOCK=BLOCK,
-        num_warps=warps,
-    )
-    return amax, dfactor
-
-
-def activation_backward_experts(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    grad_fmt: FP8Format,
-    grad_scales: torch.Tensor,
-    fmt: FP8Format,
-    scales: torch.Tensor,
-    rows: ExpertRows,
-    factor: torch.Tensor | None = None,
-) -> ActivationGradients:
-    """See :func:`coat_dist.reference.grouped.activation_backward_experts`."""
-    return act.launch_backward(
-        da, pre8, activation, grad_fmt, grad_scales, fmt, scales, None, rows, factor
-    )

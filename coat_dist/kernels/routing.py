@@ -161,10 +161,13 @@ def take_codes_transposed(
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.routing.take_codes_transposed`."""
     turned = q.codes.new_empty(q.codes.shape[1], rows.source.shape[0])
-    where = dict(source=rows.source, choices=choices)
+    given, c, blocks, row_scales, layout = q.codes.view(torch.uint8), None, None, None, "tensor"
     if scales is None:
-        launch_quantize(q.codes.view(torch.uint8), q.scales, None, turned, None, **where)
-        return QuantizedTensor(turned, q.scales, "tensor")
-    c = constants(format_of(q.codes.dtype), q.codes)
-    launch_quantize(q.codes, scales, None, turned, c, rows.blocks, q.scales, **where)
-    return QuantizedTensor(turned, scales, "expert")
+        scales = q.scales
+    else:
+        given, c = q.codes, constants(format_of(q.codes.dtype), q.codes)
+        blocks, row_scales, layout = rows.blocks, q.scales, "expert"
+    launch_quantize(
+        given, scales, None, turned, c, blocks, row_scales, source=rows.source, choices=choices
+    )
+    return QuantizedTensor(turned, scales, layout)

@@ -90,6 +90,8 @@ activation_compress_rows = operation(activation.activation_compress_rows)
 activation_quantize = operation(activation.activation_quantize)
 # Backward, pass 1: amax of the pre-activation's gradient.
 activation_grad_amax = operation(activation.activation_grad_amax)
+# Pass 1 where rows have factors: the gradient of these too.
+activation_factor_grad = operation(activation.activation_factor_grad)
 # Pass 2: the pre-activation's gradient and the activation, in FP8.
 activation_backward = operation(activation.activation_backward)
 # without a kernel: activation_apply, the activation itself
@@ -104,9 +106,6 @@ largest_rows = operation(grouped.largest_rows)  # the largest row scale of each 
 quantize_experts = operation(grouped.quantize_experts)
 # Weights transposed, FP8 codes with a scale per row.
 quantize_columns = operation(grouped.quantize_columns)
-# Backward of the activation, with scales of experts and factors of rows.
-activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
-activation_backward_experts = operation(grouped.activation_backward_experts)
 # Rows of tokens sorted by a router's choices (reference/routing.py)
 route = operation(routing.route)
 take_codes = operation(routing.take_codes)  # FP8 codes of tokens in the rows of experts

@@ -11,7 +11,7 @@ import torch
 
 from ..formats import QuantizedTensor, format_of
 from . import quantize
-from .grouped import ExpertRows, expert_rows
+from .grouped import ExpertRows, expert_rows, scale_of_rows
 
 __all__ = ["route", "take_codes", "take_codes_transposed"]
 
@@ -76,8 +76,7 @@ def take_codes_transposed(
     if scales is None:
         codes = taken.codes.view(torch.uint8).t().contiguous().view(q.codes.dtype)
         return QuantizedTensor(codes, q.scales, "tensor")
-    fmt, of_blocks = format_of(q.codes.dtype), scales[rows.blocks.long()]
-    of_rows = of_blocks.repeat_interleave(len(rows.source) // len(rows.blocks))[:, None]
-    values = taken.codes.float() * (taken.scales * of_rows.reciprocal())
+    fmt = format_of(q.codes.dtype)
+    values = taken.codes.float() * (taken.scales * scale_of_rows(scales, rows).reciprocal())
     codes = values.clamp(-fmt.max, fmt.max).to(fmt.dtype)
     return QuantizedTensor(codes.t().contiguous(), scales, "expert")

@@ -37,9 +37,10 @@ from ...formats import FORMATS, QuantizedTensor
 from ...ops import (
     SMALLEST_SCALE,
     ExpertRows,
-    activation_backward_experts,
+    activation_backward,
     activation_compress_rows,
-    activation_grad_amax_experts,
+    activation_factor_grad,
+    activation_grad_amax,
     activation_quantize,
     amax,
     apart,
@@ -320,10 +321,13 @@ class _Experts(Function):
         da = grouped_mm(d8, fc2.for_dgrad(saved.w2, saved.w2_scale), rows, ctx.dtype)
         del d8
         given = da, pre8, activation
-        top, dprobs = activation_grad_amax_experts(*given, rows, saved.probs)
+        if saved.probs is None:
+            top, dprobs = activation_grad_amax(*given, rows), None
+        else:
+            top, dprobs = activation_factor_grad(*given, rows, saved.probs)
         scale = tensor_scale(top, grad_fmt)
-        inner = activation_backward_experts(
-            *given, grad_fmt, scale, fmt, saved.a_scale, rows, saved.probs
+        inner = activation_backward(
+            *given, grad_fmt, scale, fmt, saved.a_scale, rows=rows, factor=saved.probs
         )
         del da, given
         if _Experts.needs(ctx, "fc2_weight"):
