@@ -22,7 +22,7 @@ from .fp8 import (
     scale_of,
     store_turned,
 )
-from .groups import load_tile, unpack
+from .groups import load_tile, place, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
 
@@ -148,17 +148,13 @@ def _scale_backward_kernel(
 ):
     """BM rows whole."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    there = (row < rows)[:, None]
     times = tl.load(factor + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
     at = row[:, None]
-    for first in range(0, columns, BN):
-        column = (first + tl.arange(0, BN))[None, :]
-        inside = there & (column < columns)
+    for tile in range(tl.cdiv(columns, BN)):
+        _, column, group, inside, in_group, _, _ = place(at, tile, rows, columns, groups, BN, G)
         grad = tl.load(dout + at * columns + column, mask=inside, other=0.0).to(tl.float32)
         if dfactor is not None:
-            group = (first // G + tl.arange(0, BN // G))[None, :]
-            in_group = there & (group < groups)
             y = load_tile(
                 codes, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, S
             )

@@ -30,7 +30,7 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
-from .groups import group_encode, load_tile, room, saved_as, unpack
+from .groups import group_encode, load_tile, place, room, saved_as, unpack
 from .launch import cdiv, fast_launch
 
 __all__ = [
@@ -286,13 +286,12 @@ def _groups_kernel(
     BN: tl.constexpr,
 ):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
-    inside = (row < rows) & (column < columns)
+    at = place(row, tl.program_id(1), rows, columns, groups, BN, G)
+    _, column, group, inside, in_group, _, _ = at
     value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     q, stored = group_encode(value, BM, BN, G, S)
     tl.store(codes + row * columns + column, q, mask=inside)
-    tl.store(scales + row * groups + group, stored, mask=(row < rows) & (group < groups))
+    tl.store(scales + row * groups + group, stored, mask=in_group)
 
 
 def quantize_groups(
@@ -410,10 +409,8 @@ def _dequantize_groups_kernel(
     BN: tl.constexpr,
 ):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
-    inside = (row < rows) & (column < columns)
-    in_group = (row < rows) & (group < groups)
+    at = place(row, tl.program_id(1), rows, columns, groups, BN, G)
+    _, column, group, inside, in_group, _, _ = at
     value = load_tile(
         codes, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, S
     )
