@@ -20,7 +20,7 @@ from .activation_backward import (
     activation_grad_amax,
 )
 from .activation_compress import activation_compress, activation_compress_rows
-from .activation_functions import activate, load_parts, pre_constants
+from .activation_functions import activate, load_part, pre_constants
 from .fp8 import constants, dense, inverse, pack_rows, store_turned, to_fp8
 from .groups import place, unpack
 from .launch import cdiv, fast_launch
@@ -67,10 +67,10 @@ def _quantize_kernel(
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
         at = place(row, tl.program_id(1), rows, columns, groups, BN, P.group_size)
-        gate, up = load_parts(x, scales, bias, at, BM, BN, P)
+        gate = load_part(x, scales, bias, 0, at, BM, BN, P)
         value, _ = activate(gate, P.function, C.fast)
         if P.parts == 2:
-            value *= up
+            value *= load_part(x, scales, bias, 1, at, BM, BN, P)
         last, y = y, value * factor
         if PACK == 0:
             inside = (row < rows) & (column < columns)

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..formats import E4M3, FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
-from .activation_functions import backward, load_parts, pre_constants
+from .activation_functions import backward, pre_constants
 from .fp8 import (
     amax_buffer,
     atomic_amax,
@@ -29,7 +29,7 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
-from .groups import place, unpack
+from .groups import place, place_from, unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
@@ -98,8 +98,7 @@ def _backward_kernel(
             choice = tl.load(source + row, mask=row < rows, other=-1).to(tl.int64)
             times = tl.load(weight + choice, mask=choice >= 0, other=0.0).to(tl.float32)
             grad *= times
-        g, u = load_parts(x, scales, None, at, BM, BN, P)
-        value, dg, du = backward(grad, g, u, P, C.fast)
+        value, dg, du, _ = backward(grad, x, scales, at, BM, BN, P, C.fast)
         if PACK == 0:
             bits = magnitude_bits(dg)
             if P.parts == 2:
@@ -263,20 +262,20 @@ def _factor_kernel(
     BLOCK: tl.constexpr,
 ):
     """BM rows whole, of one expert: the gradient of each row's factor is a sum over its columns."""
+    G: tl.constexpr = P.group_size
     slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     choice = tl.load(source + slot, mask=slot < rows, other=-1).to(tl.int64)
     times = tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
     top = tl.zeros((BM, BN), tl.int32)
     sums = tl.zeros((BM, BN), tl.float32)
     row = slot[:, None]
-    for tile in range(tl.cdiv(columns, BN)):
-        at = place(row, tile, rows, columns, groups, BN, P.group_size)
+    for first in range(0, columns, BN):
+        at = place_from(row, first, first // G, rows, columns, groups, BN, BN // G)
         grad = tl.load(da + row * columns + at[1], mask=at[3], other=0.0).to(tl.float32)
-        g, u = load_parts(x, scales, None, at, BM, BN, P)
-        _, dg, du = backward(grad, g, u, P, P.saved.fast)
+        _, dg, du, up = backward(grad, x, scales, at, BM, BN, P, P.saved.fast)
         top = tl.maximum(top, magnitude_bits(dg * times))
         if P.parts == 2:
-            sums += du * u
+            sums += du * up
             top = tl.maximum(top, magnitude_bits(du * times))
         else:
             sums += du

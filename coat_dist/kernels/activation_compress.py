@@ -26,7 +26,7 @@ from .fp8 import (
     scale_of,
     to_fp8,
 )
-from .groups import group_decode, group_encode, place, room, saved_as
+from .groups import group_decode, group_encode, place, place_from, room, saved_as
 from .launch import cdiv, fast_launch
 from .quantize import launch_rows
 
@@ -194,21 +194,22 @@ def _compress_rows_kernel(
     LONG: there are more, and those are read and computed twice. AHEAD tiles are on their way while
     one is computed.
     """
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    G: tl.constexpr = P.group_size
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     top = tl.zeros((1, BN), tl.int32)
     raw, held = (), ()  # tiles; a tuple, since Triton has no lists
     for i in tl.static_range(HELD + AHEAD):
         if i < HELD:
-            at = place(row, i, rows, columns, groups, BN, P.group_size)
+            at = place(row, i, None, columns, groups, BN, G)
             raw = raw + (_load_raw(x, at, P),)  # type: ignore
         if i >= AHEAD:
-            at = place(row, i - AHEAD, rows, columns, groups, BN, P.group_size)
+            at = place(row, i - AHEAD, None, columns, groups, BN, G)
             value = _compress_tile(raw[i - AHEAD], bias, codes, scales, at, P, EXACT, True, 1, BN)
             held = held + (value,)  # type: ignore[assignment]
     if LONG:
-        for tile in range(HELD, tl.cdiv(columns, BN)):
-            at = place(row, tile, rows, columns, groups, BN, P.group_size)
+        for first in range(HELD * BN, columns, BN):
+            at = place_from(row, first, first // G, None, columns, groups, BN, BN // G)
             more = _compress_tile(
                 _load_raw(x, at, P), bias, codes, scales, at, P, EXACT, True, 1, BN
             )
@@ -227,8 +228,8 @@ def _compress_rows_kernel(
             mask=i * BN + column < columns,
         )
     if LONG:
-        for tile in range(HELD, tl.cdiv(columns, BN)):
-            at = place(row, tile, rows, columns, groups, BN, P.group_size)
+        for first in range(HELD * BN, columns, BN):
+            at = place_from(row, first, first // G, None, columns, groups, BN, BN // G)
             more = _compress_tile(
                 _load_raw(x, at, P), bias, codes, scales, at, P, EXACT, False, 1, BN
             )

@@ -15,7 +15,7 @@ from .approximations import exp2, sigmoid
 from .fp8 import Format
 from .groups import load_tile
 
-__all__ = ["Pre", "activate", "add_bias", "backward", "load_parts", "pre_constants"]
+__all__ = ["Pre", "activate", "add_bias", "backward", "load_part", "pre_constants"]
 
 
 class Pre(NamedTuple):
@@ -76,19 +76,10 @@ def add_bias(value, bias, part, at, P: tl.constexpr):
 
 
 @triton.jit
-def load_parts(x, scales, bias, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr):
-    """A tile of the gate and of up, fp32, from plain values or from per-group codes; of one part
-    alone, twice. ``at``: see :func:`~coat_dist.kernels.groups.place`.
+def load_part(x, scales, bias, part, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr):
+    """A tile of the gate (part 0) or of up (part 1), fp32, from plain values or from per-group
+    codes. ``at``: see :func:`~coat_dist.kernels.groups.place`.
     """
-    gate = _load_part(x, scales, bias, 0, at, BM, BN, P)
-    up = gate
-    if P.parts == 2:
-        up = _load_part(x, scales, bias, 1, at, BM, BN, P)
-    return gate, up
-
-
-@triton.jit
-def _load_part(x, scales, bias, part, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr):
     row, column, group, inside, in_group, columns, groups = at
     out = load_tile(
         x,
@@ -109,11 +100,18 @@ def _load_part(x, scales, bias, part, at, BM: tl.constexpr, BN: tl.constexpr, P:
 
 
 @triton.jit
-def backward(grad, gate, up, P: tl.constexpr, FAST: tl.constexpr):
-    """The activation, and the gradients of gate and up from ``grad``, that of the activation."""
-    value, slope = activate(gate, P.function, FAST)
+def backward(
+    grad, x, scales, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr
+):
+    """From ``grad``, the gradient of the activation: the activation, the gradients of gate and up,
+    and up. Up is loaded after the gate has been used, which takes fewer registers. Of one part
+    alone, what is of up means nothing.
+    """
+    up = load_part(x, scales, None, 0, at, BM, BN, P)
+    value, slope = activate(up, P.function, FAST)
     d_up = grad * value
     if P.parts == 2:
+        up = load_part(x, scales, None, 1, at, BM, BN, P)
         grad *= up
         value *= up
-    return value, grad * slope, d_up
+    return value, grad * slope, d_up, up

@@ -24,6 +24,7 @@ __all__ = [
     "load_raw",
     "load_tile",
     "place",
+    "place_from",
     "room",
     "saved_as",
     "unpack",
@@ -203,13 +204,27 @@ def group_decode(
 @triton.jit
 def place(row, tile, rows, columns, groups, BN: tl.constexpr, G: tl.constexpr):
     """Where a tile of BN columns lies in a tensor [rows, columns]: its rows, columns and groups,
-    which elements and which groups there are, and the sizes of a row. ``tile`` counts along a row.
+    which elements and which groups there are, and the sizes of a row. ``tile`` counts along a row;
+    ``rows`` is None where all rows are there.
     """
-    BG: tl.constexpr = BN // max(G, 1)
-    column = (tile * BN + tl.arange(0, BN))[None, :]
-    group = (tile * BG + tl.arange(0, BG))[None, :]
-    there = row < rows
-    return row, column, group, there & (column < columns), there & (group < groups), columns, groups
+    return place_from(
+        row, tile * BN, tile * (BN // max(G, 1)), rows, columns, groups, BN, BN // max(G, 1)
+    )
+
+
+@triton.jit
+def place_from(row, first, first_group, rows, columns, groups, BN: tl.constexpr, BG: tl.constexpr):
+    """:func:`place` of a tile by its first column and its first group, of BG: a loop over a row
+    counts in columns, since a product in each turn costs registers.
+    """
+    column = (first + tl.arange(0, BN))[None, :]
+    group = (first_group + tl.arange(0, BG))[None, :]
+    inside = column < columns
+    in_group = group < groups
+    if rows is not None:
+        inside = (row < rows) & inside
+        in_group = (row < rows) & in_group
+    return row, column, group, inside, in_group, columns, groups
 
 
 @triton.jit

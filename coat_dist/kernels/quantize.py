@@ -114,23 +114,29 @@ def _tensor_kernel(
     columns,
     stride,
     C: tl.constexpr,
+    MANY: tl.constexpr,
     PACK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The arguments of :func:`launch_quantize`; a matrix and its scale for each program along the
-    third axis. PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes
-    apart; 0: nothing is transposed.
+    """The arguments of :func:`launch_quantize`. MANY: a program's third index is that of its matrix
+    and scale. PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes
+    apart (None: ``rows``); 0: nothing is transposed.
     """
     STEP: tl.constexpr = max(PACK, 1)
-    matrix = tl.program_id(2).to(tl.int64)
-    x += matrix * rows * columns
+    if MANY:
+        matrix = tl.program_id(2).to(tl.int64)
+        x += matrix * rows * columns
+        scale += matrix
+        if out is not None:
+            out += matrix * rows * columns
+        if turned is not None:
+            turned += matrix * columns * (rows // max(PACK, 1))
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     packed = tl.zeros((BM, BN), tl.int32)
     if C is not None:
-        scale += matrix
         if blocks is not None:
             scale += tl.load(blocks + tl.program_id(0) * BM * STEP // BLOCK)
         factor = inverse(scale)
@@ -152,14 +158,14 @@ def _tensor_kernel(
                 times = tl.load(row_scales + at, mask=there, other=0.0) * factor
                 y = from_fp8(value) * times
             if out is not None:
-                to = out + (matrix * rows + row) * columns + column
-                tl.store(to, to_fp8(y, C), mask=(row < rows) & (column < columns))
+                inside = (row < rows) & (column < columns)
+                tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
             if PACK > 0:
                 packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
-        turned += matrix * columns * (rows // PACK)
         inside = (packet < rows // PACK) & (column < columns)
-        store_turned(turned, packed, packet, column, stride // PACK, inside)
+        apart = rows if stride is None else stride
+        store_turned(turned, packed, packet, column, apart // PACK, inside)
 
 
 def launch_rows(x: torch.Tensor) -> torch.Tensor:
@@ -234,23 +240,26 @@ def launch_quantize(
         row_scales: of x, which is FP8 by rows then.
         source: row i is that of number ``source[i] // choices`` in x, zeros if negative.
     """
-    rows, columns = x.shape[-2:]
+    *matrices, rows, columns = x.shape
     if source is not None:
         rows = source.shape[0]
-    if not (rows and columns):
+    if 0 in (*matrices, rows, columns):
         return
     bm, bn, warps = ROWS_TILE
     pack = stride = 0
     if turned is not None:
         bm, bn, warps = TURNED_TILE if blocks is None else TURNED_BLOCK
-        stride = turned.stride(-2)
-        # columns of a wider matrix have to begin at whole words
-        aligned = stride % 4 == 0 and turned.storage_offset() % 4 == 0
-        pack, word = packet(rows if aligned else 1)
+        pack, word = packet(rows)
+        if matrices or source is not None:
+            stride = None  # of a new tensor: a number less takes fewer registers
+        else:
+            stride = turned.stride(0)
+            # columns of a wider matrix have to begin at whole words
+            if stride % 4 or turned.storage_offset() % 4:
+                pack, word = packet(1)
         turned = turned.view(word)
         bm //= pack
-    matrices = x.shape[0] if x.dim() == 3 else 1
-    _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn), matrices)](
+    _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn), *matrices)](
         x,
         row_scales,
         scale,
@@ -263,6 +272,7 @@ def launch_quantize(
         columns,
         stride,
         C=c,
+        MANY=bool(matrices),
         PACK=pack,
         BM=bm,
         BN=bn,
