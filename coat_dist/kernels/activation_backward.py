@@ -271,7 +271,8 @@ def _factor_kernel(
     row = slot[:, None]
     for first in range(0, columns, BN):
         at = place_from(row, first, first // G, rows, columns, groups, BN, BN // G)
-        grad = tl.load(da + row * columns + at[1], mask=at[3], other=0.0).to(tl.float32)
+        _, column, _, inside, _, _, _ = at
+        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
         _, dg, du, up = backward(grad, x, scales, at, BM, BN, P, P.saved.fast)
         top = tl.maximum(top, magnitude_bits(dg * times))
         if P.parts == 2:

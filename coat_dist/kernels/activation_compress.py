@@ -233,7 +233,8 @@ def _compress_rows_kernel(
             more = _compress_tile(
                 _load_raw(x, at, P), bias, codes, scales, at, P, EXACT, False, 1, BN
             )
-            tl.store(out + at[1], to_fp8(more * factor[:, None], C), mask=at[3])
+            _, offset, _, inside, _, _, _ = at
+            tl.store(out + offset, to_fp8(more * factor[:, None], C), mask=inside)
 
 
 def activation_compress_rows(

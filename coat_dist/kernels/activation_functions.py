@@ -104,12 +104,13 @@ def backward(
     grad, x, scales, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr
 ):
     """From ``grad``, the gradient of the activation: the activation, the gradients of gate and up,
-    and up. Up is loaded after the gate has been used, which takes fewer registers. Of one part
-    alone, what is of up means nothing.
+    and up. Up is loaded after the gate has been used, which takes fewer registers. Without a gate
+    the third result is ``grad`` times the activation, and the last one means nothing.
     """
-    up = load_part(x, scales, None, 0, at, BM, BN, P)
-    value, slope = activate(up, P.function, FAST)
+    gate = load_part(x, scales, None, 0, at, BM, BN, P)
+    value, slope = activate(gate, P.function, FAST)
     d_up = grad * value
+    up = gate
     if P.parts == 2:
         up = load_part(x, scales, None, 1, at, BM, BN, P)
         grad *= up

@@ -219,11 +219,12 @@ def place_from(row, first, first_group, rows, columns, groups, BN: tl.constexpr,
     """
     column = (first + tl.arange(0, BN))[None, :]
     group = (first_group + tl.arange(0, BG))[None, :]
-    inside = column < columns
-    in_group = group < groups
-    if rows is not None:
-        inside = (row < rows) & inside
-        in_group = (row < rows) & in_group
+    if rows is None:
+        inside = column < columns
+        in_group = group < groups
+    else:
+        inside = (row < rows) & (column < columns)
+        in_group = (row < rows) & (group < groups)
     return row, column, group, inside, in_group, columns, groups
 
 

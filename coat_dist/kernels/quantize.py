@@ -246,16 +246,17 @@ def launch_quantize(
     if 0 in (*matrices, rows, columns):
         return
     bm, bn, warps = ROWS_TILE
-    pack = stride = 0
+    pack = 0
+    stride: int | None = 0
     if turned is not None:
         bm, bn, warps = TURNED_TILE if blocks is None else TURNED_BLOCK
         pack, word = packet(rows)
         if matrices or source is not None:
-            stride = None  # of a new tensor: a number less takes fewer registers
+            stride = None  # codes have no gaps; a number less saves registers
         else:
             stride = turned.stride(0)
             # columns of a wider matrix have to begin at whole words
-            if stride % 4 or turned.storage_offset() % 4:
+            if turned.stride(0) % 4 or turned.storage_offset() % 4:
                 pack, word = packet(1)
         turned = turned.view(word)
         bm //= pack
