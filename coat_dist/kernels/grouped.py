@@ -22,7 +22,7 @@ from .fp8 import (
     scale_of,
     store_turned,
 )
-from .groups import load_tile, place, unpack
+from .groups import load_tile, place_from, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
 
@@ -151,8 +151,10 @@ def _scale_backward_kernel(
     times = tl.load(factor + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
     at = row[:, None]
-    for tile in range(tl.cdiv(columns, BN)):
-        _, column, group, inside, in_group, _, _ = place(at, tile, rows, columns, groups, BN, G)
+    for first in range(0, columns, BN):
+        _, column, group, inside, in_group, _, _ = place_from(
+            at, first, first // G, rows, columns, groups, BN, BN // G
+        )
         grad = tl.load(dout + at * columns + column, mask=inside, other=0.0).to(tl.float32)
         if dfactor is not None:
             y = load_tile(
