@@ -1,7 +1,7 @@
 """Activation kernels: the functions of ``reference/activation.py``.
 
-The pre-activation is one tensor, [rows, parts, f]: with a gate (GATED) gate and up, of which a
-program takes the same tile, otherwise one part. fc1's bias (BIAS) costs no pass of its own: it is
+The pre-activation is one tensor, [rows, parts, f]: with a gate gate and up, of which a
+program takes the same tile, otherwise one part. fc1's bias costs no pass of its own: it is
 added as pre is read. Kernels that compress the pre-activation are in ``activation_compress.py``,
 those of backward in ``activation_backward.py``.
 """
@@ -14,11 +14,15 @@ import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS
-from .activation_backward import activation_backward, activation_grad_amax
+from .activation_backward import (
+    activation_backward,
+    activation_factor_grad,
+    activation_grad_amax,
+)
 from .activation_compress import activation_compress, activation_compress_rows
-from .activation_functions import activate, load_part
+from .activation_functions import activate, load_part, pre_constants
 from .fp8 import constants, dense, inverse, pack_rows, store_turned, to_fp8
-from .groups import unpack
+from .groups import place, unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
@@ -26,6 +30,7 @@ __all__ = [
     "activation_backward",
     "activation_compress",
     "activation_compress_rows",
+    "activation_factor_grad",
     "activation_grad_amax",
     "activation_quantize",
 ]
@@ -47,71 +52,28 @@ def _quantize_kernel(
     columns,
     groups,
     C: tl.constexpr,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
+    P: tl.constexpr,
     PACK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BG: tl.constexpr,
 ):
     """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
-    PARTS: tl.constexpr = 2 if GATED else 1
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * BG + tl.arange(0, BG))[None, :]
     factor = inverse(scale)
     packed = tl.zeros((BM, BN), tl.int32)
     y = tl.zeros((BM, BN), tl.float32)
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
-        inside = (row < rows) & (column < columns)
-        in_group = (row < rows) & (group < groups)
-        g = load_part(
-            x,
-            scales,
-            bias,
-            0,
-            row,
-            column,
-            group,
-            inside,
-            in_group,
-            columns,
-            groups,
-            PARTS,
-            BIAS,
-            BM,
-            BN,
-            G,
-            S,
-        )
-        value, _ = activate(g, ACT, C.fast)
-        if GATED:
-            value *= load_part(
-                x,
-                scales,
-                bias,
-                1,
-                row,
-                column,
-                group,
-                inside,
-                in_group,
-                columns,
-                groups,
-                PARTS,
-                BIAS,
-                BM,
-                BN,
-                G,
-                S,
-            )
+        at = place(row, tl.program_id(1), rows, columns, groups, BN, P.group_size)
+        gate = load_part(x, scales, bias, 0, at, BM, BN, P)
+        value, _ = activate(gate, P.function, C.fast)
+        if P.parts == 2:
+            value *= load_part(x, scales, bias, 1, at, BM, BN, P)
         last, y = y, value * factor
         if PACK == 0:
+            inside = (row < rows) & (column < columns)
             tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
         else:
             packed = pack_rows(packed, last, y, i, PACK, C)
@@ -130,19 +92,13 @@ def activation_quantize(
     bias: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.activation.activation_quantize`."""
-    act = ACTIVATIONS[activation]
     source, scales, size, form = unpack(pre)
-    shape = (
-        (*source.shape[:-2], source.shape[-1])
-        if size
-        else (*source.shape[:-1], source.shape[-1] // act.parts)
-    )
-    columns = shape[-1]
-    flat = source.reshape(-1, act.parts * columns).contiguous()
+    parts = ACTIVATIONS[activation].parts
+    shape = source.shape[:-2] if size else source.shape[:-1]
+    columns = source.shape[-1] if size else source.shape[-1] // parts
+    flat = source.reshape(-1, parts * columns).contiguous()
     rows = flat.shape[0]
-    out = torch.empty(
-        (columns, rows) if transpose else shape, dtype=fmt.dtype, device=source.device
-    )
+    out = source.new_empty((columns, rows) if transpose else (*shape, columns), dtype=fmt.dtype)
     bm, bn, warps = TURNED_TILE if transpose else ROWS_TILE
     bn = max(bn, size)
     pack, word = packet(rows) if transpose else (0, fmt.dtype)
@@ -157,15 +113,10 @@ def activation_quantize(
         columns,
         cdiv(columns, size) if size else 0,
         C=constants(fmt, source),
-        ACT=act.function,
-        GATED=act.gated,
-        BIAS=bias is not None,
-        G=size,
-        S=form,
+        P=pre_constants(activation, form, size, bias),
         PACK=pack,
         BM=bm,
         BN=bn,
-        BG=bn // size if size else 1,
         num_warps=warps,
     )
     return QuantizedTensor(out, scale, "tensor")

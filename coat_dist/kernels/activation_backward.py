@@ -3,7 +3,7 @@
 
 The second pass reads da and all parts once and writes their gradients, the same transposed, and the
 activation transposed: no intermediate of size f is ever written in BF16. The gradient of fc1's bias
-(BIAS) costs no pass of its own: it is summed by columns of each tile.
+costs no pass of its own: it is summed by columns of each tile.
 
 Tiles that are written transposed are taken by packets of four rows, as in ``kernels/quantize.py``.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from ..formats import E4M3, FP8Format, QuantizedTensor
 from ..reference.activation import ACTIVATIONS, ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
-from .activation_functions import activate, load_part
+from .activation_functions import backward, pre_constants
 from .fp8 import (
     amax_buffer,
     atomic_amax,
@@ -29,15 +29,16 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
-from .groups import unpack
+from .groups import place, place_from, unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
-__all__ = ["activation_backward", "activation_grad_amax", "launch_backward", "launch_grad_amax"]
+__all__ = ["activation_backward", "activation_factor_grad", "activation_grad_amax"]
 
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (8, 256, 4)
 BACKWARD_TILE = (32, 128, 4)
+FACTOR_TILE = (8, 256, 4)
 
 
 @fast_launch
@@ -61,11 +62,7 @@ def _backward_kernel(
     groups,
     D: tl.constexpr,
     C: tl.constexpr,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
+    P: tl.constexpr,
     PACK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -75,11 +72,9 @@ def _backward_kernel(
     amax. ``blocks``: the expert of each BLOCK rows, whose scales and amax they have; ``weight`` of
     what ``source`` counts multiplies a row's activation.
     """
-    PARTS: tl.constexpr = 2 if GATED else 1
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
     zero = tl.zeros((BM, BN), tl.float32)
     gate, up, act = zero, zero, zero  # what goes into the codes, of the row before
     gates, ups, acts = (tl.zeros((BM, BN), tl.int32),) * 3  # packets
@@ -96,76 +91,33 @@ def _backward_kernel(
         factor = inverse(scale)
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
+        at = place(row, tl.program_id(1), rows, columns, groups, BN, P.group_size)
         inside = (row < rows) & (column < columns)
-        in_group = (row < rows) & (group < groups)
         grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
         if weight is not None:
             choice = tl.load(source + row, mask=row < rows, other=-1).to(tl.int64)
             times = tl.load(weight + choice, mask=choice >= 0, other=0.0).to(tl.float32)
             grad *= times
-        g = load_part(
-            x,
-            scales,
-            None,
-            0,
-            row,
-            column,
-            group,
-            inside,
-            in_group,
-            columns,
-            groups,
-            PARTS,
-            False,
-            BM,
-            BN,
-            G,
-            S,
-        )
-        value, slope = activate(g, ACT, C.fast)
-        du = grad * value
-        if GATED:
-            u = load_part(
-                x,
-                scales,
-                None,
-                1,
-                row,
-                column,
-                group,
-                inside,
-                in_group,
-                columns,
-                groups,
-                PARTS,
-                False,
-                BM,
-                BN,
-                G,
-                S,
-            )
-            grad *= u
-            value *= u
-        dg = grad * slope
+        value, dg, du, _ = backward(grad, x, scales, at, BM, BN, P, C.fast)
         if PACK == 0:
             bits = magnitude_bits(dg)
-            if GATED:
+            if P.parts == 2:
                 bits = tl.maximum(bits, magnitude_bits(du))
             atomic_amax(amax, bits)
         else:
             if weight is not None:
                 value *= times
-            at = row * PARTS * columns + column
+            to = d8 + row * P.parts * columns + column
             last, act = act, value * factor
             acts = pack_rows(acts, last, act, i, PACK, C)
             last, gate = gate, dg * grad_factor
             gates = pack_rows(gates, last, gate, i, PACK, D)
-            tl.store(d8 + at, to_fp8(gate, D), mask=inside)
-            if GATED:
+            tl.store(to, to_fp8(gate, D), mask=inside)
+            if P.parts == 2:
                 last, up = up, du * grad_factor
                 ups = pack_rows(ups, last, up, i, PACK, D)
-                tl.store(d8 + at + columns, to_fp8(up, D), mask=inside)
-            if BIAS:
+                tl.store(to + columns, to_fp8(up, D), mask=inside)
+            if dbias is not None:
                 gate_sum += dg
                 up_sum += du
     if PACK > 0:
@@ -173,13 +125,13 @@ def _backward_kernel(
         there = (packet < height) & (column < columns)
         store_turned(a8_t, acts, packet, column, height, there)
         store_turned(d8_t, gates, packet, column, height, there)
-        at = tl.program_id(0).to(tl.int64) * PARTS * columns + column
-        if GATED:
+        at = tl.program_id(0).to(tl.int64) * P.parts * columns + column
+        if P.parts == 2:
             up_t = d8_t + tl.full((), 1, tl.int64) * columns * height
             store_turned(up_t, ups, packet, column, height, there)
-        if BIAS:
+        if dbias is not None:
             tl.store(dbias + at, tl.sum(gate_sum, 0)[None, :], mask=column < columns)
-            if GATED:
+            if P.parts == 2:
                 tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
 
 
@@ -198,7 +150,7 @@ def _backward(
     experts,
     factor=None,
 ) -> None:
-    act, columns = ACTIVATIONS[activation], da.shape[-1]
+    columns = da.shape[-1]
     flat = da.reshape(-1, columns).contiguous()
     rows = flat.shape[0]
     codes, scales, size, form = unpack(pre8)
@@ -219,11 +171,7 @@ def _backward(
         cdiv(columns, size),
         D=constants(grad_fmt, da),
         C=constants(fmt, da),
-        ACT=act.function,
-        GATED=act.gated,
-        BIAS=outputs[-1] is not None,
-        G=size,
-        S=form,
+        P=pre_constants(activation, form, size),
         PACK=pack,
         BM=bm // max(pack, 1),
         BN=max(bn, size),
@@ -232,23 +180,15 @@ def _backward(
     )
 
 
-def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
-    """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
-    return launch_grad_amax(da, pre8, activation, None)
-
-
-def launch_grad_amax(
-    da: torch.Tensor, pre8: QuantizedTensor, activation: str, experts: ExpertRows | None
+def activation_grad_amax(
+    da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows | None = None
 ) -> torch.Tensor:
-    """One amax, or one for each of ``experts``."""
-    amax = (
-        amax_buffer(da.device)
-        if experts is None
-        else da.new_zeros(experts.experts, dtype=torch.float32)
-    )
-    _backward(
-        da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, experts
-    )
+    """See :func:`coat_dist.reference.activation.activation_grad_amax`."""
+    if rows is None:
+        amax = amax_buffer(da.device)
+    else:
+        amax = da.new_zeros(rows.experts, dtype=torch.float32)
+    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, rows)
     return amax
 
 
@@ -261,41 +201,22 @@ def activation_backward(
     fmt: FP8Format,
     scale: torch.Tensor,
     bias_sum: torch.dtype | None = None,
-) -> ActivationGradients:
-    """See :func:`coat_dist.reference.activation.activation_backward`."""
-    return launch_backward(da, pre8, activation, grad_fmt, grad_scale, fmt, scale, bias_sum, None)
-
-
-def launch_backward(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    grad_fmt: FP8Format,
-    grad_scale: torch.Tensor,
-    fmt: FP8Format,
-    scale: torch.Tensor,
-    bias_sum: torch.dtype | None,
-    experts: ExpertRows | None,
+    rows: ExpertRows | None = None,
     factor: torch.Tensor | None = None,
 ) -> ActivationGradients:
-    """:func:`activation_backward`, where there are ``experts`` with their scales.
+    """See :func:`coat_dist.reference.activation.activation_backward`.
 
     The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same
     order every time.
     """
-    (rows, columns), width, device = (
-        da.shape,
-        da.shape[1] * ACTIVATIONS[activation].parts,
-        da.device,
-    )
-    tiles = cdiv(rows, BACKWARD_TILE[0])
-    d8 = torch.empty(rows, width, dtype=grad_fmt.dtype, device=device)
-    d8_t = torch.empty(width, rows, dtype=grad_fmt.dtype, device=device)
-    a8_t = torch.empty(columns, rows, dtype=fmt.dtype, device=device)
-    sums = (
-        None if bias_sum is None else torch.empty(tiles, width, dtype=torch.float32, device=device)
-    )
-    pack, word = packet(rows)
+    height, columns = da.shape
+    width = columns * ACTIVATIONS[activation].parts
+    tiles = cdiv(height, BACKWARD_TILE[0])
+    d8 = da.new_empty(height, width, dtype=grad_fmt.dtype)
+    d8_t = da.new_empty(width, height, dtype=grad_fmt.dtype)
+    a8_t = da.new_empty(columns, height, dtype=fmt.dtype)
+    sums = None if bias_sum is None else da.new_empty(tiles, width, dtype=torch.float32)
+    pack, word = packet(height)
     outputs = d8, d8_t.view(word), a8_t.view(word), sums
     _backward(
         da,
@@ -309,13 +230,89 @@ def launch_backward(
         fmt,
         pack,
         BACKWARD_TILE,
-        experts,
+        rows,
         factor,
     )
-    layout = "tensor" if experts is None else "expert"
+    layout = "tensor" if rows is None else "expert"
     return ActivationGradients(
         QuantizedTensor(d8, grad_scale, layout),
         QuantizedTensor(d8_t, grad_scale, layout),
         QuantizedTensor(a8_t, scale, layout),
         None if sums is None else sums.sum(0, dtype=bias_sum),
     )
+
+
+@fast_launch
+@triton.jit
+def _factor_kernel(
+    da,
+    x,
+    scales,
+    factor,
+    source,
+    blocks,
+    amax,
+    dfactor,
+    rows,
+    columns,
+    groups,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BM rows whole, of one expert: the gradient of each row's factor is a sum over its columns."""
+    G: tl.constexpr = P.group_size
+    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    choice = tl.load(source + slot, mask=slot < rows, other=-1).to(tl.int64)
+    times = tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
+    top = tl.zeros((BM, BN), tl.int32)
+    sums = tl.zeros((BM, BN), tl.float32)
+    row = slot[:, None]
+    for first in range(0, columns, BN):
+        at = place_from(row, first, first // G, rows, columns, groups, BN, BN // G)
+        _, column, _, inside, _, _, _ = at
+        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        _, dg, du, up = backward(grad, x, scales, at, BM, BN, P, P.saved.fast)
+        top = tl.maximum(top, magnitude_bits(dg * times))
+        if P.parts == 2:
+            sums += du * up
+            top = tl.maximum(top, magnitude_bits(du * times))
+        else:
+            sums += du
+    atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
+    tl.store(dfactor + choice, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=choice >= 0)
+
+
+def activation_factor_grad(
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    rows: ExpertRows,
+    factor: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`coat_dist.reference.activation.activation_factor_grad`."""
+    columns = da.shape[1]
+    codes, scales, size, form = unpack(pre8)
+    amax = da.new_zeros(rows.experts, dtype=torch.float32)
+    dfactor = torch.zeros_like(factor, memory_format=torch.contiguous_format)
+    height, width, warps = FACTOR_TILE
+    _factor_kernel[(cdiv(da.shape[0], height),)](
+        da,
+        codes,
+        scales,
+        dense(factor),
+        rows.source,
+        rows.blocks,
+        amax,
+        dfactor,
+        da.shape[0],
+        columns,
+        cdiv(columns, size),
+        P=pre_constants(activation, form, size),
+        BM=height,
+        BN=max(width, size),
+        BLOCK=BLOCK,
+        num_warps=warps,
+    )
+    return amax, dfactor

@@ -8,15 +8,13 @@ activation in FP8 with a scale per row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.activation import ACTIVATIONS, ActivationForward, ActivationRows
-from .activation_functions import activate, add_bias
+from ..reference.activation import ActivationForward, ActivationRows
+from .activation_functions import Pre, activate, add_bias, pre_constants
 from .fp8 import (
     amax_buffer,
     atomic_amax,
@@ -28,7 +26,7 @@ from .fp8 import (
     scale_of,
     to_fp8,
 )
-from .groups import group_decode, group_encode, room, saved_as
+from .groups import group_decode, group_encode, place, place_from, room, saved_as
 from .launch import cdiv, fast_launch
 from .quantize import launch_rows
 
@@ -42,12 +40,13 @@ HELD_REGISTERS = 128  # a thread: two programs of 8 warps at a time
 
 
 @triton.jit
-def _load_raw(x, row, column, inside, columns, PARTS: tl.constexpr):
+def _load_raw(x, at, P: tl.constexpr):
     """A tile of plain values of each part, as they lie in memory; of one part alone, twice."""
-    gate = tl.load(x + row * PARTS * columns + column, mask=inside, other=0.0)
+    row, column, _, inside, _, columns, _ = at
+    gate = tl.load(x + row * P.parts * columns + column, mask=inside, other=0.0)
     up = gate
-    if PARTS == 2:
-        up = tl.load(x + (row * PARTS + 1) * columns + column, mask=inside, other=0.0)
+    if P.parts == 2:
+        up = tl.load(x + (row * P.parts + 1) * columns + column, mask=inside, other=0.0)
     return gate, up
 
 
@@ -58,30 +57,23 @@ def _compress_part(
     codes,
     scales,
     part,
-    row,
-    column,
-    group,
-    inside,
-    in_group,
-    columns,
-    groups,
-    S: tl.constexpr,
+    at,
+    P: tl.constexpr,
     EXACT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
     WRITE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    G: tl.constexpr,
 ):
-    value = add_bias(raw.to(tl.float32), bias, part, column, inside, columns, BIAS)
+    value = add_bias(raw.to(tl.float32), bias, part, at, P)
     if WRITE or not EXACT:
-        q, stored = group_encode(value, BM, BN, G, S)
+        q, stored = group_encode(value, BM, BN, P.group_size, P.saved)
         if WRITE:
-            tl.store(codes + (row * PARTS + part) * columns + column, q, mask=inside)
-            tl.store(scales + (row * PARTS + part) * groups + group, stored, mask=in_group)
+            row, column, group, inside, in_group, columns, groups = at
+            row = row * P.parts + part
+            tl.store(codes + row * columns + column, q, mask=inside)
+            tl.store(scales + row * groups + group, stored, mask=in_group)
         if not EXACT:
-            value = group_decode(q, stored, BM, BN, G, S)
+            value = group_decode(q, stored, BM, BN, P.group_size, P.saved)
     return value
 
 
@@ -91,70 +83,18 @@ def _compress_tile(
     bias,
     codes,
     scales,
-    row,
-    column,
-    group,
-    inside,
-    in_group,
-    columns,
-    groups,
-    S: tl.constexpr,
-    ACT: tl.constexpr,
+    at,
+    P: tl.constexpr,
     EXACT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
     WRITE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    G: tl.constexpr,
 ):
     """The activation of a tile of :func:`_load_raw`; WRITE: the pre-activation in FP8 is stored."""
-    g = _compress_part(
-        raw[0],
-        bias,
-        codes,
-        scales,
-        0,
-        row,
-        column,
-        group,
-        inside,
-        in_group,
-        columns,
-        groups,
-        S,
-        EXACT,
-        PARTS,
-        BIAS,
-        WRITE,
-        BM,
-        BN,
-        G,
-    )
-    value, _ = activate(g, ACT, S.fast)
-    if PARTS == 2:
-        value *= _compress_part(
-            raw[1],
-            bias,
-            codes,
-            scales,
-            1,
-            row,
-            column,
-            group,
-            inside,
-            in_group,
-            columns,
-            groups,
-            S,
-            EXACT,
-            PARTS,
-            BIAS,
-            WRITE,
-            BM,
-            BN,
-            G,
-        )
+    g = _compress_part(raw[0], bias, codes, scales, 0, at, P, EXACT, WRITE, BM, BN)
+    value, _ = activate(g, P.function, P.saved.fast)
+    if P.parts == 2:
+        value *= _compress_part(raw[1], bias, codes, scales, 1, at, P, EXACT, WRITE, BM, BN)
     return value
 
 
@@ -169,43 +109,15 @@ def _compress_kernel(
     rows,
     columns,
     groups,
-    S: tl.constexpr,
-    ACT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    P: tl.constexpr,
     EXACT: tl.constexpr,
-    G: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
-    inside = (row < rows) & (column < columns)
-    in_group = (row < rows) & (group < groups)
-    raw = _load_raw(x, row, column, inside, columns, PARTS)
-    value = _compress_tile(
-        raw,
-        bias,
-        codes,
-        scales,
-        row,
-        column,
-        group,
-        inside,
-        in_group,
-        columns,
-        groups,
-        S,
-        ACT,
-        EXACT,
-        PARTS,
-        BIAS,
-        True,
-        BM,
-        BN,
-        G,
-    )
+    at = place(row, tl.program_id(1), rows, columns, groups, BN, P.group_size)
+    raw = _load_raw(x, at, P)
+    value = _compress_tile(raw, bias, codes, scales, at, P, EXACT, True, BM, BN)
     atomic_amax(amax, magnitude_bits(value))
 
 
@@ -220,9 +132,9 @@ def activation_compress(
     saved: FP8Format | None = None,
 ) -> ActivationForward:
     """See :func:`coat_dist.reference.activation.activation_compress`."""
-    columns = pre.shape[-1] // ACTIVATIONS[activation].parts
     flat = launch_rows(pre)
-    pre8 = _pre8(pre, activation, saved or fmt, group_size, scale)
+    pre8, p = _saved(pre, activation, saved or fmt, group_size, scale, bias)
+    columns, groups = pre8.codes.shape[-1], pre8.scales.shape[-1]
     amax = amax_buffer(pre.device)
     bm, bn, warps = COMPRESS_TILE
     bn = max(bn, group_size)
@@ -234,8 +146,9 @@ def activation_compress(
         amax,
         flat.shape[0],
         columns,
-        pre8.scales.shape[-1],
-        **_constants(pre, activation, saved or fmt, group_size, scale, exact, bias),
+        groups,
+        P=p,
+        EXACT=exact,
         BM=bm,
         BN=bn,
         num_warps=warps,
@@ -243,73 +156,18 @@ def activation_compress(
     return ActivationForward(pre8, amax)
 
 
-def _pre8(
-    pre: torch.Tensor, activation: str, saved: FP8Format, group_size: int, scale: str
-) -> QuantizedTensor:
-    """Room for the pre-activation in FP8."""
-    parts = ACTIVATIONS[activation].parts
-    return room(
-        (*pre.shape[:-1], parts, pre.shape[-1] // parts), saved, group_size, scale, pre.device
-    )
-
-
-def _constants(pre, activation, saved, group_size, scale, exact, bias) -> dict[str, Any]:
-    """What both kernels that compress are compiled for."""
-    act = ACTIVATIONS[activation]
-    return {
-        "S": saved_as(saved, scale, pre),
-        "ACT": act.function,
-        "PARTS": act.parts,
-        "BIAS": bias is not None,
-        "EXACT": exact,
-        "G": group_size,
-    }
-
-
-@triton.jit
-def _row_tile(
-    raw,
-    bias,
-    codes,
-    scales,
-    row,
-    first,
-    columns,
-    groups,
-    S: tl.constexpr,
-    ACT: tl.constexpr,
-    EXACT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    WRITE: tl.constexpr,
-    BN: tl.constexpr,
-    G: tl.constexpr,
-):
-    """:func:`_compress_tile` of a row's columns from ``first`` on."""
-    column = first + tl.arange(0, BN)[None, :]
-    group = first // G + tl.arange(0, BN // G)[None, :]
-    return _compress_tile(
-        raw,
-        bias,
-        codes,
-        scales,
-        row,
-        column,
-        group,
-        column < columns,
-        group < groups,
-        columns,
-        groups,
-        S,
-        ACT,
-        EXACT,
-        PARTS,
-        BIAS,
-        WRITE,
-        1,
-        BN,
-        G,
-    )
+def _saved(
+    pre: torch.Tensor,
+    activation: str,
+    saved: FP8Format,
+    group_size: int,
+    scale: str,
+    bias: torch.Tensor | None,
+) -> tuple[QuantizedTensor, Pre]:
+    """Room for the pre-activation in FP8, and what kernels are compiled for."""
+    p = pre_constants(activation, saved_as(saved, scale, pre), group_size, bias)
+    shape = *pre.shape[:-1], p.parts, pre.shape[-1] // p.parts
+    return room(shape, saved, group_size, scale, pre.device), p
 
 
 @fast_launch
@@ -325,12 +183,8 @@ def _compress_rows_kernel(
     columns,
     groups,
     C: tl.constexpr,
-    S: tl.constexpr,
-    ACT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    P: tl.constexpr,
     EXACT: tl.constexpr,
-    G: tl.constexpr,
     AHEAD: tl.constexpr,
     HELD: tl.constexpr,
     LONG: tl.constexpr,
@@ -340,55 +194,24 @@ def _compress_rows_kernel(
     LONG: there are more, and those are read and computed twice. AHEAD tiles are on their way while
     one is computed.
     """
+    G: tl.constexpr = P.group_size
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)[None, :]
     top = tl.zeros((1, BN), tl.int32)
     raw, held = (), ()  # tiles; a tuple, since Triton has no lists
     for i in tl.static_range(HELD + AHEAD):
         if i < HELD:
-            raw = raw + (
-                _load_raw(x, row, i * BN + column, i * BN + column < columns, columns, PARTS),
-            )  # type: ignore
+            at = place(row, i, None, columns, groups, BN, G)
+            raw = raw + (_load_raw(x, at, P),)  # type: ignore
         if i >= AHEAD:
-            value = _row_tile(
-                raw[i - AHEAD],
-                bias,
-                codes,
-                scales,
-                row,
-                (i - AHEAD) * BN,
-                columns,
-                groups,
-                S,
-                ACT,
-                EXACT,
-                PARTS,
-                BIAS,
-                True,
-                BN,
-                G,
-            )
+            at = place(row, i - AHEAD, None, columns, groups, BN, G)
+            value = _compress_tile(raw[i - AHEAD], bias, codes, scales, at, P, EXACT, True, 1, BN)
             held = held + (value,)  # type: ignore[assignment]
     if LONG:
         for first in range(HELD * BN, columns, BN):
-            tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
-            more = _row_tile(
-                tile,
-                bias,
-                codes,
-                scales,
-                row,
-                first,
-                columns,
-                groups,
-                S,
-                ACT,
-                EXACT,
-                PARTS,
-                BIAS,
-                True,
-                BN,
-                G,
+            at = place_from(row, first, first // G, None, columns, groups, BN, BN // G)
+            more = _compress_tile(
+                _load_raw(x, at, P), bias, codes, scales, at, P, EXACT, True, 1, BN
             )
             top = tl.maximum(top, magnitude_bits(more))
     for i in tl.static_range(HELD):
@@ -406,30 +229,12 @@ def _compress_rows_kernel(
         )
     if LONG:
         for first in range(HELD * BN, columns, BN):
-            tile = _load_raw(x, row, first + column, first + column < columns, columns, PARTS)
-            more = _row_tile(
-                tile,
-                bias,
-                codes,
-                scales,
-                row,
-                first,
-                columns,
-                groups,
-                S,
-                ACT,
-                EXACT,
-                PARTS,
-                BIAS,
-                False,
-                BN,
-                G,
+            at = place_from(row, first, first // G, None, columns, groups, BN, BN // G)
+            more = _compress_tile(
+                _load_raw(x, at, P), bias, codes, scales, at, P, EXACT, False, 1, BN
             )
-            tl.store(
-                out + first + column,
-                to_fp8(more * factor[:, None], C),
-                mask=first + column < columns,
-            )
+            _, offset, _, inside, _, _, _ = at
+            tl.store(out + offset, to_fp8(more * factor[:, None], C), mask=inside)
 
 
 def activation_compress_rows(
@@ -443,11 +248,11 @@ def activation_compress_rows(
     saved: FP8Format | None = None,
 ) -> ActivationRows:
     """See :func:`coat_dist.reference.activation.activation_compress_rows`."""
-    shape, columns = pre.shape[:-1], pre.shape[-1] // ACTIVATIONS[activation].parts
     flat = launch_rows(pre)
-    pre8 = _pre8(pre, activation, saved or fmt, group_size, scale)
-    out = torch.empty(*shape, columns, dtype=fmt.dtype, device=pre.device)
-    row_scales = torch.empty(*shape, 1, dtype=torch.float32, device=pre.device)
+    pre8, p = _saved(pre, activation, saved or fmt, group_size, scale, bias)
+    columns, groups = pre8.codes.shape[-1], pre8.scales.shape[-1]
+    out = pre.new_empty(*pre.shape[:-1], columns, dtype=fmt.dtype)
+    row_scales = pre.new_empty(*pre.shape[:-1], 1, dtype=torch.float32)
     top = amax_buffer(pre.device)
     ahead, elements, most = HELD_TILES
     width, held, long, warps = row_tiles(columns, elements, most, group_size)
@@ -460,9 +265,10 @@ def activation_compress_rows(
         row_scales,
         top,
         columns,
-        pre8.scales.shape[-1],
-        **_constants(pre, activation, saved or fmt, group_size, scale, exact, bias),
+        groups,
         C=constants(fmt, pre),
+        P=p,
+        EXACT=exact,
         AHEAD=ahead,
         HELD=held,
         LONG=long,

@@ -4,13 +4,38 @@ their derivatives, and the parts of a pre-activation.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from ..reference.activation import ACTIVATIONS
 from .approximations import exp2, sigmoid
+from .fp8 import Format
 from .groups import load_tile
 
-__all__ = ["activate", "add_bias", "load_part"]
+__all__ = ["Pre", "activate", "add_bias", "backward", "load_part", "pre_constants"]
+
+
+class Pre(NamedTuple):
+    """A pre-activation as compile-time constants."""
+
+    function: str
+    parts: int
+    bias: bool
+    """fc1's bias is added as it is read."""
+    saved: Format | None
+    """Its codes by groups, of ``group_size`` columns; None: plain values, and 0 columns."""
+    group_size: int
+
+
+def pre_constants(
+    activation: str, saved: Format | None, group_size: int, bias: torch.Tensor | None = None
+) -> Pre:
+    """:class:`Pre` of an activation by its name."""
+    act = ACTIVATIONS[activation]
+    return Pre(act.function, act.parts, bias is not None, saved, group_size)
 
 
 @triton.jit
@@ -42,36 +67,52 @@ def activate(g, ACT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def add_bias(value, bias, part, column, inside, columns, BIAS: tl.constexpr):
-    if BIAS:  # zero outside, where an amax would see it
+def add_bias(value, bias, part, at, P: tl.constexpr):
+    _, column, _, inside, _, columns, _ = at
+    if P.bias:  # zero outside, where an amax would see it
         more = tl.load(bias + part * columns + column, mask=column < columns, other=0.0)
         value = tl.where(inside, value + more.to(tl.float32), 0.0)
     return value
 
 
 @triton.jit
-def load_part(
-    x,
-    scales,
-    bias,
-    part,
-    row,
-    column,
-    group,
-    inside,
-    in_group,
-    columns,
-    groups,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
-):
-    """A tile of the gate (part 0) or of up (part 1), fp32, from plain values (G = 0) or from
-    per-group codes.
+def load_part(x, scales, bias, part, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr):
+    """A tile of the gate (part 0) or of up (part 1), fp32, from plain values or from per-group
+    codes. ``at``: see :func:`~coat_dist.kernels.groups.place`.
     """
-    at = row * PARTS + part
-    out = load_tile(x, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, S)
-    return add_bias(out, bias, part, column, inside, columns, BIAS)
+    row, column, group, inside, in_group, columns, groups = at
+    out = load_tile(
+        x,
+        scales,
+        row * P.parts + part,
+        column,
+        group,
+        inside,
+        in_group,
+        columns,
+        groups,
+        BM,
+        BN,
+        P.group_size,
+        P.saved,
+    )
+    return add_bias(out, bias, part, at, P)
+
+
+@triton.jit
+def backward(
+    grad, x, scales, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr
+):
+    """From ``grad``, the gradient of the activation: the activation, the gradients of gate and up,
+    and up. Up is loaded after the gate has been used, which takes fewer registers. Without a gate
+    the third result is ``grad`` times the activation, and the last one means nothing.
+    """
+    gate = load_part(x, scales, None, 0, at, BM, BN, P)
+    value, slope = activate(gate, P.function, FAST)
+    d_up = grad * value
+    up = gate
+    if P.parts == 2:
+        up = load_part(x, scales, None, 1, at, BM, BN, P)
+        grad *= up
+        value *= up
+    return value, grad * slope, d_up, up

@@ -40,14 +40,14 @@ from torch.autograd.graph import increment_version
 from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.adamw_batch import written
 from ..reference.moments import MomentCodec
-from .adamw_fp32 import TYPES, adamw_fp32_steps
-from .adamw_numbers import load_numbers, numbers_of_counts
+from .adamw_fp32 import adamw_fp32_steps
+from .adamw_numbers import load_numbers, numbers_of_counts, step_constants, step_scalars
 from .approximations import inverse_root, reciprocal, square_root
 from .fp8 import TINY
 from .launch import fast_launch
 from .master import load_master, store_master
 from .moments import constants, decode, dither, encode, mix
-from .table import launches, sort
+from .table import Kind, launches, sort
 
 __all__ = ["adamw_fp32_steps", "adamw_steps"]
 
@@ -75,9 +75,9 @@ def _update_tile(
     phase,
     low,
     copy,
+    rate,
     grad_factor,
     lr,
-    rate,
     decay,
     weight_decay,
     beta1,
@@ -87,22 +87,19 @@ def _update_tile(
     eps,
     inverse_bias1,
     inverse_sqrt_bias2,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    LR_IS_TENSOR: tl.constexpr,
-    SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    STOCHASTIC_M: tl.constexpr,
-    STOCHASTIC_V: tl.constexpr,
-    LOW: tl.constexpr,
-    COPY: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
     FAST: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
 ):
     """Rows ``first_row`` (int64: tensors have more than 2**31 elements, tiles do not) to
     ``first_row + ROWS``; for their noise ``base_row`` is the number of the first.
     """
+    GROUP: tl.constexpr = STEP.group
+    ROWS: tl.constexpr = STEP.rows
+    M: tl.constexpr = STEP.m
+    V: tl.constexpr = STEP.v
+    STOCHASTIC_M: tl.constexpr = KIND.seeded and STEP.stochastic_m
+    STOCHASTIC_V: tl.constexpr = KIND.seeded and STEP.stochastic_v
     first = first_row * GROUP
     row = tl.arange(0, ROWS)
     offset = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -117,7 +114,7 @@ def _update_tile(
     m_k += first_row
     v_k += first_row
 
-    p = load_master(param + offset, low + first + offset, inside, LOW)
+    p = load_master(param + offset, low + first + offset, inside, KIND.low)
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
     m = decode(
         tl.load(m_q + offset, mask=in_tile, other=0),
@@ -132,13 +129,13 @@ def _update_tile(
     v, root = decode(tl.load(v_q + offset, mask=in_tile, other=0), old_a, old_k, V, False, FAST)
     if M.over_root:
         m = m * root
-    if LR_IS_TENSOR:
+    if STEP.lr_is_tensor:
         lr = tl.load(lr).to(tl.float32)
         rate = lr * inverse_bias1
         decay = 1.0 - lr * weight_decay
-    if SCALED:
+    if STEP.scaled:
         g = g * tl.load(grad_factor)
-    if MAXIMIZE:
+    if STEP.maximize:
         g = -g
     m = m * beta1 + g * rest1
     v = v * beta2 + g * g * rest2
@@ -148,7 +145,15 @@ def _update_tile(
     else:
         root = square_root(v, FAST)
     p = p * decay - rate * (m * reciprocal(root * inverse_sqrt_bias2 + eps, FAST))
-    store_master(p, param + offset, low + first + offset, copy + first + offset, inside, LOW, COPY)
+    store_master(
+        p,
+        param + offset,
+        low + first + offset,
+        copy + first + offset,
+        inside,
+        KIND.low,
+        KIND.copied,
+    )
 
     noise_m = 0.0
     noise_v = 0.0
@@ -192,9 +197,9 @@ def _adamw_kernel(
     low,
     copy,
     of_count,
+    rate,
     grad_factor,
     lr,
-    rate,
     decay,
     weight_decay,
     beta1,
@@ -204,24 +209,14 @@ def _adamw_kernel(
     eps,
     inverse_bias1,
     inverse_sqrt_bias2,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    LR_IS_TENSOR: tl.constexpr,
-    SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    STOCHASTIC_M: tl.constexpr,
-    STOCHASTIC_V: tl.constexpr,
-    LOW: tl.constexpr,
-    COPY: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
     FAST: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    COUNTED: tl.constexpr,
 ):
-    if COUNTED:
+    if STEP.counted:
         rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_count)
     _update_tile(
-        tl.program_id(0).to(tl.int64) * ROWS,
+        tl.program_id(0).to(tl.int64) * STEP.rows,
         base_row,
         param,
         grad,
@@ -237,9 +232,9 @@ def _adamw_kernel(
         step & 7,
         low,
         copy,
+        rate,
         grad_factor,
         lr,
-        rate,
         decay,
         weight_decay,
         beta1,
@@ -249,18 +244,9 @@ def _adamw_kernel(
         eps,
         inverse_bias1,
         inverse_sqrt_bias2,
-        GROUP,
-        ROWS,
-        LR_IS_TENSOR,
-        SCALED,
-        MAXIMIZE,
-        STOCHASTIC_M,
-        STOCHASTIC_V,
-        LOW,
-        COPY,
+        STEP,
+        KIND,
         FAST,
-        M,
-        V,
     )
 
 
@@ -272,9 +258,9 @@ def _adamw_table_kernel(
     tensor_of_tile,
     step,
     of_counts,
+    rate,
     grad_factor,
     lr,
-    rate,
     decay,
     weight_decay,
     beta1,
@@ -284,35 +270,22 @@ def _adamw_table_kernel(
     eps,
     inverse_bias1,
     inverse_sqrt_bias2,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    LR_IS_TENSOR: tl.constexpr,
-    SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    STOCHASTIC_M: tl.constexpr,
-    STOCHASTIC_V: tl.constexpr,
-    LOW: tl.constexpr,
-    COPY: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
     FAST: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    COUNTED: tl.constexpr,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    COPIED: tl.constexpr,
 ):
     """The same for many tensors; ``table.sort`` says what their table holds."""
     tile = tl.program_id(0)
     tensor = tl.load(tensor_of_tile + tile)
     row = table + tensor * 13
-    if COUNTED:
+    if STEP.counted:
         rate, inverse_bias1, inverse_sqrt_bias2, step = load_numbers(of_counts + tensor * 4)
     n = tl.multiple_of(tl.load(row + 8), 16)
     _update_tile(
-        (tile - tl.load(row)) * ROWS,
+        (tile - tl.load(row)) * STEP.rows,
         0,
-        tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(PARAM)), 16),
-        tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(GRAD)), 16),
+        tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(KIND.param)), 16),
+        tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(KIND.grad)), 16),
         tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.uint8)), 16),
         tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16),
         tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.uint8)), 16),
@@ -324,10 +297,10 @@ def _adamw_table_kernel(
         tl.load(row + 10) + (step >> 3),
         step & 7,
         tl.multiple_of(tl.load(row + 11).to(tl.pointer_type(tl.int16)), 16),
-        tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(COPIED)), 16),
+        tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(KIND.copy)), 16),
+        rate,
         grad_factor,
         lr,
-        rate,
         decay,
         weight_decay,
         beta1,
@@ -337,18 +310,9 @@ def _adamw_table_kernel(
         eps,
         inverse_bias1,
         inverse_sqrt_bias2,
-        GROUP,
-        ROWS,
-        LR_IS_TENSOR,
-        SCALED,
-        MAXIMIZE,
-        STOCHASTIC_M,
-        STOCHASTIC_V,
-        LOW,
-        COPY,
+        STEP,
+        KIND,
         FAST,
-        M,
-        V,
     )
 
 
@@ -356,42 +320,19 @@ def adamw_steps(
     tensors: Sequence[AdamWTensors], codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
 ) -> None:
     """See :func:`coat_dist.reference.adamw.adamw_steps`."""
-    first = tensors[0]
-    lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
-    rate, decay = (
-        (0.0, 0.0)
-        if lr_is_tensor
-        else (lr * numbers.inverse_bias1, 1.0 - lr * numbers.weight_decay)
-    )
-    rows = TILE_ELEMENTS // codec_m.group_size
-    scalars = (
-        first.grad if numbers.grad_factor is None else numbers.grad_factor,
-        lr,
-        rate,
-        decay,
-        numbers.weight_decay,
-        numbers.beta1,
-        1.0 - numbers.beta1,
-        numbers.beta2,
-        1.0 - numbers.beta2,
-        numbers.eps,
-        numbers.inverse_bias1,
-        numbers.inverse_sqrt_bias2,
-    )
+    first, lr = tensors[0], numbers.lr
+    rate = 0.0 if isinstance(lr, torch.Tensor) else lr * numbers.inverse_bias1
+    group, counted = codec_m.group_size, first.step_count is not None
+    rows = TILE_ELEMENTS // group
+    codecs = (constants(codec, first.param) for codec in (codec_m, codec_v))
     options = dict(
-        GROUP=codec_m.group_size,
-        ROWS=rows,
-        LR_IS_TENSOR=lr_is_tensor,
-        SCALED=numbers.grad_factor is not None,
-        MAXIMIZE=numbers.maximize,
+        STEP=step_constants(numbers, counted, group, rows, *codecs),
         FAST=first.param.is_cuda,
-        M=constants(codec_m, first.param),
-        V=constants(codec_v, first.param),
         num_warps=NUM_WARPS,
     )
+    scalars = rate, *step_scalars(numbers, first.grad)
     found = launches(tensors, functools.partial(sort, rows=rows))
-    counted = first.step_count is not None
-    of_counts = scalars[0]
+    of_counts = first.grad
     if counted:
         of_counts = numbers_of_counts(
             [tensors[i].step_count for i in (*found.order, *found.single)], numbers
@@ -406,17 +347,12 @@ def adamw_steps(
                 _int32(numbers.step),
                 of_counts,
                 *scalars,
-                **_stochastic(numbers, kind.stochastic),
-                LOW=kind.low,
-                COPY=kind.copy is not None,
-                COUNTED=counted,
-                PARAM=TYPES[kind.param],
-                GRAD=TYPES[kind.grad],
-                COPIED=TYPES[kind.copy or kind.param],
+                KIND=kind,
                 **options,
             )
     for k, i in enumerate(found.single, len(found.order)):
-        param, grad, m, v, seed, low, copy, _, base_row = tensors[i]
+        one = tensors[i]
+        param, grad, m, v, seed, low, copy, _, base_row = one
         groups = len(m.a)
         _adamw_kernel[(-(-groups // rows),)](
             param,
@@ -432,10 +368,7 @@ def adamw_steps(
             param if copy is None else copy,
             of_counts[k] if counted else of_counts,
             *scalars,
-            **_stochastic(numbers, seed is not None),
-            LOW=low is not None,
-            COPY=copy is not None,
-            COUNTED=counted,
+            KIND=Kind.of(one, seed is not None, False),
             **options,
         )
     # Kernels write by address, which torch does not see: autograd would take what it saved for
@@ -446,8 +379,3 @@ def adamw_steps(
 def _int32(x: int) -> int:
     """The int32 of the same low 32 bits."""
     return ((x + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
-
-
-def _stochastic(numbers: AdamWStep, seeded: bool) -> dict[str, bool]:
-    m, v = numbers.stochastic
-    return {"STOCHASTIC_M": seeded and m, "STOCHASTIC_V": seeded and v}

@@ -9,9 +9,7 @@ CPU, where the kernel would be interpreted, that definition does the work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
@@ -19,16 +17,15 @@ from torch.autograd.graph import increment_version
 from ..reference import adamw
 from ..reference.adamw import AdamWStep, FP32Tensors
 from ..reference.adamw_batch import Batch, written
-from .adamw_numbers import load_numbers, numbers_of_counts
+from .adamw_numbers import load_numbers, numbers_of_counts, step_constants, step_scalars
 from .launch import cdiv, fast_launch
 from .master import load_master, store_master
-from .table import ALIGNMENT, Member, launches
+from .table import ALIGNMENT, Kind, Member, launches
 
-__all__ = ["TYPES", "adamw_fp32_steps", "step_contiguous"]
+__all__ = ["adamw_fp32_steps", "step_contiguous"]
 
 TILE_ELEMENTS = 1024
 NUM_WARPS = 4
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @fast_launch
@@ -50,31 +47,23 @@ def _adamw_fp32_kernel(
     inverse_bias1,
     inverse_sqrt_bias2,
     TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    LR_IS_TENSOR: tl.constexpr,
-    SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    LOW: tl.constexpr,
-    COPY: tl.constexpr,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    COPIED: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     tile = tl.program_id(0)
     tensor = tl.load(tensor_of_tile + tile)
     row = table + tensor * 7
-    if COUNTED:
+    if STEP.counted:
         _, inverse_bias1, inverse_sqrt_bias2, _ = load_numbers(of_counts + tensor * 4)
     first = (tile - tl.load(row)) * TILE
-    param = tl.load(row + 1).to(tl.pointer_type(PARAM))
+    param = tl.load(row + 1).to(tl.pointer_type(KIND.param))
     first_moment = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     second_moment = tl.load(row + 3).to(tl.pointer_type(tl.float32))
-    grad = tl.load(grads + tensor).to(tl.pointer_type(GRAD))
+    grad = tl.load(grads + tensor).to(tl.pointer_type(KIND.grad))
     n = tl.load(row + 4)
     low = tl.load(row + 5).to(tl.pointer_type(tl.int16))
-    copy = tl.load(row + 6).to(tl.pointer_type(COPIED))
-    if ALIGNED:
+    copy = tl.load(row + 6).to(tl.pointer_type(KIND.copy))
+    if KIND.aligned:
         param = tl.multiple_of(param, 16)
         first_moment = tl.multiple_of(first_moment, 16)
         second_moment = tl.multiple_of(second_moment, 16)
@@ -89,33 +78,31 @@ def _adamw_fp32_kernel(
     second_moment += first
     grad += first
 
-    p = load_master(param + offset, low + first + offset, inside, LOW)
+    p = load_master(param + offset, low + first + offset, inside, KIND.low)
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(first_moment + offset, mask=inside, other=0.0)
     v = tl.load(second_moment + offset, mask=inside, other=0.0)
-    if LR_IS_TENSOR:
+    if STEP.lr_is_tensor:
         lr = tl.load(lr).to(tl.float32)
         decay = 1.0 - lr * weight_decay
-    if SCALED:
+    if STEP.scaled:
         g = g * tl.load(grad_factor)
-    if MAXIMIZE:
+    if STEP.maximize:
         g = -g
     m = m * beta1 + g * rest1
     v = v * beta2 + g * g * rest2
     p = p * decay - lr * tl.div_rn(m * inverse_bias1, tl.sqrt_rn(v) * inverse_sqrt_bias2 + eps)
     tl.store(first_moment + offset, m, mask=inside)
     tl.store(second_moment + offset, v, mask=inside)
-    store_master(p, param + offset, low + first + offset, copy + first + offset, inside, LOW, COPY)
-
-
-class Kind(NamedTuple):
-    """What tensors of one launch have in common, as it is compiled in."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    low: bool
-    copy: torch.dtype | None
-    aligned: bool
+    store_master(
+        p,
+        param + offset,
+        low + first + offset,
+        copy + first + offset,
+        inside,
+        KIND.low,
+        KIND.copied,
+    )
 
 
 def _sort(tensors: Sequence[FP32Tensors]) -> tuple[dict[Kind, list[Member]], list[int]]:
@@ -123,13 +110,13 @@ def _sort(tensors: Sequence[FP32Tensors]) -> tuple[dict[Kind, list[Member]], lis
     low, copy.
     """
     kinds: dict[Kind, list[Member]] = {}
-    for i, (param, grad, m, v, low, copy, _) in enumerate(tensors):
+    for i, one in enumerate(tensors):
+        param, grad, m, v, low, copy, _ = one
         if n := param.numel():
             addresses = [t.data_ptr() for t in (param, m, v)]
             ends = [0 if t is None else t.data_ptr() for t in (low, copy)]
             aligned = not any(x % ALIGNMENT for x in (*addresses, *ends, n, grad.data_ptr()))
-            copied = None if copy is None else copy.dtype
-            kind = Kind(param.dtype, grad.dtype, low is not None, copied, aligned)
+            kind = Kind.of(one, False, aligned)
             kinds.setdefault(kind, []).append(
                 Member(i, cdiv(n, TILE_ELEMENTS), [*addresses, n, *ends])
             )
@@ -147,35 +134,17 @@ def step_contiguous(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
         if counted
         else grads
     )
-    lr, lr_is_tensor = numbers.lr, isinstance(numbers.lr, torch.Tensor)
+    scalars, constants = step_scalars(numbers, grads), step_constants(numbers, counted)
     for kind, tensor_of_tile in zip(found.kinds, found.table.tensor_of_tile, strict=True):
         _adamw_fp32_kernel[(len(tensor_of_tile),)](
             found.table.table,
             grads,
             tensor_of_tile,
             of_counts,
-            grads if numbers.grad_factor is None else numbers.grad_factor,
-            lr,
-            0.0 if lr_is_tensor else 1.0 - lr * numbers.weight_decay,
-            numbers.weight_decay,
-            numbers.beta1,
-            1.0 - numbers.beta1,
-            numbers.beta2,
-            1.0 - numbers.beta2,
-            numbers.eps,
-            numbers.inverse_bias1,
-            numbers.inverse_sqrt_bias2,
+            *scalars,
             TILE=TILE_ELEMENTS,
-            ALIGNED=kind.aligned,
-            COUNTED=counted,
-            LR_IS_TENSOR=lr_is_tensor,
-            SCALED=numbers.grad_factor is not None,
-            MAXIMIZE=numbers.maximize,
-            LOW=kind.low,
-            COPY=kind.copy is not None,
-            PARAM=TYPES[kind.param],
-            GRAD=TYPES[kind.grad],
-            COPIED=TYPES[kind.copy or kind.param],
+            STEP=constants,
+            KIND=kind,
             # The compiler would contract other additions in each variant, and remainders lose the
             # bits of fp32 masters.
             num_warps=NUM_WARPS,

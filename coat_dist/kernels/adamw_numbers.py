@@ -1,12 +1,12 @@
-"""What a step's number says, computed on the device: for steps inside a CUDA graph, which counts
-them there.
+"""The numbers of a step as AdamW kernels take them; and what depends on the step's number, computed
+on the device: for steps inside a CUDA graph, which counts them there.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,8 +14,59 @@ import triton.language as tl
 
 from ..reference.adamw import AdamWStep
 from .launch import fast_launch
+from .moment_formats import Constants
 
-__all__ = ["load_numbers", "numbers_of_counts"]
+__all__ = ["Step", "load_numbers", "numbers_of_counts", "step_constants", "step_scalars"]
+
+
+class Step(NamedTuple):
+    """A step as compile-time constants."""
+
+    lr_is_tensor: bool
+    scaled: bool
+    """There is a ``grad_factor``."""
+    maximize: bool
+    stochastic_m: bool
+    stochastic_v: bool
+    counted: bool
+    """The step's number is on the device."""
+    group: int = 1
+    """Elements of a group of FP8 moments; a tile has ``rows`` groups."""
+    rows: int = 1
+    m: Constants | None = None
+    v: Constants | None = None
+
+
+def step_constants(numbers: AdamWStep, counted: bool, *codecs: Any) -> Step:
+    """:class:`Step`; ``codecs`` are its last four fields."""
+    return Step(
+        isinstance(numbers.lr, torch.Tensor),
+        numbers.grad_factor is not None,
+        numbers.maximize,
+        *numbers.stochastic,
+        counted,
+        *codecs,
+    )
+
+
+def step_scalars(numbers: AdamWStep, unused: torch.Tensor) -> tuple[Any, ...]:
+    """Arguments of a kernel, from grad_factor to inverse_sqrt_bias2. A kernel computes decay from a
+    learning rate that is a tensor; ``unused`` stands for a grad_factor that is not there.
+    """
+    lr, grad_factor = numbers.lr, numbers.grad_factor
+    return (
+        unused if grad_factor is None else grad_factor,
+        lr,
+        0.0 if isinstance(lr, torch.Tensor) else 1.0 - lr * numbers.weight_decay,
+        numbers.weight_decay,
+        numbers.beta1,
+        1.0 - numbers.beta1,
+        numbers.beta2,
+        1.0 - numbers.beta2,
+        numbers.eps,
+        numbers.inverse_bias1,
+        numbers.inverse_sqrt_bias2,
+    )
 
 
 @triton.jit

@@ -122,8 +122,8 @@ def logit_stats(
     """See :func:`coat_dist.reference.cross_entropy.logit_stats`."""
     logits = _columns_adjacent(logits)
     rows, columns = logits.shape
-    exponent = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    total = torch.empty(rows, dtype=torch.float64, device=logits.device)
+    exponent = logits.new_empty(rows, dtype=torch.float32)
+    total = logits.new_empty(rows, dtype=torch.float64)
     label = torch.empty_like(exponent)
     if rows:
         _stats_kernel[(rows,)](
@@ -193,16 +193,13 @@ def logit_grad(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """See :func:`coat_dist.reference.cross_entropy.logit_grad`."""
-    out = (
-        torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
-    )
+    if out is None:
+        out = logits.new_empty(logits.shape)
     logits = _columns_adjacent(logits)
     rows, columns = logits.shape
-    target = (
-        out
-        if out.stride(-1) == 1
-        else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    )
+    target = out
+    if out.stride(-1) != 1:
+        target = logits.new_empty(logits.shape)
     if logits.numel():
         block = _block(columns)
         _grad_kernel[(rows, cdiv(columns, block))](

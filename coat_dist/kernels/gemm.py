@@ -153,7 +153,7 @@ def grouped_mm(
             out_dtype=out_dtype,
             use_fast_accum=fast_accum or k <= FEW_TERMS,
         )
-    out = torch.empty(total, n, dtype=out_dtype, device=a.codes.device)
+    out = a.codes.new_empty(total, n, dtype=out_dtype)
     direct, by_row = aligned and _direct(a, b, out_dtype), a.layout == "row"
     a_scales, b_scales = (q.scales if by_row else apart(q.scales) for q in (a, b))
     for expert, at in rows.pieces():
@@ -185,7 +185,7 @@ def grouped_wgrad(
             out_dtype=out_dtype,
             use_fast_accum=few,
         )
-    out = torch.empty(rows.experts, m, n, dtype=out_dtype, device=a.codes.device)
+    out = a.codes.new_empty(rows.experts, m, n, dtype=out_dtype)
     direct, missing = aligned and _direct(a, b, out_dtype), set(range(rows.experts))
     scales = apart(a.scales), apart(b.scales)
     for expert, at in rows.pieces():

@@ -1,32 +1,34 @@
 """Kernels of ``reference/grouped.py``. Rows of experts come by blocks: a tile of rows has one
 expert, and its scale.
 
-Quantizing and backward of the activation are the kernels of a single tensor, told where the block's
-scale lies.
+Quantizing, and backward of the activation in ``activation_backward.py``, are the kernels of a
+single tensor, told where the block's scale lies.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.activation import ACTIVATIONS, ActivationGradients
 from ..reference.grouped import BLOCK, ExpertRows
-from . import activation_backward as act
-from .activation_functions import activate, load_part
-from .fp8 import atomic_amax, constants, dense, magnitude_bits, pack_rows, scale_of, store_turned
-from .groups import load_tile, unpack
+from .fp8 import (
+    TINY,
+    constants,
+    dense,
+    magnitude_bits,
+    pack_rows,
+    scale_of,
+    store_turned,
+)
+from .groups import load_tile, place_from, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
 
 __all__ = [
-    "activation_backward_experts",
-    "activation_grad_amax_experts",
     "largest_rows",
+    "launch_take",
     "quantize_columns",
     "quantize_experts",
     "scale_rows_backward",
@@ -42,37 +44,56 @@ TAKE_TILE = 4096
 SUM_TILE = 1024
 SCALE_TILE = (2, 2048, 8)
 SCALES_TILE = 1024
-FACTOR_TILE = (8, 256, 4)
 
 
 @fast_launch
 @triton.jit
-def _take_kernel(x, index, factor, out, columns, TILE: tl.constexpr):
+def _take_kernel(x, index, factor, scales, out, out_scales, choices, columns, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    at = row
+    at, there = row, row >= 0
     if index is not None:
-        at = tl.load(index + row).to(tl.int64)
-    value = tl.load(x + at * columns + column, mask=(column < columns) & (at >= 0), other=0.0)
+        choice = tl.load(index + row)
+        at, there = (choice // choices).to(tl.int64), choice >= 0
+    value = tl.load(x + at * columns + column, mask=(column < columns) & there, other=0)
     if factor is not None:
         value = (value.to(tl.float32) * tl.load(factor + row).to(tl.float32)).to(
             out.dtype.element_ty
         )
     tl.store(out + row * columns + column, value, mask=column < columns)
+    if scales is not None:
+        first = tl.program_id(1) == 0
+        scale = tl.load(scales + at, mask=first & there, other=TINY)
+        tl.store(out_scales + row, scale, mask=first)
+
+
+def launch_take(
+    x: torch.Tensor,
+    index: torch.Tensor | None,
+    out: torch.Tensor,
+    most: int,
+    factor: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    out_scales: torch.Tensor | None = None,
+    choices: int = 1,
+) -> None:
+    """Rows ``index // choices`` of x, at most ``most`` elements a program; ``scales`` go with
+    them, and a row of zeros has the smallest.
+    """
+    rows, columns = out.shape
+    if out.numel():
+        tile = min(most, next_power_of_2(columns))
+        _take_kernel[(rows, cdiv(columns, tile))](
+            x, index, factor, scales, out, out_scales, choices, columns, TILE=tile, num_warps=4
+        )
 
 
 def take_rows(
     x: torch.Tensor, index: torch.Tensor | None = None, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See :func:`coat_dist.reference.grouped.take_rows`."""
-    x = x.contiguous()
-    count, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
-    out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
-    if out.numel():
-        tile = min(TAKE_TILE, next_power_of_2(columns))
-        _take_kernel[(count, cdiv(columns, tile))](
-            x, index, dense(factor), out, columns, TILE=tile, num_warps=4
-        )
+    out = x.new_empty(x.shape[0] if index is None else index.shape[0], x.shape[1])
+    launch_take(x.contiguous(), index, out, TAKE_TILE, dense(factor))
     return out
 
 
@@ -99,7 +120,7 @@ def sum_rows(
     """See :func:`coat_dist.reference.grouped.sum_rows`."""
     x = x.contiguous()
     (count, terms), columns = index.shape, x.shape[1]
-    out = torch.empty(count, columns, dtype=x.dtype, device=x.device)
+    out = x.new_empty(count, columns)
     if out.numel():
         tile = min(SUM_TILE, next_power_of_2(columns))
         _sum_kernel[(count, cdiv(columns, tile))](
@@ -127,17 +148,15 @@ def _scale_backward_kernel(
 ):
     """BM rows whole."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    there = (row < rows)[:, None]
     times = tl.load(factor + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
     at = row[:, None]
     for first in range(0, columns, BN):
-        column = (first + tl.arange(0, BN))[None, :]
-        inside = there & (column < columns)
+        _, column, group, inside, in_group, _, _ = place_from(
+            at, first, first // G, rows, columns, groups, BN, BN // G
+        )
         grad = tl.load(dout + at * columns + column, mask=inside, other=0.0).to(tl.float32)
         if dfactor is not None:
-            group = (first // G + tl.arange(0, BN // G))[None, :]
-            in_group = there & (group < groups)
             y = load_tile(
                 codes, scales, at, column, group, inside, in_group, columns, groups, BM, BN, G, S
             )
@@ -155,7 +174,7 @@ def scale_rows_backward(
     d = torch.empty_like(dout)
     dfactor, codes, scales, size, form = None, None, None, 1, None
     if y8 is not None:
-        dfactor = torch.empty(factor.shape, dtype=factor.dtype, device=dout.device)
+        dfactor = factor.new_empty(factor.shape)
         codes, scales, size, form = unpack(y8)
     height, width, warps = SCALE_TILE
     if d.numel():
@@ -200,7 +219,7 @@ def largest_rows(
     scales: torch.Tensor, rows: ExpertRows, least: float, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See :func:`coat_dist.reference.grouped.largest_rows`."""
-    out = torch.empty(rows.experts, dtype=torch.float32, device=scales.device)
+    out = scales.new_empty(rows.experts)
     _largest_kernel[(rows.experts,)](
         scales, rows.source, rows.ends, dense(factor), out, least, TILE=SCALES_TILE, num_warps=4
     )
@@ -244,7 +263,7 @@ def spread_scales(
     experts = a.shape[0]
     of_a = experts * height if rows is None else rows.source.shape[0]
     total = of_a + experts * width
-    out = torch.empty(total, dtype=torch.float32, device=a.device)
+    out = a.new_empty(total)
     _spread_kernel[(cdiv(total, SCALES_TILE),)](
         a,
         b,
@@ -264,27 +283,15 @@ def spread_scales(
     return first, second
 
 
-def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
+def quantize_experts(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, transpose: bool = False
+) -> QuantizedTensor:
     """See :func:`coat_dist.reference.grouped.quantize_experts`."""
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    if x.shape[1] % BLOCK == 0:
-        blocks = _blocks_of_matrices(x.shape[0], x.shape[1], x.device)
-        flat, out = x.view(-1, x.shape[2]), codes.view(-1, x.shape[2])
-        launch_quantize(flat, scales, out, None, constants(fmt, x), blocks)
-    else:
-        for matrix, scale, out in zip(x, scales, codes, strict=True):
-            launch_quantize(matrix, scale, out, None, constants(fmt, x))
+    shape = x.transpose(1, 2).shape if transpose else x.shape
+    codes = x.new_empty(shape, dtype=fmt.dtype)
+    rows, turned = (None, codes) if transpose else (codes, None)
+    launch_quantize(x.contiguous(), scales, rows, turned, constants(fmt, x))
     return QuantizedTensor(codes, scales, "expert")
-
-
-@functools.lru_cache(maxsize=64)
-def _blocks_of_matrices(experts: int, rows: int, device: torch.device) -> torch.Tensor:
-    """:attr:`ExpertRows.blocks` of matrices one below the other."""
-    with torch.inference_mode(False):
-        return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(
-            rows // BLOCK
-        )
 
 
 @fast_launch
@@ -337,8 +344,8 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
     """See :func:`coat_dist.reference.grouped.quantize_columns`."""
     x = x.contiguous()
     experts, k, n = x.shape
-    codes = torch.empty(experts, n, k, dtype=fmt.dtype, device=x.device)
-    scales = torch.empty(experts, n, 1, dtype=torch.float32, device=x.device)
+    codes = x.new_empty(experts, n, k, dtype=fmt.dtype)
+    scales = x.new_empty(experts, n, 1, dtype=torch.float32)
     pack, word = packet(k)
     bn, bm, warps = COLUMNS_TILE
     if x.numel():
@@ -356,148 +363,3 @@ def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
             num_warps=warps,
         )
     return QuantizedTensor(codes, scales, "row")
-
-
-@fast_launch
-@triton.jit
-def _factor_kernel(
-    da,
-    x,
-    scales,
-    factor,
-    source,
-    blocks,
-    amax,
-    dfactor,
-    rows,
-    columns,
-    groups,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    FAST: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """BM rows whole, of one expert: the gradient of each row's factor is a sum over its columns."""
-    PARTS: tl.constexpr = 2 if GATED else 1
-    slot = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    choice = tl.load(source + slot, mask=slot < rows, other=-1).to(tl.int64)
-    times = tl.load(factor + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
-    top = tl.zeros((BM, BN), tl.int32)
-    sums = tl.zeros((BM, BN), tl.float32)
-    row = slot[:, None]
-    for first in range(0, columns, BN):
-        column = (first + tl.arange(0, BN))[None, :]
-        group = (first // G + tl.arange(0, BN // G))[None, :]
-        inside = (row < rows) & (column < columns)
-        in_group = (row < rows) & (group < groups)
-        grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        g = load_part(
-            x,
-            scales,
-            None,
-            0,
-            row,
-            column,
-            group,
-            inside,
-            in_group,
-            columns,
-            groups,
-            PARTS,
-            False,
-            BM,
-            BN,
-            G,
-            S,
-        )
-        value, slope = activate(g, ACT, FAST)
-        du = grad * value
-        if GATED:
-            u = load_part(
-                x,
-                scales,
-                None,
-                1,
-                row,
-                column,
-                group,
-                inside,
-                in_group,
-                columns,
-                groups,
-                PARTS,
-                False,
-                BM,
-                BN,
-                G,
-                S,
-            )
-            sums += du * u
-            grad *= u
-            top = tl.maximum(top, magnitude_bits(du * times))
-        else:
-            sums += du
-        top = tl.maximum(top, magnitude_bits(grad * slope * times))
-    atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
-    tl.store(dfactor + choice, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=choice >= 0)
-
-
-def activation_grad_amax_experts(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    rows: ExpertRows,
-    factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :func:`coat_dist.reference.grouped.activation_grad_amax_experts`."""
-    if factor is None:
-        return act.launch_grad_amax(da, pre8, activation, rows), None
-    function, columns = ACTIVATIONS[activation], da.shape[1]
-    codes, scales, size, form = unpack(pre8)
-    amax = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
-    dfactor = torch.zeros_like(factor, memory_format=torch.contiguous_format)
-    height, width, warps = FACTOR_TILE
-    _factor_kernel[(cdiv(da.shape[0], height),)](
-        da,
-        codes,
-        scales,
-        dense(factor),
-        rows.source,
-        rows.blocks,
-        amax,
-        dfactor,
-        da.shape[0],
-        columns,
-        cdiv(columns, size),
-        ACT=function.function,
-        GATED=function.gated,
-        FAST=da.is_cuda,
-        G=size,
-        S=form,
-        BM=height,
-        BN=max(width, size),
-        BLOCK=BLOCK,
-        num_warps=warps,
-    )
-    return amax, dfactor
-
-
-def activation_backward_experts(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    grad_fmt: FP8Format,
-    grad_scales: torch.Tensor,
-    fmt: FP8Format,
-    scales: torch.Tensor,
-    rows: ExpertRows,
-    factor: torch.Tensor | None = None,
-) -> ActivationGradients:
-    """See :func:`coat_dist.reference.grouped.activation_backward_experts`."""
-    return act.launch_backward(
-        da, pre8, activation, grad_fmt, grad_scales, fmt, scales, None, rows, factor
-    )

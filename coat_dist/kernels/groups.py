@@ -23,6 +23,8 @@ __all__ = [
     "group_encode",
     "load_raw",
     "load_tile",
+    "place",
+    "place_from",
     "room",
     "saved_as",
     "unpack",
@@ -197,6 +199,33 @@ def group_decode(
     else:
         values = from_fp8(codes)
     return tl.reshape(tl.reshape(values, (BM, BN // G, G)) * scale[:, :, None], (BM, BN))
+
+
+@triton.jit
+def place(row, tile, rows, columns, groups, BN: tl.constexpr, G: tl.constexpr):
+    """Where a tile of BN columns lies in a tensor [rows, columns]: its rows, columns and groups,
+    which elements and which groups there are, and the sizes of a row. ``tile`` counts along a row;
+    ``rows`` is None where all rows are there.
+    """
+    return place_from(
+        row, tile * BN, tile * (BN // max(G, 1)), rows, columns, groups, BN, BN // max(G, 1)
+    )
+
+
+@triton.jit
+def place_from(row, first, first_group, rows, columns, groups, BN: tl.constexpr, BG: tl.constexpr):
+    """:func:`place` of a tile by its first column and its first group, of BG: a loop over a row
+    counts in columns, since a product in each turn costs registers.
+    """
+    column = (first + tl.arange(0, BN))[None, :]
+    group = (first_group + tl.arange(0, BG))[None, :]
+    if rows is None:
+        inside = column < columns
+        in_group = group < groups
+    else:
+        inside = (row < rows) & (column < columns)
+        in_group = (row < rows) & (group < groups)
+    return row, column, group, inside, in_group, columns, groups
 
 
 @triton.jit

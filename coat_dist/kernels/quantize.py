@@ -30,7 +30,7 @@ from .fp8 import (
     store_turned,
     to_fp8,
 )
-from .groups import group_encode, load_tile, room, saved_as, unpack
+from .groups import group_encode, load_tile, place, room, saved_as, unpack
 from .launch import cdiv, fast_launch
 
 __all__ = [
@@ -106,52 +106,66 @@ def _tensor_kernel(
     row_scales,
     scale,
     blocks,
+    source,
     out,
     turned,
+    choices,
     rows,
     columns,
     stride,
     C: tl.constexpr,
-    COPY: tl.constexpr,
-    ROWS: tl.constexpr,
+    MANY: tl.constexpr,
     PACK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes apart; 0:
-    nothing is transposed. ROWS: ``out`` is written. ``blocks``: which scale is that of each BLOCK
-    rows.
+    """The arguments of :func:`launch_quantize`. MANY: a program's third index is that of its matrix
+    and scale. PACK rows of codes make an element of ``turned``, whose rows are ``stride`` codes
+    apart (None: ``rows``); 0: nothing is transposed.
     """
     STEP: tl.constexpr = max(PACK, 1)
+    if MANY:
+        matrix = tl.program_id(2).to(tl.int64)
+        x += matrix * rows * columns
+        scale += matrix
+        if out is not None:
+            out += matrix * rows * columns
+        if turned is not None:
+            turned += matrix * columns * (rows // max(PACK, 1))
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     packed = tl.zeros((BM, BN), tl.int32)
-    if not COPY:
+    if C is not None:
         if blocks is not None:
             scale += tl.load(blocks + tl.program_id(0) * BM * STEP // BLOCK)
         factor = inverse(scale)
         y = tl.zeros((BM, BN), tl.float32)
     for i in tl.static_range(STEP):
         row = packet.to(tl.int64) * STEP + i
-        inside = (row < rows) & (column < columns)
-        value = tl.load(x + row * columns + column, mask=inside, other=0.0)
-        if COPY:
+        at, there = row, row < rows
+        if source is not None:
+            choice = tl.load(source + row, mask=row < rows, other=-1)
+            at, there = (choice // choices).to(tl.int64), choice >= 0
+        value = tl.load(x + at * columns + column, mask=there & (column < columns), other=0.0)
+        if C is None:
             packed |= value.to(tl.int32) << (8 * i)
         else:
             last = y
             if row_scales is None:
                 y = value.to(tl.float32) * factor
             else:  # the factor of a row first: with powers of two nothing is rounded before codes
-                times = tl.load(row_scales + row, mask=row < rows, other=0.0) * factor
+                times = tl.load(row_scales + at, mask=there, other=0.0) * factor
                 y = from_fp8(value) * times
-            if ROWS:
+            if out is not None:
+                inside = (row < rows) & (column < columns)
                 tl.store(out + row * columns + column, to_fp8(y, C), mask=inside)
             if PACK > 0:
                 packed = pack_rows(packed, last, y, i, PACK, C)
     if PACK > 0:
         inside = (packet < rows // PACK) & (column < columns)
-        store_turned(turned, packed, packet, column, stride // PACK, inside)
+        apart = rows if stride is None else stride
+        store_turned(turned, packed, packet, column, apart // PACK, inside)
 
 
 def launch_rows(x: torch.Tensor) -> torch.Tensor:
@@ -180,9 +194,7 @@ def quantize_tensor(
     flat = launch_rows(x)
     codes = out
     if codes is None:
-        codes = torch.empty(
-            flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype, device=x.device
-        )
+        codes = x.new_empty(flat.shape[::-1] if transpose else x.shape, dtype=fmt.dtype)
     rows, turned = (None, codes) if transpose else (codes, None)
     launch_quantize(flat, scale, rows, turned, constants(fmt, x), row_scales=row_scales)
     return QuantizedTensor(codes, scale, "tensor")
@@ -193,15 +205,15 @@ def quantize_both(
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`coat_dist.reference.quantize.quantize_both`."""
     flat = launch_rows(x)
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    turned = torch.empty(flat.shape[::-1], dtype=fmt.dtype, device=x.device)
+    codes = x.new_empty(x.shape, dtype=fmt.dtype)
+    turned = x.new_empty(flat.shape[::-1], dtype=fmt.dtype)
     launch_quantize(flat, scale, codes, turned, constants(fmt, x))
     return QuantizedTensor(codes, scale, "tensor"), QuantizedTensor(turned, scale, "tensor")
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:
     """See :func:`coat_dist.reference.quantize.transpose`."""
-    codes = torch.empty(q.codes.shape[::-1], dtype=q.codes.dtype, device=q.codes.device)
+    codes = q.codes.new_empty(q.codes.shape[::-1])
     # As bytes: nothing is converted, and the format does not matter.
     launch_quantize(q.codes.contiguous().view(torch.uint8), q.scales, None, codes, None)
     return QuantizedTensor(codes, q.scales, q.layout)
@@ -215,37 +227,53 @@ def launch_quantize(
     c: Format | None,
     blocks: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    choices: int = 1,
 ) -> None:
-    """Codes of x ``[rows, columns]`` (its bytes, where ``c`` is None) into ``out`` and, transposed,
-    into ``turned``.
+    """Codes of x (its bytes, where ``c`` is None) into ``out`` and, transposed, into ``turned``.
 
-    ``blocks``: of several scales, which is that of each :data:`~coat_dist.reference.grouped.BLOCK`
-    rows. ``row_scales``: of x, which is FP8 by rows then.
+    Args:
+        x: ``[rows, columns]``; or several matrices ``[experts, rows, columns]``, each with its
+            scale.
+        blocks: of several scales, which is that of each
+            :data:`~coat_dist.reference.grouped.BLOCK` rows.
+        row_scales: of x, which is FP8 by rows then.
+        source: row i is that of number ``source[i] // choices`` in x, zeros if negative.
     """
-    rows, columns = x.shape
-    if not x.numel():
+    *matrices, rows, columns = x.shape
+    if source is not None:
+        rows = source.shape[0]
+    if 0 in (*matrices, rows, columns):
         return
-    bm, bn, warps = ROWS_TILE if turned is None else TURNED_TILE if blocks is None else TURNED_BLOCK
-    pack = stride = 0
+    bm, bn, warps = ROWS_TILE
+    pack = 0
+    stride: int | None = 0
     if turned is not None:
-        # columns of a wider matrix have to begin at whole words
-        aligned = turned.stride(0) % 4 == 0 and turned.storage_offset() % 4 == 0
-        pack, word = packet(rows if aligned else 1)
-        turned, stride = turned.view(word), turned.stride(0)
-    bm //= max(pack, 1)
-    _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn))](
+        bm, bn, warps = TURNED_TILE if blocks is None else TURNED_BLOCK
+        pack, word = packet(rows)
+        if matrices or source is not None:
+            stride = None  # codes have no gaps; a number less saves registers
+        else:
+            stride = turned.stride(0)
+            # columns of a wider matrix have to begin at whole words
+            if turned.stride(0) % 4 or turned.storage_offset() % 4:
+                pack, word = packet(1)
+        turned = turned.view(word)
+        bm //= pack
+    _tensor_kernel[(cdiv(rows, bm * max(pack, 1)), cdiv(columns, bn), *matrices)](
         x,
         row_scales,
         scale,
         blocks,
+        source,
         out,
         turned,
+        choices,
         rows,
         columns,
         stride,
         C=c,
-        COPY=c is None,
-        ROWS=out is not None,
+        MANY=bool(matrices),
         PACK=pack,
         BM=bm,
         BN=bn,
@@ -269,13 +297,12 @@ def _groups_kernel(
     BN: tl.constexpr,
 ):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
-    inside = (row < rows) & (column < columns)
+    at = place(row, tl.program_id(1), rows, columns, groups, BN, G)
+    _, column, group, inside, in_group, _, _ = at
     value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     q, stored = group_encode(value, BM, BN, G, S)
     tl.store(codes + row * columns + column, q, mask=inside)
-    tl.store(scales + row * groups + group, stored, mask=(row < rows) & (group < groups))
+    tl.store(scales + row * groups + group, stored, mask=in_group)
 
 
 def quantize_groups(
@@ -356,8 +383,8 @@ def quantize_rows(
     rows, columns = flat.shape
     width, held, long, warps = row_tiles(columns, *HELD_TILES)
     if out is None:
-        codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-        scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        codes = x.new_empty(x.shape, dtype=fmt.dtype)
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         top = amax_buffer(x.device) if rows else None
     else:
         codes, scales, top = out.codes, out.scales, out.top
@@ -393,10 +420,8 @@ def _dequantize_groups_kernel(
     BN: tl.constexpr,
 ):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    group = (tl.program_id(1) * (BN // G) + tl.arange(0, BN // G))[None, :]
-    inside = (row < rows) & (column < columns)
-    in_group = (row < rows) & (group < groups)
+    at = place(row, tl.program_id(1), rows, columns, groups, BN, G)
+    _, column, group, inside, in_group, _, _ = at
     value = load_tile(
         codes, scales, row, column, group, inside, in_group, columns, groups, BM, BN, G, S
     )
@@ -420,7 +445,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     rows, columns = codes.shape
     tensor = q.layout == "tensor"
     scales = q.scales.expand(rows).contiguous() if tensor else launch_rows(q.scales)
-    out = torch.empty(q.codes.shape, dtype=dtype, device=codes.device)
+    out = codes.new_empty(q.codes.shape, dtype=dtype)
     bm, bn, warps = GROUPS_TILE
     grid = cdiv(rows, bm), cdiv(columns, bn)
     if codes.numel() and q.layout != "group":

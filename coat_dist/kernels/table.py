@@ -32,6 +32,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
 from ..reference.adamw import AdamWTensors
 from ..reference.adamw_batch import Batch
@@ -61,14 +62,34 @@ class Member(NamedTuple):
     """Of the table, without its first column."""
 
 
-class Kind(NamedTuple):
-    """What tensors of one launch have in common, as it is compiled in."""
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-    param: torch.dtype
-    grad: torch.dtype
-    stochastic: bool
+
+class Kind(NamedTuple):
+    """What tensors of one launch have in common, as compile-time constants."""
+
+    param: tl.dtype
+    grad: tl.dtype
+    seeded: bool
     low: bool
-    copy: torch.dtype | None
+    copied: bool
+    copy: tl.dtype
+    """Of the copy; ``param`` where there is none."""
+    aligned: bool
+
+    @classmethod
+    def of(cls, one: Any, seeded: bool, aligned: bool) -> Kind:
+        """That of a parameter's tensors."""
+        copy = one.param if one.copy is None else one.copy
+        return cls(
+            TYPES[one.param.dtype],
+            TYPES[one.grad.dtype],
+            seeded,
+            one.low is not None,
+            one.copy is not None,
+            TYPES[copy.dtype],
+            aligned,
+        )
 
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -84,7 +105,8 @@ def sort(
     """
     kinds: dict[Kind, list[Member]] = {}
     single = []
-    for i, (param, grad, m, v, seed, low, copy, _, base_row) in enumerate(tensors):
+    for i, one in enumerate(tensors):
+        param, grad, m, v, seed, low, copy, _, base_row = one
         n, groups = param.numel(), len(m.a)
         if n == 0:
             continue
@@ -92,13 +114,7 @@ def sort(
             ends = [0 if t is None else t.data_ptr() for t in (low, copy)]
             addresses = [*map(_ADDRESS, (param, *m, *v))]
             if not any(address % ALIGNMENT for address in (*addresses, *ends, grad.data_ptr())):
-                kind = Kind(
-                    param.dtype,
-                    grad.dtype,
-                    seed is not None,
-                    low is not None,
-                    None if copy is None else copy.dtype,
-                )
+                kind = Kind.of(one, seed is not None, True)
                 kinds.setdefault(kind, []).append(
                     Member(i, cdiv(groups, rows), [*addresses, n, groups, seed or 0, *ends])
                 )

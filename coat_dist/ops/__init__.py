@@ -48,88 +48,6 @@ from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
 from ..reference.rope import Heads, RopeTable, rope_table
 from .dispatch import operation
 
-__all__ = [
-    "ACTIVATIONS",
-    "BLOCK",
-    "FIRST_MOMENT_FORMATS",
-    "SECOND_MOMENT_FORMATS",
-    "SMALLEST_SCALE",
-    "Activation",
-    "ActivationForward",
-    "ActivationGradients",
-    "ActivationRows",
-    "AdamWStep",
-    "AdamWTensors",
-    "Batch",
-    "ExpertRows",
-    "FP32Tensors",
-    "Heads",
-    "LogitStats",
-    "Moment",
-    "MomentCodec",
-    "NormForward",
-    "NormRows",
-    "NormStats",
-    "RopeTable",
-    "activation_apply",
-    "activation_backward",
-    "activation_backward_experts",
-    "activation_compress",
-    "activation_compress_rows",
-    "activation_grad_amax",
-    "activation_grad_amax_experts",
-    "activation_quantize",
-    "adamw_fp32_steps",
-    "adamw_steps",
-    "amax",
-    "apart",
-    "check_activation",
-    "code_products",
-    "decode",
-    "dequantize",
-    "encode",
-    "exact_mm",
-    "expert_rows",
-    "grouped_mm",
-    "grouped_wgrad",
-    "join",
-    "largest_rows",
-    "logit_grad",
-    "logit_stats",
-    "merge",
-    "norm_apply",
-    "norm_backward",
-    "norm_compress",
-    "norm_compress_rows",
-    "norm_forward",
-    "norm_quantize",
-    "one_by_one",
-    "pow2",
-    "power_of_two",
-    "quantize_both",
-    "quantize_columns",
-    "quantize_experts",
-    "quantize_experts_transposed",
-    "quantize_groups",
-    "quantize_rows",
-    "quantize_tensor",
-    "requantize_rows",
-    "rope_table",
-    "route",
-    "scale_and_round",
-    "scale_rows_backward",
-    "scaled_mm",
-    "split",
-    "split_rope",
-    "split_rope_backward",
-    "sum_rows",
-    "take_codes",
-    "take_codes_transposed",
-    "take_rows",
-    "tensor_scale",
-    "transpose",
-]
-
 # Quantization
 # ----------------------------------------
 amax = operation(quantize.amax)  # largest magnitude of a tensor
@@ -172,6 +90,8 @@ activation_compress_rows = operation(activation.activation_compress_rows)
 activation_quantize = operation(activation.activation_quantize)
 # Backward, pass 1: amax of the pre-activation's gradient.
 activation_grad_amax = operation(activation.activation_grad_amax)
+# Pass 1 where rows have factors: the gradient of these too.
+activation_factor_grad = operation(activation.activation_factor_grad)
 # Pass 2: the pre-activation's gradient and the activation, in FP8.
 activation_backward = operation(activation.activation_backward)
 # without a kernel: activation_apply, the activation itself
@@ -182,18 +102,14 @@ take_rows = operation(grouped.take_rows)  # rows in another order, or zeros, tim
 scale_rows_backward = operation(grouped.scale_rows_backward)  # gradients of rows and factors
 sum_rows = operation(grouped.sum_rows)  # sums of rows, each times a factor
 largest_rows = operation(grouped.largest_rows)  # the largest row scale of each expert
-quantize_experts = operation(grouped.quantize_experts)  # weights, with a scale an expert
+# Weights with a scale an expert, also transposed.
+quantize_experts = operation(grouped.quantize_experts)
 # Weights transposed, FP8 codes with a scale per row.
 quantize_columns = operation(grouped.quantize_columns)
-# Backward of the activation, with scales of experts and factors of rows.
-activation_grad_amax_experts = operation(grouped.activation_grad_amax_experts)
-activation_backward_experts = operation(grouped.activation_backward_experts)
 # Rows of tokens sorted by a router's choices (reference/routing.py)
 route = operation(routing.route)
 take_codes = operation(routing.take_codes)  # FP8 codes of tokens in the rows of experts
 take_codes_transposed = operation(routing.take_codes_transposed)  # the same, transposed
-# Weights with a scale an expert, transposed.
-quantize_experts_transposed = operation(routing.quantize_experts_transposed)
 # without a kernel: expert_rows
 
 # Attention: heads and rotary position embedding

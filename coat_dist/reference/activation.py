@@ -22,7 +22,16 @@ from typing import NamedTuple
 import torch
 
 from ..formats import FP8Format, QuantizedTensor
-from .quantize import amax, dequantize, quantize_groups, quantize_rows, quantize_tensor
+from .grouped import ExpertRows, factor_of_rows, largest_rows, scale_of_rows
+from .quantize import (
+    amax,
+    amaxes,
+    dequantize,
+    quantize_groups,
+    quantize_rows,
+    quantize_tensor,
+    requantize_rows,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -35,6 +44,7 @@ __all__ = [
     "activation_backward",
     "activation_compress",
     "activation_compress_rows",
+    "activation_factor_grad",
     "activation_grad_amax",
     "activation_quantize",
     "check_activation",
@@ -217,11 +227,41 @@ def activation_quantize(
     return quantize_tensor(activation_apply(pre, activation, bias), fmt, scale, transpose)
 
 
-def activation_grad_amax(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
+def activation_grad_amax(
+    da: torch.Tensor, pre8: QuantizedTensor, activation: str, rows: ExpertRows | None = None
+) -> torch.Tensor:
     """Backward's first pass: the amax (fp32 scalar) of the gradient of pre, given da ``[...,
-    f]``.
+    f]``; with ``rows`` that of each expert's rows, ``[experts]``.
     """
-    return amax(_gradient(da, pre8, activation))
+    gradient = _gradient(da, pre8, activation)
+    if rows is None:
+        return amax(gradient)
+    return largest_rows(amaxes(gradient, -1)[:, None], rows, 0.0)
+
+
+def activation_factor_grad(
+    da: torch.Tensor,
+    pre8: QuantizedTensor,
+    activation: str,
+    rows: ExpertRows,
+    factor: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`activation_grad_amax` of each expert's rows, and the gradient of ``factor``.
+
+    Args:
+        da: the gradient of ``factor * a``, which is what the expert's output is linear in.
+        factor: of any floating dtype, one for each of what ``rows.source`` counts.
+
+    Returns:
+        amax fp32 ``[experts]``; the gradient, of the shape and dtype of ``factor``, zero where a
+        choice has no row.
+    """
+    there = rows.source >= 0
+    dfactor = da.new_zeros(factor.numel(), dtype=torch.float32)
+    products = (da.float() * activation_apply(pre8, activation)).sum(-1)
+    dfactor[rows.source[there].long()] = products[there]
+    top = activation_grad_amax(da.float() * factor_of_rows(factor, rows), pre8, activation, rows)
+    return top, dfactor.view(factor.shape).to(factor.dtype)
 
 
 def activation_backward(
@@ -233,6 +273,8 @@ def activation_backward(
     fmt: FP8Format,
     scale: torch.Tensor,
     bias_sum: torch.dtype | None = None,
+    rows: ExpertRows | None = None,
+    factor: torch.Tensor | None = None,
 ) -> ActivationGradients:
     """Backward's second pass.
 
@@ -242,13 +284,25 @@ def activation_backward(
         fmt, scale: of a, as in forward.
         bias_sum: dtype in which the gradient of fc1's bias is summed over rows; None = there is
             none to sum.
+        rows: whose rows these are; scales are those of experts, ``[experts]``.
+        factor: as in :func:`activation_factor_grad`; ``factor * a`` is the activation.
     """
+    a = activation_apply(pre8, activation)
+    layout, grad_scales, scales = "tensor", grad_scale, scale
+    if rows is not None:
+        layout = "expert"
+        grad_scales, scales = scale_of_rows(grad_scale, rows), scale_of_rows(scale, rows)
+        if factor is not None:
+            times = factor_of_rows(factor, rows)
+            da, a = da.float() * times, a * times
     gradient = _gradient(da, pre8, activation)
-    d8 = quantize_tensor(gradient, grad_fmt, grad_scale)
-    d8_t = QuantizedTensor(d8.codes.t().contiguous(), grad_scale, "tensor")
-    a8_t = activation_quantize(pre8, activation, fmt, scale, transpose=True)
+    d8 = requantize_rows(gradient, grad_fmt, grad_scales).codes
+    a8 = requantize_rows(a, fmt, scales).codes
     return ActivationGradients(
-        d8, d8_t, a8_t, None if bias_sum is None else gradient.sum(0, dtype=bias_sum)
+        QuantizedTensor(d8, grad_scale, layout),
+        QuantizedTensor(d8.t().contiguous(), grad_scale, layout),
+        QuantizedTensor(a8.t().contiguous(), scale, layout),
+        None if bias_sum is None else gradient.sum(0, dtype=bias_sum),
     )
 
 

@@ -69,8 +69,8 @@ def logit_stats(
         scale, softcap: make logits of ``logits``, as the module's docstring says.
     """
     rows, columns = logits.shape
-    exponent = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    total = torch.empty(rows, dtype=torch.float64, device=logits.device)
+    exponent = logits.new_empty(rows, dtype=torch.float32)
+    total = logits.new_empty(rows, dtype=torch.float64)
     for part in _parts(logits):
         x, _ = _transform(logits[part], scale, softcap)
         n, mantissa = _split(x)

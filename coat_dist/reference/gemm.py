@@ -39,7 +39,7 @@ def exact_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
     if max(m, n) * k <= _CHUNK:
         return a.double() @ b.double().t()
-    out = torch.empty(m, n, dtype=torch.float64, device=a.device)
+    out = a.new_empty(m, n, dtype=torch.float64)
     step = max(1, _CHUNK // max(k, 1))
     for row in range(0, m, step):
         rows = a[row : row + step].double()

@@ -20,19 +20,17 @@ from typing import NamedTuple
 import torch
 
 from ..formats import FP8Format, QuantizedTensor
-from . import activation as act
 from . import quantize
 
 __all__ = [
     "BLOCK",
     "ExpertRows",
-    "activation_backward_experts",
-    "activation_grad_amax_experts",
     "expert_rows",
     "factor_of_rows",
     "largest_rows",
     "quantize_columns",
     "quantize_experts",
+    "scale_of_rows",
     "scale_rows_backward",
     "sum_rows",
     "take_rows",
@@ -135,7 +133,7 @@ def sum_rows(
     """Sums of the rows ``index`` (int32 ``[m, k]``, -1: none) of x ``[rows, n]``, each times its
     ``factor`` ``[m, k]``; ``[m, n]``: fp32, rounded once.
     """
-    out = torch.zeros(index.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
+    out = x.new_zeros(index.shape[0], x.shape[1], dtype=torch.float32)
     if not x.shape[0]:
         return out.to(x.dtype)
     for i in range(index.shape[1]):
@@ -172,10 +170,16 @@ def largest_rows(
     return out.scatter_reduce(0, rows.blocks.long(), of_blocks, "amax")
 
 
-def quantize_experts(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:
-    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``."""
-    q = quantize.requantize_rows(x, fmt, scales[:, None, None])
-    return QuantizedTensor(q.codes, scales, "expert")
+def quantize_experts(
+    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, transpose: bool = False
+) -> QuantizedTensor:
+    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``; with
+    ``transpose`` codes ``[experts, n, k]``.
+    """
+    codes = quantize.requantize_rows(x, fmt, scales[:, None, None]).codes
+    if transpose:
+        codes = codes.transpose(1, 2).contiguous()
+    return QuantizedTensor(codes, scales, "expert")
 
 
 def quantize_columns(x: torch.Tensor, fmt: FP8Format) -> QuantizedTensor:
@@ -194,72 +198,6 @@ def factor_of_rows(factor: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
     return padded[rows.source.long()][:, None]
 
 
-def activation_grad_amax_experts(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    rows: ExpertRows,
-    factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`~coat_dist.reference.activation.activation_grad_amax` of each expert's rows.
-
-    Args:
-        da: the gradient of a; with ``factor`` that of ``factor * a``, which is what the expert's
-            output is linear in.
-        factor: of any floating dtype, one for each of what ``rows.source`` counts.
-
-    Returns:
-        amax fp32 ``[experts]``; with ``factor`` its gradient, of its shape and dtype, zero where a
-        choice has no row.
-    """
-    dfactor = None
-    if factor is not None:
-        there = rows.source >= 0
-        dfactor = torch.zeros(factor.numel(), dtype=torch.float32, device=da.device)
-        products = (da.float() * act.activation_apply(pre8, activation)).sum(-1)
-        dfactor[rows.source[there].long()] = products[there]
-        dfactor = dfactor.view(factor.shape).to(factor.dtype)
-        da = da.float() * factor_of_rows(factor, rows)
-    out = torch.zeros(rows.experts, dtype=torch.float32, device=da.device)
-    for expert, at in rows.pieces():
-        out[expert] = act.activation_grad_amax(da[at], _part(pre8, at), activation)
-    return out, dfactor
-
-
-def activation_backward_experts(
-    da: torch.Tensor,
-    pre8: QuantizedTensor,
-    activation: str,
-    grad_fmt: FP8Format,
-    grad_scales: torch.Tensor,
-    fmt: FP8Format,
-    scales: torch.Tensor,
-    rows: ExpertRows,
-    factor: torch.Tensor | None = None,
-) -> act.ActivationGradients:
-    """:func:`~coat_dist.reference.activation.activation_backward` with scales ``[experts]``; no
-    bias. With ``factor``, as above, the activation is ``factor * a`` too.
-    """
-    times = None if factor is None else factor_of_rows(factor, rows)
-    parts = []
-    for expert, at in rows.pieces():
-        part, grad = _part(pre8, at), da[at]
-        if times is not None:
-            grad = grad.float() * times[at]
-        given = grad, part, activation, grad_fmt, grad_scales[expert], fmt, scales[expert]
-        d8, d8_t, a8_t, _ = act.activation_backward(*given)
-        if times is not None:
-            a = act.activation_apply(part, activation) * times[at]
-            a8_t = quantize.quantize_tensor(a, fmt, scales[expert], transpose=True)
-        parts.append((d8.codes, d8_t.codes, a8_t.codes))
-    rowwise, transposed, activations = zip(*parts, strict=True)
-    return act.ActivationGradients(
-        QuantizedTensor(torch.cat(rowwise), grad_scales, "expert"),
-        QuantizedTensor(torch.cat(transposed, 1), grad_scales, "expert"),
-        QuantizedTensor(torch.cat(activations, 1), scales, "expert"),
-        None,
-    )
-
-
-def _part(q: QuantizedTensor, at: slice) -> QuantizedTensor:
-    return QuantizedTensor(q.codes[at], q.scales[at], q.layout, q.group_size)
+def scale_of_rows(scales: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """Each row's scale, fp32 ``[total, 1]``, from those of experts."""
+    return scales[rows.blocks.long()].repeat_interleave(BLOCK)[:, None]

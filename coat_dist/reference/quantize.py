@@ -61,7 +61,7 @@ def amaxes(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     """:func:`amax` over ``dim``, which is removed."""
     if x.numel() == 0:
         shape = [] if dim is None else [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
-        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+        return x.new_zeros(shape, dtype=torch.float32)
     magnitude = x.abs().amax() if dim is None else x.abs().amax(dim)
     return magnitude.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 

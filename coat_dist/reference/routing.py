@@ -11,9 +11,9 @@ import torch
 
 from ..formats import QuantizedTensor, format_of
 from . import quantize
-from .grouped import ExpertRows, expert_rows
+from .grouped import ExpertRows, expert_rows, scale_of_rows
 
-__all__ = ["quantize_experts_transposed", "route", "take_codes", "take_codes_transposed"]
+__all__ = ["route", "take_codes", "take_codes_transposed"]
 
 
 def route(index: torch.Tensor, experts: int) -> ExpertRows:
@@ -29,7 +29,7 @@ def route(index: torch.Tensor, experts: int) -> ExpertRows:
     flat = index.flatten().long()
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = flat.sort(stable=True).indices
-    counts = torch.zeros(experts + 1, dtype=torch.long, device=flat.device)
+    counts = flat.new_zeros(experts + 1)
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
     sent = int(counts.sum())
     rows = expert_rows(counts, sent, flat.device)
@@ -76,16 +76,7 @@ def take_codes_transposed(
     if scales is None:
         codes = taken.codes.view(torch.uint8).t().contiguous().view(q.codes.dtype)
         return QuantizedTensor(codes, q.scales, "tensor")
-    fmt, of_blocks = format_of(q.codes.dtype), scales[rows.blocks.long()]
-    of_rows = of_blocks.repeat_interleave(len(rows.source) // len(rows.blocks))[:, None]
-    values = taken.codes.float() * (taken.scales * of_rows.reciprocal())
+    fmt = format_of(q.codes.dtype)
+    values = taken.codes.float() * (taken.scales * scale_of_rows(scales, rows).reciprocal())
     codes = values.clamp(-fmt.max, fmt.max).to(fmt.dtype)
     return QuantizedTensor(codes.t().contiguous(), scales, "expert")
-
-
-def quantize_experts_transposed(x: torch.Tensor, fmt, scales: torch.Tensor) -> QuantizedTensor:
-    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``: codes
-    ``[experts, n, k]``.
-    """
-    q = quantize.requantize_rows(x, fmt, scales[:, None, None])
-    return QuantizedTensor(q.codes.transpose(1, 2).contiguous(), scales, "expert")

@@ -37,9 +37,10 @@ from ...formats import FORMATS, QuantizedTensor
 from ...ops import (
     SMALLEST_SCALE,
     ExpertRows,
-    activation_backward_experts,
+    activation_backward,
     activation_compress_rows,
-    activation_grad_amax_experts,
+    activation_factor_grad,
+    activation_grad_amax,
     activation_quantize,
     amax,
     apart,
@@ -51,7 +52,6 @@ from ...ops import (
     one_by_one,
     quantize_columns,
     quantize_experts,
-    quantize_experts_transposed,
     quantize_rows,
     quantize_tensor,
     route,
@@ -212,18 +212,14 @@ class _Weight:
         scale = q8.scales.amax((1, 2))
         if self.settings.forward_scales == "row":
             return Operand(q8, scale)
-        if self.rows_first:
-            return Operand(quantize_experts(weight, fmt, scale), scale)
-        return Operand(quantize_experts_transposed(weight, fmt, scale), scale)
+        return Operand(quantize_experts(weight, fmt, scale, not self.rows_first), scale)
 
     def for_dgrad(self, weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors``
         returns it.
         """
         fmt, weight = FORMATS[self.settings.format], _shaped(weight, self.shape)
-        if self.rows_first:
-            return quantize_experts_transposed(weight, fmt, scale)
-        return quantize_experts(weight, fmt, scale)
+        return quantize_experts(weight, fmt, scale, self.rows_first)
 
     def gradient(
         self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows
@@ -325,10 +321,13 @@ class _Experts(Function):
         da = grouped_mm(d8, fc2.for_dgrad(saved.w2, saved.w2_scale), rows, ctx.dtype)
         del d8
         given = da, pre8, activation
-        top, dprobs = activation_grad_amax_experts(*given, rows, saved.probs)
+        if saved.probs is None:
+            top, dprobs = activation_grad_amax(*given, rows), None
+        else:
+            top, dprobs = activation_factor_grad(*given, rows, saved.probs)
         scale = tensor_scale(top, grad_fmt)
-        inner = activation_backward_experts(
-            *given, grad_fmt, scale, fmt, saved.a_scale, rows, saved.probs
+        inner = activation_backward(
+            *given, grad_fmt, scale, fmt, saved.a_scale, rows=rows, factor=saved.probs
         )
         del da, given
         if _Experts.needs(ctx, "fc2_weight"):

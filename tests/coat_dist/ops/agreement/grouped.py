@@ -95,8 +95,8 @@ def check_weights(k, n, dtype):
     got, wanted = (f(w, E4M3) for f in pair("quantize_columns"))
     same(got.codes, wanted.codes)
     compare(got.scales, wanted.scales)
-    for name in ("quantize_experts", "quantize_experts_transposed"):
-        agree(name, w, E4M3, torch.rand(3, device=DEVICE) + 0.1)
+    for turned in (False, True):
+        agree("quantize_experts", w, E4M3, torch.rand(3, device=DEVICE) + 0.1, turned)
 
 
 def few(got, wanted):
@@ -114,12 +114,15 @@ def check_activation(counts, activation, parts):
     scales = tensor_scale(torch.rand(len(counts), device=DEVICE) * 9, E4M3, True)
     for factor in (None, torch.rand(sum(counts), device=DEVICE)):
         first = da, pre8, activation
-        both = (f(*first, rows, factor) for f in pair("activation_grad_amax_experts"))
-        (top, dfactor), (top2, dfactor2) = both
-        compare(top, top2, rtol=1e-5)
-        compare(dfactor, dfactor2, rtol=1e-3, atol=1e-3)
-        given = *first, E5M2, tensor_scale(top2, E5M2), E4M3, scales, rows, factor
-        got, wanted = (f(*given) for f in pair("activation_backward_experts"))
+        if factor is None:
+            _, top = agree("activation_grad_amax", *first, rows, rtol=1e-5)
+        else:
+            both = (f(*first, rows, factor) for f in pair("activation_factor_grad"))
+            (got, dfactor), (top, dfactor2) = both
+            compare(got, top, rtol=1e-5)
+            compare(dfactor, dfactor2, rtol=1e-3, atol=1e-3)
+        given = *first, E5M2, tensor_scale(top, E5M2), E4M3, scales, None, rows, factor
+        got, wanted = (f(*given) for f in pair("activation_backward"))
         compare(got[:3], wanted[:3], few)
 
 
