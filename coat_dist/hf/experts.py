@@ -4,7 +4,9 @@ transformers 5 keeps the weights of all experts of a layer in two parameters, ``
 or transposed. It writes the loop over experts in the model, and hands the call to one of several
 implementations (``experts_implementation``) that compute the same. The decorator which does so
 leaves the facts in attributes of the module; they say what the experts compute, whichever model
-they are of. The flow reads the same parameters where they lie.
+they are of. What lies between the products is a method or a function; it is called once with random
+numbers, and compared with the activations of the flow. The flow reads the same parameters where
+they lie.
 
 Routers, their losses and shared experts are outside of these modules.
 """
@@ -19,9 +21,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import flow
+from ..ops import ACTIVATIONS, activation_apply
 from ..patching.reasons import module_of, original_class, own_code, why_not_fp8
 from .modules import Block, fits, opaque
-from .recognize import flow_activations
 
 __all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
 
@@ -35,6 +37,7 @@ class ExpertsKind(NamedTuple):
 
     weights: tuple[str, str]
     """The parameters of their first and second product."""
+    biases: tuple[str, str] | None
     activation: str | None
     """The flow's name of it; None of one that the flow does not have."""
     transposed: bool
@@ -54,22 +57,33 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     """
     if module_of(getattr(original_class(module), "forward", None)) != INTEGRATION:
         return None
-    gated, act = getattr(module, "has_gate", True), type(getattr(module, "act_fn", None))
-    first = "gate_up_proj" if gated else "up_proj"
-    activation = flow_activations(gated).get(act)
-    return ExpertsKind((first, "down_proj"), activation, module.is_transposed)
+    first, act = "up_proj", getattr(module, "act_fn", None)
+    if getattr(module, "has_gate", True):
+        first, act = "gate_up_proj", module._apply_gate
+    biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else None
+    return ExpertsKind((first, "down_proj"), biases, _activation(act), module.is_transposed)
+
+
+def _activation(function: Any) -> str | None:
+    """The flow's name of a function; None of one that the flow does not have."""
+    seed = torch.Generator("cpu").manual_seed(0)
+    x = torch.rand(2, 256, generator=seed, device="cpu", dtype=torch.float32) * 40 - 20
+    try:
+        found = function(x)
+    except Exception:  # a function of other arguments, or with parameters on a GPU
+        return None
+    for name in ACTIVATIONS:
+        wanted = activation_apply(x, name)
+        if found.shape == wanted.shape and torch.allclose(found, wanted, 1e-4, 1e-5):
+            return name
+    return None
 
 
 def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
     """Why experts of this kind stay in BF16."""
-    from transformers.integrations import moe
-
     implementation = module.config._experts_implementation
     whys: dict[str, Any] = {
-        "biases": module.has_bias,
-        "gate and up whose columns alternate": not getattr(module, "is_concatenated", True),
         "a norm behind each expert": getattr(module, "has_post_expert_norm", False),
-        "a gate of its own": type(module)._apply_gate is not moe._default_apply_gate,
         f"experts_implementation {implementation!r}": implementation not in IMPLEMENTATIONS,
         "an activation that the flow does not have": kind.activation is None,
     }
@@ -112,6 +126,7 @@ class Experts(Block):
         ready = fits(hidden_states) and hidden_states.dim() == 2 and self.coat_ready()
         if not (ready and _is_plain(first) and _is_plain(second)):
             return plain(self, hidden_states, top_k_index, top_k_weights)
+        biases = (getattr(self, name) for name in kind.biases or ())
         return flow.routed_mlp(
             hidden_states,
             top_k_index,
@@ -121,4 +136,5 @@ class Experts(Block):
             kind.activation or "",
             self.coat.settings,
             kind.transposed,
+            *biases,
         )

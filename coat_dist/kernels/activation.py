@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.activation import ACTIVATIONS
+from ..reference.activation import ACTIVATIONS, gates_first
 from .activation_backward import (
     activation_backward,
     activation_factor_grad,
     activation_grad_amax,
 )
 from .activation_compress import activation_compress, activation_compress_rows
-from .activation_functions import activate, load_part, pre_constants
+from .activation_functions import activate, linear, load_part, pre_constants
 from .fp8 import constants, dense, inverse, pack_rows, store_turned, to_fp8
 from .groups import place, unpack
 from .launch import cdiv, fast_launch
@@ -68,9 +68,10 @@ def _quantize_kernel(
         row = packet.to(tl.int64) * STEP + i
         at = place(row, tl.program_id(1), rows, columns, groups, BN, P.group_size)
         gate = load_part(x, scales, bias, 0, at, BM, BN, P)
-        value, _ = activate(gate, P.function, C.fast)
+        value, _ = activate(gate, P.act, C.fast)
         if P.parts == 2:
-            value *= load_part(x, scales, bias, 1, at, BM, BN, P)
+            up, _ = linear(load_part(x, scales, bias, 1, at, BM, BN, P), P.act)
+            value *= up
         last, y = y, value * factor
         if PACK == 0:
             inside = (row < rows) & (column < columns)
@@ -93,7 +94,10 @@ def activation_quantize(
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.activation.activation_quantize`."""
     source, scales, size, form = unpack(pre)
-    parts = ACTIVATIONS[activation].parts
+    act = ACTIVATIONS[activation]
+    if not size:
+        source, bias = gates_first(source, act), gates_first(bias, act)
+    parts = act.parts
     shape = source.shape[:-2] if size else source.shape[:-1]
     columns = source.shape[-1] if size else source.shape[-1] // parts
     flat = source.reshape(-1, parts * columns).contiguous()

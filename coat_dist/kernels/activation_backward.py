@@ -37,7 +37,7 @@ __all__ = ["activation_backward", "activation_factor_grad", "activation_grad_ama
 
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (8, 256, 4)
-BACKWARD_TILE = (32, 128, 4)
+BACKWARD_TILE = (BLOCK, 128, 4)
 FACTOR_TILE = (8, 256, 4)
 
 
@@ -75,6 +75,9 @@ def _backward_kernel(
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    first, behind = column, columns  # of the gate, and how far up is behind it
+    if P.act.interleaved:
+        first, behind = 2 * column, 1
     zero = tl.zeros((BM, BN), tl.float32)
     gate, up, act = zero, zero, zero  # what goes into the codes, of the row before
     gates, ups, acts = (tl.zeros((BM, BN), tl.int32),) * 3  # packets
@@ -112,11 +115,18 @@ def _backward_kernel(
             acts = pack_rows(acts, last, act, i, PACK, C)
             last, gate = gate, dg * grad_factor
             gates = pack_rows(gates, last, gate, i, PACK, D)
-            tl.store(to, to_fp8(gate, D), mask=inside)
+            if not P.act.interleaved:
+                tl.store(to, to_fp8(gate, D), mask=inside)
             if P.parts == 2:
                 last, up = up, du * grad_factor
                 ups = pack_rows(ups, last, up, i, PACK, D)
-                tl.store(to + columns, to_fp8(up, D), mask=inside)
+                if P.act.interleaved:
+                    pairs = tl.join(to_fp8(gate, D), to_fp8(up, D)).reshape(BM, 2 * BN)
+                    both = tl.program_id(1) * 2 * BN + tl.arange(0, 2 * BN)[None, :]
+                    there = (row < rows) & (both < 2 * columns)
+                    tl.store(d8 + row * 2 * columns + both, pairs, mask=there)
+                else:
+                    tl.store(to + columns, to_fp8(up, D), mask=inside)
             if dbias is not None:
                 gate_sum += dg
                 up_sum += du
@@ -124,15 +134,15 @@ def _backward_kernel(
         height = rows // PACK
         there = (packet < height) & (column < columns)
         store_turned(a8_t, acts, packet, column, height, there)
-        store_turned(d8_t, gates, packet, column, height, there)
-        at = tl.program_id(0).to(tl.int64) * P.parts * columns + column
+        store_turned(d8_t, gates, packet, first, height, there)
+        at = tl.program_id(0).to(tl.int64) * P.parts * columns + first
         if P.parts == 2:
-            up_t = d8_t + tl.full((), 1, tl.int64) * columns * height
-            store_turned(up_t, ups, packet, column, height, there)
+            up_t = d8_t + tl.full((), 1, tl.int64) * behind * height
+            store_turned(up_t, ups, packet, first, height, there)
         if dbias is not None:
             tl.store(dbias + at, tl.sum(gate_sum, 0)[None, :], mask=column < columns)
             if P.parts == 2:
-                tl.store(dbias + at + columns, tl.sum(up_sum, 0)[None, :], mask=column < columns)
+                tl.store(dbias + at + behind, tl.sum(up_sum, 0)[None, :], mask=column < columns)
 
 
 def _backward(
@@ -206,8 +216,8 @@ def activation_backward(
 ) -> ActivationGradients:
     """See :func:`coat_dist.reference.activation.activation_backward`.
 
-    The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``. In the same
-    order every time.
+    The bias's gradient: fp32 sums of each tile's rows, then their sum in ``bias_sum``; those of an
+    expert by a product with zeros and ones. In the same order every time.
     """
     height, columns = da.shape
     width = columns * ACTIVATIONS[activation].parts
@@ -234,11 +244,15 @@ def activation_backward(
         factor,
     )
     layout = "tensor" if rows is None else "expert"
+    dbias = None if sums is None else sums.sum(0, dtype=bias_sum)
+    if sums is not None and rows is not None:
+        owners = rows.blocks == torch.arange(rows.experts, device=da.device)[:, None]
+        dbias = owners.to(bias_sum) @ sums.to(bias_sum)
     return ActivationGradients(
         QuantizedTensor(d8, grad_scale, layout),
         QuantizedTensor(d8_t, grad_scale, layout),
         QuantizedTensor(a8_t, scale, layout),
-        None if sums is None else sums.sum(0, dtype=bias_sum),
+        dbias,
     )
 
 
@@ -273,13 +287,11 @@ def _factor_kernel(
         at = place_from(row, first, first // G, rows, columns, groups, BN, BN // G)
         _, column, _, inside, _, _, _ = at
         grad = tl.load(da + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        _, dg, du, up = backward(grad, x, scales, at, BM, BN, P, P.saved.fast)
+        _, dg, du, product = backward(grad, x, scales, at, BM, BN, P, P.saved.fast)
         top = tl.maximum(top, magnitude_bits(dg * times))
+        sums += product
         if P.parts == 2:
-            sums += du * up
             top = tl.maximum(top, magnitude_bits(du * times))
-        else:
-            sums += du
     atomic_amax(amax + tl.load(blocks + tl.program_id(0) * BM // BLOCK), top)
     tl.store(dfactor + choice, tl.sum(sums, 1).to(dfactor.dtype.element_ty), mask=choice >= 0)
 

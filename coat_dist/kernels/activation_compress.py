@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from ..formats import FP8Format, QuantizedTensor
-from ..reference.activation import ActivationForward, ActivationRows
-from .activation_functions import Pre, activate, add_bias, pre_constants
+from ..reference.activation import ActivationForward, ActivationRows, gates_first
+from ..reference.grouped import BLOCK
+from .activation_functions import Pre, activate, add_bias, linear, pre_constants
 from .fp8 import (
     amax_buffer,
     atomic_amax,
@@ -43,10 +44,14 @@ HELD_REGISTERS = 128  # a thread: two programs of 8 warps at a time
 def _load_raw(x, at, P: tl.constexpr):
     """A tile of plain values of each part, as they lie in memory; of one part alone, twice."""
     row, column, _, inside, _, columns, _ = at
-    gate = tl.load(x + row * P.parts * columns + column, mask=inside, other=0.0)
-    up = gate
-    if P.parts == 2:
-        up = tl.load(x + (row * P.parts + 1) * columns + column, mask=inside, other=0.0)
+    if P.act.interleaved:
+        both = (row * columns + column)[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+        gate, up = tl.split(tl.load(x + both, mask=inside[:, :, None], other=0.0))
+    else:
+        gate = tl.load(x + row * P.parts * columns + column, mask=inside, other=0.0)
+        up = gate
+        if P.parts == 2:
+            up = tl.load(x + (row * P.parts + 1) * columns + column, mask=inside, other=0.0)
     return gate, up
 
 
@@ -92,9 +97,11 @@ def _compress_tile(
 ):
     """The activation of a tile of :func:`_load_raw`; WRITE: the pre-activation in FP8 is stored."""
     g = _compress_part(raw[0], bias, codes, scales, 0, at, P, EXACT, WRITE, BM, BN)
-    value, _ = activate(g, P.function, P.saved.fast)
+    value, _ = activate(g, P.act, P.saved.fast)
     if P.parts == 2:
-        value *= _compress_part(raw[1], bias, codes, scales, 1, at, P, EXACT, WRITE, BM, BN)
+        up = _compress_part(raw[1], bias, codes, scales, 1, at, P, EXACT, WRITE, BM, BN)
+        up, _ = linear(up, P.act)
+        value *= up
     return value
 
 
@@ -140,7 +147,7 @@ def activation_compress(
     bn = max(bn, group_size)
     _compress_kernel[(cdiv(flat.shape[0], bm), cdiv(columns, bn))](
         flat,
-        dense(bias),
+        dense(gates_first(bias, p.act)),
         pre8.codes,
         pre8.scales,
         amax,
@@ -175,6 +182,7 @@ def _saved(
 def _compress_rows_kernel(
     x,
     bias,
+    blocks,
     codes,
     scales,
     out,
@@ -189,13 +197,16 @@ def _compress_rows_kernel(
     HELD: tl.constexpr,
     LONG: tl.constexpr,
     BN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The activation of HELD tiles of a row stays in registers until the row's scale is known;
     LONG: there are more, and those are read and computed twice. AHEAD tiles are on their way while
-    one is computed.
+    one is computed. ``blocks``: the expert of each BLOCK rows, whose bias they have.
     """
     G: tl.constexpr = P.group_size
     row = tl.program_id(0).to(tl.int64)
+    if blocks is not None:
+        bias += tl.load(blocks + row // BLOCK) * P.parts * columns
     column = tl.arange(0, BN)[None, :]
     top = tl.zeros((1, BN), tl.int32)
     raw, held = (), ()  # tiles; a tuple, since Triton has no lists
@@ -246,6 +257,7 @@ def activation_compress_rows(
     exact: bool,
     bias: torch.Tensor | None = None,
     saved: FP8Format | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> ActivationRows:
     """See :func:`coat_dist.reference.activation.activation_compress_rows`."""
     flat = launch_rows(pre)
@@ -258,7 +270,8 @@ def activation_compress_rows(
     width, held, long, warps = row_tiles(columns, elements, most, group_size)
     _compress_rows_kernel[(flat.shape[0],)](
         flat,
-        dense(bias),
+        dense(gates_first(bias, p.act)),
+        None if bias is None else blocks,
         pre8.codes,
         pre8.scales,
         out,
@@ -273,6 +286,7 @@ def activation_compress_rows(
         HELD=held,
         LONG=long,
         BN=width,
+        BLOCK=BLOCK,
         num_warps=warps,
         maxnreg=HELD_REGISTERS,
     )

@@ -10,18 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.activation import ACTIVATIONS
+from ..reference.activation import ACTIVATIONS, Activation
 from .approximations import exp2, sigmoid
 from .fp8 import Format
 from .groups import load_tile
 
-__all__ = ["Pre", "activate", "add_bias", "backward", "load_part", "pre_constants"]
+__all__ = ["Pre", "activate", "add_bias", "backward", "linear", "load_part", "pre_constants"]
 
 
 class Pre(NamedTuple):
     """A pre-activation as compile-time constants."""
 
-    function: str
+    act: Activation
     parts: int
     bias: bool
     """fc1's bias is added as it is read."""
@@ -35,35 +35,52 @@ def pre_constants(
 ) -> Pre:
     """:class:`Pre` of an activation by its name."""
     act = ACTIVATIONS[activation]
-    return Pre(act.function, act.parts, bias is not None, saved, group_size)
+    return Pre(act, act.parts, bias is not None, saved, group_size)
 
 
 @triton.jit
 def activate(g, ACT: tl.constexpr, FAST: tl.constexpr):
-    """Value and derivative of the function called ACT."""
-    if ACT == "squared_relu":
+    """Value and derivative of the function of ACT, an ``Activation``."""
+    raw = g
+    if ACT.limit < float("inf"):
+        g = tl.where(raw > ACT.limit, ACT.limit, raw)
+    if ACT.function == "squared_relu":
         r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = r * r
         slope = 2.0 * r
-    elif ACT == "gelu":
+    elif ACT.function == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         value = g * cdf
         slope = cdf + g * exp2(g * g * -0.7213475204444817, FAST) * 0.3989422804014327
     else:  # g * sigmoid(z); "inner" is dz/dg
-        if ACT == "silu":
+        if ACT.function == "silu":
             z = g
             inner = 1.0
-        elif ACT == "quick_gelu":
+        elif ACT.function == "quick_gelu":
             z = g * 1.702
             inner = 1.702
         else:
-            tl.static_assert(ACT == "gelu_tanh")
+            tl.static_assert(ACT.function == "gelu_tanh")
             z = 1.5957691216057308 * g * (1.0 + 0.044715 * g * g)
             inner = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
         s = sigmoid(z, FAST)
         value = g * s
         slope = s + value * (1.0 - s) * inner
+    if ACT.limit < float("inf"):
+        slope = tl.where(raw > ACT.limit, 0.0, slope)
     return value, slope
+
+
+@triton.jit
+def linear(up, ACT: tl.constexpr):
+    """What the gate's value is multiplied by, and its derivative."""
+    slope = 1.0
+    if ACT.limit < float("inf"):
+        slope = tl.where(tl.abs(up) > ACT.limit, 0.0, 1.0)
+        up = tl.clamp(up, -ACT.limit, ACT.limit, propagate_nan=tl.PropagateNan.ALL)
+    if ACT.offset != 0.0:
+        up += ACT.offset
+    return up, slope
 
 
 @triton.jit
@@ -104,15 +121,17 @@ def backward(
     grad, x, scales, at, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr
 ):
     """From ``grad``, the gradient of the activation: the activation, the gradients of gate and up,
-    and up. Up is loaded after the gate has been used, which takes fewer registers. Without a gate
-    the third result is ``grad`` times the activation, and the last one means nothing.
+    and ``grad`` times the activation. Up is loaded after the gate has been used, which takes fewer
+    registers. Without a gate the third result means nothing.
     """
     gate = load_part(x, scales, None, 0, at, BM, BN, P)
-    value, slope = activate(gate, P.function, FAST)
+    value, slope = activate(gate, P.act, FAST)
     d_up = grad * value
-    up = gate
+    product = d_up
     if P.parts == 2:
-        up = load_part(x, scales, None, 1, at, BM, BN, P)
+        up, up_slope = linear(load_part(x, scales, None, 1, at, BM, BN, P), P.act)
         grad *= up
         value *= up
-    return value, grad * slope, d_up, up
+        product = d_up * up
+        d_up *= up_slope
+    return value, grad * slope, d_up, product

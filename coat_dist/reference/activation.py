@@ -1,10 +1,10 @@
 """Activations between fc1 and fc2 around quantized tensors: ``a = act(gate) * up``, or ``a =
 act(p)`` without a gate.
 
-``pre`` is what fc1 writes: with a gate ``[..., 2 f]``, the gates, then the ups; without one ``[...,
-f]``. fc1's bias is added here, in fp32. Its FP8 form, codes ``[..., parts, f]`` with 2 parts or 1,
-is taken after the bias and keeps gate and up apart, so that no group spans both. All arithmetic is
-fp32.
+``pre`` is what fc1 writes: with a gate ``[..., 2 f]``, the gates, then the ups, or both in turn
+where the activation is ``interleaved``; without one ``[..., f]``. fc1's bias is added here, in
+fp32. Its FP8 form, codes ``[..., parts, f]`` with 2 parts or 1, is taken after the bias and keeps
+gate and up apart, so that no group spans both. All arithmetic is fp32.
 
 Forward and backward take two passes each, because a per-tensor scale is known only when the whole
 tensor has been seen: one pass for the amax, one that writes codes. Backward's second pass also
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..formats import FP8Format, QuantizedTensor
-from .grouped import ExpertRows, factor_of_rows, largest_rows, scale_of_rows
+from .grouped import BLOCK, ExpertRows, factor_of_rows, largest_rows, scale_of_rows
 from .quantize import (
     amax,
     amaxes,
@@ -48,16 +48,25 @@ __all__ = [
     "activation_grad_amax",
     "activation_quantize",
     "check_activation",
+    "gates_first",
 ]
 
 
 class Activation(NamedTuple):
-    """``gated``: ``function(gate) * up``; otherwise ``function(p)``. ``function`` is a key of
-    :data:`FUNCTIONS`.
+    """``gated``: ``function(gate) * (up + offset)``; otherwise ``function(p)``. ``function`` is a
+    key of :data:`FUNCTIONS`.
     """
 
     function: str
     gated: bool
+    limit: float = math.inf
+    """The gate is clamped to at most this, up to both sides. Gradients are zero outside, as those
+    of ``torch.clamp``. Megatron's ``activation_func_clamp_value``.
+    """
+    offset: float = 0.0
+    """Megatron's ``glu_linear_offset``."""
+    interleaved: bool = False
+    """Gate and up alternate in the columns that fc1 writes, and so do their gradients."""
 
     @property
     def parts(self) -> int:
@@ -139,6 +148,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "geglu": Activation("gelu", True),
     "geglu_tanh": Activation("gelu_tanh", True),
     "quick_geglu": Activation("quick_gelu", True),
+    "clamped_swiglu": Activation("silu", True, 10.0),  # DeepSeek-V4
+    "clamped_quick_geglu": Activation("quick_gelu", True, 7.0, 1.0),  # MiniMax-M3
+    "interleaved_quick_geglu": Activation("quick_gelu", True, 7.0, 1.0, True),  # gpt-oss
     "gelu": Activation("gelu", False),
     "gelu_tanh": Activation("gelu_tanh", False),
     "quick_gelu": Activation("quick_gelu", False),
@@ -168,8 +180,9 @@ def activation_apply(
             None.
     """
     first, *up = _parts(pre, activation, bias)
-    value = FUNCTIONS[ACTIVATIONS[activation].function](first)[0]
-    return value * up[0] if up else value
+    act = ACTIVATIONS[activation]
+    value, _ = _gate(first, act)
+    return value * _linear(up[0], act)[0] if up else value
 
 
 def activation_compress(
@@ -202,11 +215,18 @@ def activation_compress_rows(
     exact: bool,
     bias: torch.Tensor | None = None,
     saved: FP8Format | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> ActivationRows:
     """:func:`activation_compress`, and a in FP8 as
     :func:`~coat_dist.reference.quantize.quantize_rows` makes it, with scales that are powers of
     two.
+
+    Args:
+        blocks: the expert of each block of rows (:class:`~coat_dist.ops.ExpertRows`); ``bias`` is
+            ``[experts, parts f]``.
     """
+    if bias is not None and blocks is not None:
+        bias = bias[blocks.long()].repeat_interleave(len(pre) // len(blocks), 0)
     pre8, a = _compressed(pre, activation, saved or fmt, group_size, scale, exact, bias)
     return ActivationRows(pre8, quantize_rows(a, fmt, aligned=True))
 
@@ -284,7 +304,8 @@ def activation_backward(
         fmt, scale: of a, as in forward.
         bias_sum: dtype in which the gradient of fc1's bias is summed over rows; None = there is
             none to sum.
-        rows: whose rows these are; scales are those of experts, ``[experts]``.
+        rows: whose rows these are; scales are those of experts, ``[experts]``, and so is the
+            gradient of the bias, ``[experts, parts f]``.
         factor: as in :func:`activation_factor_grad`; ``factor * a`` is the activation.
     """
     a = activation_apply(pre8, activation)
@@ -296,13 +317,18 @@ def activation_backward(
             times = factor_of_rows(factor, rows)
             da, a = da.float() * times, a * times
     gradient = _gradient(da, pre8, activation)
+    dbias = None if bias_sum is None else gradient.sum(0, dtype=bias_sum)
+    if rows is not None and bias_sum is not None:
+        owner = rows.blocks.repeat_interleave(BLOCK)
+        dbias = gradient.new_zeros(rows.experts, gradient.shape[1], dtype=bias_sum)
+        dbias.index_add_(0, owner, gradient.to(bias_sum))
     d8 = requantize_rows(gradient, grad_fmt, grad_scales).codes
     a8 = requantize_rows(a, fmt, scales).codes
     return ActivationGradients(
         QuantizedTensor(d8, grad_scale, layout),
         QuantizedTensor(d8.t().contiguous(), grad_scale, layout),
         QuantizedTensor(a8.t().contiguous(), scale, layout),
-        None if bias_sum is None else gradient.sum(0, dtype=bias_sum),
+        dbias,
     )
 
 
@@ -334,12 +360,38 @@ def _parts(
             )
         return dequantize(pre).unbind(-2)
     values = pre.float() if bias is None else pre.float() + bias.float()
-    return values.unflatten(-1, (ACTIVATIONS[activation].parts, -1)).unbind(-2)
+    act = ACTIVATIONS[activation]
+    return gates_first(values, act).unflatten(-1, (act.parts, -1)).unbind(-2)
+
+
+def gates_first(t: Any, act: Activation) -> Any:
+    """What fc1 writes or adds, ``[..., parts f]``, with all gates before all ups; None of None."""
+    if t is None or not act.interleaved:
+        return t
+    return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _gate(first: torch.Tensor, act: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value and derivative of the function."""
+    value, slope = FUNCTIONS[act.function](first.clamp(max=act.limit))
+    return value, slope.masked_fill(first > act.limit, 0.0)
+
+
+def _linear(up: torch.Tensor, act: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the gate's value is multiplied by, and its derivative."""
+    value = up.clamp(-act.limit, act.limit)
+    if act.offset:  # else -0.0 would become another zero
+        value = value + act.offset
+    return value, torch.where(up.abs() > act.limit, 0.0, 1.0)
 
 
 def _gradient(da: torch.Tensor, pre8: QuantizedTensor, activation: str) -> torch.Tensor:
     """fp32 ``[..., parts f]``."""
+    act, da = ACTIVATIONS[activation], da.float()
     first, *up = _parts(pre8, activation)
-    value, slope = FUNCTIONS[ACTIVATIONS[activation].function](first)
-    da = da.float()
-    return torch.cat([da * up[0] * slope, da * value], dim=-1) if up else da * slope
+    value, slope = _gate(first, act)
+    if not up:
+        return da * slope
+    by, by_slope = _linear(up[0], act)
+    both = da * by * slope, da * value * by_slope
+    return torch.stack(both, -1 if act.interleaved else -2).flatten(-2)

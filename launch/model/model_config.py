@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from coat_dist.reference.activation import ACTIVATIONS
 from launch.common.find_config import read_config
 from launch.model.rope import checked_rope_scaling
 
+_ACTIVATIONS = tuple(name for name, kind in ACTIVATIONS.items() if kind.limit == math.inf)
 _NO_FUNCTION = {
     *(
         "seq_length",
@@ -64,7 +66,7 @@ class ModelConfig(BaseModel):
     """The embedding is padded to a multiple of this, whatever the tensor-parallel size, so that
     models of all sizes of the parallel group are the same model.
     """
-    activation: Literal[tuple(ACTIVATIONS)] = "swiglu"  # type: ignore[valid-type]
+    activation: Literal[_ACTIVATIONS] = "swiglu"  # type: ignore[valid-type]
     """Of the MLP. Those with "glu" in their name have a gate; "gelu" and "geglu" are the exact
     GELU, "_tanh" its approximation.
     """

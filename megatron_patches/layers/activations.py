@@ -38,8 +38,8 @@ def megatron_activation(name: str) -> tuple[Callable[..., Any], bool]:
     """``activation_func`` and ``gated_linear_unit`` of Megatron's configuration for the flow's
     activation ``name``.
     """
-    function, gated = ACTIVATIONS[name]
-    return FUNCTIONS[function][0], gated
+    activation = ACTIVATIONS[name]
+    return FUNCTIONS[activation.function][0], activation.gated
 
 
 def activation_name(config: TransformerConfig) -> str:

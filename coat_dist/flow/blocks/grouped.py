@@ -16,6 +16,10 @@ needs no saved output: with d the gradient of the token, the gradient of p is th
 (d W2) a, and a is recomputed anyway. wgrad of W2 multiplies d by p a. The algebra is SonicMoE's
 (arXiv 2512.14080).
 
+**Biases**, one of each product an expert, come with :func:`routed_mlp` alone. Rows of zeros have
+fc1's too: nothing of them is read, and their factors are zero in backward. fc2's is multiplied by
+the factors, outside of the autograd function.
+
 **Weights** lie as Megatron stores them, ``[experts, in, out]``, or as transformers does,
 ``[experts, out, in]``. FP8 products want the summed dimension last, so of each weight one of
 forward's and dgrad's codes is transposed while it is quantized.
@@ -104,7 +108,7 @@ def grouped_mlp(
         raise ValueError(f"probs: got shape {list(probs.shape)}, accepted: {list(x.shape[:1])}")
     rows = expert_rows(tokens_per_expert, x.shape[0], x.device)
     call = rows, 1, True, activation, settings
-    return _Experts.apply(call, x, probs, fc1_weight, fc2_weight)
+    return _Experts.apply(call, x, probs, fc1_weight, fc2_weight, None)
 
 
 def routed_mlp(
@@ -116,6 +120,8 @@ def routed_mlp(
     activation: str,
     settings: ActivationConfig,
     transposed: bool = False,
+    fc1_bias: torch.Tensor | None = None,
+    fc2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The experts of a layer, and the sum of what a token's experts give, each times its factor.
 
@@ -129,9 +135,12 @@ def routed_mlp(
             it; with ``transposed`` ``[experts, h, parts f]``.
         fc2_weight: contiguous ``[experts, h, f]``; with ``transposed`` ``[experts, f, h]``.
         activation: as in :func:`~coat_dist.flow.norm_mlp`.
+        fc1_bias: ``[experts, parts f]``; added in fp32.
+        fc2_bias: ``[experts, h]``. What a token gets of it is a product: its factors of all
+            experts times the biases.
 
     Returns:
-        ``[tokens, h]`` of x's dtype: fp32 sums, rounded once.
+        ``[tokens, h]`` of x's dtype: fp32 sums, rounded once; once more with ``fc2_bias``.
 
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
@@ -145,7 +154,12 @@ def routed_mlp(
     if rows.known is None and one_by_one(index.numel(), experts, fc2_weight.numel() // experts):
         rows = rows._replace(known=tuple(rows.ends.tolist()))
     call = rows, index.shape[1], transposed, activation, settings
-    return _Experts.apply(call, x, probs, fc1_weight, fc2_weight)
+    y = _Experts.apply(call, x, probs, fc1_weight, fc2_weight, fc1_bias)
+    if fc2_bias is None:
+        return y
+    index = index.long().masked_fill(rows.place.view(index.shape) < 0, experts)
+    factors = probs.new_zeros(len(x), experts + 1).scatter_add(1, index, probs)
+    return y + (factors[:, :-1].to(y.dtype) @ fc2_bias.to(y.dtype)).to(y.dtype)
 
 
 def _check(x, experts, fc1_weight, fc2_weight, activation, settings) -> None:
@@ -260,7 +274,7 @@ class _Experts(Function):
     )
 
     @staticmethod
-    def forward(ctx: Any, call: tuple, x, probs, fc1_weight, fc2_weight) -> torch.Tensor:
+    def forward(ctx: Any, call: tuple, x, probs, fc1_weight, fc2_weight, fc1_bias) -> torch.Tensor:
         rows, choices, transposed, activation, settings = call
         fmt, width = FORMATS[settings.format], x.shape[1]
         inner_width = fc2_weight.numel() // (rows.experts * width)
@@ -278,7 +292,7 @@ class _Experts(Function):
         w1, w1_scale = fc1.quantized()
         pre = grouped_mm(y8, w1, rows, x.dtype, fast_accum=True)
         del y8, w1
-        pre8, a8, a_scale = _activate(pre, activation, probs, rows, settings)
+        pre8, a8, a_scale = _activate(pre, fc1_bias, activation, probs, rows, settings)
         del pre
         w2, w2_scale = fc2.quantized()
         out = grouped_mm(a8, w2, rows, x.dtype, fast_accum=True)
@@ -304,6 +318,7 @@ class _Experts(Function):
         ctx.save_for_backward(*saved)
         ctx.fc1, ctx.fc2, ctx.known, ctx.dtype, ctx.choices = fc1, fc2, rows.known, x.dtype, choices
         ctx.activation, ctx.settings = activation, settings
+        ctx.bias_dtype = None if fc1_bias is None else fc1_bias.dtype
         places = rows.place.view(-1, choices)
         factor = None if probs is None else probs.view(-1, choices)
         return shaped(sum_rows(out, places, factor), *x.shape)
@@ -315,7 +330,7 @@ class _Experts(Function):
         rows = ExpertRows(saved.source, saved.place, saved.blocks, saved.ends, ctx.known)
         fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
         pre8 = QuantizedTensor(saved.pre, saved.pre_scales, "group", settings.group_size)
-        dx = dfc1 = dfc2 = None
+        dx = dfc1 = dfc2 = dbias = None
         token8 = quantize_tensor(dout, grad_fmt, tensor_scale(amax(dout), grad_fmt))
         d8 = _of_experts(take_codes(token8, rows, ctx.choices), rows)
         da = grouped_mm(d8, fc2.for_dgrad(saved.w2, saved.w2_scale), rows, ctx.dtype)
@@ -326,9 +341,12 @@ class _Experts(Function):
         else:
             top, dprobs = activation_factor_grad(*given, rows, saved.probs)
         scale = tensor_scale(top, grad_fmt)
-        inner = activation_backward(
-            *given, grad_fmt, scale, fmt, saved.a_scale, rows=rows, factor=saved.probs
+        bias_sum = torch.float32 if _Experts.needs(ctx, "fc1_bias") else None
+        inner: Any = activation_backward(
+            *given, grad_fmt, scale, fmt, saved.a_scale, bias_sum, rows, saved.probs
         )
+        if bias_sum is not None:
+            dbias = inner.dbias.to(ctx.bias_dtype)
         del da, given
         if _Experts.needs(ctx, "fc2_weight"):
             d8_t = _of_experts(take_codes_transposed(token8, rows, ctx.choices), rows)
@@ -346,7 +364,7 @@ class _Experts(Function):
             x8 = QuantizedTensor(saved.x, saved.x_scales, layout)
             x8_t = take_codes_transposed(x8, rows, ctx.choices, saved.x_scale)
             dfc1 = fc1.gradient(_of_experts(x8_t, rows), d8_t, rows)
-        return None, dx, dprobs, dfc1, dfc2
+        return None, dx, dprobs, dfc1, dfc2, dbias
 
 
 def _of_experts(q: QuantizedTensor, rows: ExpertRows) -> QuantizedTensor:
@@ -358,6 +376,7 @@ def _of_experts(q: QuantizedTensor, rows: ExpertRows) -> QuantizedTensor:
 
 def _activate(
     pre: torch.Tensor,
+    bias: torch.Tensor | None,
     activation: str,
     probs: torch.Tensor | None,
     rows: ExpertRows,
@@ -369,7 +388,7 @@ def _activate(
     fmt, exact = FORMATS[settings.format], settings.forward == "exact"
     saved = saved_format(settings, pre_activation=True)
     pre8, a8 = activation_compress_rows(
-        pre, activation, fmt, settings.group_size, settings.scale, exact, None, saved
+        pre, activation, fmt, settings.group_size, settings.scale, exact, bias, saved, rows.blocks
     )
     backward = largest_rows(a8.scales, rows, SMALLEST_SCALE, probs)
     if settings.forward_scales == "row":
@@ -377,7 +396,9 @@ def _activate(
     scale = largest_rows(a8.scales, rows, SMALLEST_SCALE)
     for expert, at in rows.pieces():
         part: torch.Tensor | QuantizedTensor = pre[at]
+        own = None if bias is None else bias[expert]
         if not exact:
             part = QuantizedTensor(pre8.codes[at], pre8.scales[at], "group", pre8.group_size)
-        a8.codes[at] = activation_quantize(part, activation, fmt, scale[expert]).codes
+            own = None
+        a8.codes[at] = activation_quantize(part, activation, fmt, scale[expert], bias=own).codes
     return pre8, QuantizedTensor(a8.codes, scale, "expert"), backward

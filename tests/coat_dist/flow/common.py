@@ -25,14 +25,14 @@ from coat_dist.reference.quantize import (
     quantize_tensor,
     tensor_scale,
 )
-from tests.support.activations import torch_activation
+from tests.support.activations import split, torch_activation
 
 ONE = TensorParallel()
 EPS = 1e-5
 
 
 def chunks(pre, activation):
-    return pre.chunk(ACTIVATIONS[activation].parts, -1)
+    return split(pre, activation)
 
 
 def act(pre, activation):

@@ -35,18 +35,13 @@ EVERY = [
 ]
 PARTLY = {
     **dict.fromkeys(("gpt2", "gpt-sw3", "openai-gpt"), "Conv1D in place of linears"),
-    **dict.fromkeys(
-        ("beam", "deepseek_v4", "hy_v4", "inkling2_text", "inkling2_loop_text"),
-        "experts with a gate of their own",
-    ),
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), "experts with a gate of their own"),
     **dict.fromkeys(
         ("dbrx", "inkling_text", "jetmoe", "llama4", "llama4_text", "longcat_flash"),
         "experts whose code is not known",
     ),
-    "minimax_m3_vl_text": "experts with a gate of their own",
+    "deepseek_v4": "hyper-connections, whose weights are no linears",
     "falcon": "linears of its own class",
-    "gpt_oss": "experts with biases",
-    "lfm2_moe": "experts whose activation is a function",
     "xlnet": "weights of three dimensions",
     **dict.fromkeys(("falcon_mamba", "mamba", "xmod", "zaya"), "linears that are small here"),
 }

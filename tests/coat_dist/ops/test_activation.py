@@ -10,6 +10,7 @@ from coat_dist.reference.activation import (
     ACTIVATIONS,
     FUNCTIONS,
     activation_apply,
+    activation_backward,
     activation_compress,
     activation_grad_amax,
     activation_quantize,
@@ -20,7 +21,7 @@ from coat_dist.reference.quantize import (
     quantize_tensor,
     tensor_scale,
 )
-from tests.support.activations import TORCH, torch_activation
+from tests.support.activations import TORCH, joined, split, torch_activation
 
 
 def u8(q):
@@ -45,9 +46,10 @@ def test_activation_values_and_slopes(name):
 @pytest.mark.parametrize("biased", [False, True])
 def test_activation_passes_are_their_parts(name, f, biased):
     parts = ACTIVATIONS[name].parts
-    pre = torch.randn(6, parts * f) * 3
+    pre = torch.randn(6, parts * f) * 6  # beyond limits, too
+    pre[0] = min(ACTIVATIONS[name].limit, 20.0)  # gradients pass at a limit
     bias = torch.randn(parts * f) if biased else None
-    plain = (pre + bias if biased else pre).chunk(parts, -1)
+    plain = split(pre + bias if biased else pre, name)
     rounded = [dequantize(quantize_groups(t, E4M3, 32, "e8m0")) for t in plain]
     exact = activation_compress(pre, name, E4M3, 32, "e8m0", True, bias)
     rough = activation_compress(pre, name, E4M3, 32, "e8m0", False, bias)
@@ -61,14 +63,19 @@ def test_activation_passes_are_their_parts(name, f, biased):
     a8 = activation_quantize(rough.pre8, name, E4M3, scale)
     if rough.amax:
         assert a8.codes.float().abs().max() == E4M3.max
-    wanted = quantize_tensor(activation_apply(torch.cat(plain, -1), name), E4M3, scale)
+    wanted = quantize_tensor(activation_apply(joined(plain, name), name), E4M3, scale)
     assert torch.equal(u8(activation_quantize(pre, name, E4M3, scale, False, bias)), u8(wanted))
 
     leaves, da = [t.double().requires_grad_() for t in rounded], torch.randn(6, f)
     grads = torch.autograd.grad(torch_activation(name, leaves), leaves, da.double())
-    largest = torch.cat(grads, -1).abs().max().float()
+    wanted = joined(grads, name).float()
     got = activation_grad_amax(da, rough.pre8, name)
-    torch.testing.assert_close(got, largest, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, wanted.abs().max(), rtol=1e-5, atol=1e-6)
+    d_scale = tensor_scale(got, E4M3)
+    d8 = activation_backward(da, rough.pre8, name, E4M3, d_scale, E4M3, scale).d8
+    exact = dequantize(quantize_tensor(wanted, E4M3, d_scale))
+    step = d_scale.item() * 2**-9  # a neighbouring code, here and of subnormal ones
+    torch.testing.assert_close(dequantize(d8), exact, rtol=0.13, atol=1.01 * step)
 
 
 def test_activation_compress_of_nan():

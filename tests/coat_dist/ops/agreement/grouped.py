@@ -106,11 +106,16 @@ def few(got, wanted):
 
 
 def check_activation(counts, activation, parts):
-    """Backward of the activation: the amax of each expert, and codes with each expert's scales."""
+    """The activation with each expert's bias; in backward the amax of each expert, and codes with
+    each expert's scales.
+    """
     rows = expert_rows(torch.tensor(counts), sum(counts), torch.device(DEVICE))
     total = rows.source.shape[0]
     da = torch.randn(total, 160, device=DEVICE).bfloat16()
-    pre8 = quantize_groups(torch.randn(total, parts, 160, device=DEVICE), INT8, 32, "e8m0")
+    pre = torch.randn(total, parts * 160, device=DEVICE) * 5
+    bias = torch.randn(len(counts), parts * 160, device=DEVICE) * 5
+    given = pre, activation, E4M3, 32, "e8m0", True, bias, INT8, rows.blocks
+    _, (pre8, _) = agree("activation_compress_rows", *given, codes=few)
     scales = tensor_scale(torch.rand(len(counts), device=DEVICE) * 9, E4M3, True)
     for factor in (None, torch.rand(sum(counts), device=DEVICE)):
         first = da, pre8, activation
@@ -121,9 +126,10 @@ def check_activation(counts, activation, parts):
             (got, dfactor), (top, dfactor2) = both
             compare(got, top, rtol=1e-5)
             compare(dfactor, dfactor2, rtol=1e-3, atol=1e-3)
-        given = *first, E5M2, tensor_scale(top, E5M2), E4M3, scales, None, rows, factor
+        given = *first, E5M2, tensor_scale(top, E5M2), E4M3, scales, torch.float32, rows, factor
         got, wanted = (f(*given) for f in pair("activation_backward"))
         compare(got[:3], wanted[:3], few)
+        compare(got.dbias, wanted.dbias, rtol=1e-4, atol=1e-3)
 
 
 ROWS = {
@@ -153,6 +159,9 @@ ROWS = {
     **{
         f"{activation} {counts}": (check_activation, counts, activation, parts)
         for counts in COUNTS
-        for activation, parts in (("swiglu", 2), ("squared_relu", 1))
+        for activation, parts in (
+            *(("swiglu", 2), ("squared_relu", 1)),
+            *(("clamped_swiglu", 2), ("interleaved_quick_geglu", 2)),
+        )
     },
 }
