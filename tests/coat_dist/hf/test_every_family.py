@@ -44,6 +44,9 @@ PARTLY = {
         "experts whose code is not known",
     ),
     "minimax_m3_vl_text": "experts with a gate of their own",
+    **dict.fromkeys(
+        ("bloom", "mamba2", "reformer", "zamba2"), "linears whose weights other modules read"
+    ),
     "falcon": "linears of its own class",
     "gpt_oss": "experts with biases",
     "lfm2_moe": "experts whose activation is a function",
