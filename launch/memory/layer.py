@@ -84,11 +84,11 @@ def moments(run: Run, patched: bool, own: list[Parameter]) -> list[Moment]:
     h, _, _, f, wide = widths(run)
     fc1, fc2 = 2 * h * wide, 2 * h * f
     if experts := [p for p in own if p.experts]:
-        second, first = sorted(p.numel for p in experts)[-2:]
-        fc1, fc2 = 2 * first, 2 * second
-        # A token has as many rows as experts.
-        wide, f = (run.library.chosen * n // (h * experts[0].experts) for n in (first, second))
-        h *= run.library.chosen
+        sizes, chosen = [p.numel for p in experts], run.library.chosen
+        fc1, fc2 = 2 * max(sizes), 2 * min(sizes)
+        # A token has a row at each of its experts.
+        wide, f = (chosen * n // (h * experts[0].experts) for n in (max(sizes), min(sizes)))
+        h *= chosen
     gated = wide > f
     rows: list[tuple[str, tuple[str, ...], int, float]]
     if patched:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,14 +135,14 @@ class OnPaper:
         AttentionMaskInterface.register(_ATTENTION, _mask)
         model = self._build(dtype=torch.bfloat16).train()
         for module in model.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", "eager") != "eager":
                 config._attn_implementation = _ATTENTION
             if hasattr(config, "use_cache"):
                 config.use_cache = False
         chunked = False
         if settings is not None:
-            report = patch_model(model, settings.model_copy(update={"frozen_weights": "bf16"}))
+            report = patch_model(model, settings)
             chunked = any(not how.startswith("plain") for how in report.loss.values())
         layers = [layer for stack in layer_lists(model).values() for _, layer in stack]
         with saved_for_backward(model) as found:
@@ -165,11 +166,13 @@ def _no_init_weights() -> Any:
     """A context in which models are built without initial values, some of which depend on
     values.
     """
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # transformers 4
-        from transformers.modeling_utils import no_init_weights
-    return no_init_weights()
+    from transformers import modeling_utils
+
+    with suppress(ImportError):  # transformers 4 has it in modeling_utils
+        from transformers import initialization
+
+        return initialization.no_init_weights()
+    return modeling_utils.no_init_weights()  # type: ignore[attr-defined]
 
 
 def _count(module: torch.nn.Module, i: int, counts: list[int], found: dict[int, int]) -> None:
@@ -238,6 +241,6 @@ def _route(index: torch.Tensor, experts: int) -> ExpertRows:
     choices = index.numel()
     blocks = max((choices + (BLOCK - 1) * experts) // BLOCK, 1)
     sizes = blocks * BLOCK, choices, blocks, experts
-    rows = (index.new_empty(size, dtype=torch.int32) for size in sizes)
-    ends = (BLOCK * (blocks * (i + 1) // experts) for i in range(experts))
-    return ExpertRows(*rows, tuple(ends))
+    source, place, of_blocks, ends = index.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
+    known = (BLOCK * (blocks * (i + 1) // experts) for i in range(experts))
+    return ExpertRows(source, place, of_blocks, ends, tuple(known))

@@ -159,13 +159,15 @@ def test_a_gpu(tmp_path, coat, gib) -> None:
     assert peak_of(run).allocated / 2**30 == pytest.approx(gib, rel=0.03)
 
 
-def test_a_model_that_stays_in_bf16_and_one_that_reads_images(tmp_path, capsys) -> None:
+def test_what_is_not_counted_is_said(tmp_path, capsys) -> None:
     auto = {"activation": {"enabled": "auto"}}
     assert planner.main(options(tmp_path, auto, {"model_type": "gpt2", "n_layer": 2})) == 0
     assert not capsys.readouterr().err
     text = {**SIZES, "model_type": "gemma3_text", "rope_parameters": None}
     assert planner.main(options(tmp_path, auto, {"model_type": "gemma3", "text_config": text})) == 0
     assert "images" in capsys.readouterr().err
+    assert planner.main(options(tmp_path, {"activation": {"frozen_weights": "fp8"}})) == 2
+    assert 'frozen_weights: got "fp8", accepted: "bf16"' in capsys.readouterr().err
 
 
 def test_values_that_the_trainer_fills_in(tmp_path, capsys) -> None:
