@@ -28,7 +28,7 @@ def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig,
         )
         why = str(problem).partition("\n")[0]
         raise CoatConfigError(f"--model: got {path}, accepted: {accepted} ({why})") from None
-    text = library.config.get_text_config()
+    config, text = library.config, library.text
     hidden, heads = text.hidden_size, _number(text, "num_attention_heads") or 1
     widest = max(prod(s) for name, s in library.shapes.items() if ".layers." in name and len(s) < 3)
     sizes = {
@@ -41,7 +41,7 @@ def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig,
         "seq_length": seq_length or _number(text, "max_position_embeddings"),
     }
     note = None
-    if text is not library.config and len(library.config.sub_configs) > 1:
+    if config.get_text_config() is not config and len(config.sub_configs) > 1:
         note = (
             "samples are planned as texts: what images and sounds of a sample take is not counted"
         )

@@ -10,6 +10,7 @@ GPU lays out for any choice of a router.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from contextlib import suppress
@@ -70,8 +71,10 @@ class OnPaper:
         names = [name for stack in layer_lists(model).values() for name, _ in stack]
         self.layers = len(names)
         """Layers of all lists together."""
-        text = self.config.get_text_config()
-        found = (getattr(text, key, None) for key in _CHOSEN)
+        self.text: Any = copy.copy(self.config.get_text_config())
+        """Of the model of texts; a size that differs between layers is the usual one."""
+        self.text.allow_global_per_layer_attribute_access = True
+        found = (getattr(self.text, key, None) for key in _CHOSEN)
         self.chosen: int = next(filter(None, found), 1)
         """Experts of a token."""
         self.shapes = {}

@@ -166,6 +166,9 @@ def test_what_is_not_counted_is_said(tmp_path, capsys) -> None:
     text = {**SIZES, "model_type": "gemma3_text", "rope_parameters": None}
     assert planner.main(options(tmp_path, auto, {"model_type": "gemma3", "text_config": text})) == 0
     assert "images" in capsys.readouterr().err
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    differ = {"model_type": "gemma4_text", "hidden_size": 256, "intermediate_size": 256, **heads}
+    assert planner.main(options(tmp_path, auto, differ)) == 0
     assert planner.main(options(tmp_path, {"activation": {"frozen_weights": "fp8"}})) == 2
     assert 'frozen_weights: got "fp8", accepted: "bf16"' in capsys.readouterr().err
 
