@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     if args.library == "transformers":
         from launch.memory.library import read_model, read_settings  # late: transformers
 
-        library, model = read_model(args.model, args.seq_length)
+        library, model, note = read_model(args.model, args.seq_length)
         configuration = read_settings(configuration, model.hidden_size)
     else:
         model, weights = initial_weights(options)

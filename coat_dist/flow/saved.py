@@ -22,11 +22,16 @@ def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
         Bytes by storage, filled as the forward pass runs.
     """
     found: dict[int, int] = {}
+    modules = list(model.modules())
     kept = []  # alive until the end of the forward pass, so that no two storages have one address
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         # Looked up each time: ZeRO-3 gives a parameter a new storage for every use.
-        own = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+        own = set()
+        for module in modules:
+            for p in (*module._parameters.values(), *module._buffers.values()):
+                if p is not None:
+                    own.add(p.untyped_storage()._cdata)
         storage = t.untyped_storage()
         if storage._cdata not in own and storage.nbytes():
             kept.append(storage)

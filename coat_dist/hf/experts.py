@@ -67,7 +67,8 @@ def experts_kind(module: Any) -> ExpertsKind | None:
 def _activation(function: Any) -> str | None:
     """The flow's name of a function; None of one that the flow does not have."""
     seed = torch.Generator("cpu").manual_seed(0)
-    x = torch.rand(2, 256, generator=seed, device="cpu", dtype=torch.float32) * 40 - 20
+    x = torch.rand(2, 512, generator=seed, device="cpu", dtype=torch.float32) * 2 - 1
+    x = 1000 * x**5  # many small numbers, and some beyond any limit
     try:
         found = function(x)
     except Exception:  # a function of other arguments, or with parameters on a GPU

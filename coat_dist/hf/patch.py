@@ -88,7 +88,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     check_unpatched(model)
     check_honoured(REFUSED["transformers"], config)
     plan = Plan(config)
-    stacks = _stacks(model)
+    stacks = layer_lists(model)
     check_bf16_layers(config, max(map(len, stacks.values()), default=0))
     for layers in stacks.values():
         kept = bf16_layers(config, len(layers))
@@ -121,7 +121,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     return plan.report
 
 
-def _stacks(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+def layer_lists(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
     """What transformers calls layers, with their names, by the name of the list that holds them;
     and lists of several modules of a class without such layers in them.
     """

@@ -58,6 +58,7 @@ def _quantize_kernel(
     BN: tl.constexpr,
 ):
     """PACK rows of codes make an element of a transposed ``out``; 0: ``out`` is not transposed."""
+    ACT: tl.constexpr = P.act
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
@@ -68,9 +69,9 @@ def _quantize_kernel(
         row = packet.to(tl.int64) * STEP + i
         at = place(row, tl.program_id(1), rows, columns, groups, BN, P.group_size)
         gate = load_part(x, scales, bias, 0, at, BM, BN, P)
-        value, _ = activate(gate, P.act, C.fast)
+        value, _ = activate(gate, ACT, C.fast)
         if P.parts == 2:
-            up, _ = linear(load_part(x, scales, bias, 1, at, BM, BN, P), P.act)
+            up, _ = linear(load_part(x, scales, bias, 1, at, BM, BN, P), ACT)
             value *= up
         last, y = y, value * factor
         if PACK == 0:

@@ -69,16 +69,17 @@ def _compress_part(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
+    S: tl.constexpr = P.saved
     value = add_bias(raw.to(tl.float32), bias, part, at, P)
     if WRITE or not EXACT:
-        q, stored = group_encode(value, BM, BN, P.group_size, P.saved)
+        q, stored = group_encode(value, BM, BN, P.group_size, S)
         if WRITE:
             row, column, group, inside, in_group, columns, groups = at
             row = row * P.parts + part
             tl.store(codes + row * columns + column, q, mask=inside)
             tl.store(scales + row * groups + group, stored, mask=in_group)
         if not EXACT:
-            value = group_decode(q, stored, BM, BN, P.group_size, P.saved)
+            value = group_decode(q, stored, BM, BN, P.group_size, S)
     return value
 
 
@@ -97,10 +98,11 @@ def _compress_tile(
 ):
     """The activation of a tile of :func:`_load_raw`; WRITE: the pre-activation in FP8 is stored."""
     g = _compress_part(raw[0], bias, codes, scales, 0, at, P, EXACT, WRITE, BM, BN)
-    value, _ = activate(g, P.act, P.saved.fast)
+    ACT: tl.constexpr = P.act
+    value, _ = activate(g, ACT, P.saved.fast)
     if P.parts == 2:
         up = _compress_part(raw[1], bias, codes, scales, 1, at, P, EXACT, WRITE, BM, BN)
-        up, _ = linear(up, P.act)
+        up, _ = linear(up, ACT)
         value *= up
     return value
 

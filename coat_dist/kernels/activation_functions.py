@@ -19,7 +19,9 @@ __all__ = ["Pre", "activate", "add_bias", "backward", "linear", "load_part", "pr
 
 
 class Pre(NamedTuple):
-    """A pre-activation as compile-time constants."""
+    """A pre-activation as compile-time constants. Triton 3.6 passes a tuple in it on to other
+    functions only by a constant of its own, ``S: tl.constexpr = P.saved``.
+    """
 
     act: Activation
     parts: int
@@ -97,6 +99,7 @@ def load_part(x, scales, bias, part, at, BM: tl.constexpr, BN: tl.constexpr, P: 
     """A tile of the gate (part 0) or of up (part 1), fp32, from plain values or from per-group
     codes. ``at``: see :func:`~coat_dist.kernels.groups.place`.
     """
+    S: tl.constexpr = P.saved
     row, column, group, inside, in_group, columns, groups = at
     out = load_tile(
         x,
@@ -111,7 +114,7 @@ def load_part(x, scales, bias, part, at, BM: tl.constexpr, BN: tl.constexpr, P: 
         BM,
         BN,
         P.group_size,
-        P.saved,
+        S,
     )
     return add_bias(out, bias, part, at, P)
 
@@ -124,12 +127,13 @@ def backward(
     and ``grad`` times the activation. Up is loaded after the gate has been used, which takes fewer
     registers. Without a gate the third result means nothing.
     """
+    ACT: tl.constexpr = P.act
     gate = load_part(x, scales, None, 0, at, BM, BN, P)
-    value, slope = activate(gate, P.act, FAST)
+    value, slope = activate(gate, ACT, FAST)
     d_up = grad * value
     product = d_up
     if P.parts == 2:
-        up, up_slope = linear(load_part(x, scales, None, 1, at, BM, BN, P), P.act)
+        up, up_slope = linear(load_part(x, scales, None, 1, at, BM, BN, P), ACT)
         grad *= up
         value *= up
         product = d_up * up

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from coat_dist.config import ActivationConfig
 from coat_dist.reference.activation import ACTIVATIONS
 
-from .run import Run
+from .run import Parameter, Run
 
-_FC2 = ("mlp.linear_fc2", "mlp.down")  # Megatron's name, and transformers'
+_FC2 = ("mlp.linear_fc2", "mlp.down", "mlp.experts.down")  # Megatron's name, and transformers'
 
 
 class Moment(NamedTuple):
@@ -77,10 +77,19 @@ def saved(run: Run, patched: bool) -> tuple[float, float, float]:
     return norm, attention, mlp + stream * bool(model.hidden_dropout)
 
 
-def moments(run: Run, patched: bool) -> list[Moment]:
-    """The moments of one layer's backward that can be a whole step's largest, in its order."""
+def moments(run: Run, patched: bool, own: list[Parameter]) -> list[Moment]:
+    """The moments of the backward of a layer with these parameters that can be a whole step's
+    largest, in its order.
+    """
     h, _, _, f, wide = widths(run)
-    fc1, fc2, gated = 2 * h * wide, 2 * h * f, wide > f
+    fc1, fc2 = 2 * h * wide, 2 * h * f
+    if experts := [p for p in own if p.experts]:
+        sizes, chosen = [p.numel for p in experts], run.library.chosen
+        fc1, fc2 = 2 * max(sizes), 2 * min(sizes)
+        # A token has a row at each of its experts.
+        wide, f = (chosen * n // (h * experts[0].experts) for n in (max(sizes), min(sizes)))
+        h *= chosen
+    gated = wide > f
     rows: list[tuple[str, tuple[str, ...], int, float]]
     if patched:
         rows = [

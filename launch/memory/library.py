@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from coat_dist import CoatConfigError
-from coat_dist.hf.saved import OnPaper
 from launch.common.find_config import read_config
-from launch.convert.config_json import SIZES
 from launch.model.model_config import ModelConfig, described_model
 
+from .paper import OnPaper
 
-def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig]:
-    """The model of ``--model``, and its sizes as far as the planner reads them.
+
+def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig, str | None]:
+    """The model of ``--model``, its sizes as far as the planner reads them, and a line about what
+    is not counted.
 
     Raises:
         CoatConfigError: transformers knows no such model.
@@ -21,21 +23,36 @@ def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig]
         library = OnPaper(path)
     except (OSError, ValueError) as problem:
         accepted = (
-            "a folder with the config.json of a causal language model of transformers, or that file"
+            "a folder with the config.json of a model of transformers that reads tokens, or that "
+            "file"
         )
-        raise CoatConfigError(f"--model: got {path}, accepted: {accepted} ({problem})") from None
-    names = {**SIZES, "num_key_value_heads": "num_query_groups", "head_dim": "head_size"}
-    sizes = {ours: getattr(library.config, theirs, None) for theirs, ours in names.items()}
-    experts = (
-        getattr(library.config, key, None)
-        for key in ("num_local_experts", "num_experts", "n_routed_experts")
-    )
-    sizes |= {
-        "seq_length": seq_length or sizes["seq_length"],
-        "num_moe_experts": next(filter(None, experts), None),
+        why = str(problem).partition("\n")[0]
+        raise CoatConfigError(f"--model: got {path}, accepted: {accepted} ({why})") from None
+    config, text = library.config, library.text
+    hidden, heads = text.hidden_size, _number(text, "num_attention_heads") or 1
+    widest = max(prod(s) for name, s in library.shapes.items() if ".layers." in name and len(s) < 3)
+    sizes = {
+        "num_layers": library.layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": _number(text, "intermediate_size") or widest // hidden,
+        "num_attention_heads": heads,
+        "head_size": _number(text, "head_dim") or hidden // heads,
+        "vocab_size": text.vocab_size,
+        "seq_length": seq_length or _number(text, "max_position_embeddings"),
     }
-    tied = "lm_head.weight" not in library.shapes
-    return library, described_model({**sizes, "vocab_multiple": 1, "tie_embeddings": tied})
+    note = None
+    if config.get_text_config() is not config and len(config.sub_configs) > 1:
+        note = (
+            "samples are planned as texts: what images and sounds of a sample take is not counted"
+        )
+    model = described_model({**sizes, "vocab_multiple": 1, "tie_embeddings": library.tied})
+    return library, model, note
+
+
+def _number(config: Any, key: str) -> int | None:
+    """A size that is one for all layers."""
+    found = getattr(config, key, None)
+    return found if isinstance(found, int) else None
 
 
 def read_settings(given: str, hidden_size: int) -> dict[str, Any]:
@@ -50,7 +67,9 @@ def read_settings(given: str, hidden_size: int) -> dict[str, Any]:
     def fill(block: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in block.items():
-            if isinstance(value, dict):
+            if key == "coat":  # whose "auto" is its own
+                found[key] = value
+            elif isinstance(value, dict):
                 found[key] = fill(value)
             elif value != "auto" or key in filled:
                 found[key] = filled[key] if value == "auto" else value

@@ -57,9 +57,9 @@ def _boundary(run: Run) -> int:
 
 def _layer(run: Run, layer: int) -> int:
     """Bytes that a layer saves, with its tables."""
-    patched = layer not in run.bf16_layers
     if run.library is not None:
-        return run.micro * run.by_library(run.flow if patched else None).layer
+        return run.micro * run.by_library.layers[layer]
+    patched = layer not in run.bf16_layers
     # Cosines and sines of queries and keys, in BF16, by Megatron's own rotation.
     own_tables = not patched or run.model.qk_norm
     tables = 8 * run.model.seq_length * run.model.head_channels if own_tables else 0
@@ -77,7 +77,7 @@ def _units(run: Run) -> list[tuple[range, bool]]:
 def _final_norm(run: Run) -> int:
     """Bytes of the final norm's input, output and statistics."""
     if run.library is not None:  # tables of the rotation, too
-        return run.micro * run.by_library(run.flow).rest + _stream(run)
+        return run.micro * run.by_library.rest + _stream(run)
     statistics = 8 if run.model.normalization == "layernorm" else 4
     return 2 * _stream(run) + statistics * run.tokens // run.shared
 
@@ -101,7 +101,7 @@ def _loss(run: Run) -> int:
     if not run.chunked:
         held = weight + 4 * logits + dx + gathered
         if run.library is not None:  # in fp32, with two gradients of that size
-            held += 4 * logits + run.micro * run.by_library(run.flow).loss
+            held += 4 * logits + run.micro * run.by_library.loss
         return held
     held = weight + (2 if logits > _CHUNK else 1) * dx  # of several chunks in fp32
     if run.flow is not None and run.flow.loss == "kept":
@@ -213,7 +213,7 @@ def peak_of(run: Run) -> Peak:
     stream, layers = _stream(run), [_layer(run, i) for i in range(model.num_layers)]
     held["activations"] = activations(run)
     if graphs:  # their memory is nothing else's: what one's backward takes, its input and gradient
-        held["CUDA graphs"] = max(one.bytes for one in moments(run, True)) + 2 * stream
+        held["CUDA graphs"] = max(one.bytes for one in moments(run, True, [])) + 2 * stream
     look("loss", _loss(run))
     held[_STREAM] = stream
 
@@ -232,7 +232,7 @@ def peak_of(run: Run) -> Peak:
                 take(own)
                 continue
             done: tuple[str, ...] = ()
-            for name, complete, size in moments(run, patched):
+            for name, complete, size in moments(run, patched, own):
                 take([p for p in own if p.within(complete)])
                 look(f"backward of layer {layer}, {name}", size)
                 done += complete

@@ -36,7 +36,7 @@ class Run:
     accumulation: int = 1
     # Arguments of Megatron's ``TransformerConfig``.
     recompute: Mapping[str, Any] = field(default_factory=dict)
-    library: Any = None  # ``coat_dist.hf.saved.OnPaper`` of a model that transformers builds
+    library: Any = None  # ``paper.OnPaper`` of a model that transformers builds
 
     def __post_init__(self) -> None:
         if (experts := self.model.num_moe_experts) is not None:
@@ -93,18 +93,17 @@ class Run:
         n = self.model.num_layers
         return set(range(n)) if self.flow is None else {i % n for i in self.flow.bf16_layers}
 
-    def by_library(self, flow: ActivationConfig | None) -> Any:
-        """What transformers saves of one sequence, with the flow or without:
-        ``coat_dist.hf.saved.Saved``.
-        """
-        return self.library.saved(flow, self.model.seq_length)
+    @property
+    def by_library(self) -> Any:
+        """What transformers saves of one sequence: ``paper.Saved``."""
+        return self.library.saved(self.flow, self.model.seq_length)
 
     @property
     def chunked(self) -> bool:
         """Whether the loss is computed in chunks of logits."""
         if self.flow is None or self.library is None:
             return self.flow is not None and self.flow.loss != "plain"
-        return self.by_library(self.flow).chunked
+        return self.by_library.chunked
 
     @property
     def fp8_moments(self) -> bool:
@@ -159,6 +158,8 @@ class Parameter(NamedTuple):
     numel: int
     matrix: bool
     layer: int | None = None
+    experts: int = 0
+    """Experts whose weights it holds together."""
 
     def within(self, prefixes: tuple[str, ...]) -> bool:
         """Whether its name within the layer begins with one of these."""
@@ -173,5 +174,6 @@ def parameters(run: Run) -> list[Parameter]:
         divided = _DIVIDED.search(name) or (run.model.qk_norm == "full" and _QK_NORM.search(name))
         layer = int(name.split(".")[2]) if ".layers." in name else None
         numel = prod(shape) // (run.tp if divided else 1)
-        found.append(Parameter(name, numel, len(shape) > 1, layer))
+        experts = shape[0] if ".experts." in name and len(shape) > 2 else 0
+        found.append(Parameter(name, numel, len(shape) > 1, layer, experts))
     return found

@@ -41,6 +41,9 @@ PARTLY = {
         "experts whose code is not known",
     ),
     "deepseek_v4": "hyper-connections, whose weights are no linears",
+    **dict.fromkeys(
+        ("bloom", "mamba2", "reformer", "zamba2"), "linears whose weights other modules read"
+    ),
     "falcon": "linears of its own class",
     "xlnet": "weights of three dimensions",
     **dict.fromkeys(("falcon_mamba", "mamba", "xmod", "zaya"), "linears that are small here"),
