@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .. import flow
 from ..ops import ACTIVATIONS, activation_apply
@@ -64,8 +64,13 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     return ExpertsKind((first, "down_proj"), biases, _activation(act), module.is_transposed)
 
 
+@torch.no_grad()
+@torch.no_grad()
+@unset_fake_temporarily()
 def _activation(function: Any) -> str | None:
-    """The flow's name of a function; None of one that the flow does not have."""
+    """The flow's name of a function; None of one that the flow does not have. It needs values, also
+    where a model is planned on fake tensors.
+    """
     seed = torch.Generator("cpu").manual_seed(0)
     x = torch.rand(2, 512, generator=seed, device="cpu", dtype=torch.float32) * 2 - 1
     x = 1000 * x**5  # many small numbers, and some beyond any limit
