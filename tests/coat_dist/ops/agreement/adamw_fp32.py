@@ -68,6 +68,10 @@ def check_split(every):
         assert torch.equal(low, wanted[1]), lower
 
 
+def master(one):
+    return one.param if one.low is None else join(one.param, one.low)
+
+
 def check_kernel(
     param=torch.float32,
     grad=torch.float32,
@@ -102,8 +106,11 @@ def check_kernel(
     else:
         adamw_fp32.step_contiguous(mine, numbers)
     reference.adamw_fp32_steps(theirs, numbers)
-    for a, b in zip(mine, theirs, strict=True):
-        p, q = ((x.param if x.low is None else join(x.param, x.low)) for x in (a, b))
+    masters = [one._replace(param=master(one), low=None) for one in build()]
+    adamw_fp32.step_contiguous(masters, numbers)
+    for a, b, fp32 in zip(mine, theirs, masters, strict=True):
+        p, q = master(a), master(b)
+        assert not low or torch.equal(p, fp32.param)  # the bits of fp32 master weights
         # the interpreter truncates to bfloat16; sums of terms of size 1 differ by the rounding of
         # their terms
         for x, y in ((p, q), (a.first_moment, b.first_moment), (a.second_moment, b.second_moment)):
