@@ -142,15 +142,6 @@ def layer(s=256, b=2, h=1024, heads=8, scales="row"):
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
-def test_nothing_waits_for_the_gpu(scales):
-    run, x, _ = layer(scales=scales)
-    run(x).sum().backward()  # first use may synchronize: handles, plans, workspaces
-    with nothing_waits():
-        run(x).sum().backward()
-    assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_captured_in_a_cuda_graph(scales):
     run, x, parameters = layer(scales=scales)
     inputs, static = [x, *parameters], torch.randn_like(x).requires_grad_()
@@ -163,24 +154,11 @@ def test_captured_in_a_cuda_graph(scales):
     with torch.no_grad():
         static.copy_(x)
     graph.replay()
-    out = run(x)
-    grads = torch.autograd.grad(out.sum(), inputs)
+    with nothing_waits():
+        out = run(x)
+        grads = torch.autograd.grad(out.sum(), inputs)
     assert torch.equal(found, out)
     for got, wanted in zip(found_grads, grads, strict=True):
         # An amax that moves with the order of cuDNN's sums turns a few codes of the gradients that
         # follow.
         assert relative_error(got, wanted) < 5e-2
-
-
-@pytest.mark.parametrize("scales", ["row", "tensor"])
-def test_kernels_and_definitions_agree(monkeypatch, scales):
-    """The whole block: codes of the same values, products by the same tensor cores."""
-    run, x, _ = layer(scales=scales)
-    out = run(x)
-    q = torch.randn(64, 2, 8, 128, device="cuda").bfloat16()
-    first = attention(q, q, q, FP8)
-    monkeypatch.setenv("COAT_REFERENCE", "1")
-    second = attention(q, q, q, FP8)
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1].scales, second[1].scales)
-    assert torch.equal(first[1].codes.view(torch.uint8), second[1].codes.view(torch.uint8))
-    assert relative_error(run(x), out) < 0.1

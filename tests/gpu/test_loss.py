@@ -58,15 +58,6 @@ def test_chunks_against_all_logits(chunk, z_loss):
         assert relative_error(mine, theirs) < 1e-2
 
 
-def test_two_runs_are_the_same_bits():
-    x, weight, labels, upstream = problem()
-    runs = []
-    for _ in range(2):
-        out = linear_cross_entropy(x, weight, labels, ONE, chunk=4096)
-        runs.append([out.detach(), *torch.autograd.grad(out, [x, weight], upstream)])
-    assert equal(*runs)
-
-
 def test_exact_products_give_the_same_bits_for_every_chunk():
     x, weight, labels, upstream = problem(tokens=128, h=64, v=3000)
     wanted = vocab_parallel_cross_entropy(invariant_linear(x, weight, ONE), labels, ONE)

@@ -185,6 +185,7 @@ X, W, L = torch.randn(3, 2, 8), torch.randn(10, 8), torch.zeros(3, 2, dtype=torc
             lambda: linear_cross_entropy(X, W, L[:2], ONE),
             r"labels: got torch.int64 \[2, 2\], accepted: .* \[3, 2\]",
         ),
+        (lambda: vocab_parallel_cross_entropy(X, L.float(), ONE), "labels: got torch.float32"),
         (
             lambda: linear_cross_entropy(X, W, L, ONE, softcap=-30),
             "softcap: got 1.0, -30, accepted",

@@ -1,11 +1,10 @@
 """Products part by part, as rows come from other ranks or go to them, are the products that
-collectives around a whole one give: to the bit. Rooms that gloo fills stand in for memory that GPUs
-read from each other.
+collectives around a whole one give: to the bit. Files stand in for memory that GPUs read
+from each other (``test_peer_memory.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
 from unittest import mock
 
 import pytest
@@ -15,48 +14,26 @@ import torch.distributed as dist
 from coat_dist.config import ActivationConfig
 from coat_dist.flow import Heads, Norm, TensorParallel, linear, mlp, norm_mlp, norm_qkv, rope_table
 from coat_dist.flow.parallel.overlap import Rows, scattered_product
-from coat_dist.flow.parallel.peer_memory import Fetched, PeerMemory, check_switch
+from coat_dist.flow.parallel.peer_memory import PeerMemory, check_switch
 from coat_dist.formats import QuantizedTensor
 from coat_dist.ops import scaled_mm
 from tests.support import equal, run_ranks
 
-H, F, S, B = 64, 96, 8, 3
+from .test_peer_memory import CPU, B, F, H, Machine, through
+
+S = 8
 
 
-class Rooms(PeerMemory):
-    """Rooms on the CPU. What nobody fetched in time is overwritten, as on GPUs."""
+class Counted(PeerMemory):
+    """Also counts the bytes that come from other ranks."""
 
-    def __init__(self, group):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.bytes = 0
-
-    def room(self, *nbytes):
-        parts = [torch.full((n,), 255, dtype=torch.uint8) for n in nbytes]
-        self.parts = parts
-        return parts
-
-    def written(self):
-        mine = torch.cat(self.parts)
-        self.rooms = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(self.rooms, mine, group=self.group)
+    bytes = 0
 
     def fetch(self, sizes, wanted):
-        assert sum(sizes) == sum(p.numel() for p in self.parts)
         for rank, parts in wanted.items():
-            for part, out in parts.items():
-                assert out.is_contiguous()
-                theirs = self.rooms[rank].split(list(sizes))[part].view(out.dtype).view(out.shape)
-                out.copy_(theirs)
-                self.bytes += out.nbytes if rank != self.rank else 0
-        return {rank: mock.create_autospec(Fetched, instance=True) for rank in wanted}
-
-    def fork(self):
-        pass
-
-    join = fork
-
-    def beside(self):
-        return contextlib.nullcontext()
+            if rank != self.rank:
+                self.bytes += sum(out.nbytes for out in parts.values())
+        return super().fetch(sizes, wanted)
 
 
 def layer(tp, config, dtype, seed):
@@ -92,38 +69,43 @@ def layer(tp, config, dtype, seed):
     return [y.detach(), *grads]
 
 
-def both(rank, world, changes):
+def both(rank, world, changes, folder):
     """Of each dtype: whether results are the same with rooms and collectives; bytes fetched."""
     tp, config, found = TensorParallel(dist.group.WORLD, True), ActivationConfig(**changes), {}
-    for dtype in (torch.bfloat16, torch.float32):
-        rooms = Rooms(dist.group.WORLD)
-        plain = layer(tp, config, dtype, 3)
-        with mock.patch.object(
-            TensorParallel, "peers", lambda tp, *_, rooms=rooms: rooms if tp.reads_peers else None
-        ):
-            parted = layer(tp, config, dtype, 3)
-        found[dtype] = equal(parted, plain), rooms.bytes
+    with Machine(folder).here():
+        for dtype in (torch.bfloat16, torch.float32):
+            peers, same = Counted(dist.group.WORLD, CPU), []
+            for seed in range(3):
+                plain = layer(tp, config, dtype, seed)
+                with through(peers):
+                    same.append(equal(layer(tp, config, dtype, seed), plain))
+            found[dtype] = same, peers.bytes
     return found
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"forward_scales": "tensor", "grad_format": "e5m2", "fp8_gather": False}]
+    "changes",
+    [
+        {},
+        {"forward_scales": "tensor"},
+        {"forward_scales": "tensor", "grad_format": "e5m2", "fp8_gather": False},
+    ],
 )
-def test_scattered_product_of_parts_is_the_whole(changes) -> None:
-    for found in run_ranks(2, both, changes):
-        assert all(same for same, _ in found.values())
+def test_scattered_product_of_parts_is_the_whole(changes, tmp_path) -> None:
+    for found in run_ranks(2, both, changes, str(tmp_path)):
+        assert all(same == [True] * 3 for same, _ in found.values())
         if not changes:
             rows = S // 2 * B
             gathered = 3 * (rows * H + 4 * rows)  # with scales, and in forward alone
-            assert found[torch.bfloat16][1] == gathered + 3 * rows * H * 2
+            assert found[torch.bfloat16][1] == 3 * (gathered + 3 * rows * H * 2)
 
 
-def four(rank, world):
+def four(rank, world, folder):
     """On four ranks, with numbers whose sums are exact: what of rows that come and of sums that
     go is wrong.
     """
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
-    rooms, tp = Rooms(group), TensorParallel(group, True)
+    tp = TensorParallel(group, True)
 
     def ones(rows):
         codes = torch.randint(-1, 2, (rows, H), generator=generator).to(torch.float8_e4m3fn)
@@ -132,28 +114,30 @@ def four(rank, world):
     a, b, own = ones(16), ones(H), ones(4)
     own.top = torch.full((), torch.inf)  # of this rank's rows, so not of all
     wrong = []
-    for dtype in (torch.bfloat16, torch.float32):
+    with Machine(folder).here():
+        rooms = PeerMemory(group, CPU)
+        for dtype in (torch.bfloat16, torch.float32):
 
-        def product(part, out, dtype=dtype):
-            scaled_mm(part, b, dtype, out=out)
+            def product(part, out, dtype=dtype):
+                scaled_mm(part, b, dtype, out=out)
 
-        expected = tp.reduce_scatter_rows(scaled_mm(a, b, torch.float32)).to(dtype)
-        got = scattered_product(rooms, a, product, H, dtype).wait()
-        wrong += [dtype] * (not torch.equal(got, expected) or got.dtype != dtype)
-        whole = tp.start_gather_quantized(own).wait()
-        rows = Rows(rooms, own)
-        wrong += ["rows"] * (
-            not torch.equal(rows.multiply(product, H, dtype), scaled_mm(whole, b, dtype))
-        )
-        wrong += ["top"] * any(q.top is not None for q in (whole, rows.whole()))
-        wrong += ["codes"] * (
-            not torch.equal(rows.whole().codes.view(torch.uint8), whole.codes.view(torch.uint8))
-        )
+            expected = tp.reduce_scatter_rows(scaled_mm(a, b, torch.float32)).to(dtype)
+            got = scattered_product(rooms, a, product, H, dtype).wait()
+            wrong += [dtype] * (not torch.equal(got, expected) or got.dtype != dtype)
+            whole = tp.start_gather_quantized(own).wait()
+            rows = Rows(rooms, own)
+            wrong += ["rows"] * (
+                not torch.equal(rows.multiply(product, H, dtype), scaled_mm(whole, b, dtype))
+            )
+            wrong += ["top"] * any(q.top is not None for q in (whole, rows.whole()))
+            wrong += ["codes"] * (
+                not torch.equal(rows.whole().codes.view(torch.uint8), whole.codes.view(torch.uint8))
+            )
     return wrong
 
 
-def test_blocks_on_four_ranks_with_peer_memory() -> None:
-    assert run_ranks(4, four) == [[]] * 4
+def test_blocks_on_four_ranks_with_peer_memory(tmp_path) -> None:
+    assert run_ranks(4, four, str(tmp_path)) == [[]] * 4
 
 
 def switched(rank, world, values):

@@ -2,7 +2,7 @@
 
 The real class runs on gloo ranks. Memory that they share stands in for that of GPUs, and copies
 come as late as streams and events let them: a room that is written again too early, or freed, is
-read wrong.
+read wrong. Whole layers: ``test_overlap.py``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from coat_dist.flow.parallel import peer_memory
 from coat_dist.flow.parallel.peer_memory import PeerMemory
 from tests.support import equal, run_ranks
 
-from .test_overlap import B, F, H, layer
-
+H, F, B = 64, 96, 3
 CPU = torch.device("cpu")
 
 
@@ -151,24 +150,6 @@ def through(peers):
     return mock.patch.object(
         TensorParallel, "peers", lambda tp, *_: peers if tp.reads_peers else None
     )
-
-
-def late_copies(rank, world, changes, folder):
-    """Whether layers have the same results with rooms and with collectives."""
-    tp, config, found = TensorParallel(dist.group.WORLD, True), ActivationConfig(**changes), []
-    with Machine(folder).here():
-        peers = PeerMemory(dist.group.WORLD, CPU)
-        for seed in range(3):
-            plain = layer(tp, config, torch.bfloat16, seed)
-            with through(peers):
-                parted = layer(tp, config, torch.bfloat16, seed)
-            found.append(equal(parted, plain))
-    return found
-
-
-@pytest.mark.parametrize("changes", [{}, {"forward_scales": "tensor"}])
-def test_peer_memory_with_late_copies(changes, tmp_path) -> None:
-    assert run_ranks(2, late_copies, changes, str(tmp_path)) == [[True] * 3] * 2
 
 
 class Block:

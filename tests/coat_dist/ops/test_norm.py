@@ -1,5 +1,6 @@
 """Norms: the definition's two passes against their parts. The whole is compared with torch in
-``tests/coat_dist/flow/test_gradients.py``, kernels with the definition in ``agreement/norm.py``.
+``tests/coat_dist/flow/test_gradients.py``, kernels with the definition in ``agreement/norm.py``,
+a residual's gradient with its sum in ``tests/coat_dist/flow/test_residual.py``.
 """
 
 import pytest
@@ -16,7 +17,6 @@ from coat_dist.reference.quantize import (
     dequantize,
     quantize_groups,
 )
-from tests.support import equal
 
 from .agreement import compare
 
@@ -27,20 +27,6 @@ def inputs(h=72):
     # No row is nearly constant.
     x = torch.randn(4, 3, h) * (torch.rand(4, 3, 1) * 5 + 0.5) + torch.randn(4, 3, 1)
     return x, torch.rand(h) + 0.5, torch.randn(h)
-
-
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_norm_backward_adds_the_residual_before_rounding(kind):
-    x, weight, _ = inputs()
-    dy, residual = torch.randn_like(x).bfloat16(), (torch.randn_like(x) * 3).bfloat16()
-    stats = norm_stats(x, kind, EPS)
-    exact, *sums = norm_backward(dy, x, kind, stats, weight)
-    got, *others = norm_backward(
-        dy, x, kind, stats, weight, dtype=torch.bfloat16, residual=residual
-    )
-    assert torch.equal(got, (exact + residual.float()).bfloat16())
-    assert not torch.equal(got, exact.bfloat16() + residual)  # what two roundings give
-    assert equal(sums, others)
 
 
 def test_norm_stats_beside_other_rows():

@@ -130,26 +130,9 @@ def test_complex_and_wide_tensors_are_refused():
             CoatAdamW([torch.nn.Parameter(bad)])
 
 
-def test_stochastic_rounding_can_be_switched_on_later_and_parameters_draw_different_noise():
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.zeros(4096)) for _ in range(2)]
-    optimizer = CoatAdamW(params)
-    grad = torch.randn(4096)
-    for group_on in (False, True):
-        optimizer.param_groups[0]["stochastic_rounding"] = group_on
-        for p in params:
-            p.grad = grad.clone()
-        optimizer.step()
-        same = torch.equal(
-            optimizer.state[params[0]]["coat_m_q"], optimizer.state[params[1]]["coat_m_q"]
-        )
-        assert same is not group_on
-    assert [optimizer.state[p]["coat_seed"] for p in params] == [0, 1]
-
-
-@pytest.mark.parametrize("options", [{}, {"expand": False}, {"second_moment": "log8"}], ids=str)
-def test_no_second_moment_beside_a_huge_one_becomes_zero(options):
-    p, optimizer = make(128, **options)
+def test_no_second_moment_beside_a_huge_one_becomes_zero():
+    """Without expansion, which by itself leaves none at zero."""
+    p, optimizer = make(128, expand=False)
     p.grad = torch.full((128,), 1e-12)
     p.grad[0] = 1e6
     optimizer.step()

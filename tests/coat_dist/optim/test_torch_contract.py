@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from coat_dist.optim import CoatAdamW, fp32_state_dict
+from coat_dist.optim import CoatAdamW
 from tests.coat_dist.optim.common import assert_same_state
 
 KINDS = ["fp8", "fp32"]
@@ -19,8 +19,6 @@ OPTIONS = [
     {},
     {"lr": torch.tensor(1e-2)},
     {"maximize": True},
-    {"betas": (0.9, 0.95)},
-    {"stochastic_rounding": True},
 ]
 
 
@@ -246,10 +244,3 @@ def test_names_travel_in_state_dicts():
     assert_same_state(optimizer, other)
     _, plain, _ = problem()
     plain.load_state_dict(saved)
-    with fp32_state_dict(optimizer):
-        assert set(optimizer.state_dict()["state"][0]) == {
-            "step",
-            "coat_seed",
-            "exp_avg",
-            "exp_avg_sq",
-        }

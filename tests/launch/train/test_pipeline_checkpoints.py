@@ -12,25 +12,14 @@ from launch.convert.sources import open_weights
 from tests.launch.pretrain_runs import (
     command,
     configuration,
-    losses,
     make_universal,
-    weights_of,
+    rank_main,
 )
 from tests.launch.train.test_pipeline import NO_NOISE
 from tests.support import run_ranks
 
 TIED = ["--model-override", "hidden_dropout=0", "num_layers=4", "tie_embeddings=true"]
-TWO = ["--pipeline-parallel", "2"]
-PARTS = [*TWO, "--virtual-stages", "2"]
-
-
-def train(work, run, config, world, *more, steps=4):
-    """Losses of a run and its weights at the end; copies of tied embeddings are compared."""
-    found = {}
-    for _, _, after in run_ranks(world, weights_of, command(work, run, config, *more, steps=steps)):
-        for name, weight in after.items():
-            assert torch.equal(found.setdefault(name, weight), weight), name
-    return losses(run), found
+PARTS = ["--pipeline-parallel", "2", "--virtual-stages", "2"]
 
 
 def equal(one, other):
@@ -46,29 +35,27 @@ def whole(folder, dtype=torch.float32):
 
 @pytest.fixture(scope="module")
 def saved(work, tmp_path_factory):
-    """Two steps of one stage, and of two interleaved ones; then two more of the one stage."""
+    """Two steps of one stage, and of two interleaved ones."""
     folder = tmp_path_factory.mktemp("saved")
     config = configuration(folder, 1, NO_NOISE)
-    save = ["--save", folder / "one", "--save-interval", "2"]
-    straight = train(work, folder / "straight", config, 1, *TIED, *save)
-    more = [*TIED, *PARTS, "--save", folder / "two", "--stop-at-step", "2"]
-    train(work, folder / "first", config, 2, *more)
-    return folder, config, straight
+    for world, name, parts in ((1, "one", []), (2, "two", PARTS)):
+        argv = [*TIED, *parts, "--save", folder / name]
+        run_ranks(world, rank_main, command(work, folder / f"run {name}", config, *argv, steps=2))
+    return folder
 
 
 def test_universal_files_and_weights_are_those_of_one_stage(saved):
     """Every tensor and every code: what to_universal.py writes knows nothing of stages. So do
     exported weights.
     """
-    folder, _, _ = saved
-    steps = [folder / name / "step00000002" for name in ("one", "two")]
+    steps = [saved / name / "step00000002" for name in ("one", "two")]
     assert equal(*(whole(step) for step in steps))
     assert equal(*(whole(step, torch.bfloat16) for step in steps))
-    made = [folder / f"converted{i}" for i in (0, 1)]
+    made = [saved / f"converted{i}" for i in (0, 1)]
     numbers = [convert_to_universal(*both) for both in zip(steps, made, strict=True)]
     assert numbers[0] == numbers[1] > 20
-    make_universal(folder / "two", folder / "again")
-    assert equal(whole(folder / "two"), whole(folder / "again"))
+    make_universal(saved / "two", saved / "again")
+    assert equal(whole(saved / "two"), whole(saved / "again"))
     names = [{p.relative_to(one) for p in (one / "zero").rglob("*") if p.is_file()} for one in made]
     assert names[0] == names[1]
     for name in sorted(names[0]):
@@ -85,7 +72,7 @@ def test_universal_files_and_weights_are_those_of_one_stage(saved):
 def test_a_checkpoint_without_a_stages_files_is_refused(saved, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(
-        saved[0] / "two" / "step00000002",
+        saved / "two" / "step00000002",
         source,
         ignore=shutil.ignore_patterns("*mp_rank_01*states.pt"),
     )
