@@ -144,7 +144,7 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
     params: dict[str, Any] = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
     if not optimizer:
         params["torch_adam"] = True
-    found = {
+    found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
