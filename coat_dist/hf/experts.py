@@ -61,11 +61,14 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     if getattr(module, "has_gate", True):
         first, act = "gate_up_proj", module._apply_gate
     biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else None
-    return ExpertsKind((first, "down_proj"), biases, _activation(act), module.is_transposed)
+    training = module.training
+    module.train()  # from_pretrained leaves it in eval mode, in which dropout and noise are off
+    activation = _activation(act)
+    module.train(training)
+    return ExpertsKind((first, "down_proj"), biases, activation, module.is_transposed)
 
 
-@torch.no_grad()
-@torch.no_grad()
+@torch.enable_grad()
 @unset_fake_temporarily()
 def _activation(function: Any) -> str | None:
     """The flow's name of a function; None of one that the flow does not have. It needs values, also
@@ -75,8 +78,10 @@ def _activation(function: Any) -> str | None:
     x = torch.rand(2, 512, generator=seed, device="cpu", dtype=torch.float32) * 2 - 1
     x = 1000 * x**5  # many small numbers, and some beyond any limit
     try:
-        found = function(x)
+        found = function(x).float()
     except Exception:  # a function of other arguments, or with parameters on a GPU
+        return None
+    if found.requires_grad:  # parameters of the function are trained, which the flow would not do
         return None
     for name in ACTIVATIONS:
         wanted = activation_apply(x, name)

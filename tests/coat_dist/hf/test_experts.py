@@ -115,8 +115,34 @@ def test_models_with_experts(name):
     check_near(step(model), wanted)
 
 
+NO_ACTIVATION = "an activation that the flow does not have"
+
+
 def gated(experts):
     experts.__class__ = type("Own", (type(experts),), {"_apply_gate": lambda self, x: x})
+
+
+class Learned(torch.nn.Module):
+    """SiLU until its parameter is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+def learned(experts):
+    experts.act_fn = Learned()
+
+
+def dropped(experts):
+    experts.act_fn = torch.nn.Sequential(experts.act_fn, torch.nn.Dropout(0.1)).eval()
+
+
+def rounded(experts):
+    experts._apply_gate = lambda x: x[:, ::2].bfloat16()
 
 
 def own_forward(experts):
@@ -141,7 +167,10 @@ def implemented(experts):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (gated, "an activation that the flow does not have"),
+        (gated, NO_ACTIVATION),
+        (learned, NO_ACTIVATION),
+        (dropped, NO_ACTIVATION),
+        (rounded, NO_ACTIVATION),
         (own_forward, "a forward of its own on experts"),
         (odd, f"a weight [{E}, {H}, 24], whose sizes are not multiples of 16"),
         (computed, "a Quantized as down_proj"),
