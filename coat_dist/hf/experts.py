@@ -5,8 +5,8 @@ or transposed. It writes the loop over experts in the model, and hands the call 
 implementations (``experts_implementation``) that compute the same. The decorator which does so
 leaves the facts in attributes of the module; they say what the experts compute, whichever model
 they are of. What lies between the products is a method or a function; it is called once with random
-numbers, and compared with the activations of the flow. The flow reads the same parameters where
-they lie.
+numbers in training mode, and compared with the activations of the flow. The flow reads the same
+parameters where they lie.
 
 Routers, their losses and shared experts are outside of these modules.
 """
@@ -61,10 +61,11 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     if getattr(module, "has_gate", True):
         first, act = "gate_up_proj", module._apply_gate
     biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else None
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     module.train()  # from_pretrained leaves it in eval mode, in which dropout and noise are off
     activation = _activation(act)
-    module.train(training)
+    for part, training in modes:
+        part.training = training
     return ExpertsKind((first, "down_proj"), biases, activation, module.is_transposed)
 
 

@@ -181,7 +181,9 @@ def test_experts_that_stay_bf16_say_why(change, why):
     experts = experts_of(mixture("qwen3_moe"))
     assert why_not_experts(experts, experts_kind(experts)) is None
     change(experts)
+    modes = [m.training for m in experts.modules()]
     assert why_not_experts(experts, experts_kind(experts)) == why
+    assert modes == [m.training for m in experts.modules()]
 
 
 @pytest.mark.parametrize("first", [False, True])
