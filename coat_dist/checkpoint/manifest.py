@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..flow.core.frozen import digest_of
 from ..optim import CoatAdamW
 from ..ranks import Team, gather, rank_and_world, share
 from .names import divided_experts, info_of, place_in_pipeline
@@ -53,7 +52,7 @@ def describe(engine: Any) -> dict[str, Any]:
     stepped = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in ZeRO's, or itself
     name = CoatAdamW.__name__ if isinstance(stepped, CoatAdamW) else type(stepped).__name__
     stage = getattr(engine, "zero_optimization_stage", None)
-    described = {
+    return {
         "world_size": rank_and_world()[1],
         "zero_stage": stage and stage(),
         # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times
@@ -65,9 +64,6 @@ def describe(engine: Any) -> dict[str, Any]:
         "global_steps": getattr(engine, "global_steps", None),
         "optimizer": None if stepped is None else name,
     }
-    if (digest := digest_of(engine.module)) is not None:
-        described["frozen_weights"] = digest
-    return described
 
 
 def read_manifest(checkpoint: Path, of_run: bool = True) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..flow.core.frozen import digest_of
 from ..ranks import gather, of_another_rank, rank_and_world
 from .manifest import FORMAT, MANIFEST, TEAM, CheckpointError, describe, sync_files
 from .names import info_of
@@ -214,13 +215,16 @@ class _Save:
 
         TEAM.each(own_files, f"cannot write {temporary}")
         files = sync_files(temporary, writes.files)
+        described = describe(self.engine)
+        if (digest := digest_of(self.engine.module)) is not None:
+            described["frozen_weights"] = digest
         manifest = {
             **extras.content,
             "format": FORMAT,
             "tag": self.tag,
             "saved": gather(time.time())[0],
             LATEST: self.save_latest,
-            "engine": describe(self.engine),
+            "engine": described,
             "files": files,
         }
 

@@ -181,7 +181,7 @@ def _other_frozen(engine: Any, request: Request) -> list[str]:
     optimizer: a checkpoint without frozen parameters has nothing else of them.
     """
     saved = (request.manifest.get("engine") or {}).get("frozen_weights")
-    if not request.states or saved in (None, digest_of(engine.module)):
+    if not request.states or saved is None or saved == digest_of(engine.module):
         return []
     return [
         f"{request.folder}: coat.activation.frozen_weights: got other weights than it was saved "
