@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 
-from coat_dist.reference.activation import ACTIVATIONS
+from coat_dist.reference.activation import ACTIVATIONS, Activation
 
 from ..compat import other_quick_gelus
 
@@ -54,9 +54,9 @@ def activation_name(config: TransformerConfig) -> str:
         raise ValueError("glu_linear_offset set")
     if getattr(config, "use_te_activation_func", False):
         raise ValueError("use_te_activation_func")
-    wanted = _function_name(config), config.gated_linear_unit
+    wanted = Activation(_function_name(config) or "", config.gated_linear_unit)
     for name, activation in ACTIVATIONS.items():
-        if wanted == (activation.function, activation.gated):
+        if wanted == activation:
             return name
     function, gate = config.activation_func, "with" if config.gated_linear_unit else "without"
     raise ValueError(
