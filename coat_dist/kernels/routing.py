@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..formats import QuantizedTensor, format_of
-from ..reference.grouped import BLOCK, ExpertRows
+from ..reference.grouped import BLOCK, ExpertRows, most_rows
 from .fp8 import constants
 from .grouped import launch_take
 from .launch import cdiv, fast_launch, next_power_of_2
@@ -101,8 +101,7 @@ def route(index: torch.Tensor, experts: int) -> ExpertRows:
     many rows as any choices could need.
     """
     index, choices, width = index.contiguous(), index.numel(), max(next_power_of_2(experts), 2)
-    total = max((choices + (BLOCK - 1) * experts) // BLOCK * BLOCK, BLOCK)
-    tiles = cdiv(choices, ROUTE_TILE)
+    total, tiles = most_rows(choices, experts), cdiv(choices, ROUTE_TILE)
     sizes = total, choices, total // BLOCK, experts, tiles * width
     new = index.new_empty(sum(sizes), dtype=torch.int32)
     source, place, blocks, ends, counts = new.split(sizes)

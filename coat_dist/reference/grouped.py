@@ -28,6 +28,7 @@ __all__ = [
     "expert_rows",
     "factor_of_rows",
     "largest_rows",
+    "most_rows",
     "quantize_columns",
     "quantize_experts",
     "scale_of_rows",
@@ -73,13 +74,19 @@ class ExpertRows(NamedTuple):
             first = end
 
 
+def most_rows(count: int, experts: int) -> int:
+    """The most rows that ``count`` tokens fill, in whole blocks, however they fall on experts; a
+    block at least, so that no tokens are no special case.
+    """
+    return max((count + (BLOCK - 1) * experts) // BLOCK * BLOCK, BLOCK)
+
+
 def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device) -> ExpertRows:
     """Rows sorted by expert, laid out by blocks.
 
     Args:
         tokens_per_expert: int ``[experts]``, on the CPU or on ``device``; nothing waits for the
-            device. There, as many blocks are made as any distribution could need: rows + (BLOCK -
-            1) * experts, rounded up to a block.
+            device. There, as many blocks are made as any distribution could need.
         rows: their sum.
 
     Raises:
@@ -93,10 +100,9 @@ def expert_rows(tokens_per_expert: torch.Tensor, rows: int, device: torch.device
                 f"tokens_per_expert: got {counts.tolist()}, accepted: numbers that add up to "
                 f"{rows} rows"
             )
-        total = int(filled.sum())
+        total = max(int(filled.sum()), BLOCK)
     else:
-        total = (rows + (BLOCK - 1) * counts.numel()) // BLOCK * BLOCK
-    total = max(total, BLOCK)  # no special case without tokens
+        total = most_rows(rows, counts.numel())
     ends = filled.cumsum(0)
     last = counts.cumsum(0)
     begin, first = ends - filled, last - counts

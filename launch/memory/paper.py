@@ -27,7 +27,7 @@ from coat_dist.config import ActivationConfig
 from coat_dist.flow.blocks import grouped
 from coat_dist.flow.saved import saved_for_backward
 from coat_dist.hf.patch import layer_lists, patch_model
-from coat_dist.reference.grouped import BLOCK, ExpertRows
+from coat_dist.reference.grouped import BLOCK, ExpertRows, most_rows
 
 __all__ = ["OnPaper", "Saved"]
 
@@ -244,8 +244,9 @@ class _Attention(torch.autograd.Function):
 def _route(index: torch.Tensor, experts: int) -> ExpertRows:
     """As many rows as any choices could need, as :func:`coat_dist.kernels.routing.route`."""
     choices = index.numel()
-    blocks = max((choices + (BLOCK - 1) * experts) // BLOCK, 1)
-    sizes = blocks * BLOCK, choices, blocks, experts
+    total = most_rows(choices, experts)
+    blocks = total // BLOCK
+    sizes = total, choices, blocks, experts
     source, place, of_blocks, ends = index.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
     known = (BLOCK * (blocks * (i + 1) // experts) for i in range(experts))
     return ExpertRows(source, place, of_blocks, ends, tuple(known))
