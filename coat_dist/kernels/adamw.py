@@ -41,7 +41,13 @@ from ..reference.adamw import AdamWStep, AdamWTensors
 from ..reference.adamw_batch import written
 from ..reference.moments import MomentCodec
 from .adamw_fp32 import adamw_fp32_steps
-from .adamw_numbers import load_numbers, numbers_of_counts, step_constants, step_scalars
+from .adamw_numbers import (
+    load_numbers,
+    next_moments,
+    numbers_of_counts,
+    step_constants,
+    step_scalars,
+)
 from .approximations import inverse_root, reciprocal, square_root
 from .fp8 import TINY
 from .launch import fast_launch
@@ -133,12 +139,7 @@ def _update_tile(
         lr = tl.load(lr).to(tl.float32)
         rate = lr * inverse_bias1
         decay = 1.0 - lr * weight_decay
-    if STEP.scaled:
-        g = g * tl.load(grad_factor)
-    if STEP.maximize:
-        g = -g
-    m = m * beta1 + g * rest1
-    v = v * beta2 + g * g * rest2
+    m, v = next_moments(g, m, v, grad_factor, beta1, rest1, beta2, rest2, STEP)
     if M.over_root:
         inverse = inverse_root(tl.maximum(v, TINY, propagate_nan=tl.PropagateNan.ALL), FAST)
         root = v * inverse

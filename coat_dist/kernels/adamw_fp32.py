@@ -17,7 +17,13 @@ from torch.autograd.graph import increment_version
 from ..reference import adamw
 from ..reference.adamw import AdamWStep, FP32Tensors
 from ..reference.adamw_batch import Batch, written
-from .adamw_numbers import load_numbers, numbers_of_counts, step_constants, step_scalars
+from .adamw_numbers import (
+    load_numbers,
+    next_moments,
+    numbers_of_counts,
+    step_constants,
+    step_scalars,
+)
 from .launch import cdiv, fast_launch
 from .master import load_master, store_master
 from .table import ALIGNMENT, Kind, Member, launches
@@ -85,12 +91,7 @@ def _adamw_fp32_kernel(
     if STEP.lr_is_tensor:
         lr = tl.load(lr).to(tl.float32)
         decay = 1.0 - lr * weight_decay
-    if STEP.scaled:
-        g = g * tl.load(grad_factor)
-    if STEP.maximize:
-        g = -g
-    m = m * beta1 + g * rest1
-    v = v * beta2 + g * g * rest2
+    m, v = next_moments(g, m, v, grad_factor, beta1, rest1, beta2, rest2, STEP)
     p = p * decay - lr * tl.div_rn(m * inverse_bias1, tl.sqrt_rn(v) * inverse_sqrt_bias2 + eps)
     tl.store(first_moment + offset, m, mask=inside)
     tl.store(second_moment + offset, v, mask=inside)

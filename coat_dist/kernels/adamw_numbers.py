@@ -16,7 +16,14 @@ from ..reference.adamw import AdamWStep
 from .launch import fast_launch
 from .moment_formats import Constants
 
-__all__ = ["Step", "load_numbers", "numbers_of_counts", "step_constants", "step_scalars"]
+__all__ = [
+    "Step",
+    "load_numbers",
+    "next_moments",
+    "numbers_of_counts",
+    "step_constants",
+    "step_scalars",
+]
 
 
 class Step(NamedTuple):
@@ -67,6 +74,18 @@ def step_scalars(numbers: AdamWStep, unused: torch.Tensor) -> tuple[Any, ...]:
         numbers.inverse_bias1,
         numbers.inverse_sqrt_bias2,
     )
+
+
+@triton.jit
+def next_moments(g, m, v, grad_factor, beta1, rest1, beta2, rest2, STEP: tl.constexpr):
+    """Both moments after a gradient, in fp32."""
+    if STEP.scaled:
+        g = g * tl.load(grad_factor)
+    if STEP.maximize:
+        g = -g
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    return m, v
 
 
 @triton.jit
