@@ -10,8 +10,9 @@ tokens, one micro-batch after the other until memory ends. Parts of a variant ar
 ``adamw`` (torch's) or ``coat`` (CoatAdamW), then ``flow`` (the block's "activation"), ``attention``
 (its FP8 attention), ``remainder`` (16-bit remainders), ``host`` (the optimizer's states in host
 memory; ``adamw`` is DeepSpeed's CPUAdam then), ``liger`` (Liger-Kernel), ``ao`` (torchao's float8,
-in compiled layers), ``compile``, ``checkpoint`` (recomputed layers). Ratios are to the best variant
-without ``flow`` at the same micro-batch. Writes ``speed/hf.json``.
+in compiled layers), ``compile``, ``checkpoint`` (recomputed layers), of ``flow`` also with 8-bit
+``boundaries``, on the ``boundaries-cpu``, or of the first 8 layers alone (``recompute=8``). Ratios
+are to the best variant without ``flow`` at the same micro-batch. Writes ``speed/hf.json``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ MODELS = {
     "llama2-13b": ("llama", shape(5120, 13824, 40, 40, 40, 32000)),
     "llama3-8b": ("llama", shape(4096, 14336, 32, 32, 8, 128256)),
     "qwen3-8b": ("qwen3", shape(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
+    "llama3-70b": ("llama", shape(8192, 28672, 80, 64, 8, 128256)),
+    "qwen3-32b": ("qwen3", shape(5120, 25600, 64, 64, 8, 151936, head_dim=128)),
     "tiny": ("llama", shape(256, 512, 2, 2, 2, 256)),
 }
 """Type and shape."""
@@ -74,7 +77,25 @@ PARTS = {
     "ao",
     "compile",
     "checkpoint",
+    "boundaries",
+    "boundaries-cpu",
+    "recompute",
 }
+
+
+def activation(parts: set[str]) -> dict[str, Any]:
+    """The "activation" of a variant's block."""
+    found: dict[str, Any] = {"enabled": "flow" in parts}
+    if "attention" in parts:
+        found["attention"] = "fp8"
+    if parts & {"boundaries", "boundaries-cpu"}:
+        found["boundaries"] = "fp8"
+    if "boundaries-cpu" in parts:
+        found["boundaries_device"] = "cpu"
+    for part in parts:
+        if part.startswith("recompute="):
+            found["recompute"] = int(part.removeprefix("recompute="))
+    return found
 
 
 def settings(parts: set[str], stage: int, accumulation: int = 1) -> dict[str, Any]:
@@ -90,10 +111,9 @@ def settings(parts: set[str], stage: int, accumulation: int = 1) -> dict[str, An
     }
     if "coat" not in parts:
         return found | {"optimizer": {"type": "AdamW", "params": params | {"torch_adam": not host}}}
-    attention = {"attention": "fp8"} if "attention" in parts else {}
     found |= {
         "optimizer": {"type": "CoatAdamW", "params": params},
-        "coat": {"optimizer": {}, "activation": {"enabled": "flow" in parts} | attention},
+        "coat": {"optimizer": {}, "activation": activation(parts)},
     }
     if "remainder" in parts:
         found["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -290,7 +310,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(given)
     for variant in arguments.variants:
-        if unknown := set(variant.split("+")) - PARTS:
+        if unknown := {part.split("=")[0] for part in variant.split("+")} - PARTS:
             parser.error(
                 f"--variants: got {unknown.pop()!r}, accepted: {', '.join(sorted(PARTS))}, joined "
                 "by +"

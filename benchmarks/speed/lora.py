@@ -6,7 +6,8 @@ Each variant has a process of its own, which trains adapters on q, k, v, o, gate
 model with random frozen weights, by torch's AdamW, on random tokens. Parts of a variant are joined
 by "+": ``peft`` (nothing else), ``liger`` (Liger-Kernel), ``nf4`` (frozen weights in torchao's
 NF4), ``coat`` (the block's "activation"), ``fp8`` (its ``"frozen_weights": "fp8"``), ``checkpoint``
-(recomputed layers). Ratios of tokens/s and peak are to ``liger``. Writes ``speed/lora.json``.
+(recomputed layers), ``fp32`` (adapters in fp32, PEFT's own default, instead of BF16). Ratios of
+tokens/s and peak are to ``liger``. Writes ``speed/lora.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ VARIANTS = [
     "coat+fp8",
     "coat+fp8+checkpoint",
 ]
-PARTS = {"peft", "liger", "nf4", "coat", "fp8", "checkpoint"}
+PARTS = {"peft", "liger", "nf4", "coat", "fp8", "checkpoint", "fp32"}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -51,7 +52,7 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
     config = peft.LoraConfig(
         r=case["rank"], lora_alpha=2 * case["rank"], target_modules=TARGETS, task_type="CAUSAL_LM"
     )
-    model = peft.get_peft_model(model, config).train()
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype="fp32" in parts).train()
     if "nf4" in parts:
         from torchao.quantization.quantize_.workflows import to_nf4
 

@@ -72,8 +72,8 @@ def test_the_message_is_of_bounded_length(monkeypatch):
 
 
 def patient_rank(rank, world, folder):
-    """A new group, whose collectives fail after five seconds; less, and a busy machine could not
-    build it.
+    """A new group, whose collectives fail after five seconds. A busy machine needs longer to build
+    one: the timeout is shortened afterwards.
     """
     dist.destroy_process_group()
     dist.init_process_group(
@@ -81,8 +81,10 @@ def patient_rank(rank, world, folder):
         init_method=f"file://{folder}/again",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=5),
+        timeout=timedelta(minutes=5),
     )
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), dist.group.WORLD)
 
     def long():
         time.sleep(8)

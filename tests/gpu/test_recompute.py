@@ -4,6 +4,7 @@ codes took there; nothing grows from step to step.
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("transformers")
 
@@ -18,9 +19,11 @@ CODES = IDS.numel() * SIZES["hidden_size"] * 33 // 32
 """Bytes of one layer's codes and scales."""
 
 
+@sdpa_kernel(SDPBackend.MATH)
 def trained(reentrant, place):
     """Gradients of three steps of two micro-batches that are alive at the same time, with bytes on
-    the GPU after forward and in pinned memory after each step.
+    the GPU after forward and in pinned memory after each step. Attention is torch's plain one: in
+    the backward pass of the fused ones, sums have no order.
     """
     model = tiny("llama", torch.bfloat16, num_hidden_layers=LAYERS, **SIZES).cuda()
     patch_model(model, ActivationConfig(boundaries="fp8", boundaries_device=place))
