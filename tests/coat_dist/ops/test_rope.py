@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.reference.quantize import amax
-from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_backward
+from coat_dist.reference.rope import HeadNorms, Heads, rope_table, split_rope, split_rope_backward
 
 HEADS = Heads(groups=2, per_group=3, size=16)
 
@@ -49,9 +49,32 @@ def test_split_rope_backward_is_autograds(interleaved, rot):
     assert all(p.is_contiguous() for p in parts)
     gradients = [torch.randn_like(p) for p in parts]
     (wanted,) = torch.autograd.grad(parts, mixed, gradients)
-    got, top = split_rope_backward(*gradients, HEADS, table)
+    got, top, _ = split_rope_backward(*gradients, HEADS, table)
     assert torch.equal(got, wanted) and got.is_contiguous()
     assert torch.equal(top, amax(wanted))
+
+
+@pytest.mark.parametrize("rot", [10, 0])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_split_rope_with_norms_rotates_what_they_give(blocks, rot):
+    """Gradients of the heads and of the weights are autograd's."""
+    heads, table = replace(HEADS, blocks=blocks), rope_table(angles(rot=rot)) if rot else None
+    mixed, gains = torch.randn(5, 3, HEADS.width), torch.randn(2, 16)
+    kind = torch.tensor([0] * 6 + [1] * 2 + [2] * 2 if blocks else [0, 0, 0, 1, 2] * 2)
+    norms, eps = HeadNorms(gains, (0.1, 1e-5)), torch.tensor([0.1, 1e-5, 0])[kind, None]
+    inputs = [mixed.requires_grad_(), gains.requires_grad_()]
+    slots = mixed.unflatten(-1, (-1, 16))
+    normed = slots * (slots.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed = normed * torch.cat((gains, gains[:1]))[kind]
+    plain = torch.where(kind[:, None] == 2, slots, normed).flatten(2)
+    got, wanted = split_rope(mixed, heads, table, norms), split_rope(plain, heads, table)
+    assert got[2].untyped_storage().data_ptr() == mixed.data_ptr()
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    gradients = [torch.randn_like(t) for t in wanted]
+    expected = torch.autograd.grad(wanted, inputs, gradients)
+    dmixed, top, sums = split_rope_backward(*gradients, heads, table, norms, mixed)
+    torch.testing.assert_close((dmixed, sums), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(top, amax(dmixed))
 
 
 @pytest.mark.parametrize("blocks, batch_first", [(True, False), (False, True), (True, True)])
@@ -70,7 +93,7 @@ def test_split_rope_of_other_orders(blocks, batch_first):
     other.requires_grad_()
     gradients = [torch.randn_like(g) for g in got]
     (expected,) = torch.autograd.grad(split_rope(turn(other), heads, table), other, gradients)
-    dmixed, top = split_rope_backward(*gradients, heads, table)
+    dmixed, top, _ = split_rope_backward(*gradients, heads, table)
     assert torch.equal(turn(dmixed), expected) and torch.equal(top, amax(expected))
 
 
@@ -81,8 +104,8 @@ def test_split_rope_rounds_bfloat16_once():
     ):
         assert got.dtype == torch.bfloat16 and torch.equal(got, exact.bfloat16())
     gradients = [torch.randn(5, 3, n, 16).bfloat16() for n in (6, 2, 2)]
-    got, _ = split_rope_backward(*gradients, HEADS, table)
-    exact, _ = split_rope_backward(*(g.float() for g in gradients), HEADS, table)
+    got, *_ = split_rope_backward(*gradients, HEADS, table)
+    exact, *_ = split_rope_backward(*(g.float() for g in gradients), HEADS, table)
     assert torch.equal(got, exact.bfloat16())
 
 
