@@ -276,7 +276,7 @@ class FusedAttention(Fused):
         if form.norms:
             norms = [norm_of(getattr(self, name)) for name in form.norms]
             gains: list[Any] = [norm.weight for norm in norms]
-            head_norms = flow.HeadNorms(torch.stack(gains), [norm.eps for norm in norms])
+            head_norms = flow.HeadNorms(torch.stack(gains), tuple(norm.eps for norm in norms))
         q, k, v, *alias = flow.norm_qkv(
             x,
             None if coat_norm is None else norm_of(coat_norm),

@@ -184,10 +184,11 @@ def split_rope(
             stats = norm_stats(x, "rmsnorm", norms.eps[i])
             y = norm_apply(x, stats, norms.weights[i], None)
         outs.append(_rotate(y, table).to(x.dtype))
+    fresh = torch.contiguous_format
+    q, k = (t.clone(memory_format=fresh) for t in outs)
     if norms is None:
-        outs.append(v)
-    q, k, *rest = (t.clone(memory_format=torch.contiguous_format) for t in outs)
-    return q, k, *(rest or [v])
+        v = v.clone(memory_format=fresh)
+    return q, k, v
 
 
 def split_rope_backward(

@@ -46,8 +46,8 @@ def test_norm_qkv_has_the_bits_of_its_parts(config, angles, dtype, normed):
     assert equal(grads[:5], torch.autograd.grad(mixed, inputs, dmixed))
     if normed:
         assert torch.equal(grads[5], dgains.to(dtype))
-        with pytest.raises(ValueError, match=r"head_norms: got .*\[16\], accepted: \[2, 16\]"):
-            wrong = HeadNorms(gains[0][0], norms.eps)
+        with pytest.raises(ValueError, match=r"head_norms: got .*\[1, 16\], accepted: \[2, 16\]"):
+            wrong = HeadNorms(gains[0][:1], norms.eps)
             norm_qkv(x, layer.norm, layer.weight, layer.bias, *rest[:-1], wrong)
 
 
@@ -61,13 +61,11 @@ def test_norm_qkv_saves_the_shared_table_besides(normed):
     )
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     known = [*layer.parameters().values(), angles.cos, angles.sin]
-    norms, mixed = None, 0
-    if normed:
-        norms, mixed = HeadNorms(torch.ones(2, 16), (EPS, EPS)), 2 * HEADS.width
-        known.append(norms.weights)
-    rest = HEADS, angles, ONE, config, False, norms
+    norms = HeadNorms(torch.ones(2, 16), (EPS, EPS))
+    known.append(norms.weights)
+    rest = HEADS, angles, ONE, config, False, norms if normed else None
     kept = saved(lambda: norm_qkv(x, layer.norm, layer.weight, None, *rest)[0], *known)
-    assert sum(kept.values()) == S * B * (normed_bytes(H, config) + mixed) + 2 * 4
+    assert sum(kept.values()) == S * B * (normed_bytes(H, config) + 2 * HEADS.width * normed) + 8
 
 
 def test_norm_qkv_with_unused_outputs():

@@ -41,40 +41,35 @@ def test_split_rope_turns_pairs_in_the_complex_plane(interleaved, rot, batch):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rot", [16, 6, 0])
-def test_split_rope_backward_is_autograds(interleaved, rot):
+@pytest.mark.parametrize("normed", [False, True])
+def test_split_rope_backward_is_autograds(interleaved, rot, normed):
     """Angles of a pair need not even be the same."""
     table = rope_table(torch.randn(5, 3, 1, rot) * 9, interleaved, 0.7) if rot else None
-    mixed = torch.randn(5, 3, HEADS.width, requires_grad=True)
-    parts = split_rope(mixed, HEADS, table)
-    assert all(p.is_contiguous() for p in parts)
+    mixed, norms = torch.randn(5, 3, HEADS.width, requires_grad=True), None
+    inputs, near = [mixed], 0
+    if normed:
+        norms, near = HeadNorms(torch.randn(2, 16, requires_grad=True), (0.1, 1e-5)), 1e-4
+        inputs.append(norms.weights)
+    parts = split_rope(mixed, HEADS, table, norms)
+    assert all(p.is_contiguous() for p in parts[: 4 - len(inputs)])
     gradients = [torch.randn_like(p) for p in parts]
-    (wanted,) = torch.autograd.grad(parts, mixed, gradients)
-    got, top, _ = split_rope_backward(*gradients, HEADS, table)
-    assert torch.equal(got, wanted) and got.is_contiguous()
-    assert torch.equal(top, amax(wanted))
+    wanted = torch.autograd.grad(parts, inputs, gradients)
+    got, top, dgains = split_rope_backward(*gradients, HEADS, table, norms, mixed)
+    found = (got, dgains)[: len(inputs)]
+    torch.testing.assert_close(found, wanted, rtol=near, atol=near)
+    assert got.is_contiguous() and torch.equal(top, amax(got))
 
 
-@pytest.mark.parametrize("rot", [10, 0])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_split_rope_with_norms_rotates_what_they_give(blocks, rot):
-    """Gradients of the heads and of the weights are autograd's."""
-    heads, table = replace(HEADS, blocks=blocks), rope_table(angles(rot=rot)) if rot else None
-    mixed, gains = torch.randn(5, 3, HEADS.width), torch.randn(2, 16)
-    kind = torch.tensor([0] * 6 + [1] * 2 + [2] * 2 if blocks else [0, 0, 0, 1, 2] * 2)
-    norms, eps = HeadNorms(gains, (0.1, 1e-5)), torch.tensor([0.1, 1e-5, 0])[kind, None]
-    inputs = [mixed.requires_grad_(), gains.requires_grad_()]
-    slots = mixed.unflatten(-1, (-1, 16))
-    normed = slots * (slots.square().mean(-1, keepdim=True) + eps).rsqrt()
-    normed = normed * torch.cat((gains, gains[:1]))[kind]
-    plain = torch.where(kind[:, None] == 2, slots, normed).flatten(2)
-    got, wanted = split_rope(mixed, heads, table, norms), split_rope(plain, heads, table)
-    assert got[2].untyped_storage().data_ptr() == mixed.data_ptr()
+def test_norms_of_heads_come_before_the_rotation():
+    heads, table = replace(HEADS, blocks=True), rope_table(angles(rot=10))
+    mixed, norms = torch.randn(5, 3, HEADS.width), HeadNorms(torch.randn(2, 16), (0.1, 1e-5))
+    parts = list(heads.split(mixed))
+    for i in range(2):
+        parts[i] = torch.nn.functional.rms_norm(parts[i], (16,), norms.weights[i], norms.eps[i])
+    wanted = split_rope(torch.cat(parts, 2).flatten(2), heads, table)
+    got = split_rope(mixed, heads, table, norms)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-    gradients = [torch.randn_like(t) for t in wanted]
-    expected = torch.autograd.grad(wanted, inputs, gradients)
-    dmixed, top, sums = split_rope_backward(*gradients, heads, table, norms, mixed)
-    torch.testing.assert_close((dmixed, sums), expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(top, amax(dmixed))
+    assert got[2].untyped_storage().data_ptr() == mixed.data_ptr()
 
 
 @pytest.mark.parametrize("blocks, batch_first", [(True, False), (False, True), (True, True)])
@@ -82,10 +77,8 @@ def test_split_rope_of_other_orders(blocks, batch_first):
     mixed, table = torch.randn(5, 3, HEADS.width), rope_table(angles(b=3))
     other = mixed
     if blocks:
-        grouped = mixed.unflatten(-1, (2, 5, 16))
-        other = torch.cat(
-            (grouped[..., :3, :].flatten(2, 3), grouped[..., 3, :], grouped[..., 4, :]), 2
-        ).flatten(2)
+        q, k, v = HEADS.split(mixed)
+        other = torch.cat((q.flatten(2, 3), k, v), 2).flatten(2)
     turn = (lambda t: t.transpose(0, 1).contiguous()) if batch_first else (lambda t: t)
     heads = replace(HEADS, blocks=blocks, batch_first=batch_first)
     wanted, got = split_rope(mixed, HEADS, table), split_rope(turn(other), heads, table)
