@@ -5,7 +5,7 @@ They need nothing but torch: call them from any model, with ``TensorParallel()``
 rank. ``docs/flow.md`` says what is saved, what is recomputed and why that is safe.
 """
 
-from ..ops import Heads, RopeTable, rope_table
+from ..ops import HeadNorms, Heads, RopeTable, rope_table
 from .blocks.attention import attention, sdpa
 from .blocks.boundary import checkpoint_codes
 from .blocks.dispatch import dispatch_rows
@@ -24,6 +24,7 @@ from .parallel.tensor_parallel import TensorParallel
 __all__ = [
     "Adapter",
     "Documents",
+    "HeadNorms",
     "Heads",
     "Norm",
     "RopeTable",

@@ -30,9 +30,9 @@ from .adapters import adapters_of, base_of
 from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
-from .recognize import attention_kind, is_decoder_layer, mlp_kind
+from .recognize import attention_kind, is_decoder_layer, mlp_kind, norm_kind
 
-__all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of"]
+__all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of", "why_called"]
 
 SMALLEST = 256
 """Linears with fewer inputs or outputs stay BF16: routers, gates and adapters, whose products take
@@ -111,9 +111,9 @@ def _fused_attention(entry: Entry) -> bool:
     if kind is None or not is_decoder_layer(entry.layer):
         return False
     linears = *kind.projections, "o_proj"
-    entry.why = _why_not_linears(attention, *linears)
+    entry.why = _why_not_linears(attention, *linears) or why_called(attention, *kind.norms)
     if entry.why is None:
-        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *linears)
+        _swap_block(entry, FusedAttention, AttentionKind.of(attention, kind), *linears, *kind.norms)
     return entry.why is None
 
 
@@ -143,6 +143,15 @@ def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, *parts: str) -> N
             entry.swap(linear, PartProjection, Part(entry.settings))
     if (why := why_parts_act(entry.module, part)) is not None:
         entry.unfused[entry.name] = why
+
+
+def why_called(module: nn.Module, *norms: str) -> str | None:
+    """Why these norms of a module are called, and not computed with the products next to them."""
+    for name in norms:
+        norm: Any = module._modules.get(name)
+        if norm_kind(norm) is None:
+            return own_code(name, norm) or f"{named_class(norm)} as {name}"
+    return None
 
 
 def parts_of(module: nn.Module, *names: str) -> tuple[tuple[str, nn.Module, type], ...]:

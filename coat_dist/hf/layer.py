@@ -235,7 +235,7 @@ class AttentionKind(NamedTuple):
         return cls(
             heads,
             form,
-            rotation_of(attention) if not form.normed else None,
+            rotation_of(attention),
             scope["apply_rotary_pos_emb"],
             scope.get("get_llama_4_attn_scale"),
             scope["eager_attention_forward"],
@@ -272,6 +272,11 @@ class FusedAttention(Fused):
         cache = next((kwargs.pop(name) for name in CACHES if name in kwargs), None)
         kwargs.pop("cache_position", None)  # of transformers before 5.4
         biases = None if linears[0].bias is None else [m.bias for m in linears]
+        head_norms = None
+        if form.norms:
+            norms = [norm_of(getattr(self, name)) for name in form.norms]
+            gains: list[Any] = [norm.weight for norm in norms]
+            head_norms = flow.HeadNorms(torch.stack(gains), tuple(norm.eps for norm in norms))
         q, k, v, *alias = flow.norm_qkv(
             x,
             None if coat_norm is None else norm_of(coat_norm),
@@ -282,10 +287,9 @@ class FusedAttention(Fused):
             ONE,
             settings,
             residual=coat_norm is not None,
+            head_norms=head_norms,
             adapters=adapters,
         )
-        if form.normed:
-            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if kind.rotation is None:
             q, k = kind.rotate(q, k, cos, sin)

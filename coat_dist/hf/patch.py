@@ -18,7 +18,7 @@ from ..extras import need
 from ..flow.core.frozen import FrozenWeight, replace
 from ..patching.changes import unpatch_model
 from ..patching.plan import Plan
-from ..patching.reasons import has_plain_weight, module_of, named_class, own_code
+from ..patching.reasons import has_plain_weight, module_of
 from ..patching.report import PatchReport, check_unpatched, condensed
 from ..patching.settings import (
     REFUSED,
@@ -30,7 +30,7 @@ from ..patching.settings import (
     coat_block,
 )
 from .adapters import base_of
-from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of
+from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of, why_called
 from .layer import AttentionKind, DecoderLayer, RecomputedLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
@@ -175,7 +175,7 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None, recompute:
         pairs = zip(BLOCKS, BEFORE, strict=True)
         before = {block: norm for block, norm in pairs if id(layer._modules[block]) in fused}
     if before:
-        why = _why_called(layer, *before.values())
+        why = why_called(layer, *before.values())
         if why is None:
             sides = Sides.of(layer, *(block in before for block in BLOCKS))
             part = part._replace(kind=sides, parts=parts_of(layer, *before, *before.values()))
@@ -189,15 +189,6 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None, recompute:
     if whole is None:
         for module in layer.modules():
             _plan_norm(plan, module, called=all(module is not norm for norm in uncalled))
-
-
-def _why_called(layer: nn.Module, *norms: str) -> str | None:
-    """Why these norms are called, and not computed with the blocks behind them."""
-    for name in norms:
-        norm: Any = layer._modules.get(name)
-        if norm_kind(norm) is None:
-            return own_code(name, norm) or f"{named_class(norm)} as {name}"
-    return None
 
 
 def _plan_adapters(plan: Plan, model: nn.Module) -> None:

@@ -47,13 +47,14 @@ class Attention(NamedTuple):
 
     window: str | None = None
     """Where its sliding window stands: "self", or "config"."""
-    normed: bool = False
-    """Queries and keys pass norms over the channels of each head, ``q_norm`` and ``k_norm``."""
+    norms: tuple[str, ...] = ()
+    """Names of the RMSNorms of queries and keys, over the channels of each head."""
     scaled: bool = False
     """Queries are multiplied by a factor of their positions, ``get_llama_4_attn_scale``."""
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
 
+_NORMS = "q_norm", "k_norm"
 _FORMS: dict[Attention, tuple[str, ...]] = {
     # Llama, Mistral, Qwen2, Qwen3
     Attention(): (
@@ -64,11 +65,11 @@ _FORMS: dict[Attention, tuple[str, ...]] = {
         *("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"),
         *("baee97480023", "c25da48b9768"),  # Qwen2.5-VL
     ),
-    Attention("self", normed=True): (
+    Attention("self", norms=_NORMS): (
         *("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"),
     ),
     # Qwen3-VL, Ministral 3, Phi-3
-    Attention(normed=True): ("2a34dc049973", "d505d9fe461b"),
+    Attention(norms=_NORMS): ("2a34dc049973", "d505d9fe461b"),
     Attention("config", scaled=True): ("2c00b0ea37fe", "41e75a14057d"),
     Attention("config", projections=("qkv_proj",)): (
         *("38a5ba830f24", "bf95479160e6", "ebe81f6f7263", "fc2913930974"),

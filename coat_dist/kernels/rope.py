@@ -1,10 +1,14 @@
-"""Split into heads with rotary embedding: the functions of ``reference/rope.py``, to the bit.
+"""Split into heads with norms and rotary embedding: the functions of ``reference/rope.py``; to the
+bit but for norms, whose sums are fp32 here.
 
 One kernel does both directions, one read and one write of every element. A program takes one token:
 its cosines and sines are loaded once, into registers, and serve all of its heads. They are fp32,
-two a rotated element, and would otherwise be read more often than the heads themselves. Both
-elements of a pair are loaded as tiles of their own, so nothing is exchanged between threads;
-interleaved pairs are neighbours in memory and reach it with stride 2.
+two a rotated element, and would otherwise be read more often than the heads themselves. A tile of
+heads is loaded a second time with the elements of each pair exchanged, from the cache, so nothing
+is exchanged between threads.
+
+Backward of norms reads the heads as they were besides, and computes their sums again. There a
+program takes every n-th token and keeps its part of the weights' gradients in registers.
 """
 
 from __future__ import annotations
@@ -13,216 +17,241 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.rope import Heads, RopeTable
-from .fp8 import amax_buffer, atomic_amax, magnitude_bits
+from ..reference.rope import HeadNorms, Heads, RopeTable
+from .fp8 import amax_buffer, atomic_amax, dense, magnitude_bits
 from .launch import fast_launch, next_power_of_2
 
 __all__ = ["split_rope", "split_rope_backward"]
 
-
-@triton.jit
-def _load(mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, INVERSE: tl.constexpr):
-    """A tile of heads: from the mixed layout, or (INVERSE) from queries, keys and values. Its
-    dtype stays.
-    """
-    if INVERSE:
-        value = tl.where(
-            is_q,
-            tl.load(q + at_q + column, mask=inside & is_q, other=0.0),
-            tl.where(
-                is_k,
-                tl.load(k + at_k + column, mask=inside & is_k, other=0.0),
-                tl.load(v + at_v + column, mask=inside & ~(is_q | is_k), other=0.0),
-            ),
-        )
-    else:
-        value = tl.load(mixed + at + column, mask=inside, other=0.0)
-    return value
-
-
-@triton.jit
-def _store(
-    mixed, q, k, v, at, at_q, at_k, at_v, column, is_q, is_k, inside, value, INVERSE: tl.constexpr
-):
-    if INVERSE:
-        tl.store(mixed + at + column, value, mask=inside)
-    else:
-        tl.store(q + at_q + column, value, mask=inside & is_q)
-        tl.store(k + at_k + column, value, mask=inside & is_k)
-        tl.store(v + at_v + column, value, mask=inside & ~(is_q | is_k))
+PROGRAMS = 792
+"""Largest number of programs of backward with norms. Registers allow three on each of an H200's 132
+multiprocessors, or two with heads of 256 elements; both divide this number.
+"""
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _split_rope_kernel(
     mixed,
+    before,
     q,
     k,
     v,
     cos,
     sin,
+    gains,
     amax,
+    partial,
+    q_eps,
+    k_eps,
+    tokens,
     inner,
-    q_s,
-    q_b,
+    q_i,
+    q_j,
     q_h,
-    k_s,
-    k_b,
+    k_i,
+    k_j,
     k_h,
-    v_s,
-    v_b,
+    v_i,
+    v_j,
     v_h,
-    table_s,
-    table_b,
+    table_i,
+    table_j,
     GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    STEP: tl.constexpr,
-    GAP: tl.constexpr,
+    ROT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
     INVERSE: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BATCH_FIRST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BS: tl.constexpr,
-    BH: tl.constexpr,
-    BT: tl.constexpr,
+    BN: tl.constexpr,
 ):
-    """``inner``: the size of the second dimension."""
-    token = tl.program_id(0).to(tl.int64)
-    s, b = token // inner, token % inner
-    if BATCH_FIRST:
-        s, b = b, s
+    """A token is at (i, j) of the first two dimensions; ``inner``: the size of the second. Strides
+    have the names of these dimensions and of heads, h. ``before``: with NORM and INVERSE, what
+    forward had in ``mixed``. ALIGNED: bytes that divide the addresses of all heads of q, k and v.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
     SLOTS: tl.constexpr = GROUPS * (PER_GROUP + 2)
-    pair = tl.arange(0, BH)[None, :]
-    first, second = pair * STEP, pair * STEP + GAP
-    rest = 2 * HALF + tl.arange(0, BT)[None, :]
-    if HALF > 0:
-        at_table = s * table_s + b * table_b
-        cos_a = tl.load(cos + at_table + first, mask=pair < HALF, other=0.0)
-        cos_b = tl.load(cos + at_table + second, mask=pair < HALF, other=0.0)
-        sin_a = tl.load(sin + at_table + first, mask=pair < HALF, other=0.0)
-        sin_b = tl.load(sin + at_table + second, mask=pair < HALF, other=0.0)
+    column = tl.arange(0, BN)[None, :]
+    rotated = column < ROT
+    if INTERLEAVED:
+        first, partner = column % 2 == 0, column ^ 1
+    else:
+        first = column < ROT // 2
+        partner = tl.where(first, column + ROT // 2, column - ROT // 2)
+    if NORM:
+        q_gain = tl.load(gains + column, mask=column < SIZE, other=0.0)
+        k_gain = tl.load(gains + SIZE + column, mask=column < SIZE, other=0.0)
+        q_other = tl.load(gains + partner, mask=rotated, other=0.0)
+        k_other = tl.load(gains + SIZE + partner, mask=rotated, other=0.0)
+    q_total, k_total = tl.zeros((BS, BN), tl.float32), tl.zeros((BS, BN), tl.float32)
     top = tl.zeros((BS,), tl.int32)
-    for start in range(0, SLOTS, BS):
-        slot = start + tl.arange(0, BS)[:, None]
-        if BLOCKS:
-            is_q, is_k = (
-                slot < GROUPS * PER_GROUP,
-                (slot >= GROUPS * PER_GROUP) & (slot < GROUPS * (PER_GROUP + 1)),
-            )
-            query, group = slot, (slot - GROUPS * PER_GROUP) % GROUPS
-        else:
-            group, member = slot // (PER_GROUP + 2), slot % (PER_GROUP + 2)
-            is_q, is_k = member < PER_GROUP, member == PER_GROUP
-            query = group * PER_GROUP + member
-        at = (token * SLOTS + slot) * SIZE
-        at_q = s * q_s + b * q_b + query.to(tl.int64) * q_h
-        at_k = s * k_s + b * k_b + group.to(tl.int64) * k_h
-        at_v = s * v_s + b * v_b + group.to(tl.int64) * v_h
-        if HALF > 0:
-            inside = (slot < SLOTS) & (pair < HALF)
-            x = _load(mixed, q, k, v, at, at_q, at_k, at_v, first, is_q, is_k, inside, INVERSE)
-            y = _load(mixed, q, k, v, at, at_q, at_k, at_v, second, is_q, is_k, inside, INVERSE)
-            a, c = x.to(tl.float32), y.to(tl.float32)
+    for index in range(program, tokens, programs):
+        token = tl.cast(index, tl.int64)
+        i, j = token // inner, token % inner
+        if ROT > 0:
+            at_table = i * table_i + j * table_j
+            cosine = tl.load(cos + at_table + column, mask=rotated, other=0.0)
             if INVERSE:
-                turned_x, turned_y = a * cos_a + c * sin_b, c * cos_b - a * sin_a
+                sine = tl.load(sin + at_table + partner, mask=rotated, other=0.0)
+                sine = tl.where(first, sine, -sine)
             else:
-                turned_x, turned_y = a * cos_a - c * sin_a, c * cos_b + a * sin_b
-            x = tl.where(is_q | is_k, turned_x, a).to(x.dtype)
-            y = tl.where(is_q | is_k, turned_y, c).to(y.dtype)
-            _store(mixed, q, k, v, at, at_q, at_k, at_v, first, is_q, is_k, inside, x, INVERSE)
-            _store(mixed, q, k, v, at, at_q, at_k, at_v, second, is_q, is_k, inside, y, INVERSE)
+                sine = tl.load(sin + at_table + column, mask=rotated, other=0.0)
+                sine = tl.where(first, -sine, sine)
+        for start in range(0, SLOTS, BS):
+            slot = start + tl.arange(0, BS)[:, None]
+            if BLOCKS:
+                is_q = slot < GROUPS * PER_GROUP
+                is_k = (slot >= GROUPS * PER_GROUP) & (slot < GROUPS * (PER_GROUP + 1))
+                query, group = slot, (slot - GROUPS * PER_GROUP) % GROUPS
+            else:
+                group, member = slot // (PER_GROUP + 2), slot % (PER_GROUP + 2)
+                is_q, is_k = member < PER_GROUP, member == PER_GROUP
+                query = group * PER_GROUP + member
+            at = (token * SLOTS + slot) * SIZE
+            head = tl.where(
+                is_q,
+                q + (i * q_i + j * q_j + query.to(tl.int64) * q_h),
+                tl.where(
+                    is_k,
+                    k + (i * k_i + j * k_j + group.to(tl.int64) * k_h),
+                    v + (i * v_i + j * v_j + group.to(tl.int64) * v_h),
+                ),
+            )
+            # Behind the choice Triton no longer knows that addresses are multiples of 16 bytes.
+            head = tl.multiple_of(head, (ALIGNED, ALIGNED))
+            source, target = mixed + at, head
             if INVERSE:
-                bits = tl.maximum(
-                    magnitude_bits(x.to(tl.float32)), magnitude_bits(y.to(tl.float32))
-                )
-                top = tl.maximum(top, tl.max(tl.where(inside, bits, 0), 1))
-        if 2 * HALF < SIZE:
-            inside = (slot < SLOTS) & (rest < SIZE)
-            x = _load(mixed, q, k, v, at, at_q, at_k, at_v, rest, is_q, is_k, inside, INVERSE)
-            _store(mixed, q, k, v, at, at_q, at_k, at_v, rest, is_q, is_k, inside, x, INVERSE)
+                source, target = target, source
+            here = (slot < SLOTS) & (column < SIZE)
+            if NORM and not INVERSE:  # values stay where they are
+                here = here & (is_q | is_k)
+            turned = here & rotated & (is_q | is_k)
+            given = tl.load(source + column, mask=here, other=0.0)
+            value = given.to(tl.float32)
+            other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
+            if NORM:
+                x = value
+                if INVERSE:
+                    x = tl.load(before + at + column, mask=here, other=0.0).to(tl.float32)
+                spread = (tl.sum(x * x, 1) / SIZE)[:, None] + tl.where(is_q, q_eps, k_eps)
+                rstd = tl.div_rn(tl.full((BS, 1), 1.0, tl.float32), tl.sqrt_rn(spread))
+                gain = tl.where(is_q, q_gain, k_gain)
+                if not INVERSE:
+                    value = value * rstd * gain
+                    other = other * rstd * tl.where(is_q, q_other, k_other)
+            if ROT > 0:
+                value = tl.where(turned, value * cosine + other * sine, value)
+            if NORM and INVERSE:
+                normalized, weighted = x * rstd, value * gain
+                q_total += tl.where(is_q, value * normalized, 0.0)
+                k_total += tl.where(is_k, value * normalized, 0.0)
+                along = (tl.sum(weighted * normalized, 1) / SIZE)[:, None]
+                value = tl.where(is_q | is_k, (weighted - normalized * along) * rstd, value)
+            out = value.to(given.dtype)
+            tl.store(target + column, out, mask=here)
             if INVERSE:
-                top = tl.maximum(
-                    top, tl.max(tl.where(inside, magnitude_bits(x.to(tl.float32)), 0), 1)
-                )
+                bits = magnitude_bits(out.to(tl.float32))
+                top = tl.maximum(top, tl.max(tl.where(here, bits, 0), 1))
     if INVERSE:
         atomic_amax(amax, top)
+        if NORM:
+            at_sums = partial + program * SIZE + column
+            tl.store(at_sums, tl.sum(q_total, 0)[None, :], mask=column < SIZE)
+            at_sums += programs * SIZE
+            tl.store(at_sums, tl.sum(k_total, 0)[None, :], mask=column < SIZE)
 
 
 def split_rope(
-    mixed: torch.Tensor, heads: Heads, table: RopeTable | None
+    mixed: torch.Tensor, heads: Heads, table: RopeTable | None, norms: HeadNorms | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`coat_dist.reference.rope.split_rope`."""
     heads.check(mixed.shape, table)
-    leading = mixed.shape[:2]
+    leading, mixed = mixed.shape[:2], mixed.contiguous()
     q, k, v = (
         torch.empty(*leading, n, heads.size, dtype=mixed.dtype, device=mixed.device)
         for n in heads.counts
     )
-    _launch(mixed.contiguous(), q, k, v, None, heads, table)
+    if norms is not None:
+        v = heads.split(mixed)[2]
+    _launch(mixed, None, (q, k, v), None, None, heads, table, norms)
     return q, k, v
 
 
 def split_rope_backward(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, heads: Heads, table: RopeTable | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    heads: Heads,
+    table: RopeTable | None,
+    norms: HeadNorms | None = None,
+    mixed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`coat_dist.reference.rope.split_rope_backward`."""
     dmixed = torch.empty(*dq.shape[:2], heads.width, dtype=dq.dtype, device=dq.device)
-    amax = amax_buffer(dq.device)
-    dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
-    _launch(dmixed, dq, dk, dv, amax, heads, table)
-    return dmixed, amax
+    amax, partial = amax_buffer(dq.device), None
+    if norms is not None:
+        programs = min(dq.shape[0] * dq.shape[1], PROGRAMS)
+        partial = torch.empty(2, programs, heads.size, dtype=torch.float32, device=dq.device)
+    given = tuple(t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
+    _launch(dmixed, mixed, given, amax, partial, heads, table, norms)
+    return dmixed, amax, None if partial is None else partial.sum(1)
 
 
 def _launch(
     mixed: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    before: torch.Tensor | None,
+    qkv: tuple[torch.Tensor, ...],
     amax: torch.Tensor | None,
+    partial: torch.Tensor | None,
     heads: Heads,
     table: RopeTable | None,
+    norms: HeadNorms | None,
 ) -> None:
     outer, inner, _ = mixed.shape
     if not mixed.numel():
         return
-    half = 0 if table is None else table.cos.shape[2] // 2
-    cos, sin = (None, None) if table is None else (table.cos.contiguous(), table.sin.contiguous())
-    interleaved = table is not None and table.interleaved
-    slots = heads.groups * (heads.per_group + 2)
-    # by position, batch and head
-    strides = [
-        t.stride()[:3] if not heads.batch_first else (t.stride(1), t.stride(0), t.stride(2))
-        for t in (q, k, v)
-    ]
-    _split_rope_kernel[(outer * inner,)](
+    cos, sin, rot, steps = None, None, 0, [0, 0]
+    if table is not None:
+        cos, sin, rot = table.cos.contiguous(), table.sin.contiguous(), table.cos.shape[2]
+        steps = [cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0]
+        if heads.batch_first:
+            steps.reverse()
+    gains, eps = norms or (None, (0.0, 0.0))
+    slots, width = heads.groups * (heads.per_group + 2), next_power_of_2(heads.size)
+    strides = [n for t in qkv for n in t.stride()[:3]]
+    item = mixed.element_size()
+    aligned = not any(n * item % 16 for n in (*strides, *(t.storage_offset() for t in qkv)))
+    _split_rope_kernel[(outer * inner if partial is None else partial.shape[1],)](
         mixed,
-        q,
-        k,
-        v,
+        before,
+        *qkv,
         cos,
         sin,
+        dense(gains),
         amax,
+        partial,
+        *eps,
+        outer * inner,
         inner,
-        *strides[0],
-        *strides[1],
-        *strides[2],
-        0 if cos is None else cos.stride(0),
-        0 if cos is None or cos.shape[1] == 1 else cos.stride(1),
+        *strides,
+        *steps,
         GROUPS=heads.groups,
         PER_GROUP=heads.per_group,
         SIZE=heads.size,
-        HALF=half,
-        STEP=2 if interleaved else 1,
-        GAP=1 if interleaved else half,
+        ROT=rot,
+        INTERLEAVED=table is not None and table.interleaved,
+        NORM=norms is not None,
         INVERSE=amax is not None,
         BLOCKS=heads.blocks,
-        BATCH_FIRST=heads.batch_first,
         # A first choice, not measured yet: 16 heads of 128 elements are one 16-byte access a thread
         # and half head.
-        BS=min(16, next_power_of_2(slots)),
-        BH=next_power_of_2(max(half, 1)),
-        BT=next_power_of_2(max(heads.size - 2 * half, 1)),
+        BS=min(max(2048 // width, 1), 16, next_power_of_2(slots)),
+        BN=width,
+        ALIGNED=16 if aligned else 1,
         # No fused multiply-add: the definition rounds products.
         num_warps=4,
         enable_fp_fusion=False,

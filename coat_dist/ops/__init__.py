@@ -45,7 +45,7 @@ from ..reference.moments import (
 )
 from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
 from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
-from ..reference.rope import Heads, RopeTable, rope_table
+from ..reference.rope import HeadNorms, Heads, RopeTable, rope_table
 from .dispatch import operation
 
 # Quantization
@@ -114,8 +114,8 @@ take_codes_transposed = operation(routing.take_codes_transposed)  # the same, tr
 
 # Attention: heads and rotary position embedding
 # ----------------------------------------
-split_rope = operation(rope.split_rope)  # qkv -> contiguous q, k, v, rotated
-split_rope_backward = operation(rope.split_rope_backward)  # gradient of qkv, and its amax
+split_rope = operation(rope.split_rope)  # qkv -> q, k, v, the first two normalized and rotated
+split_rope_backward = operation(rope.split_rope_backward)  # gradients, and the amax of qkv's
 # without a kernel: rope_table, cosines and sines
 
 # Cross entropy of a block of logits

@@ -1,5 +1,5 @@
 """Split of a query-key-value projection into heads, with rotary position embedding of queries and
-keys.
+keys, and RMSNorms of their heads before it.
 
 The projection's output is ``[s, b, groups * (per_group + 2) * size]``: for each group of
 grouped-query attention its queries, then its key, then its value (Megatron-core's interleaved
@@ -19,6 +19,10 @@ of the heads. For fp32 heads that is Megatron-core's ``apply_rotary_pos_emb`` an
 the bit; for BF16 heads it is that function of the same numbers in fp32, rounded. Megatron's BF16
 code also rounds cosines, sines and products to BF16.
 
+With :class:`HeadNorms` each head of queries and keys is normalized and multiplied by its weight
+before it is rotated, without a rounding between. Values are then a view of the projection's output,
+which backward needs.
+
 Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; ``mscale`` is YaRN's attention factor
 (arXiv 2309.00071, section 3.4).
 """
@@ -27,12 +31,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from .norm import norm_apply, norm_backward, norm_stats
 from .quantize import amax
 
-__all__ = ["Heads", "RopeTable", "rope_table", "split_rope", "split_rope_backward"]
+__all__ = [
+    "HeadNorms",
+    "Heads",
+    "RopeTable",
+    "rope_table",
+    "split_rope",
+    "split_rope_backward",
+]
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,16 @@ class Heads:
         """Elements that a token has in the projection's output."""
         return self.groups * (self.per_group + 2) * self.size
 
+    def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of a projection's output: queries, keys and values. Without ``blocks`` queries are
+        ``[..., groups, per_group, size]``.
+        """
+        slots = mixed.unflatten(-1, (-1, self.size))
+        if self.blocks:
+            return slots.split(self.counts, 2)
+        q, *rest = slots.unflatten(2, (self.groups, -1)).split((self.per_group, 1, 1), 3)
+        return q, *(t.squeeze(3) for t in rest)
+
     def check(self, shape: Sequence[int], table: RopeTable | None) -> None:
         """Raises ValueError where a projection's output of ``shape``, or a table, does not fit
         these heads.
@@ -77,6 +100,15 @@ class Heads:
         if rot > self.size or s != length or b not in (1, batch):
             accepted = f"[{length}, 1 or {batch}, at most {self.size}]"
             raise ValueError(f"rope table: got shape {[s, b, rot]}, accepted: {accepted}")
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms over the elements of each head: of queries, and of keys."""
+
+    weights: torch.Tensor
+    """``[2, size]``, contiguous."""
+    eps: Sequence[float]
+    """Two."""
 
 
 @dataclass(frozen=True)
@@ -121,50 +153,74 @@ def rope_table(freqs: torch.Tensor, interleaved: bool = False, mscale: float = 1
 
 
 def split_rope(
-    mixed: torch.Tensor, heads: Heads, table: RopeTable | None
+    mixed: torch.Tensor, heads: Heads, table: RopeTable | None, norms: HeadNorms | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values, queries and keys rotated.
 
     Args:
         mixed: ``[s, b, heads.width]``, bfloat16 or float32; ``[b, s, heads.width]`` with
             ``batch_first``.
-        table: None for a split alone.
+        table: None leaves the rotation out.
+        norms: None leaves them out.
 
     Returns:
         q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` (``[b, s, ...]``
         with ``batch_first``),
         contiguous, in mixed's dtype: the layout that SDPA reads without copies and whose output is
-        an alias of what the projection that follows takes. None shares memory with mixed.
+        an alias of what the projection that follows takes. None shares memory with mixed; with
+        ``norms`` v is a view of it.
 
     Raises:
         ValueError: a shape that does not fit.
     """
     heads.check(mixed.shape, table)
-    if heads.blocks:
-        q, k, v = mixed.unflatten(-1, (-1, heads.size)).split(heads.counts, 2)
-    else:
-        grouped = mixed.view(*mixed.shape[:2], heads.groups, heads.per_group + 2, heads.size)
-        q = grouped[..., : heads.per_group, :].flatten(2, 3)
-        k, v = grouped[..., heads.per_group, :], grouped[..., heads.per_group + 1, :]
     if table is not None and heads.batch_first:
         table = table.for_batch_first()
-    rotated = (q, k) if table is None else (_rotate(q, table), _rotate(k, table))
-    q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (*rotated, v))
+    q, k, v = heads.split(mixed)
+    outs = []
+    for i, x in enumerate((q.flatten(2, -2), k)):
+        y = x.float()
+        if norms is not None:
+            stats = norm_stats(x, "rmsnorm", norms.eps[i])
+            y = norm_apply(x, stats, norms.weights[i], None)
+        outs.append(_rotate(y, table).to(x.dtype))
+    fresh = torch.contiguous_format
+    q, k = (t.clone(memory_format=fresh) for t in outs)
+    if norms is None:
+        v = v.clone(memory_format=fresh)
     return q, k, v
 
 
 def split_rope_backward(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, heads: Heads, table: RopeTable | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of :func:`split_rope`'s input from those of its outputs, of any strides.
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    heads: Heads,
+    table: RopeTable | None,
+    norms: HeadNorms | None = None,
+    mixed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of :func:`split_rope`'s arguments from those of its outputs, of any strides.
+
+    Args:
+        mixed: with ``norms``, what forward was given.
 
     Returns:
-        dmixed ``[s, b, heads.width]``, contiguous, in dq's dtype, and its amax (fp32 scalar).
+        dmixed ``[s, b, heads.width]``, contiguous, in dq's dtype; its amax (fp32 scalar); with
+        ``norms`` the gradient of their weights, fp32 ``[2, size]``, else None.
     """
-    leading = dq.shape[:2]
-    if table is not None:
-        table = table.for_batch_first() if heads.batch_first else table
-        dq, dk = _rotate_back(dq, table), _rotate_back(dk, table)
+    leading, grads, sums = dq.shape[:2], [], []
+    if table is not None and heads.batch_first:
+        table = table.for_batch_first()
+    for i, dy in enumerate((dq, dk)):
+        dx = _rotate_back(dy.float(), table)
+        if norms is not None and mixed is not None:
+            x = heads.split(mixed)[i].reshape(dy.shape)
+            stats = norm_stats(x, "rmsnorm", norms.eps[i])
+            dx, total, _ = norm_backward(dx, x, "rmsnorm", stats, norms.weights[i], bias=False)
+            sums.append(total)
+        grads.append(dx.to(dy.dtype))
+    dq, dk = grads
     if heads.blocks:
         dmixed = torch.cat((dq, dk, dv), 2).flatten(2)
     else:
@@ -174,19 +230,21 @@ def split_rope_backward(
             dv.unsqueeze(3),
         )
         dmixed = torch.cat(parts, 3).view(*leading, heads.width)
-    return dmixed, amax(dmixed)
+    return dmixed, amax(dmixed), torch.stack(sums) if sums else None
 
 
-def _rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
+def _rotate(x: torch.Tensor, table: RopeTable | None) -> torch.Tensor:
     return _turn(x, table, lambda a, b, ca, cb, sa, sb: (a * ca - b * sa, b * cb + a * sb))
 
 
-def _rotate_back(y: torch.Tensor, table: RopeTable) -> torch.Tensor:
+def _rotate_back(y: torch.Tensor, table: RopeTable | None) -> torch.Tensor:
     return _turn(y, table, lambda a, b, ca, cb, sa, sb: (a * ca + b * sb, b * cb - a * sa))
 
 
-def _turn(x: torch.Tensor, table: RopeTable, formula) -> torch.Tensor:
+def _turn(x: torch.Tensor, table: RopeTable | None, formula) -> torch.Tensor:
+    if table is None:
+        return x
     rot = table.cos.shape[-1]
     angles = (part.unsqueeze(2) for t in (table.cos, table.sin) for part in table.pair(t))
-    turned = table.join(*formula(*table.pair(x[..., :rot].float()), *angles))
-    return torch.cat((turned.to(x.dtype), x[..., rot:]), -1)
+    turned = table.join(*formula(*table.pair(x[..., :rot]), *angles))
+    return torch.cat((turned, x[..., rot:]), -1)

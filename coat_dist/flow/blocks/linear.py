@@ -21,6 +21,7 @@ import torch
 from ...config import ActivationConfig
 from ...formats import FORMATS, QuantizedTensor
 from ...ops import (
+    HeadNorms,
     Heads,
     RopeTable,
     dequantize,
@@ -188,8 +189,8 @@ def norm_linear(
     """
     weights, biases = _checked(x, norm, weight, bias, tp, settings)
     adapter = joined_adapters(x, weights, adapters, tp)
-    call = norm, tp, settings, len(weights), None, None, False
-    return _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
+    call = norm, tp, settings, len(weights), None, None, None, False
+    return _NormLinear.apply(call, None, x, *parameters_of(norm), *adapter, *weights, *biases)
 
 
 def norm_qkv(
@@ -202,10 +203,11 @@ def norm_qkv(
     tp: TensorParallel,
     settings: ActivationConfig,
     residual: bool = False,
+    head_norms: HeadNorms | None = None,
     adapters: Adapters = (),
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`norm_linear` for attention: queries, keys and values, the first two with rotary
-    position embedding.
+    """:func:`norm_linear` for attention: queries, keys and values, the first two with norms of
+    their heads and rotary position embedding.
 
     Backward takes the amax of the projection's output gradient in the pass that puts it together.
 
@@ -219,12 +221,14 @@ def norm_qkv(
         table: from :func:`~coat_dist.flow.rope_table` for the whole sequence; None without rotary
             embedding.
         residual: also return x's alias for the residual connection.
+        head_norms: RMSNorms of queries and keys before the rotation. The projection's output is
+            saved then, and v lies in it. Gradients of their weights are of this rank's heads.
         adapters: those of each weight, on one rank alone.
 
     Returns:
         q ``[s, b, groups * per_group, size]``, k and v ``[s, b, groups, size]`` of x's dtype, for
-        the whole sequence, each contiguous (``[b, s, ...]`` with ``heads.batch_first``); with
-        ``residual`` also the alias.
+        the whole sequence, each contiguous, but for v with ``head_norms`` (``[b, s, ...]`` with
+        ``heads.batch_first``); with ``residual`` also the alias.
 
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
@@ -244,8 +248,15 @@ def norm_qkv(
     heads.check((rows, x.shape[1], sum(w.shape[0] for w in weights)), table)
     alias = residual_alias(x, residual)
     adapter = joined_adapters(x, weights, adapters, tp)
-    call = norm, tp, settings, len(weights), heads, table, alias
-    out = _NormLinear.apply(call, x, *parameters_of(norm), *adapter, *weights, *biases)
+    gains = None
+    if head_norms is not None:
+        gains = head_norms.weights
+        if gains.shape != (2, heads.size):
+            raise ValueError(
+                f"head_norms: got weights {list(gains.shape)}, accepted: {[2, heads.size]}"
+            )
+    call = norm, tp, settings, len(weights), heads, table, head_norms, alias
+    out = _NormLinear.apply(call, gains, x, *parameters_of(norm), *adapter, *weights, *biases)
     return out if alias or not residual else (*out, x)
 
 
@@ -264,24 +275,32 @@ def _checked(
 
 
 class _NormLinear(Function):
-    saves = *SAVED_OF_PRODUCT, "cos", "sin"
+    saves = *SAVED_OF_PRODUCT, "cos", "sin", "mixed", "gains"
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple, x, norm_weight, norm_bias, a, b, dropout, *parameters
+        ctx: Any, call: tuple, gains, x, norm_weight, norm_bias, a, b, dropout, *parameters
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        _, tp, _, count, heads, table, alias = call
+        _, tp, _, count, heads, table, head_norms, alias = call
         adapter = LowRank(a, b, dropout)
         out, saved = input_product(_NormLinear, ctx, call, x, adapter, parameters)
         if (bias := joined_biases(parameters[count:])) is not None:
             out += bias
         cos, sin = (None, None) if table is None else (table.cos, table.sin)
-        ctx.save_for_backward(*_NormLinear.Saved(*saved, cos, sin), *parameters)
         ctx.heads, ctx.interleaved = heads, table is not None and table.interleaved
         ctx.set_materialize_grads(False)
         rows = x.shape[0] * tp.size if tp.sharded else x.shape[0]
         out = shaped(out, rows, *x.shape[1:-1], out.shape[1])
-        outs = (out,) if heads is None else split_rope(out, heads, table)
+        outs: tuple[torch.Tensor, ...] = (out,)
+        mixed = None
+        if heads is not None:
+            outs = split_rope(out, heads, table, head_norms)
+        if head_norms is not None:
+            mixed, ctx.eps = out, head_norms.eps
+            # Autograd refuses to change a view in place. Backward does not read these elements.
+            outs = *outs[:2], out.new_empty(0).set_(outs[2])  # type: ignore[call-overload]
+        kept = _NormLinear.Saved(*saved, cos, sin, mixed, gains)
+        ctx.save_for_backward(*kept, *parameters)
         if alias:
             outs = (*outs, x.view_as(x))
         return outs if len(outs) > 1 else out
@@ -293,15 +312,18 @@ class _NormLinear(Function):
         outputs = 1 if heads is None else 3
         douts, residual = grads[:outputs], grads[outputs] if len(grads) > outputs else None
         if all(d is None for d in douts):  # the alias alone was used
-            return None, residual, *[None] * (5 + len(parameters))
+            return None, None, residual, *[None] * (5 + len(parameters))
         product = InputProduct(_NormLinear, ctx, saved, parameters)
         tp, settings = product.input.tp, product.input.settings
+        dgains = None
         if heads is None:
             (dout,), top = douts, None
             assert dout is not None
         else:
             table = None if saved.cos is None else RopeTable(saved.cos, saved.sin, ctx.interleaved)
-            dout, top = split_rope_backward(*_no_none(douts, heads), heads, table)
+            norms = None if saved.gains is None else HeadNorms(saved.gains, ctx.eps)
+            given = *_no_none(douts, heads), heads, table, norms, saved.mixed
+            dout, top, dgains = split_rope_backward(*given)
         dout = dout.reshape(-1, dout.shape[-1])
         y8_t = product.operand()
         agreed = gradient_amax(dout, tp, settings, False, top)
@@ -312,7 +334,7 @@ class _NormLinear(Function):
         product.adapter.receive(dout)
         del dout, douts
         dinput, dparameters = product.gradients(gradient, y8_t, residual, sums)
-        return None, *dinput, *dparameters
+        return None, dgains, *dinput, *dparameters
 
 
 def _no_none(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from coat_dist.flow import (
+    HeadNorms,
     Heads,
     attention,
     invariant_linear,
@@ -28,7 +29,7 @@ NAMES = (
     "norm",
     "norm_linear",
     "norm_qkv",
-    "norm_qkv without rotation",
+    "norm_qkv with norms of heads alone",
     "linear",
     "norm_mlp",
     "mlp",
@@ -63,12 +64,13 @@ def catalogue(layer: Layer, residual=False, **changes):
     def labels(x):
         return torch.arange(x.numel() // H, device=x.device).view(x.shape[:-1]) % H
 
-    def qkv(x, table=True):
+    def qkv(x, rotated=True):
         freqs = torch.linspace(0, 30, x.shape[0] * 12, device=x.device).view(x.shape[0], 1, 1, 12)
-        angles = rope_table(freqs) if table else None
-        return norm_qkv(
-            x, layer.norm, layer.weight, layer.bias, HEADS, angles, ONE, config, residual=residual
-        )
+        angles, norms = rope_table(freqs), None
+        if not rotated:
+            angles, norms = None, HeadNorms(layer.norm_weight[:32].view(2, 16), (1e-5, 1e-4))
+        rest = HEADS, angles, ONE, config, residual, norms
+        return norm_qkv(x, layer.norm, layer.weight, layer.bias, *rest)
 
     def mlp_behind_norm(x):
         weights = layer.norm, layer.fc1, layer.fc2, "swiglu"
@@ -85,7 +87,7 @@ def catalogue(layer: Layer, residual=False, **changes):
             norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config),
         ),
         "norm_qkv": qkv,
-        "norm_qkv without rotation": lambda x: qkv(x, table=False),
+        "norm_qkv with norms of heads alone": lambda x: qkv(x, rotated=False),
         "linear": lambda x: (linear(x, layer.weight, ONE, config),),
         "norm_mlp": mlp_behind_norm,
         "mlp": lambda x: (layer.mlp(x, config),),

@@ -5,12 +5,12 @@ kept.
 import pytest
 import torch
 
-from coat_dist.flow import Heads, norm_linear, norm_qkv, rope_table
+from coat_dist.flow import HeadNorms, Heads, norm_linear, norm_qkv, rope_table
 from coat_dist.flow.function import once_per_tensor
 from coat_dist.reference.rope import split_rope, split_rope_backward
 from tests.support import equal
 
-from .common import ONE, Layer, settings
+from .common import EPS, ONE, Layer, settings
 from .saved_bytes import normed_bytes, saved
 
 S, B, H = 12, 3, 64
@@ -25,25 +25,35 @@ def table(batch=1, rot=12):
                                     settings(forward_scales="tensor")])  # fmt: skip
 @pytest.mark.parametrize("angles", [table(), table(B, 16), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_qkv_has_the_bits_of_its_parts(config, angles, dtype):
+@pytest.mark.parametrize("normed", [False, True])
+def test_norm_qkv_has_the_bits_of_its_parts(config, angles, dtype, normed):
     layer = Layer.random(h=H, n=HEADS.width, kind="layernorm", dtype=dtype)
     x = torch.randn(S, B, H, dtype=dtype, requires_grad=True)
     inputs = [x, layer.norm_weight, layer.norm_bias, layer.weight, layer.bias]
-    got = norm_qkv(x, layer.norm, layer.weight, layer.bias, HEADS, angles, ONE, config)
+    norms, gains = None, []
+    if normed:
+        gains = [torch.randn(2, 16, dtype=dtype, requires_grad=True)]
+        norms = HeadNorms(*gains, (1e-5, 1e-2))
+    rest = HEADS, angles, ONE, config, False, norms
+    got = norm_qkv(x, layer.norm, layer.weight, layer.bias, *rest)
     mixed = norm_linear(x, layer.norm, layer.weight, layer.bias, ONE, config)
-    wanted = split_rope(mixed, HEADS, angles)
+    wanted = split_rope(mixed, HEADS, angles, norms)
     assert [t.shape for t in got] == [(S, B, 4, 16), (S, B, 2, 16), (S, B, 2, 16)]
-    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(got, wanted, strict=True))
+    assert equal(got, wanted) and all(t.is_contiguous() for t in got[: 2 if normed else 3])
     douts = [torch.randn_like(t) for t in got]
-    dmixed, _ = split_rope_backward(*douts, HEADS, angles)
-    grads, expected = (
-        torch.autograd.grad(got, inputs, douts),
-        torch.autograd.grad(mixed, inputs, dmixed),
-    )
-    assert equal(grads, expected)
+    dmixed, _, dgains = split_rope_backward(*douts, HEADS, angles, norms, mixed)
+    grads = torch.autograd.grad(got, inputs + gains, douts)
+    assert equal(grads[:5], torch.autograd.grad(mixed, inputs, dmixed))
+    if normed:
+        assert torch.equal(grads[5], dgains.to(dtype))
+        with pytest.raises(ValueError, match=r"head_norms: got .*\[1, 16\], accepted: \[2, 16\]"):
+            wrong = HeadNorms(gains[0][:1], norms.eps)
+            norm_qkv(x, layer.norm, layer.weight, layer.bias, *rest[:-1], wrong)
 
 
-def test_norm_qkv_saves_the_shared_table_besides():
+@pytest.mark.parametrize("normed", [False, True])
+def test_norm_qkv_saves_the_shared_table_besides(normed):
+    """With norms of heads also the projection's output, in which values are."""
     layer, angles, config = (
         Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16),
         table(),
@@ -51,10 +61,11 @@ def test_norm_qkv_saves_the_shared_table_besides():
     )
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     known = [*layer.parameters().values(), angles.cos, angles.sin]
-    kept = saved(
-        lambda: norm_qkv(x, layer.norm, layer.weight, None, HEADS, angles, ONE, config)[0], *known
-    )
-    assert sum(kept.values()) == S * B * normed_bytes(H, config) + 2 * 4
+    norms = HeadNorms(torch.ones(2, 16), (EPS, EPS))
+    known.append(norms.weights)
+    rest = HEADS, angles, ONE, config, False, norms if normed else None
+    kept = saved(lambda: norm_qkv(x, layer.norm, layer.weight, None, *rest)[0], *known)
+    assert sum(kept.values()) == S * B * (normed_bytes(H, config) + 2 * HEADS.width * normed) + 8
 
 
 def test_norm_qkv_with_unused_outputs():

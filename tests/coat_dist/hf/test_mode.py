@@ -123,6 +123,7 @@ def pre_hook(module):
 PLACES = (
     *("mlp.gate_proj", "mlp.down_proj", "mlp.act_fn", "self_attn.q_proj", "self_attn.o_proj"),
     *("input_layernorm", "post_attention_layernorm", "mlp", "self_attn.v_proj"),
+    *("self_attn.q_norm", "self_attn.k_norm"),
 )
 
 
@@ -130,8 +131,9 @@ PLACES = (
 @pytest.mark.parametrize("place", PLACES)
 def test_hooks_and_forwards_on_a_part_act(place, change):
     ids, found = tokens(), []
+    name = "qwen3" if place.endswith(("q_norm", "k_norm")) else "llama"
     for before in (True, False):
-        plain, model, bare = (tiny(initializer_range=0.05) for _ in range(3))
+        plain, model, bare = (tiny(name, initializer_range=0.05) for _ in range(3))
         patch_model(bare, DEFAULT)
         for layer in plain.model.layers:
             change(layer.get_submodule(place))
@@ -146,7 +148,7 @@ def test_hooks_and_forwards_on_a_part_act(place, change):
         report = model.coat_patch_report
         said = {**report.left, **report.unfused}
         assert any(
-            place.rpartition(".")[2] in why or place in name for name, why in said.items()
+            place.rpartition(".")[2] in why or place in block for block, why in said.items()
         ), report
         assert not report.left.keys() & report.unfused.keys() and not set(report.left) & set(
             report.patched

@@ -16,7 +16,7 @@ from triton.runtime import jit as runtime  # noqa: E402
 
 from coat_dist.formats import E3M4, E4M3, INT8, QuantizedTensor  # noqa: E402
 from coat_dist.kernels import activation, cross_entropy, launch, norm, quantize, rope  # noqa: E402
-from coat_dist.reference.rope import Heads, rope_table  # noqa: E402
+from coat_dist.reference.rope import HeadNorms, Heads, rope_table  # noqa: E402
 from tests.support import run_ranks  # noqa: E402
 
 if not triton.__version__.startswith(launch.COMPARED):
@@ -76,8 +76,10 @@ def run_all(tokens):
     activation.activation_grad_amax(da, pre8, "swiglu")
     activation.activation_backward(da, pre8, "swiglu", E4M3, scale, E4M3, scale)
     table = rope_table(torch.randn(tokens, 1, 1, 16))
-    heads = rope.split_rope(torch.randn(tokens, 1, HEADS.width).bfloat16(), HEADS, table)
-    rope.split_rope_backward(*heads, HEADS, table)
+    mixed = torch.randn(tokens, 1, HEADS.width).bfloat16()
+    for norms in (None, HeadNorms(torch.ones(2, 16), (1.0, 1.0))):
+        heads = rope.split_rope(mixed, HEADS, table, norms)
+        rope.split_rope_backward(*heads, HEADS, table, norms, mixed)
     labels = torch.zeros(tokens, dtype=torch.long)
     exponent, total, _ = cross_entropy.logit_stats(x, labels, 0)
     cross_entropy.logit_grad(x, labels, 0, exponent, total.float(), None, exponent)

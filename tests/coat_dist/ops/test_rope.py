@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_dist.reference.quantize import amax
-from coat_dist.reference.rope import Heads, rope_table, split_rope, split_rope_backward
+from coat_dist.reference.rope import HeadNorms, Heads, rope_table, split_rope, split_rope_backward
 
 HEADS = Heads(groups=2, per_group=3, size=16)
 
@@ -41,17 +41,35 @@ def test_split_rope_turns_pairs_in_the_complex_plane(interleaved, rot, batch):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rot", [16, 6, 0])
-def test_split_rope_backward_is_autograds(interleaved, rot):
+@pytest.mark.parametrize("normed", [False, True])
+def test_split_rope_backward_is_autograds(interleaved, rot, normed):
     """Angles of a pair need not even be the same."""
     table = rope_table(torch.randn(5, 3, 1, rot) * 9, interleaved, 0.7) if rot else None
-    mixed = torch.randn(5, 3, HEADS.width, requires_grad=True)
-    parts = split_rope(mixed, HEADS, table)
-    assert all(p.is_contiguous() for p in parts)
+    mixed, norms = torch.randn(5, 3, HEADS.width, requires_grad=True), None
+    inputs, near = [mixed], 0
+    if normed:
+        norms, near = HeadNorms(torch.randn(2, 16, requires_grad=True), (0.1, 1e-5)), 1e-4
+        inputs.append(norms.weights)
+    parts = split_rope(mixed, HEADS, table, norms)
+    assert all(p.is_contiguous() for p in parts[: 4 - len(inputs)])
     gradients = [torch.randn_like(p) for p in parts]
-    (wanted,) = torch.autograd.grad(parts, mixed, gradients)
-    got, top = split_rope_backward(*gradients, HEADS, table)
-    assert torch.equal(got, wanted) and got.is_contiguous()
-    assert torch.equal(top, amax(wanted))
+    wanted = torch.autograd.grad(parts, inputs, gradients)
+    got, top, dgains = split_rope_backward(*gradients, HEADS, table, norms, mixed)
+    found = (got, dgains)[: len(inputs)]
+    torch.testing.assert_close(found, wanted, rtol=near, atol=near)
+    assert got.is_contiguous() and torch.equal(top, amax(got))
+
+
+def test_norms_of_heads_come_before_the_rotation():
+    heads, table = replace(HEADS, blocks=True), rope_table(angles(rot=10))
+    mixed, norms = torch.randn(5, 3, HEADS.width), HeadNorms(torch.randn(2, 16), (0.1, 1e-5))
+    parts = list(heads.split(mixed))
+    for i in range(2):
+        parts[i] = torch.nn.functional.rms_norm(parts[i], (16,), norms.weights[i], norms.eps[i])
+    wanted = split_rope(torch.cat(parts, 2).flatten(2), heads, table)
+    got = split_rope(mixed, heads, table, norms)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert got[2].untyped_storage().data_ptr() == mixed.data_ptr()
 
 
 @pytest.mark.parametrize("blocks, batch_first", [(True, False), (False, True), (True, True)])
@@ -59,10 +77,8 @@ def test_split_rope_of_other_orders(blocks, batch_first):
     mixed, table = torch.randn(5, 3, HEADS.width), rope_table(angles(b=3))
     other = mixed
     if blocks:
-        grouped = mixed.unflatten(-1, (2, 5, 16))
-        other = torch.cat(
-            (grouped[..., :3, :].flatten(2, 3), grouped[..., 3, :], grouped[..., 4, :]), 2
-        ).flatten(2)
+        q, k, v = HEADS.split(mixed)
+        other = torch.cat((q.flatten(2, 3), k, v), 2).flatten(2)
     turn = (lambda t: t.transpose(0, 1).contiguous()) if batch_first else (lambda t: t)
     heads = replace(HEADS, blocks=blocks, batch_first=batch_first)
     wanted, got = split_rope(mixed, HEADS, table), split_rope(turn(other), heads, table)
@@ -70,7 +86,7 @@ def test_split_rope_of_other_orders(blocks, batch_first):
     other.requires_grad_()
     gradients = [torch.randn_like(g) for g in got]
     (expected,) = torch.autograd.grad(split_rope(turn(other), heads, table), other, gradients)
-    dmixed, top = split_rope_backward(*gradients, heads, table)
+    dmixed, top, _ = split_rope_backward(*gradients, heads, table)
     assert torch.equal(turn(dmixed), expected) and torch.equal(top, amax(expected))
 
 
@@ -81,8 +97,8 @@ def test_split_rope_rounds_bfloat16_once():
     ):
         assert got.dtype == torch.bfloat16 and torch.equal(got, exact.bfloat16())
     gradients = [torch.randn(5, 3, n, 16).bfloat16() for n in (6, 2, 2)]
-    got, _ = split_rope_backward(*gradients, HEADS, table)
-    exact, _ = split_rope_backward(*(g.float() for g in gradients), HEADS, table)
+    got, *_ = split_rope_backward(*gradients, HEADS, table)
+    exact, *_ = split_rope_backward(*(g.float() for g in gradients), HEADS, table)
     assert torch.equal(got, exact.bfloat16())
 
 

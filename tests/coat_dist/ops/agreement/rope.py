@@ -1,17 +1,19 @@
-"""Rotation: the same in every bit."""
+"""Rotation: the same in every bit. With norms of heads: but for the last bits."""
 
 import itertools
 
 import torch
 
-from coat_dist.reference.rope import Heads, rope_table
+from coat_dist.reference.rope import HeadNorms, Heads, rope_table
 from tests.support.devices import DEVICE, on_device
 
+from . import agree as agree_nearly
 from . import compare, pair
 
 SMALL = (
     *(Heads(2, 3, 24), Heads(3, 1, 22), Heads(2, 3, 24, True)),
     *(Heads(2, 3, 24, False, True), Heads(2, 3, 24, True, True)),
+    Heads(1, 9, 256, True, True),
 )
 LARGE = (
     *(Heads(2, 3, 24), Heads(3, 1, 22), Heads(32, 1, 128), Heads(8, 4, 128), Heads(1, 71, 64)),
@@ -36,11 +38,12 @@ def agree(name, dtype, *arguments):
     """
     kernel, definition = pair(name)
     if dtype == torch.float32 or arguments[0].is_cuda:
-        wanted = definition(*arguments)
+        wanted = [t for t in definition(*arguments) if t is not None]
     else:
         wide = definition(*(t.float() if isinstance(t, torch.Tensor) else t for t in arguments))
-        wanted = [truncated(t).to(dtype) if t.dim() else truncated(t) for t in wide]
-    got = kernel(*arguments)
+        wide = [truncated(t) for t in wide if t is not None]
+        wanted = [t.to(dtype) if t.dim() else t for t in wide]
+    got = [t for t in kernel(*arguments) if t is not None]
     assert all(t.is_contiguous() for t in got)
     compare(got, wanted)
     return wanted
@@ -66,8 +69,15 @@ def check_rope(h, s, b):
                 mixed.view(-1)[-2] = torch.inf  # in a value: it must not spread
                 mixed.view(-1)[7] = torch.nan
             parts = agree("split_rope", dtype, mixed, h, table)
+            norms = HeadNorms(torch.randn(2, h.size, device=DEVICE), (1e-2, 1e-5))
+            near = {"rtol": 1e-4 if dtype == torch.float32 else 2**-6, "atol": 1e-3}
+            agree_nearly("split_rope", mixed, h, table, norms, **near)
+            given = h, table, norms, torch.randn_like(mixed)
             for gradients in zip(*(strided(p) for p in parts), strict=True):
                 agree("split_rope_backward", dtype, *gradients, h, table)
+                for gradient in gradients:
+                    gradient.normal_()
+                agree_nearly("split_rope_backward", *gradients, *given, **near)
 
 
 ROWS = {
