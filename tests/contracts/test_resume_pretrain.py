@@ -101,7 +101,6 @@ CASES = {
             (2, True, {}, False),
             (3, True, {}, False),
             (1, True, FP32_GRADIENTS, True),
-            (1, False, {}, True),
             (2, False, {}, True),
             (3, False, {}, True),
         )

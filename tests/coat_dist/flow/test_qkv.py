@@ -51,21 +51,19 @@ def test_norm_qkv_has_the_bits_of_its_parts(config, angles, dtype, normed):
             norm_qkv(x, layer.norm, layer.weight, layer.bias, *rest[:-1], wrong)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_norm_qkv_saves_the_shared_table_besides(normed):
-    """With norms of heads also the projection's output, in which values are."""
+def test_what_norm_qkv_saves_with_norms_of_heads():
+    """The shared table and the projection's output, in which values are, besides."""
     layer, angles, config = (
         Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16),
         table(),
         settings(),
     )
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
-    known = [*layer.parameters().values(), angles.cos, angles.sin]
     norms = HeadNorms(torch.ones(2, 16), (EPS, EPS))
-    known.append(norms.weights)
-    rest = HEADS, angles, ONE, config, False, norms if normed else None
-    kept = saved(lambda: norm_qkv(x, layer.norm, layer.weight, None, *rest)[0], *known)
-    assert sum(kept.values()) == S * B * (normed_bytes(H, config) + 2 * HEADS.width * normed) + 8
+    known = [*layer.parameters().values(), angles.cos, angles.sin, norms.weights]
+    given = layer.norm, layer.weight, None, HEADS, angles, ONE, config, False, norms
+    kept = saved(lambda: norm_qkv(x, *given)[0], *known)
+    assert sum(kept.values()) == S * B * (normed_bytes(H, config) + 2 * HEADS.width) + 8
 
 
 def test_norm_qkv_with_unused_outputs():
