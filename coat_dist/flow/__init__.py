@@ -15,6 +15,7 @@ from .blocks.linear import invariant_linear, linear, norm_linear, norm_qkv
 from .blocks.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .blocks.mlp import mlp, norm_mlp, scale_rows
 from .blocks.permute import TokenOrder, permute, token_order, unpermute
+from .blocks.sinks import sink_attention
 from .blocks.split_norm import split_norm
 from .core.adapters import Adapter
 from .core.norm import Norm, norm
@@ -48,6 +49,7 @@ __all__ = [
     "routed_mlp",
     "scale_rows",
     "sdpa",
+    "sink_attention",
     "split_norm",
     "token_order",
     "unpermute",

@@ -42,6 +42,7 @@ from .modules import (
     why_parts_act,
 )
 from .recognize import is_causal_lm, layer_norms, norm_kind
+from .sinks import SinkAttention, has_sinks
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
 
@@ -189,6 +190,8 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None, recompute:
     if whole is None:
         for module in layer.modules():
             _plan_norm(plan, module, called=all(module is not norm for norm in uncalled))
+            if has_sinks(module):
+                plan.swap(module, SinkAttention, Part(plan.settings))
 
 
 def _plan_adapters(plan: Plan, model: nn.Module) -> None:

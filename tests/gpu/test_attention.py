@@ -17,6 +17,7 @@ from coat_dist.flow import (
 from coat_dist.flow.core.products import saved_format
 from coat_dist.reference.quantize import dequantize, quantize_groups
 from tests.coat_dist.flow.common import relative_error
+from tests.coat_dist.flow.test_attention import check_sink_attention
 from tests.support.devices import CONVERTS_FP8, captured, nothing_waits
 
 if not CONVERTS_FP8:
@@ -162,3 +163,9 @@ def test_captured_in_a_cuda_graph(scales):
         # An amax that moves with the order of cuDNN's sums turns a few codes of the gradients that
         # follow.
         assert relative_error(got, wanted) < 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("s", [5, 131, 1024])
+def test_attention_with_sinks(dtype, s):
+    check_sink_attention(dtype, "cuda", s)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coat_dist.flow import TensorParallel, attention, linear, sdpa
+from coat_dist.flow import TensorParallel, attention, linear, sdpa, sink_attention
 from coat_dist.flow.core.products import saved_format
 from coat_dist.formats import QuantizedTensor
 from coat_dist.reference.quantize import dequantize, quantize_groups
@@ -216,3 +216,36 @@ def test_sdpa_takes_sequence_first(groups):
         *heads_first(q, k, v), is_causal=True, enable_gqa=True
     )
     assert torch.equal(sdpa(q, k, v), expected.permute(2, 0, 1, 3).flatten(2))
+
+
+def logits_and_sinks(q, k, v, sinks, mask, scale):
+    """The definition of ``sink_attention``."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    logits = q @ k.transpose(2, 3) * scale + mask
+    logits = torch.cat([logits, sinks[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return logits.softmax(-1)[..., :-1] @ v
+
+
+def check_sink_attention(dtype, device, s, d=64):
+    """Outputs and gradients beside those in fp64; a row that may read nothing gives zeros."""
+    shapes = (B, HEADS, s, d), (B, 2, s, d), (B, 2, s, d), (HEADS,)
+    given = [torch.randn(n, dtype=dtype, device=device, requires_grad=True) for n in shapes]
+    mask = torch.full((B, 1, s, s), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)
+    mask[0, :, :, :3] = mask[0, 0, 0, -1]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    out, wanted = (
+        f(*t, mask, 0.3) for f, t in ((sink_attention, given), (logits_and_sinks, exact))
+    )
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, given, dout)
+    right = torch.autograd.grad(wanted, exact, dout.double())
+    assert out.dtype == dtype and not out[0, :, :3].any()
+    for a, b in zip((out, *found), (wanted, *right), strict=True):
+        limit = 1e-5 if dtype == torch.float32 else 0.02
+        assert (a - b).norm() < limit * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("s", [1, 37, 64])
+def test_attention_with_sinks(dtype, s):
+    check_sink_attention(dtype, "cpu", s + 3)

@@ -3,6 +3,7 @@ unpatched.
 """
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -277,3 +278,28 @@ def test_patch_model_keeps_replaced_forwards():
     assert "a forward of its own" in report.unfused["model.layers.0.mlp"]
     assert report.loss["lm_head"] == "plain: a forward of tests"
     assert step(model)[0].isfinite()
+
+
+def test_attention_with_sinks_makes_no_weights_unless_they_are_asked_for(monkeypatch):
+    model = tiny("gpt_oss", num_local_experts=4, sliding_window=8, attn_implementation="eager")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    made = []
+    scope = inspect.unwrap(type(model.model.layers[0].self_attn).forward).__globals__
+    eager = scope["eager_attention_forward"]
+    before, ids = step(model), tokens()
+    patch_model(model, DEFAULT)
+
+    def spy(*args, **kwargs):
+        made.append(args)
+        return eager(*args, **kwargs)
+
+    monkeypatch.setitem(scope, "eager_attention_forward", spy)
+    loss, grads = step(model)
+    assert not made and (loss - before[0]).abs() < 0.01
+    for key in (name for name in grads if "self_attn" in name):
+        assert relative(grads[key], before[1][key]) < 0.3, key
+    assert model(ids, output_attentions=True).attentions[1].shape[-1] == ids.shape[1]
+    assert len(made) == 2
+    model.eval()(ids)
+    assert len(made) == 4
