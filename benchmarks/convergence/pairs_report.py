@@ -31,8 +31,8 @@ def gaps(runs: Sequence[dict[str, Any]], variant: str, key: str) -> list[float]:
 
 
 def report(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each variant the number of pairs, and in percent the mean gap, its standard error and
-    the standard deviation of a pair.
+    """For each variant the number of pairs, and in percent the mean gap, its standard error
+    (``se``) and the standard deviation of a pair (``sd``).
     """
     rows = []
     for variant in dict.fromkeys(run["variant"] for run in runs):
@@ -45,8 +45,8 @@ def report(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if found:
                 row[name] = fmean(found)
             if len(found) > 1:
-                row[f"{name}_deviation"] = stdev(found)
-                row[f"{name}_error"] = stdev(found) / len(found) ** 0.5
+                row[f"{name}_sd"] = stdev(found)
+                row[f"{name}_se"] = stdev(found) / len(found) ** 0.5
         rows.append(row)
     return rows
 
@@ -60,10 +60,10 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
             row,
             pairs="d",
             gap="+.3f",
-            gap_error=".3f",
-            gap_deviation=".3f",
+            gap_se=".3f",
+            gap_sd=".3f",
             gap_in_bf16="+.3f",
-            gap_in_bf16_error=".3f",
+            gap_in_bf16_se=".3f",
         )
 
 
@@ -74,13 +74,13 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn = [row for row in rows if "gap_error" in row]
+    drawn = [row for row in rows if "gap_se" in row]
     figure, axis = plt.subplots(figsize=(7, 1.2 + 0.3 * len(drawn)), layout="constrained")
     for name, color, shift in (("gap", "tab:blue", -0.12), ("gap_in_bf16", "tab:orange", 0.12)):
         axis.errorbar(
             [row[name] for row in drawn],
             [line + shift for line in range(len(drawn))],
-            xerr=[row[f"{name}_error"] for row in drawn],
+            xerr=[row[f"{name}_se"] for row in drawn],
             fmt="o",
             color=color,
             markersize=4,

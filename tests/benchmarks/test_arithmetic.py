@@ -66,8 +66,8 @@ def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:
         for seed, loss in reversed(list(enumerate(of_seeds)))
     ]
     coat, flow = rows = report(runs)
-    assert (coat["pairs"], flow["pairs"]) == (2, 1) and "gap_error" not in flow
-    found = [coat[key] for key in ("gap", "gap_deviation", "gap_error", "gap_in_bf16")]
+    assert (coat["pairs"], flow["pairs"]) == (2, 1) and "gap_se" not in flow
+    found = [coat[key] for key in ("gap", "gap_sd", "gap_se", "gap_in_bf16")]
     assert found == pytest.approx([2.0, 2.0**0.5, 1.0, 104.0])
     plot(rows, tmp_path / "pairs.png")
     assert (tmp_path / "pairs.png").stat().st_size > 5000
