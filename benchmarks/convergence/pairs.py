@@ -155,12 +155,12 @@ def settings(a: argparse.Namespace, text: dict[str, Any]) -> dict[str, Any]:
 def llama(s: dict[str, Any]) -> Any:
     """An untrained model, in fp32 on the CPU: its numbers are the same for every device."""
     import transformers
-    from transformers import masking_utils
+    from transformers.models.llama import modeling_llama
 
-    # A row is never several packed documents. Looking for them waits for the GPU, which a capture
-    # forbids.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    config = transformers.LlamaConfig(
+    # None means causal attention over whole rows, and rows are whole. transformers finds that out by
+    # waiting for the GPU; in a capture it makes a mask instead, which takes another kernel.
+    modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # type: ignore[assignment]
+    config = transformers.LlamaConfig(  # type: ignore[call-arg]
         vocab_size=s["vocabulary"],
         hidden_size=s["hidden"],
         intermediate_size=s["ffn"],
@@ -272,7 +272,11 @@ class Run:
         from coat_dist import CoatAdamW, param_groups
 
         v, groups = self.variant, param_groups(self.masters, weight_decay=WEIGHT_DECAY)
-        shared = {"lr": self.lr, "betas": BETAS, "capturable": self.device.type == "cuda"}
+        shared: dict[str, Any] = {
+            "lr": self.lr,
+            "betas": BETAS,
+            "capturable": self.device.type == "cuda",
+        }
         if v.moments is not None:
             return CoatAdamW(groups, **shared, **v.moments), True
         plain = [{key: group[key] for key in ("params", "weight_decay")} for group in groups]
