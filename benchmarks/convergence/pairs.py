@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import gc
 import hashlib
 import importlib.util
 import json
@@ -76,7 +77,7 @@ WARM_UP = 3
 """Steps on a side stream before a capture, as torch documents; they train."""
 LOOK = 1_500_000
 """Tokens between two looks at the clock, for which the host waits for the GPU."""
-POINTS = 10
+POINTS = 8
 """Points of a run's training curve; each is a mean."""
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 
@@ -157,8 +158,8 @@ def llama(s: dict[str, Any]) -> Any:
     import transformers
     from transformers.models.llama import modeling_llama
 
-    # None means causal attention over whole rows, and rows are whole. transformers finds that out by
-    # waiting for the GPU; in a capture it makes a mask instead, which takes another kernel.
+    # None means causal attention over whole rows, and rows are whole. transformers waits for the
+    # GPU to find that out; in a capture it makes a mask instead, which takes another kernel.
     modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # type: ignore[assignment]
     config = transformers.LlamaConfig(  # type: ignore[call-arg]
         vocab_size=s["vocabulary"],
@@ -214,6 +215,7 @@ class Run:
         self.grads = [weight.grad for weight in self.weights]
         text = windows(job["text"], s["sequence"], self.device)
         held_out = torch.arange(len(text), device=self.device) % HELD_OUT == 0
+        self.fp8_share = 0.0
         self.text, (self.held_out,) = text, held_out.nonzero(as_tuple=True)
         steps, self.done = s["steps"], 0
         order = self.order((~held_out).nonzero(as_tuple=True)[0].cpu())
@@ -400,7 +402,8 @@ class Run:
         """Let the flow begin."""
         import coat_dist
 
-        coat_dist.patch_model(self.model, {"coat": {"activation": dict(self.variant.flow or {})}})
+        block = {"activation": dict(self.variant.flow or {})}
+        self.fp8_share = coat_dist.patch_model(self.model, {"coat": block}).fp8_share
 
     def state(self) -> dict[str, Any]:
         """What a run needs to be continued."""
@@ -446,6 +449,7 @@ class Run:
             "training_loss": round(fmean(losses[-last:]), 6),
             "curve": [round(fmean(part), 3) for part in curve],
             "graph": self.graph,
+            "fp8_share": round(self.fp8_share, 3),
         }
 
 
@@ -462,6 +466,9 @@ def rate(step: int, steps: int) -> float:
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train one run; its record, or ``stopped`` with the steps that are done."""
     began = time.monotonic()
+    gc.collect()  # an earlier run's graph holds memory that other processes may need
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     run = Run(job)
     if not run.train(job["deadline"]):
         return {"stopped": run.done}
@@ -570,8 +577,8 @@ class Study:
             worker.stop()
 
     def settle(self, job: dict[str, Any], found: dict[str, Any]) -> None:
-        """Keep what came of a run. A failed one is tried again without a graph, and then every
-        other of its variant is trained without one.
+        """Keep what came of a run. If one fails, its variant is trained without graphs; if one
+        fails so, the others of its variant are left out.
         """
         name = f"{job['variant']}, seed {job['seed']}"
         if "stopped" in found:
@@ -591,6 +598,7 @@ class Study:
                         one["graph"] = False
             else:
                 self.failed.append({"run": name, "error": found["error"].splitlines()[-1]})
+                self.waiting = [one for one in self.waiting if one["variant"] != job["variant"]]
 
     def write(self) -> None:
         """Write all runs, earlier ones too."""
@@ -713,7 +721,7 @@ def main() -> None:
             shared["peers"] = str(te_layer.unpack(a.peers, unpacked))
         study = Study(a, shared, runs, began)
         each = [gpu for gpu in range(max(1, len(gpus()))) for _ in range(a.processes)]
-        threads = [threading.Thread(target=study.work, args=(gpu,)) for gpu in each]
+        threads = [threading.Thread(target=study.work, args=(gpu,), daemon=True) for gpu in each]
         for thread in threads:
             thread.start()
         for thread in threads:
