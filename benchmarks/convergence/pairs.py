@@ -76,7 +76,7 @@ HELD_OUT = 50
 WARM_UP = 3
 """Steps on a side stream before a capture, as torch documents; they train."""
 LOOK = 1_500_000
-"""Tokens between two looks at the clock, for which the host waits for the GPU."""
+"""Tokens between two looks at the clock, for which the host waits for a graph to end."""
 POINTS = 8
 """Points of a run's training curve; each is a mean."""
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -355,7 +355,7 @@ class Run:
 
     def steps_to(self, end: int, deadline: float) -> bool:
         """Train up to step ``end``; whether it came so far before ``deadline``."""
-        advance, look = self.step, max(1, LOOK // (self.rows[0].numel() * self.text.shape[1]))
+        advance, look = self.step, 1
         if self.graph and end - self.done > WARM_UP:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -365,6 +365,7 @@ class Run:
                     self.done += 1
             torch.cuda.current_stream().wait_stream(side)
             advance = self.captured()
+            look = max(1, LOOK * self.settings["steps"] // self.settings["tokens"])
         while self.done < end:
             advance()
             self.done += 1
@@ -408,6 +409,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What a run needs to be continued."""
         return {
+            "settings": self.settings,
             "done": self.done,
             "masters": self.masters.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -415,7 +417,9 @@ class Run:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state` was taken."""
+        """Continue where :meth:`state` was taken; a run of other settings begins anew."""
+        if state["settings"] != self.settings:
+            return
         self.done = state["done"]
         self.at.fill_(self.done)
         self.losses.copy_(state["losses"])
@@ -583,6 +587,7 @@ class Study:
         name = f"{job['variant']}, seed {job['seed']}"
         if "stopped" in found:
             print(f"{name}: saved after {found['stopped']} steps", flush=True)
+            self.waiting.append(job)
         elif "error" not in found:
             self.runs.append(found)
             self.runs.sort(key=lambda run: (list(VARIANTS).index(run["variant"]), run["seed"]))
