@@ -77,6 +77,8 @@ WARM_UP = 3
 """Steps on a side stream before a capture, as torch documents; they train."""
 LOOK = 1_500_000
 """Tokens between two looks at the clock, for which the host waits for a graph to end."""
+SAVING = 60
+"""Seconds after the end of the budget in which a run saves itself or takes its last loss."""
 POINTS = 8
 """Points of a run's training curve; each is a mean."""
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -570,7 +572,7 @@ class Study:
             worker = worker or Worker()
             left = None
             if self.deadline < math.inf:
-                left = max(0.0, self.deadline - time.monotonic()) + 30
+                left = max(0.0, self.deadline - time.monotonic()) + SAVING
             found = worker.train(job, left)
             if "error" in found:
                 worker.stop()
@@ -659,11 +661,10 @@ def available(variants: Sequence[str], peers: str | None) -> list[str]:
     found = []
     for name in variants:
         peer, why = VARIANTS[name].peer, None
-        if peer and not torch.cuda.is_available():
-            why = "it needs a GPU"
-        elif peer == "transformer_engine" and peers is None:
-            why = "no --peers"
-        elif peer and peer != "transformer_engine" and importlib.util.find_spec(peer) is None:
+        if peer == "transformer_engine":
+            if peers is None or not torch.cuda.is_available():
+                why = "no --peers, or no GPU"
+        elif peer and importlib.util.find_spec(peer) is None:
             why = f"no package {peer}"
         if why is None:
             found.append(name)
