@@ -82,6 +82,7 @@ def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch) ->
     text = {"digest": "", "tokens": 999 * 16}
     job = {"variant": "coat from 5%", "seed": 3, "settings": pairs.settings(options, text)}
     job |= {"text": str(tmp_path / "text"), "graph": True, "saved": str(tmp_path / "run.pt")}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     whole = pairs.train(job | {"deadline": float("inf")})
     monkeypatch.setattr(pairs.time, "monotonic", itertools.count().__next__)
     assert pairs.train(job | {"deadline": 4}) == {"stopped": 5}
