@@ -44,7 +44,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 """The repository: programs are started from here, and their paths are relative to it."""
 RESULTS = Path(__file__).with_name("results")
-PATHS = "--peers", "--data", "--extend", "--folder", "--plot", "--output"
+PATHS = "--peers", "--data", "--extend", "--folder", "--text", "--plot", "--output"
 """Options whose value is a path of this machine."""
 WIDTH = 400
 """Characters up to which nested JSON stays on one line."""

@@ -4,6 +4,7 @@ losses, and how a case ends.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -14,9 +15,8 @@ from benchmarks import timing
 from benchmarks.accuracy.trajectories import Trained, measure, ratios
 from benchmarks.accuracy.trajectory_gradients import Gradients
 from benchmarks.common import dumps, loss_gaps, result_path, write_json
-from benchmarks.convergence.branch_report import KEYS, by_trunk, gaps, noise
-from benchmarks.convergence.flow import BF16
-from benchmarks.convergence.long_report import held_out_gaps
+from benchmarks.convergence import pairs
+from benchmarks.convergence.pairs_report import plot, report
 from benchmarks.ranks import OUT_OF_MEMORY, Ended
 from benchmarks.speed import families, fsdp, hf, megatron_loop, step_trace, train, whole
 from benchmarks.speed.layer import SEQUENCE, VARIANTS, flops
@@ -59,37 +59,36 @@ def test_loss_gaps_are_shares_and_the_mean_of_the_last_ten_has_a_sign() -> None:
     assert list(loss_gaps([3.0, *[1.0] * 10], [2.0, *[2.0] * 10]).values()) == [0.5, 0.5, 0.5, -0.5]
 
 
-def branch(variant: str, trunk: str, loss: float, steps: int = 9) -> dict[str, Any]:
-    return {"variant": variant, "trunk": trunk, "steps": steps, **dict.fromkeys(KEYS, loss)}
-
-
-def test_gaps_are_means_over_trunks_of_means_over_repeats() -> None:
-    runs = [branch(BF16, "a", 1.0), branch(BF16, "a", 1.2), branch(BF16, "b", 0.9)]
-    runs += [
-        branch("row scales", trunk, loss)
-        for trunk, loss in zip("abc", (1.3, 1.1, 9.0), strict=True)
+def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:
+    losses = {"bf16": [2.0, 4.0, 1.0], "coat": [2.02, 4.12], "flow": [2.0]}
+    runs = [
+        {"variant": variant, "seed": seed, "held_out_loss": loss, "held_out_loss_bf16": loss * 2}
+        for variant, of_seeds in losses.items()
+        for seed, loss in reversed(list(enumerate(of_seeds)))
     ]
-    runs += [branch("tensor scales", "a", 5.0, steps=8)]  # stopped
-    (row,) = gaps(runs, 9)  # trunk c has no BF16 branch
-    assert (row["variant"], row["trunks"], row["runs"]) == ("row scales", ["a", "b"], [2, 3])
-    assert row["held_out_loss_gap"] == pytest.approx(((1.3 - 1.1) + (1.1 - 0.9)) / 2)
-    # One pair of repeats, 0.1 from their mean: variance 0.02 of a run; means of 1, 2, 1 and 1 runs,
-    # over two trunks.
-    assert row["held_out_loss_error"] == pytest.approx((0.02 * 3.5 / 4) ** 0.5)
-    (row,) = by_trunk(runs, 9)
-    assert row["held_out_loss"] == pytest.approx([0.2 / 1.1, 0.2 / 0.9])
-    assert row["held_out_loss_error"] == pytest.approx((0.2 / 0.9 - 0.2 / 1.1) / 2)
-    bf16, rows = noise(runs, 9)
-    assert bf16["freedom"] == 1 and rows["freedom"] == 0
-    assert bf16["held_out_loss"] == pytest.approx(0.02**0.5 / (3.1 / 3))
+    coat, flow = rows = report(runs)
+    assert (coat["pairs"], flow["pairs"]) == (2, 1) and "gap_se" not in flow
+    found = [coat[key] for key in ("gap", "gap_sd", "gap_se", "gap_in_bf16")]
+    assert found == pytest.approx([2.0, 2.0**0.5, 1.0, 104.0])
+    plot(rows, tmp_path / "pairs.png")
+    assert (tmp_path / "pairs.png").stat().st_size > 5000
 
 
-def test_held_out_gaps_are_at_steps_that_both_runs_have() -> None:
-    runs = {
-        "bf16": {"held_out_steps": [50, 100, 150], "held_out_losses": [2.0, 1.0, 1.0]},
-        "coat": {"held_out_steps": [100, 50], "held_out_losses": [1.5, 2.2]},
-    }
-    assert held_out_gaps(runs) == {50: pytest.approx(0.1), 100: pytest.approx(0.5)}
+def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch) -> None:
+    (tmp_path / "text.json").write_text('{"dtype": "uint16"}')
+    torch.randint(8, (999 * 16,)).short().numpy().tofile(tmp_path / "text.bin")
+    given = ["--hidden=256", "--layers=1", "--sequence=16", "--batch=4", "--micro-batch=2"]
+    options = pairs.parse([*given, "--steps=12", "--vocabulary=64"])
+    text = {"digest": "", "tokens": 999 * 16}
+    job = {"variant": "coat from 5%", "seed": 3, "settings": pairs.settings(options, text)}
+    job |= {"text": str(tmp_path / "text"), "graph": True, "saved": str(tmp_path / "run.pt")}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    whole = pairs.train(job | {"deadline": float("inf")})
+    monkeypatch.setattr(pairs.time, "monotonic", itertools.count().__next__)
+    assert pairs.train(job | {"deadline": 4}) == {"stopped": 5}
+    resumed = pairs.train(job | {"deadline": float("inf")})
+    assert resumed | {"seconds": 0} == whole | {"seconds": 0}
+    assert whole["curve"][0] > whole["training_loss"]
 
 
 def step(ms: float, **more: Any) -> dict[str, Any]:

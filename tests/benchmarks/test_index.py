@@ -43,7 +43,7 @@ def test_commands_are_found() -> None:
     found = {(module, *shlex.split(rest, comments=True)[:2]) for module, rest in FOUND}
     assert ("benchmarks.accuracy.trajectories",) in found
     assert ("benchmarks.speed.engine_step",) in found
-    assert ("benchmarks.convergence.branches", "--per-gpu", "2") in found
+    assert ("benchmarks.convergence.pairs", "--budget", "540") in found
     assert len(FOUND) >= 20
 
 

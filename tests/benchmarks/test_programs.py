@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 import torch
 
 from benchmarks.common import ROOT
-from benchmarks.convergence import flow, long
-from launch.train.pretrain_options import parse
 from tests.support import Program
 
 CPU = {
@@ -33,8 +30,8 @@ HF = "--sequence 32 --warm-up 1 --steps 3"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
 # Program, launcher, arguments, its result, and a ratio or measure that the result must have.
 RUNS = [
-    ("convergence.branch_report", "", "--plot OUT/b.png", None, "held out loss gap +0.0"),
-    ("convergence.long_report", "", "--plot OUT/l.png", None, "last quarter, held out: coat"),
+    ("convergence.pairs", "", "--layers 1 --hidden 256 --sequence 16 --batch 2 --steps 4 --pairs 2 "
+     "--vocabulary 300 --text-bytes 300K --processes 1 --folder OUT", "pairs", "gap_se"),
     ("speed.whole_report", "", "--plot OUT/w.png", None, "| both | "),
     ("speed.collectives", "2", "--presets llama2-7b --tokens 64 --sequence 32 --layers 1 " + SMALL,
      "collectives", "gathered_bytes"),
@@ -62,10 +59,8 @@ RUNS = [
 ]  # fmt: skip
 HELP = [
     "accuracy.trajectories",
-    "convergence.branch_run",
-    "convergence.branches",
     "convergence.hf",
-    "convergence.long",
+    "convergence.pairs_report",
     "speed.engine_step",
     "speed.experts",
     "speed.flow_kernels",
@@ -102,7 +97,8 @@ def test_program(name, ranks, arguments, result, wanted, tmp_path) -> None:
     if result is None:
         assert wanted in printed
         return
-    found = json.loads((tmp_path / f"speed/{result}.json").read_text())
+    room = name.partition(".")[0]
+    found = json.loads((tmp_path / room / f"{result}.json").read_text())
     about = found.pop("environment")
     assert about["command"].startswith(f"python -m benchmarks.{name} ")
     assert about["commit"] and about["versions"]["torch"] and about["gpus"] == []
@@ -133,8 +129,8 @@ def test_help(name, monkeypatch, capsys) -> None:
         ("speed.train", "--peers .", "--peers: got '.' with 0 archives, accepted: a folder"),
         ("speed.train", "--peers . --accumulation 2", "--accumulation: got 2 with a peer in FP8"),
         ("speed.whole", "--ranks 1", "--name: got a result of "),
-        ("convergence.branch_report", "--result none.json", "none.json: got "),
-        ("convergence.branches", "--branch-at 9 --steps 9", "--branch-at: got 9, accepted: 1 to"),
+        ("convergence.pairs_report", "--results none.json", "none.json: got "),
+        ("convergence.pairs", "--micro-batch 7", "--micro-batch: got 7, accepted: a divisor of 64"),
     ],
 )
 def test_wrong_options_end_a_program_before_it_measures(
@@ -145,15 +141,3 @@ def test_wrong_options_end_a_program_before_it_measures(
     with pytest.raises(SystemExit) as ended:
         import_module(f"benchmarks.{program}").main()
     assert ended.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_commands_of_convergence_runs_are_understood_by_pretrain(tmp_path) -> None:
-    arguments = Namespace(tiny=False, steps=1200, seed=3, lr=1e-3)
-    line = long.command("coat again", "text", tmp_path, 2, arguments)
-    long_run = parse(line[line.index("launch/pretrain.py") + 1 :])
-    job = flow.Job(flow.BF16, 3, 2)
-    branch = parse(flow.pretrain(job, flow.FULL, "text", tmp_path, tmp_path, arguments))
-    for run, repeats in ((long_run, 1), (branch, 2)):
-        assert (run.seed, run.train_steps, run.warmup_steps) == (3, 1200, 120)
-        assert run.lr == pytest.approx(1e-3 * (1 + repeats * flow.NUDGE), rel=1e-9)
-    assert long_run.load == "auto" and long_run.split != branch.split

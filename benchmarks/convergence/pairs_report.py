@@ -1,0 +1,124 @@
+"""Gaps of `benchmarks/convergence/pairs.py`: means over pairs of equal seeds, with their errors.
+
+    python -m benchmarks.convergence.pairs_report [--results JSON ...] \\
+        [--plot docs/figures/convergence-pairs.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.arguments import argument_parser, one_line
+from benchmarks.common import read_json, result_path, show, write_figure
+
+__all__ = ["BF16", "gaps", "plot", "report", "show_rows"]
+
+BF16 = "bf16"
+"""The variant that all others are compared with."""
+LOSSES = {"gap": "held_out_loss", "gap_in_bf16": "held_out_loss_bf16"}
+"""Gaps of a variant: by its own forward, and of its weights in BF16 layers."""
+
+
+def gaps(runs: Sequence[dict[str, Any]], variant: str, key: str) -> list[float]:
+    """A loss of a variant relative to BF16's of the same seed, in percent, for each pair."""
+    base = {run["seed"]: run["held_out_loss"] for run in runs if run["variant"] == BF16}
+    its = {run["seed"]: run[key] for run in runs if run["variant"] == variant}
+    return [100 * (its[seed] / base[seed] - 1) for seed in sorted(base.keys() & its.keys())]
+
+
+def report(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each variant the number of pairs, and in percent the mean gap, its standard error
+    (``se``) and the standard deviation of a pair (``sd``).
+    """
+    rows = []
+    for variant in dict.fromkeys(run["variant"] for run in runs):
+        if variant == BF16:
+            continue
+        row: dict[str, Any] = {"variant": variant}
+        for name, key in LOSSES.items():
+            found = gaps(runs, variant, key)
+            row["pairs"] = len(found)
+            if found:
+                row[name] = fmean(found)
+            if len(found) > 1:
+                row[f"{name}_sd"] = stdev(found)
+                row[f"{name}_se"] = stdev(found) / len(found) ** 0.5
+        rows.append(row)
+    return rows
+
+
+def show_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table of :func:`report`."""
+    print("held-out loss to BF16's of the same seed, in percent")
+    for row in rows:
+        show(
+            row["variant"],
+            row,
+            pairs="d",
+            gap="+.3f",
+            gap_se=".3f",
+            gap_sd=".3f",
+            gap_in_bf16="+.3f",
+            gap_in_bf16_se=".3f",
+        )
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Gaps with their standard errors, a line for each variant that has several pairs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn = [row for row in rows if "gap_se" in row]
+    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.3 * len(drawn)), layout="constrained")
+    for name, color, shift in (("gap", "tab:blue", -0.12), ("gap_in_bf16", "tab:orange", 0.12)):
+        axis.errorbar(
+            [row[name] for row in drawn],
+            [line + shift for line in range(len(drawn))],
+            xerr=[row[f"{name}_se"] for row in drawn],
+            fmt="o",
+            color=color,
+            markersize=4,
+            capsize=3,
+            label="as trained" if name == "gap" else "weights in BF16 layers",
+        )
+    axis.axvline(0, color="0.6", linewidth=0.8)
+    axis.set_yticks(range(len(drawn)), [f"{row['variant']} ({row['pairs']})" for row in drawn])
+    axis.invert_yaxis()
+    axis.set_xlabel("held-out loss to BF16 of the same seed, %, with standard error")
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(fontsize=8)
+    write_figure(path, figure, dpi=120)
+    plt.close(figure)
+    print("wrote", path)
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argument_parser(__doc__, plot=None)
+    parser.add_argument(
+        "--results", nargs="+", type=Path, metavar="JSON", help="default: pairs.json"
+    )
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    a = parse()
+    paths = a.results or [result_path("convergence/pairs", a.output)]
+    with one_line():
+        results = [read_json(path, "settings", "runs") for path in paths]
+    for path, result in zip(paths, results, strict=True):
+        print(f"== {path.stem}")
+        rows = report(result["runs"])
+        show_rows(rows)
+        if a.plot is not None:
+            plot(rows, Path(a.plot))
+
+
+if __name__ == "__main__":
+    main()
