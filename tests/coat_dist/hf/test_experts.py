@@ -43,7 +43,7 @@ FAMILIES = {
 
 def mixture(name, chosen=E, dtype=torch.bfloat16, **changes):
     """A tiny model; all experts are chosen, so that no rounding changes a choice."""
-    return tiny(name, dtype, num_experts_per_tok=chosen, **SIZES, **FAMILIES[name], **changes)
+    return tiny(name, dtype, num_experts_per_tok=chosen, **SIZES | FAMILIES[name] | changes)
 
 
 def experts_of(model):
