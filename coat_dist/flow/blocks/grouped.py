@@ -211,7 +211,8 @@ class _Weight:
         self.parameter = parameter
         self.shape = (experts, outputs, inputs) if rows_first else (experts, inputs, outputs)
         self.settings = settings
-        self.rows_first = rows_first
+        # Codes of a frozen weight are [experts, out, in], whatever its own shape.
+        self.rows_first = rows_first or isinstance(parameter, FrozenWeight)
 
     def quantized(self) -> Operand:
         """For forward, codes ``[experts, out, in]``; the scale, fp32 ``[experts]``, is to be
@@ -237,10 +238,8 @@ class _Weight:
         """Codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors``
         returns it.
         """
-        fmt, given = FORMATS[self.settings.format], codes_of(weight)
-        if isinstance(given, QuantizedTensor):
-            return quantize_experts(given, fmt, scale, True)
-        return quantize_experts(_shaped(given, self.shape), fmt, scale, self.rows_first)
+        fmt, given = FORMATS[self.settings.format], codes_of(_shaped(weight, self.shape))
+        return quantize_experts(given, fmt, scale, self.rows_first)
 
     def gradient(
         self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows
