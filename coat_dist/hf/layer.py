@@ -132,10 +132,6 @@ class DecoderLayer(Block):
             y = self.mlp(self.post_attention_layernorm(x))
         return x + y
 
-    def coat_settle(self: Any, why: str | None) -> None:
-        if self.coat.kind is not None:
-            self.coat.report.settle(self.coat.name, why)
-
     @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = Block.coat_own_forward(self, plain, *args, **kwargs)

@@ -263,12 +263,9 @@ class Block(ModePatched):
             why = "another forward of its class"
         else:
             why = why_parts_act(self, self.coat)
-        if self.coat.report is not None:
-            self.coat_settle(why)
+        if self.coat.kind is not None:  # a layer without one computes nothing of its parts
+            self.coat.report.settle(self.coat.name, why)
         return why is None
-
-    def coat_settle(self: Any, why: str | None) -> None:
-        self.coat.report.settle(self.coat.name, why)
 
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and self.coat_ready()
