@@ -4,21 +4,24 @@ users can put together.
     python -m benchmarks.speed.families  # all families and variants, an hour
     python -m benchmarks.speed.families --families llama3-8b gemma3-4b --variants bf16 liger coat
 
-Each family and variant has a process of its own, which takes steps of two sequences of random
-tokens: forward, backward, SGD. The vocabulary has 32 000 tokens in all families. Variants are
-``bf16`` (transformers, sdpa, experts as grouped products), ``liger`` (Liger-Kernel), ``compile``
-(torch.compile of each layer with dynamic shapes), ``ao`` (torchao's float8), joined by "+", and
-``coat``, the block alone, also with its own ``"compile"``. Saved bytes a token are what the
-allocator holds between forward and backward, logits included. Ratios of times are to BF16 and to
-the best variant without ``coat`` of the same family and run. A variant that fails is a row with its
-error; one whose package is not installed, or whose key the block refuses, is left out with a line.
-Writes ``speed/families.json`` after each family; give parts of it other names by ``--name``.
+Each variant has a process of its own, which builds one family after the other and takes steps of
+two sequences of random tokens: forward, backward, SGD. The vocabulary has 32 000 tokens in all
+families. Variants are ``bf16`` (transformers, sdpa, experts as grouped products), ``liger`` (Liger-
+Kernel), ``compile`` (torch.compile of each layer with dynamic shapes), ``ao`` (torchao's float8),
+joined by "+", and ``coat``, the block alone, also with its own ``"compile"``. Saved bytes a token
+are what the allocator holds between forward and backward, logits included. Ratios of times are to
+BF16 and to the best variant without ``coat`` of the same family and run. A family that fails is a
+row with its error; a variant whose package is not installed, or whose key the block refuses, is
+left out with a line, as is a family that Liger or this transformers has not. Writes
+``speed/families.json`` after each variant; give parts of it other names by ``--name``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +30,7 @@ import torch
 import coat_dist
 from benchmarks.arguments import argument_parser, check_multiples, positive_int
 from benchmarks.common import options, show, write_result
-from benchmarks.ranks import as_rank, run_variant
+from benchmarks.ranks import as_rank, run
 from benchmarks.speed.hf import random_tokens, shape, timed_steps
 from coat_dist import CoatConfig, CoatConfigError
 
@@ -136,11 +139,11 @@ def block(variant: str) -> dict[str, Any]:
     return {"compile": True} if variant == "coat+compile" else {}
 
 
-def build(case: dict[str, Any], device: torch.device) -> Any:
-    """The model of a variant, on ``device`` in BF16."""
+def build(name: str, case: dict[str, Any], device: torch.device) -> Any:
+    """The model of a family in a case's variant, on ``device`` in BF16."""
     import transformers
 
-    kind, _, values = FAMILIES[case["family"]]
+    kind, _, values = FAMILIES[name]
     if case["layers"]:
         values = values | {"num_hidden_layers": case["layers"]}
     if case["tiny"]:
@@ -175,9 +178,21 @@ def in_float8(module: Any, name: str) -> bool:
 
 
 def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """The record of a variant."""
+    """A record for each family, with its name, in which an error is the last line of one."""
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    model = build(case, device)
+    for name in case["families"]:
+        try:
+            yield {"family": name} | measure_one(name, case, device)
+        except Exception as problem:
+            traceback.print_exc()
+            yield {"family": name, "error": str(problem).strip().splitlines()[0]}
+        torch.compiler.reset()
+        gc.collect()
+
+
+def measure_one(name: str, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Times, memory and losses of a family."""
+    model = build(name, case, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     saved = [0]
 
@@ -194,42 +209,36 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     size, vocabulary = (2, case["tokens"] // 2), model.config.vocab_size
     drawn = random_tokens(generator, case, size, vocabulary, device)
     found = timed_steps(step, drawn, case["tokens"], case["warm_up"], device)
-    yield found | {"saved_bytes_per_token": saved[0] / case["tokens"]}
+    return found | {"saved_bytes_per_token": saved[0] / case["tokens"]}
 
 
-def compare(variants: Sequence[dict[str, Any]]) -> None:
-    """Add ratios of times to BF16 and to the best peer, and print all."""
-    times = {one["variant"]: one["steps"][0]["step_ms"] for one in variants if one["steps"]}
+def compare(rows: Sequence[dict[str, Any]]) -> None:
+    """Add ratios of times to BF16 and to the best peer of a family, and print all."""
+    times = {row["variant"]: row["step_ms"] for row in rows if "step_ms" in row}
     best = min((ms for name, ms in times.items() if "coat" not in name), default=None)
-    for one in variants:
-        for step in one["steps"]:
-            if "bf16" in times:
-                step["to_bf16"] = step["step_ms"] / times["bf16"]
-            if best is not None:
-                step["to_best_peer"] = step["step_ms"] / best
-            show(
-                one["variant"],
-                step,
-                step_ms=".1f",
-                saved_bytes_per_token=",.0f",
-                to_bf16=".3f",
-                to_best_peer=".3f",
-                peak_gib=".1f",
-            )
-        if "error" in one:
-            print(f"{one['variant']:<28} {one['error'].strip().splitlines()[-1]}", flush=True)
-        elif not one["steps"]:
-            print(f"{one['variant']:<28} out of memory, or of time", flush=True)
+    for row in rows:
+        if "error" in row:
+            print(f"{row['variant']:<28} {row['error']}", flush=True)
+            continue
+        if "bf16" in times:
+            row["to_bf16"] = row["step_ms"] / times["bf16"]
+        if best is not None:
+            row["to_best_peer"] = row["step_ms"] / best
+        show(
+            row["variant"],
+            row,
+            step_ms=".1f",
+            saved_bytes_per_token=",.0f",
+            to_bf16=".3f",
+            to_best_peer=".3f",
+            peak_gib=".1f",
+        )
 
 
-def left_out(kind: str, variant: str) -> str | None:
-    """Why a variant of a type of models is not measured: a package that is not installed, or a key
-    of the block that does not exist. None if it is.
+def left_out(variant: str) -> str | None:
+    """Why a variant is not measured: a package that is not installed, or a key of the block that
+    does not exist. None if it is.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if kind not in CONFIG_MAPPING_NAMES:
-        return f"this transformers has no {kind}"
     for part in variant.split("+"):
         if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None:
             return f"no package {PACKAGES[part]}"
@@ -240,10 +249,22 @@ def left_out(kind: str, variant: str) -> str | None:
     return None
 
 
+def known(name: str, variant: str) -> bool:
+    """Whether this transformers, and Liger where it takes part, have a family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = FAMILIES[name].kind
+    if "liger" in variant:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        return kind in MODEL_TYPE_TO_APPLY_LIGER_FN
+    return kind in CONFIG_MAPPING_NAMES
+
+
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
     parser = argument_parser(
-        __doc__, tokens=8192, warm_up=5, steps=11, limit=180.0, name="families", tiny=False
+        __doc__, tokens=8192, warm_up=5, steps=11, limit=600.0, name="families", tiny=False
     )
     parser.add_argument(
         "--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME"
@@ -257,23 +278,25 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    case = options(arguments, "families", "variants", "limit") | {"ranks": 1}
-    # A variant that has no memory says so of its only micro-batch.
-    case["micro_batches"] = [2]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name in arguments.families:
-        print(f"== {name}", flush=True)
-        found[name] = []
-        for variant in arguments.variants:
-            if why := left_out(FAMILIES[name].kind, variant):
-                print(f"{variant}: left out, {why}", flush=True)
-                continue
-            own = case | {"family": name, "variant": variant}
-            one = run_variant(own, arguments.limit, "benchmarks.speed.families")
-            found[name].append(one)
-        compare(found[name])
+    case = options(arguments, "variants", "limit") | {"ranks": 1}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.families}
+    for variant in arguments.variants:
+        if why := left_out(variant):
+            print(f"{variant}: left out, {why}", flush=True)
+            continue
+        families = [name for name in arguments.families if known(name, variant)]
+        own = case | {"variant": variant, "families": families}
+        records, statuses, log = run(own, arguments.limit, "benchmarks.speed.families")
+        if len(records) < len(families):
+            print(f"{variant}: {len(records)} of {families}, ended with {statuses}: {log[-900:]}")
+        for record in records:
+            found[record.pop("family")].append({"variant": variant} | record)
         result = {"settings": options(arguments), "families": found}
         write_result(f"speed/{arguments.name}", result, arguments.output, nan=True)
+    for name, rows in found.items():
+        print(f"== {name}", flush=True)
+        compare(rows)
+    write_result(f"speed/{arguments.name}", result, arguments.output, nan=True)
 
 
 if __name__ == "__main__":

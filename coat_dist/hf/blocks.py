@@ -30,7 +30,7 @@ from .adapters import adapters_of, base_of
 from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
-from .recognize import attention_kind, is_decoder_layer, mlp_kind, norm_kind
+from .recognize import attention_kind, layer_norms, mlp_kind, norm_kind
 
 __all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of", "why_called"]
 
@@ -108,7 +108,7 @@ def _fused_attention(entry: Entry) -> bool:
     """
     attention = entry.module
     kind = attention_kind(attention)
-    if kind is None or not is_decoder_layer(entry.layer):
+    if kind is None or layer_norms(entry.layer) is None:
         return False
     linears = *kind.projections, "o_proj"
     entry.why = _why_not_linears(attention, *linears) or why_called(attention, *kind.norms)

@@ -33,7 +33,7 @@ from .modules import (
     opaque,
     runs_flow,
 )
-from .recognize import Attention, rotation_of
+from .recognize import Attention, LayerNorms, rotation_of
 
 __all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "RecomputedLayer", "Sides"]
 
@@ -60,10 +60,11 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Sides(NamedTuple):
-    """Of a layer that is x + attention(norm(x)), then x + mlp(norm(x)): which of the two blocks
-    takes its norm and the residual connection along.
+    """Of a layer that ``layer_norms`` knows: which of its two blocks, attention and MLP, takes its
+    norm and the residual connection along.
     """
 
+    norms: LayerNorms
     attention: bool
     mlp: bool
     names: tuple[str, ...]
@@ -72,11 +73,11 @@ class Sides(NamedTuple):
     """Those that have one."""
 
     @classmethod
-    def of(cls, layer: Any, attention: bool, mlp: bool) -> Sides:
+    def of(cls, layer: Any, norms: LayerNorms, attention: bool, mlp: bool) -> Sides:
         _, _, *rest = inspect.signature(type(layer).forward).parameters.values()
         named = [p for p in rest if p.kind is not p.VAR_KEYWORD]
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
-        return cls(attention, mlp, tuple(p.name for p in named), defaults)
+        return cls(norms, attention, mlp, tuple(p.name for p in named), defaults)
 
 
 class DecoderLayer(Block):
@@ -119,18 +120,20 @@ class DecoderLayer(Block):
         """The layer with one of its norms, or both, in the block behind it."""
         sides, x = self.coat.kind, hidden_states
         kwargs = sides.defaults | dict(zip(sides.names, args, strict=False)) | kwargs
+        before_attention, before_mlp = map(self.get_submodule, sides.norms.before)
+        after = [self.get_submodule(name) for name in sides.norms.after]
         if first:
             # By position: ZeRO-3 lets an attention's weights go in backward where its first
             # argument has a gradient.
-            y, _, x = self.self_attn(x, coat_norm=self.input_layernorm, **kwargs)
+            y, _, x = self.self_attn(x, coat_norm=before_attention, **kwargs)
         else:
-            y, _ = self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)
-        x = x + y
+            y, _ = self.self_attn(hidden_states=before_attention(x), **kwargs)
+        x = x + (after[0](y) if after else y)
         if second:
-            y, x = self.mlp(x, norm=self.post_attention_layernorm)
+            y, x = self.mlp(x, norm=before_mlp)
         else:
-            y = self.mlp(self.post_attention_layernorm(x))
-        return x + y
+            y = self.mlp(before_mlp(x))
+        return x + (after[1](y) if after else y)
 
     @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -42,13 +42,12 @@ from .modules import (
     UnfusedNorm,
     why_parts_act,
 )
-from .recognize import is_causal_lm, is_decoder_layer, norm_kind
+from .recognize import is_causal_lm, layer_norms, norm_kind
 
 __all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
 
 BLOCKS = "self_attn", "mlp"
-BEFORE = "input_layernorm", "post_attention_layernorm"
-"""Of layers that are x + attention(norm(x)), then x + mlp(norm(x))."""
+"""Of layers that ``layer_norms`` knows."""
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -172,13 +171,14 @@ def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None, recompute:
             report.note("boundaries: layers that route tokens to experts keep their inputs whole")
     uncalled: list[nn.Module] = []
     before: dict[str, str] = {}
-    if is_decoder_layer(layer):
-        pairs = zip(BLOCKS, BEFORE, strict=True)
+    norms = layer_norms(layer)
+    if norms is not None:
+        pairs = zip(BLOCKS, norms.before, strict=True)
         before = {block: norm for block, norm in pairs if id(layer._modules[block]) in fused}
-    if before:
+    if norms is not None and before:
         why = why_called(layer, *before.values())
         if why is None:
-            sides = Sides.of(layer, *(block in before for block in BLOCKS))
+            sides = Sides.of(layer, norms, *(block in before for block in BLOCKS))
             part = part._replace(kind=sides, parts=parts_of(layer, *before, *before.values()))
             uncalled = [layer._modules[norm] for norm in before.values()]
             why = why_parts_act(layer, part)

@@ -25,12 +25,13 @@ from ..patching.reasons import original_class, own_forward
 __all__ = [
     "ACTIVATIONS",
     "Attention",
+    "LayerNorms",
     "MLPKind",
     "attention_kind",
     "fingerprint",
     "flow_activations",
     "is_causal_lm",
-    "is_decoder_layer",
+    "layer_norms",
     "mlp_kind",
     "norm_kind",
     "rotation_of",
@@ -78,6 +79,8 @@ _FORMS: dict[Attention, tuple[str, ...]] = {
         "bc2f92c309e3",
         "b6b997416056",
         "85562f9ba28a",
+        "a1b04ba3d9e0",  # Gemma 3
+        "a8021bb89302",
     ),
     # Qwen3-VL, Ministral 3, Phi-3
     Attention(norms=_NORMS): ("2a34dc049973", "d505d9fe461b"),
@@ -91,18 +94,41 @@ _FORMS: dict[Attention, tuple[str, ...]] = {
 }
 ATTENTIONS = {digest: form for form, digests in _FORMS.items() for digest in digests}
 """Attentions that run in one piece with the norm before them, in layers that give it: since
-transformers 5.24, 5.4, 5.1, 5.0 and 4.56; those of Ministral 3, Qwen2.5-VL and Qwen3-VL since 5.24
-and 5.17.
+transformers 5.24, 5.4, 5.1, 5.0 and 4.56; those of Gemma 3, Ministral 3, Qwen2.5-VL and Qwen3-VL
+since 5.24 and 5.17.
 """
-DECODER_LAYERS = {
-    "dc2a7e8a52a4",  # Llama and 66 others of transformers 5.24
-    "1515b3d2da53",
-    "c587ea7a11e2",  # Mixtral, Qwen3-VL
-    "24f6048b2749",
-    "3e993d5c4d70",  # Phi-3
-    "f61a807f3265",
+
+
+class LayerNorms(NamedTuple):
+    """Norms of a decoder layer by name: those before its attention and its MLP, and those of what
+    the two return, if there are any.
+    """
+
+    before: tuple[str, str]
+    after: tuple[str, ...] = ()
+
+
+_BEFORE = "input_layernorm", "post_attention_layernorm"
+_LAYERS: dict[LayerNorms, tuple[str, ...]] = {
+    LayerNorms(_BEFORE): (
+        "dc2a7e8a52a4",  # Llama and 66 others of transformers 5.24
+        "1515b3d2da53",
+        "c587ea7a11e2",  # Mixtral, Qwen3-VL
+        "24f6048b2749",
+        "3e993d5c4d70",  # Phi-3
+        "f61a807f3265",
+    ),
+    # Gemma 2 and 3, GLM-4
+    LayerNorms(
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ): ("4a0590a311f3",),
+    LayerNorms(_BEFORE, ("post_self_attn_layernorm", "post_mlp_layernorm")): ("5b74769c58e3",),
 }
-"""x + attention(norm(x)), then x + mlp(norm(x)); in Phi-3 with dropout of both."""
+DECODER_LAYERS = {digest: norms for norms, digests in _LAYERS.items() for digest in digests}
+"""x + attention(norm(x)), then x + mlp(norm(x)), or the same with a norm of what attention and MLP
+return; in Phi-3 with dropout of both. Those with four norms since transformers 5.24 and 5.17.
+"""
 MLPS = {
     "d9e9fc411102": (("gate_proj", "up_proj"), "down_proj", True),  # Llama and 126 others
     "2e97b5598c8f": (("gate_proj", "up_proj"), "down_proj", True),  # Qwen2.5-VL's vision tower
@@ -193,10 +219,11 @@ def _forward(module: nn.Module) -> str:
     return fingerprint(original_class(module).forward)
 
 
-def is_decoder_layer(module: nn.Module) -> bool:
-    """Whether it is x + attention(norm(x)), then x + mlp(norm(x))."""
-    drops = any(isinstance(child, nn.Dropout) and child.p for child in module.children())
-    return _forward(module) in DECODER_LAYERS and not drops
+def layer_norms(module: nn.Module) -> LayerNorms | None:
+    """The norms of a layer that is one of ``DECODER_LAYERS``, without dropout; None of others."""
+    if any(isinstance(child, nn.Dropout) and child.p for child in module.children()):
+        return None
+    return DECODER_LAYERS.get(_forward(module))
 
 
 def attention_kind(module: nn.Module) -> Attention | None:

@@ -108,9 +108,9 @@ def step(ms: float, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_ratios_are_to_their_base(compare, key, times, expected) -> None:
-    found = [{"variant": name, "steps": [step(ms)]} for name, ms in times.items()]
+    found = [step(ms, variant=name, steps=[step(ms)]) for name, ms in times.items()]
     compare(found)
-    assert [one["steps"][0][key] for one in found] == expected
+    assert [(one | one["steps"][0])[key] for one in found] == expected
 
 
 def test_ratios_of_training_are_to_the_first_and_gaps_to_bf16() -> None:

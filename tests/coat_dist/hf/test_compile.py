@@ -63,7 +63,7 @@ def check_traced():
     [
         ("olmo2", "layers"),
         ("olmo2", "torch"),
-        ("gemma3_text", "layers"),
+        ("olmo3", "layers"),
         ("llama", "model"),
         ("llama", "torch"),
     ],
@@ -105,7 +105,7 @@ def test_layers_compiled_by_the_block_share_their_graphs(checkpoints):
 
 
 def test_fifty_lengths_share_their_graphs():
-    model = tiny("gemma3_text")
+    model = tiny("olmo3")
     patch_model(model, ActivationConfig(compile=True))
     for length in range(12, 62):
         model(tokens(length=length))

@@ -15,7 +15,7 @@ from coat_dist.flow.core import inputs
 from coat_dist.hf import is_transformers_model, patch_model, unpatch_model
 from coat_dist.patching.report import is_patched
 
-from .tiny import FUSED, GENERIC, check_near, relative, same, step, tiny, tokens
+from .tiny import FOUR_NORMS, FUSED, GENERIC, check_near, relative, same, step, tiny, tokens
 
 DEFAULT = ActivationConfig()
 
@@ -29,7 +29,7 @@ def test_patch_model_is_near_and_unpatch_model_restores(name, dtype):
     report = patch_model(model, DEFAULT)
     assert report is model.coat_patch_report and not report.left, report
     assert report.fp8_share == 1
-    if name in FUSED:
+    if name in (*FUSED, *FOUR_NORMS):
         sides = model.model.layers[0].coat.kind
         assert sides.attention and sides.mlp and not report.unfused
     assert list(model.state_dict()) == keys and [type(m).__name__ for m in model.modules()] == names
@@ -37,7 +37,9 @@ def test_patch_model_is_near_and_unpatch_model_restores(name, dtype):
     check_near((loss, found), (before, grads))
     assert loss.dtype == torch.float32
     for key in grads:
-        assert found[key].dtype == dtype and relative(found[key], grads[key]) < 0.35, key
+        # Softmax does not see what all keys share: gradients of their biases nearly cancel.
+        limit = 0.5 if key.endswith("k_proj.bias") else 0.35
+        assert found[key].dtype == dtype and relative(found[key], grads[key]) < limit, key
     unpatch_model(model)
     again, old = step(model)
     assert (

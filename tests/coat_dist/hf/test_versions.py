@@ -15,15 +15,16 @@ from coat_dist.hf.recognize import (
     attention_kind,
     fingerprint,
     is_causal_lm,
-    is_decoder_layer,
+    layer_norms,
     mlp_kind,
     norm_kind,
 )
 
-from .tiny import FUSED, GENERIC, step, tiny
+from .tiny import FOUR_NORMS, FUSED, GENERIC, step, tiny
 
+UNKNOWN = () if FOUR_NORMS else ("glm4", "gemma2", "gemma3_text")
 OWN = {
-    **dict.fromkeys(("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "granite"), ("layer",)),
+    **dict.fromkeys(("olmo2", "olmo3", "granite", *UNKNOWN), ("layer",)),
     "olmo": ("norm",),
     "cohere": ("layer", "norm"),
 }
@@ -41,7 +42,7 @@ def test_fingerprints_of_the_installed_transformers(name):
     norms = {type(m): m for m in model.modules() if type(m).__name__.endswith("Norm")}
     parts = [
         ("loss", type(model), is_causal_lm(model)),
-        ("layer", type(layer), is_decoder_layer(layer)),
+        ("layer", type(layer), layer_norms(layer) is not None),
         ("mlp", type(layer.mlp), mlp_kind(layer.mlp) is not None),
         *(("norm", cls, norm_kind(m) is not None) for cls, m in norms.items()),
     ]
