@@ -55,9 +55,34 @@ MODELS = {
     "qwen3-8b": ("qwen3", shape(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
     "llama3-70b": ("llama", shape(8192, 28672, 80, 64, 8, 128256)),
     "qwen3-32b": ("qwen3", shape(5120, 25600, 64, 64, 8, 151936, head_dim=128)),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        shape(
+            2048,
+            6144,
+            48,
+            32,
+            4,
+            151936,
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+    ),
     "tiny": ("llama", shape(256, 512, 2, 2, 2, 256)),
+    "tiny-moe": (
+        "qwen3_moe",
+        shape(256, 512, 2, 2, 2, 256, moe_intermediate_size=128, num_experts=8),
+    ),
 }
 """Type and shape."""
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 VARIANTS = [
     "adamw",
     "adamw+liger",
@@ -138,8 +163,7 @@ def untrained(case: dict[str, Any]) -> Callable[[], Any]:
         use_cache=False,
     )
     torch.manual_seed(0)
-    cls = getattr(transformers, {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind])
-    return partial(cls, config)
+    return partial(getattr(transformers, CLASSES[kind]), config)
 
 
 def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:

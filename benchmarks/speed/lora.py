@@ -2,12 +2,13 @@
 
     python -m benchmarks.speed.lora  # Llama-3-8B, rank 16, 4 x 2048 tokens, one GPU
 
-Each variant has a process of its own, which trains adapters on q, k, v, o, gate, up and down of a
-model with random frozen weights, by torch's AdamW, on random tokens. Parts of a variant are joined
-by "+": ``peft`` (nothing else), ``liger`` (Liger-Kernel), ``nf4`` (frozen weights in torchao's
-NF4), ``coat`` (the block's "activation"), ``fp8`` (its ``"frozen_weights": "fp8"``), ``checkpoint``
-(recomputed layers), ``fp32`` (adapters in fp32, PEFT's own default, instead of BF16). Ratios of
-tokens/s and peak are to ``liger``. Writes ``speed/lora.json``.
+Each variant has a process of its own, which trains adapters on q, k, v, o, gate, up and down (in
+models with experts on q, k, v and o) of a model with random frozen weights, by torch's AdamW, on
+random tokens. Parts of a variant are joined by "+": ``peft`` (nothing else), ``liger``
+(Liger-Kernel), ``nf4`` (frozen weights in torchao's NF4), ``coat`` (the block's "activation"),
+``fp8`` (its ``"frozen_weights": "fp8"``), ``checkpoint`` (recomputed layers), ``fp32`` (adapters in
+fp32, PEFT's own default, instead of BF16). Ratios of tokens/s and peak are to ``liger``. Writes
+``speed/lora.json``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ VARIANTS = [
     "coat+fp8+checkpoint",
 ]
 PARTS = {"peft", "liger", "nf4", "coat", "fp8", "checkpoint", "fp32"}
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
@@ -50,7 +52,10 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
         model = untrained(case)()
     torch.set_default_dtype(torch.float32)
     config = peft.LoraConfig(
-        r=case["rank"], lora_alpha=2 * case["rank"], target_modules=TARGETS, task_type="CAUSAL_LM"
+        r=case["rank"],
+        lora_alpha=2 * case["rank"],
+        target_modules=ATTENTION if hasattr(model.config, "num_experts") else ATTENTION + MLP,
+        task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(model, config, autocast_adapter_dtype="fp32" in parts).train()
     if "nf4" in parts:

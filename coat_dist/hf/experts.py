@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .. import flow
 from ..ops import ACTIVATIONS, activation_apply
-from ..patching.reasons import module_of, original_class, own_code, why_not_fp8
+from ..patching.reasons import PLAIN, module_of, original_class, own_code, why_not_fp8
 from .modules import Block, fits, opaque
 
 __all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
@@ -112,8 +112,8 @@ def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
 
 
 def _is_plain(weight: Any) -> bool:
-    """Whether it is a tensor as torch makes it, be it a parameter or computed by an adapter."""
-    return type(weight) in (nn.Parameter, torch.Tensor, FakeTensor)
+    """Whether it is a weight that the flow reads, be it a parameter or computed by an adapter."""
+    return type(weight) in (*PLAIN, torch.Tensor, FakeTensor)
 
 
 class Experts(Block):

@@ -135,10 +135,6 @@ class DecoderLayer(Block):
             y = self.mlp(before_mlp(x))
         return x + (after[1](y) if after else y)
 
-    def coat_settle(self: Any, why: str | None) -> None:
-        if self.coat.kind is not None:
-            self.coat.report.settle(self.coat.name, why)
-
     @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = Block.coat_own_forward(self, plain, *args, **kwargs)

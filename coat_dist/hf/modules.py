@@ -182,6 +182,16 @@ class ModePatched(Patched):
             inner = inner.__wrapped__
         return {"coat_plain": plain, "forward": forward}
 
+    def _apply(self: Any, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
+        """torch's ``_apply``, by which modules are moved; it cannot replace a frozen weight."""
+        frozen = {n: p for n, p in self._parameters.items() if isinstance(p, FrozenWeight)}
+        for name, weight in frozen.items():
+            replace(weight, fn(weight))
+            self._parameters[name] = None
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self._parameters.update(frozen)
+        return self
+
     def coat_runs(self: Any) -> bool:
         """Whether a call of the module would run the flow."""
         return runs_flow(self)
@@ -253,12 +263,9 @@ class Block(ModePatched):
             why = "another forward of its class"
         else:
             why = why_parts_act(self, self.coat)
-        if self.coat.report is not None:
-            self.coat_settle(why)
+        if self.coat.kind is not None:  # a layer without one computes nothing of its parts
+            self.coat.report.settle(self.coat.name, why)
         return why is None
-
-    def coat_settle(self: Any, why: str | None) -> None:
-        self.coat.report.settle(self.coat.name, why)
 
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and self.coat_ready()
@@ -327,17 +334,6 @@ class PartProjection(ModePatched):
     """A linear in FP8 by itself. Linears whose weights a fused block reads are such ones for the
     calls in which the block runs its own code.
     """
-
-    def _apply(self: Any, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
-        """torch's ``_apply``, by which modules are moved; it cannot replace a frozen weight."""
-        weight = self._parameters["weight"]
-        if not isinstance(weight, FrozenWeight):
-            return super()._apply(fn, recurse)  # type: ignore[misc]
-        replace(weight, fn(weight))
-        self._parameters["weight"] = None
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        self._parameters["weight"] = weight
-        return self
 
     def coat_runs(self: Any) -> bool:
         return runs_flow(self) and has_plain_weight(self)

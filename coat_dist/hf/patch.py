@@ -31,6 +31,7 @@ from ..patching.settings import (
 )
 from .adapters import base_of
 from .blocks import RECOGNIZERS, blocks_of, fuses, parts_of, why_called
+from .experts import Experts
 from .layer import AttentionKind, DecoderLayer, RecomputedLayer, Sides
 from .loss import ChunkedLM, LossHead, why_plain
 from .modules import (
@@ -239,31 +240,37 @@ def _plan_loss(plan: Plan, model: nn.Module) -> None:
             plan.swap(module, ChunkedLM, Part(settings, label, plan.report))
 
 
-def _frozen_weights(plan: Plan) -> list[Any]:
-    """Weights of linears in the flow that do not train."""
-    weights = []
+def _frozen_weights(plan: Plan) -> dict[int, bool]:
+    """Weights of linears and experts in the flow that do not train, by identity, and which of them
+    are ``[experts, in, out]``. Not those of experts with adapters, which compute with BF16 weights.
+    """
+    found = {}
     for entry in plan.entries:
         for module, _, value in entry.changes:
-            if isinstance(value, type) and issubclass(value, PartProjection):
-                weight = module.weight
-                if not (weight.requires_grad or hasattr(weight, "ds_id")):
-                    weights.append(weight)
-    return weights
+            if not isinstance(value, type):
+                continue
+            adapted = issubclass(value, Experts) and module is not entry.module
+            if adapted or not issubclass(value, (Experts, PartProjection)):
+                continue
+            for name, p in module.named_parameters(recurse=False):
+                if not (name.endswith("bias") or p.requires_grad or hasattr(p, "ds_id")):
+                    found[id(p)] = getattr(module, "is_transposed", False)
+    return found
 
 
 def _freeze(plan: Plan) -> None:
     """Quantize frozen weights one after the other, each where it lies."""
-    weights = {id(weight) for weight in _frozen_weights(plan)}
+    weights = _frozen_weights(plan)
     left = []
     for entry in plan.entries:
         for name, p in entry.module.named_parameters(prefix=entry.name):
             if id(p) in weights:
-                weights.remove(id(p))  # another module may share it
-                replace(p, FrozenWeight.of(p, plan.settings.format))
+                transposed = weights.pop(id(p))  # another module may share it
+                replace(p, FrozenWeight.of(p, plan.settings.format, transposed))
             elif not (p.requires_grad or isinstance(p, FrozenWeight)) and p.dim() > 1:
                 left.append(name)
     others = ", ".join(condensed(left)) or "no others"
-    plan.report.note(f"frozen weights of linears are FP8 codes alone; frozen in BF16: {others}")
+    plan.report.note(f"frozen weights in the flow are FP8 codes alone; frozen in BF16: {others}")
 
 
 def _unknown_forward(model: nn.Module) -> str:
@@ -282,7 +289,7 @@ def _not_in_this(plan: Plan) -> Rows:
     if all(map(_routes, layers)):
         rows["boundaries"] = (("bf16",), f"{why}, or route tokens to experts")
     if not _frozen_weights(plan):
-        rows["frozen_weights"] = (("bf16",), "no weight of a linear in the flow is frozen")
+        rows["frozen_weights"] = (("bf16",), "no weight in the flow is frozen")
     losses = plan.report.loss
     plain = [f"{name}: {how}" for name, how in losses.items() if how.startswith("plain")]
     if plain or not losses:

@@ -59,22 +59,37 @@ _NORMS = "q_norm", "k_norm"
 _FORMS: dict[Attention, tuple[str, ...]] = {
     # Llama, Mistral, Qwen2, Qwen3
     Attention(): (
-        *("fd3aba4fff74", "dcf697ead0e7", "37fce64c5201", "ffbb2851d273", "876b2d653554"),
+        "fd3aba4fff74",
+        "dcf697ead0e7",
+        "37fce64c5201",
+        "ffbb2851d273",
+        "876b2d653554",
     ),
     Attention("config"): ("2ff6cd2af2f1", "af459b206859", "f033a28d9122", "5d43b6b3567e"),
     Attention("self"): (
-        *("38e82a8a2b4b", "35cff832b1c1", "1c7954496145", "fb90e9fd0035"),
-        *("baee97480023", "c25da48b9768"),  # Qwen2.5-VL
+        "38e82a8a2b4b",
+        "35cff832b1c1",
+        "1c7954496145",
+        "fb90e9fd0035",
+        "baee97480023",  # Qwen2.5-VL
+        "c25da48b9768",
     ),
     Attention("self", norms=_NORMS): (
-        *("e2f0978b8f29", "bc2f92c309e3", "b6b997416056", "85562f9ba28a"),
-        *("a1b04ba3d9e0", "a8021bb89302"),  # Gemma 3
+        "e2f0978b8f29",
+        "bc2f92c309e3",
+        "b6b997416056",
+        "85562f9ba28a",
+        "a1b04ba3d9e0",  # Gemma 3
+        "a8021bb89302",
     ),
     # Qwen3-VL, Ministral 3, Phi-3
     Attention(norms=_NORMS): ("2a34dc049973", "d505d9fe461b"),
     Attention("config", scaled=True): ("2c00b0ea37fe", "41e75a14057d"),
     Attention("config", projections=("qkv_proj",)): (
-        *("38a5ba830f24", "bf95479160e6", "ebe81f6f7263", "fc2913930974"),
+        "38a5ba830f24",
+        "bf95479160e6",
+        "ebe81f6f7263",
+        "fc2913930974",
     ),
 }
 ATTENTIONS = {digest: form for form, digests in _FORMS.items() for digest in digests}
@@ -96,9 +111,12 @@ class LayerNorms(NamedTuple):
 _BEFORE = "input_layernorm", "post_attention_layernorm"
 _LAYERS: dict[LayerNorms, tuple[str, ...]] = {
     LayerNorms(_BEFORE): (
-        *("dc2a7e8a52a4", "1515b3d2da53"),  # Llama and 66 others of transformers 5.24
-        *("c587ea7a11e2", "24f6048b2749"),  # Mixtral, Qwen3-VL
-        *("3e993d5c4d70", "f61a807f3265"),  # Phi-3
+        "dc2a7e8a52a4",  # Llama and 66 others of transformers 5.24
+        "1515b3d2da53",
+        "c587ea7a11e2",  # Mixtral, Qwen3-VL
+        "24f6048b2749",
+        "3e993d5c4d70",  # Phi-3
+        "f61a807f3265",
     ),
     # Gemma 2 and 3, GLM-4
     LayerNorms(
@@ -133,9 +151,12 @@ NORMS = {
 have no weight; "centered" multiplies by one more than its weight, and rounds last (Gemma).
 """
 ROTATIONS = {
-    **dict.fromkeys(("6e071d28b2d6", "05566310caba"), "halves"),  # Llama
-    **dict.fromkeys(("f636c01aa515", "d6f74b351c18"), "halves"),  # Phi-3
-    **dict.fromkeys(("10f40802a80f", "3f1b942702e4"), "neighbours"),  # GLM
+    "6e071d28b2d6": "halves",  # Llama
+    "05566310caba": "halves",
+    "f636c01aa515": "halves",  # Phi-3
+    "d6f74b351c18": "halves",
+    "10f40802a80f": "neighbours",  # GLM
+    "3f1b942702e4": "neighbours",
 }
 """``apply_rotary_pos_emb`` of the first channels of a head or all of them, in the dtype of the
 heads: of pairs (i, i + rot / 2), or (2 i, 2 i + 1). Since transformers 5.24 and 4.56.

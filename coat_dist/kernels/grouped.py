@@ -284,13 +284,20 @@ def spread_scales(
 
 
 def quantize_experts(
-    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, transpose: bool = False
+    x: torch.Tensor | QuantizedTensor,
+    fmt: FP8Format,
+    scales: torch.Tensor,
+    transpose: bool = False,
 ) -> QuantizedTensor:
     """See :func:`coat_dist.reference.grouped.quantize_experts`."""
+    row_scales = None
+    if isinstance(x, QuantizedTensor):
+        row_scales, x = x.scales, x.codes
     shape = x.transpose(1, 2).shape if transpose else x.shape
     codes = x.new_empty(shape, dtype=fmt.dtype)
     rows, turned = (None, codes) if transpose else (codes, None)
-    launch_quantize(x.contiguous(), scales, rows, turned, constants(fmt, x))
+    form = constants(fmt, x)
+    launch_quantize(x.contiguous(), scales, rows, turned, form, row_scales=row_scales)
     return QuantizedTensor(codes, scales, "expert")
 
 

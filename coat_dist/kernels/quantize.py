@@ -129,6 +129,8 @@ def _tensor_kernel(
         matrix = tl.program_id(2).to(tl.int64)
         x += matrix * rows * columns
         scale += matrix
+        if row_scales is not None:
+            row_scales += matrix * rows
         if out is not None:
             out += matrix * rows * columns
         if turned is not None:
@@ -237,7 +239,7 @@ def launch_quantize(
             scale.
         blocks: of several scales, which is that of each
             :data:`~coat_dist.reference.grouped.BLOCK` rows.
-        row_scales: of x, which is FP8 by rows then.
+        row_scales: of x, contiguous; x is FP8 by rows then.
         source: row i is that of number ``source[i] // choices`` in x, zeros if negative.
     """
     *matrices, rows, columns = x.shape

@@ -177,11 +177,16 @@ def largest_rows(
 
 
 def quantize_experts(
-    x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor, transpose: bool = False
+    x: torch.Tensor | QuantizedTensor,
+    fmt: FP8Format,
+    scales: torch.Tensor,
+    transpose: bool = False,
 ) -> QuantizedTensor:
-    """Matrices x ``[experts, k, n]`` with a given scale an expert, fp32 ``[experts]``; with
-    ``transpose`` codes ``[experts, n, k]``.
+    """Matrices x ``[experts, k, n]``, or quantized by rows, with a given scale an expert, fp32
+    ``[experts]``; with ``transpose`` codes ``[experts, n, k]``.
     """
+    if isinstance(x, QuantizedTensor):
+        x = quantize.dequantize(x)
     codes = quantize.requantize_rows(x, fmt, scales[:, None, None]).codes
     if transpose:
         codes = codes.transpose(1, 2).contiguous()

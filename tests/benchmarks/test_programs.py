@@ -43,7 +43,7 @@ RUNS = [
      "--variants CoatAdamW", "fsdp", "same_states"),
     ("speed.hf", "", f"--model tiny --variants adamw coat+flow --stage 3 --micro-batches 1 2 {HF}",
      "hf", "to_best_peer"),
-    ("speed.lora", "", f"--model tiny --micro-batch 2 {HF} --variants peft coat+fp8+checkpoint",
+    ("speed.lora", "", f"--model tiny-moe --micro-batch 2 {HF} --variants peft coat+fp8+checkpoint",
      "lora", "tokens_per_second_per_gpu"),
     ("speed.megatron_loop", "", "--ranks 2 --tensor-parallel 2 --layers 1 --steps 3 --variants "
      f"bf16 coat --resume-ranks 1 {SMALL}", "megatron-loop-2-ranks", "tokens_per_second_ratio"),

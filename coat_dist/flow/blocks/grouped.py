@@ -27,6 +27,7 @@ forward's and dgrad's codes is transposed while it is quantized.
 **Saved**: codes and a row scale of x, once a token, unless fc1 is frozen; the pre-activation in
 groups of 8 bits, once a choice; places of rows (8 bytes a choice). No copy of a weight, but
 ``weights: "cached"`` keeps forward's codes from one micro-batch to the next (``core/weights.py``).
+Frozen weights may be codes alone (``core/frozen.py``): forward's, which dgrad transposes.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from ...ops import (
     take_codes_transposed,
     tensor_scale,
 )
+from ..core.frozen import FrozenWeight, codes_of
 from ..core.inputs import row_codes
 from ..core.main_grad import Product, into_main_grad, row_blocks
 from ..core.products import Operand, saved_format
@@ -177,7 +179,7 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings) -> None:
         ("fc1_weight", fc1_weight, "experts x h x parts f", experts * h * parts),
         ("fc2_weight", fc2_weight, "experts x f x h", experts * h),
     ):
-        if not t.is_contiguous() or t.numel() % unit:
+        if not t.is_contiguous(memory_format=torch.contiguous_format) or t.numel() % unit:
             raise ValueError(
                 f"{name}: got shape {list(t.shape)}, accepted: contiguous, {form} elements "
                 f"with {experts} experts, h {h} and {parts} parts ({activation!r})"
@@ -209,12 +211,16 @@ class _Weight:
         self.parameter = parameter
         self.shape = (experts, outputs, inputs) if rows_first else (experts, inputs, outputs)
         self.settings = settings
-        self.rows_first = rows_first
+        # Codes of a frozen weight are [experts, out, in], whatever its own shape.
+        self.rows_first = rows_first or isinstance(parameter, FrozenWeight)
 
     def quantized(self) -> Operand:
         """For forward, codes ``[experts, out, in]``; the scale, fp32 ``[experts]``, is to be
         saved.
         """
+        if isinstance(self.parameter, FrozenWeight):
+            q8 = self.parameter.q8
+            return Operand(q8, q8.scales.amax((1, 2)))
         if self.settings.weights == "cached" and cacheable(self.parameter):
             kind = self.shape, self.rows_first
             return from_cache(self.parameter, self.settings, kind, self._quantize)
@@ -232,8 +238,8 @@ class _Weight:
         """Codes ``[experts, in, out]`` with forward's scale; ``weight`` as ``saved_tensors``
         returns it.
         """
-        fmt, weight = FORMATS[self.settings.format], _shaped(weight, self.shape)
-        return quantize_experts(weight, fmt, scale, self.rows_first)
+        fmt, given = FORMATS[self.settings.format], codes_of(_shaped(weight, self.shape))
+        return quantize_experts(given, fmt, scale, self.rows_first)
 
     def gradient(
         self, x8_t: QuantizedTensor, d8_t: QuantizedTensor, rows: ExpertRows

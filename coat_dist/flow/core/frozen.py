@@ -1,15 +1,16 @@
 """Frozen weights as FP8 codes: 1 byte a parameter, and no other copy.
 
 :class:`FrozenWeight` stands where a BF16 parameter stood: as ``linear.weight``, with its shape and
-its dtype in name. It holds codes and row scales, as forward multiplies them
-(``Weight.quantized``); dgrad transposes the same codes.
+its dtype in name; or of all experts of a layer. It holds codes and row scales, as forward
+multiplies them (``Weight.quantized``); dgrad transposes the same codes.
 
 * Moves and copies (``.to``, ``clone``, ``deepcopy``, ``to_empty``) move codes. Another dtype
   changes the dtype that the weight reads back as.
 * ``copy_``, and so ``load_state_dict``, quantizes what it is given. Every other change in place is
   refused.
-* Every other operation decodes the weight for as long as it runs. So evaluation and generation
-  read the codes, and ``save_pretrained`` writes decoded values.
+* Every other operation decodes the weight for as long as it runs; a choice of one expert decodes
+  that expert. So evaluation and generation read the codes, and ``save_pretrained`` writes decoded
+  values.
 * A pickle, and so every checkpoint of ``torch.save``, holds a checksum in place of the codes.
   Loading it compares checksums: a run that resumes on another base is refused.
 """
@@ -50,8 +51,8 @@ _RECIPE = (
 
 
 class FrozenWeight(torch.Tensor):
-    """A weight ``[out, in]`` that never trains, quantized by rows with scales that are powers of
-    two.
+    """A weight ``[out, in]`` or ``[experts, out, in]`` that never trains, quantized by rows with
+    scales that are powers of two.
     """
 
     packed: torch.Tensor
@@ -60,55 +61,75 @@ class FrozenWeight(torch.Tensor):
     its checksum.
     """
     format: str
+    transposed: bool
+    """Whether it stands for ``[experts, in, out]``. Codes are ``[experts, out, in]`` then, too."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: Any, packed: Any, format: str, shape: Any, dtype: torch.dtype) -> FrozenWeight:
+    def __new__(
+        cls: Any,
+        packed: Any,
+        format: str,
+        shape: Any,
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> FrozenWeight:
         weight = cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
-        weight.packed, weight.format = packed, format
+        weight.packed, weight.format, weight.transposed = packed, format, transposed
         return weight
 
     @staticmethod
     @torch.no_grad()
-    def of(values: torch.Tensor, format: str) -> FrozenWeight:
-        """Values ``[out, in]``, quantized.
+    def of(values: torch.Tensor, format: str, transposed: bool = False) -> FrozenWeight:
+        """Values, quantized, those of one expert after the other.
 
         Twice: a row whose largest value was rounded down to half of the format's largest gets a
         smaller scale then, with the same values. So decoded values have the same codes again, and
         the same checksum, wherever they were loaded from.
         """
-        rows, fmt = len(values), FORMATS[format]
-        once = quantize_rows(values.detach(), fmt, aligned=True)
+        values, fmt = values.detach(), FORMATS[format]
+        rows = values.numel() // values.shape[-2 if transposed else -1]
         size = values.numel() + 4 * rows + 4
         packed = torch.zeros(size, dtype=torch.uint8, device=values.device)
-        weight = FrozenWeight(packed, format, values.shape, values.dtype)
-        quantize_rows(dequantize(once, values.dtype), fmt, True, weight.q8)
+        weight = FrozenWeight(packed, format, values.shape, values.dtype, transposed)
+        q8 = weight.q8
+        if transposed:
+            values = values.mT
+        experts = (t.view(-1, *t.shape[-2:]) for t in (values, q8.codes, q8.scales))
+        for matrix, codes, scales in zip(*experts, strict=True):
+            once = dequantize(quantize_rows(matrix, fmt, aligned=True), values.dtype)
+            quantize_rows(once, fmt, True, QuantizedTensor(codes, scales, "row", top=q8.top))
         return weight
 
     @property
     def q8(self) -> QuantizedTensor:
-        """The codes, and their scales of rows."""
+        """The codes ``[out, in]`` or ``[experts, out, in]``, and their scales of rows."""
         if self.packed.numel() == _CHECKSUM:
             _refuse("a pickle, which has a checksum of weights and no weights", _RECIPE)
         if self.requires_grad:
             _refuse("a weight that is to train after all", "weights that train before patch_model")
-        rows, size = len(self), self.numel()
-        codes, scales, top = self.packed.split([size, 4 * rows, 4])
+        size, (*outer, inputs) = self.numel(), self.shape
+        if self.transposed:
+            outer[-1], inputs = inputs, outer[-1]
+        codes, scales, top = self.packed.split([size, 4 * (size // inputs), 4])
         return QuantizedTensor(
-            codes.view(FORMATS[self.format].dtype).view(self.shape),
-            scales.view(torch.float32).view(rows, 1),
+            codes.view(FORMATS[self.format].dtype).view(*outer, inputs),
+            scales.view(torch.float32).view(*outer, 1),
             "row",
             top=top.view(torch.float32).view(()),
         )
 
-    def decoded(self) -> torch.Tensor:
-        """The values, in a new tensor."""
+    def decoded(self, at: Any = ...) -> torch.Tensor:
+        """The values, or those ``at`` an index of the first dimension, in a new tensor."""
         _say_once(
             "evaluation, generation, saving and all code outside of the FP8 flow read frozen "
             "weights as their FP8 codes have them; each is decoded while it is read"
         )
-        return dequantize(self.q8, self.dtype)
+        q8 = self.q8
+        part = QuantizedTensor(q8.codes[at], q8.scales[at], "row")
+        values = dequantize(part, self.dtype)
+        return values.mT.contiguous() if self.transposed else values
 
     def digest(self) -> torch.Tensor:
         """A checksum of codes and scales, in which every byte counts by its place; on the CPU."""
@@ -132,6 +153,8 @@ class FrozenWeight(torch.Tensor):
                 return first._load(args[1])
             if func is aten.view.dtype and args[1] == torch.uint8:
                 return first.packed
+            if func is aten.select.int and args[1] == 0:
+                return first.decoded(args[2])
         given, _ = tree_flatten((args, kwargs))
         name = func._schema.name
         read: Any = FrozenWeight.decoded
@@ -148,7 +171,7 @@ class FrozenWeight(torch.Tensor):
         self, func: Any, *args: Any, dtype: Any = None, memory_format: Any = None, **kwargs: Any
     ) -> FrozenWeight:
         packed = func(self.packed, *args, **kwargs)
-        return FrozenWeight(packed, self.format, self.shape, dtype or self.dtype)
+        return FrozenWeight(packed, self.format, self.shape, dtype or self.dtype, self.transposed)
 
     def _load(self, source: torch.Tensor) -> FrozenWeight:
         if isinstance(source, FrozenWeight):
@@ -157,11 +180,12 @@ class FrozenWeight(torch.Tensor):
                     _refuse("a checkpoint of a run with other frozen weights", "one with the same")
                 return self
             source = source.decoded()
-        self.packed.copy_(FrozenWeight.of(source.to(self.device), self.format).packed)
+        other = FrozenWeight.of(source.to(self.device), self.format, self.transposed)
+        self.packed.copy_(other.packed)
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed"], (self.format, self.shape, self.dtype)
+        return ["packed"], (self.format, self.shape, self.dtype, self.transposed)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, options: Any, shape: Any, stride: Any) -> FrozenWeight:
@@ -172,7 +196,8 @@ class FrozenWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _say_once("torch.save writes checksums of frozen weights, not the weights")
-        return FrozenWeight, (self.digest(), self.format, tuple(self.shape), self.dtype)
+        shape = tuple(self.shape)
+        return FrozenWeight, (self.digest(), self.format, shape, self.dtype, self.transposed)
 
     def contiguous(self, memory_format: Any = None) -> torch.Tensor:
         """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save. A

@@ -43,7 +43,7 @@ FAMILIES = {
 
 def mixture(name, chosen=E, dtype=torch.bfloat16, **changes):
     """A tiny model; all experts are chosen, so that no rounding changes a choice."""
-    return tiny(name, dtype, num_experts_per_tok=chosen, **SIZES, **FAMILIES[name], **changes)
+    return tiny(name, dtype, num_experts_per_tok=chosen, **SIZES | FAMILIES[name] | changes)
 
 
 def experts_of(model):
@@ -186,27 +186,30 @@ def test_experts_that_stay_bf16_say_why(change, why):
     assert modes == [m.training for m in experts.modules()]
 
 
+@pytest.mark.parametrize("frozen", ["bf16", "fp8"])
 @pytest.mark.parametrize("first", [False, True])
-def test_adapted_experts(first):
-    """LoRA on parameters of experts: put on before patching, or later."""
+def test_adapted_experts(first, frozen):
+    """LoRA on parameters of experts: put on before patching, so that these stay BF16, or later."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=4, target_parameters=["experts.gate_up_proj", "experts.down_proj"], task_type="CAUSAL_LM"
     )
-    steps = []
+    steps, settings = [], ActivationConfig(frozen_weights=frozen)
     for patches in (False, True):
-        model = mixture("qwen3_moe", dtype=torch.float32)
+        model = mixture("qwen3_moe", dtype=torch.float32).requires_grad_(False)
         if patches and first:
-            patch_model(model, ActivationConfig())
+            patch_model(model, settings)
         torch.manual_seed(1)
         adapted = peft.get_peft_model(model, config).train()
         for name, p in adapted.named_parameters():
             if "lora_B" in name:
                 p.data.normal_(0, 0.1)
         if patches and not first:
-            patch_model(adapted, ActivationConfig())
+            patch_model(adapted, settings)
         if patches:
-            assert isinstance(experts_of(adapted), Experts)
+            experts = experts_of(adapted)
+            assert isinstance(experts, Experts)
+            assert (type(experts.down_proj) is torch.nn.Parameter) != (first and frozen == "fp8")
         steps.append(step(adapted))
     plain, found = steps
     check_near(found, plain)

@@ -4,10 +4,13 @@ made on use.
 
 import copy
 import io
+from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 from transformers import AutoModelForCausalLM
 
 from coat_dist import convert_to_universal
@@ -18,9 +21,11 @@ from coat_dist.optim import CoatAdamW
 from tests.coat_dist.deepspeed.small_engine import settings
 from tests.support import run_ranks
 
+from .test_experts import FAMILIES, mixture
 from .tiny import relative, same, step, tiny, tokens
 
 FP8 = ActivationConfig(frozen_weights="fp8")
+EACH = pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 
 
 def lora(seed=0, config=FP8, **more):
@@ -37,10 +42,20 @@ def lora(seed=0, config=FP8, **more):
 
 def body(name="llama", seed=0, config=FP8, **changes):
     """A model that trains its embedding alone."""
-    model = tiny(name, torch.bfloat16, seed, **changes).requires_grad_(False)
+    make = mixture if name in FAMILIES else tiny
+    model = make(name, dtype=torch.bfloat16, seed=seed, **changes).requires_grad_(False)
     model.get_input_embeddings().requires_grad_(True)
     if config is not None:
         patch_model(model, config)
+    return model
+
+
+def partly(config=FP8):
+    """A model in which some weights of a product train."""
+    model = body(config=None)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.requires_grad_(True)
+    patch_model(model, config)
     return model
 
 
@@ -50,7 +65,11 @@ def frozen(model):
 
 @pytest.mark.parametrize(
     "make",
-    [body, lambda **given: body("olmo2", **given), lambda **given: body("gemma", **given), lora],
+    [
+        lora,
+        partly,
+        *(partial(body, name) for name in ("llama", "olmo2", "gemma", "qwen3_moe", "gpt_oss")),
+    ],
 )
 def test_losses_and_gradients(make):
     model, on_use = make(), make(config=ActivationConfig())
@@ -59,8 +78,8 @@ def test_losses_and_gradients(make):
     for key in grads:  # codes that are subnormal are rounded once more for dgrad
         assert relative(grads[key], wanted[key]) < 0.01, key
     weights = frozen(model)
-    assert len(weights) == 14 and model.lm_head.weight.dtype == torch.bfloat16
-    assert all(w.packed.nbytes == w.numel() + 4 * len(w) + 4 for w in weights)
+    assert len(weights) in (12, 14) and model.lm_head.weight.dtype == torch.bfloat16
+    assert all(w.packed.nbytes == w.numel() + 4 * w.q8.scales.numel() + 4 for w in weights)
     checkpointed = make()
     checkpointed.gradient_checkpointing_enable()
     checkpointed.enable_input_require_grads()
@@ -68,22 +87,9 @@ def test_losses_and_gradients(make):
     assert torch.equal(found, loss) and same(replayed, grads)
 
 
-def test_some_weights_of_a_product_train():
-    found = []
-    for config, count in ((FP8, 12), (ActivationConfig(), 0)):
-        model = body(config=None)
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.requires_grad_(True)
-        patch_model(model, config)
-        assert len(frozen(model)) == count
-        found.append(step(model))
-    (loss, grads), (expected, wanted) = found
-    assert torch.equal(loss, expected) and len(grads) == 3 and grads.keys() == wanted.keys()
-    assert all(relative(grads[key], wanted[key]) < 0.01 for key in grads)
-
-
-def test_evaluation_reads_the_codes():
-    model = body(num_hidden_layers=1)
+@EACH
+def test_evaluation_reads_the_codes(name):
+    model = body(name, num_hidden_layers=1)
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=tokens()).logits
@@ -96,8 +102,29 @@ def test_evaluation_reads_the_codes():
         assert torch.equal(model(input_ids=tokens()).logits, logits)
 
 
-def test_modules_move_codes():
-    model = body()
+def memory(run, *given, **options):
+    """What ``run`` returns, and the most bytes that it allocates and those that it leaves."""
+    with torch.no_grad(), profile(profile_memory=True) as measured:
+        out = run(*given, **options)
+    events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return out, max(accumulate(sizes)), sum(sizes)
+
+
+def test_memory_of_experts():
+    """One byte a parameter; less than one weight more while patching, one expert in evaluation."""
+    model, most, left = memory(body, "qwen3_moe", num_local_experts=64)
+    sizes = [p.nbytes for p in model.parameters()]
+    packed = sum(sizes) + sum(w.packed.nbytes - w.nbytes for w in frozen(model))
+    assert most < sum(sizes) + max(sizes) and packed < 0.6 * sum(sizes)
+    assert left - packed in range(1000)
+    model.eval().set_experts_implementation("eager")
+    assert memory(model, tokens())[1] < max(sizes)
+
+
+@EACH
+def test_modules_move_codes(name):
+    model = body(name)
     digest, loss = digest_of(model), step(model)[0]
     assert digest_of(copy.deepcopy(model)) == digest
     weight = frozen(model)[0]
@@ -109,10 +136,10 @@ def test_modules_move_codes():
     assert digest_of(model) == digest and weight.dtype == torch.float32
     weight.data = weight.data.bfloat16()
     with torch.device("meta"):
-        later = body()
+        later = body(name)
     assert all(w.packed.is_meta for w in frozen(later))
     later.to_empty(device="cpu")
-    source = body(config=None)
+    source = body(name, config=None)
     for mine, theirs in zip(later.buffers(), source.buffers(), strict=True):
         mine.copy_(theirs)
     for name, values in source.state_dict().items():  # one after the other
@@ -123,21 +150,25 @@ def test_modules_move_codes():
 def test_decoded_values_have_the_same_codes():
     values = torch.randn(64, 32, dtype=torch.bfloat16) * torch.logspace(-20, 20, 64)[:, None]
     values[:, 0] = torch.linspace(224, 232, 64)  # these are rounded to half of the largest code
-    for given in (values.bfloat16(), values.float(), torch.zeros(64, 32)):
-        weight = FrozenWeight.of(given, "e4m3")
-        assert torch.equal(FrozenWeight.of(weight.decoded(), "e4m3").digest(), weight.digest())
+    for transposed in (False, True):
+        for given in (values.bfloat16(), values.float(), torch.zeros(64, 32)):
+            weight = FrozenWeight.of(given.view(4, 16, 32), "e4m3", transposed)
+            again = FrozenWeight.of(weight.decoded(), "e4m3", transposed)
+            assert torch.equal(again.digest(), weight.digest())
+            assert torch.equal(weight[1], weight.decoded()[1])
 
 
-def test_checkpoints_hold_checksums(tmp_path):
-    model = body()
+@EACH
+def test_checkpoints_hold_checksums(name, tmp_path):
+    model = body(name)
     saved = io.BytesIO()
     torch.save(model.state_dict(), saved)
     trained = sum(p.nbytes for p in model.parameters() if not isinstance(p, FrozenWeight))
     assert saved.tell() < trained + 20_000
     saved.seek(0)
     state = torch.load(saved, weights_only=True)
-    body().load_state_dict(state)
-    for other in (body(seed=1), body(config=None)):
+    body(name).load_state_dict(state)
+    for other in (body(name, seed=1), body(name, config=None)):
         with pytest.raises(RuntimeError, match="coat.activation.frozen_weights"):
             other.load_state_dict(state)
     model.save_pretrained(tmp_path)  # decoded

@@ -55,8 +55,7 @@ def test_chunked_loss_with_every_keyword(items, shifted, ignored, as_dict, keep)
     wanted, grads = step(model, ids, **given)
     got, found = step(loss_alone(model), ids, **given)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    for name in grads:
-        torch.testing.assert_close(found[name], grads[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-6)
 
 
 ROUTED = {
@@ -91,9 +90,7 @@ def test_families_make_no_logits_and_have_the_loss_of_all(name, monkeypatch):
         got, found = step(model, ids)
     assert largest.elements < logits.numel() == ids.numel() * 512
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    assert found.keys() == grads.keys()
-    for key in grads:
-        torch.testing.assert_close(found[key], grads[key], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-6)
     assert torch.equal(model(ids, labels=ids).logits[...], logits)
 
 
@@ -138,8 +135,7 @@ def test_forward_that_changes_its_logits(how, change):
     got, found = step(loss_alone(model))
     assert model.coat_patch_report.loss["lm_head"].startswith(how)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    for name in grads:
-        torch.testing.assert_close(found[name], grads[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-6)
     assert torch.equal(model(ids, labels=ids).logits[...], logits)
     assert not model(ids, labels=ids, detach=True).loss.requires_grad
 
@@ -188,8 +184,7 @@ def test_late_logits_have_gradients_after_a_metric_read_them():
         own = checkpoint(torch.logsumexp, out.logits.div_(3), -1, use_reentrant=True)
         (out.loss + out.logits.float().square().mean() + own.mean()).backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_late_logits_are_found_by_what_looks_for_tensors():

@@ -95,8 +95,10 @@ def check_weights(k, n, dtype):
     got, wanted = (f(w, E4M3) for f in pair("quantize_columns"))
     same(got.codes, wanted.codes)
     compare(got.scales, wanted.scales)
+    scales = torch.rand(3, device=DEVICE) + 0.1
     for turned in (False, True):
-        agree("quantize_experts", w, E4M3, torch.rand(3, device=DEVICE) + 0.1, turned)
+        for given in (w, quantize_rows(w, E4M3, aligned=True)):
+            agree("quantize_experts", given, E4M3, scales, turned)
 
 
 def few(got, wanted):
