@@ -265,10 +265,7 @@ ATTACHMENTS = (
         # Anywhere: needs nothing from above.
         "step: gradients are added without a copy",
         lambda b: b.passes,
-        {
-            "zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy,
-            "zero._build_compact_grad_partition_buffer": step_gradients.build_zeros,
-        },
+        {"zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy},
     ),
     Attachment(
         # After the one before it, by whose sum it adds.
@@ -306,13 +303,6 @@ ATTACHMENTS = (
             "engine.backward": partial(pipeline.refuse_part, "backward"),
         },
         lambda b: pipeline.attach_stage(b.engine),
-    ),
-    Attachment(
-        # Anywhere: replaces nothing.
-        "a tied embedding draws the same noise on both stages",
-        lambda b: b.ours and b.staged,
-        {},
-        lambda b: pipeline.check_noise_of_tied(b.engine),
     ),
     Attachment(
         # Before Megatron's jobs, which wrap `step`.
