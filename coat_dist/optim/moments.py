@@ -172,31 +172,28 @@ def regroup(
     """The state whose groups are made of a shard's elements, from the code, amax and spacing of
     each element.
 
-    A group whose elements have one amax and one spacing keeps its bytes. In others, as after a
+    Where the elements of each group have one amax and one spacing, bytes are kept. Else, as after a
     change of the sharding, both moments are decoded and encoded again, rounded to nearest.
     """
-    n, size = state[CODE_KEYS[0]].numel(), group["group_size"]
-    filling = -n % size
-    parts, same = {}, torch.ones(-(-n // size), dtype=torch.bool, device=state[CODE_KEYS[0]].device)
-    for key in CODE_KEYS:
-        flat = state[key].reshape(-1)
+    each = {key: state[key].reshape(-1) for key in CODE_KEYS}
+    size, home = group["group_size"], each[CODE_KEYS[0]].device
+    result, same = {}, True
+    for key, flat in each.items():
+        filling = -len(flat) % size
         if key.endswith("_q"):
-            parts[key] = torch.cat([flat, flat.new_zeros(filling)]).view(-1, size)
+            result[key] = torch.cat([flat, flat.new_zeros(filling)]).view(-1, size)
         else:
-            parts[key] = torch.cat([flat, flat[-1:].expand(filling)]).view(-1, size)
+            rows = torch.cat([flat, flat[-1:].expand(filling)]).view(-1, size)
+            result[key] = rows[:, 0].clone()
             # An amax may be NaN.
-            bits = parts[key].view(torch.int16) if flat.is_floating_point() else parts[key]
-            same &= (bits == bits[:, :1]).all(1)
-    result = {
-        key: part if key.endswith("_q") else part[:, 0].clone() for key, part in parts.items()
-    }
-    if not same.all():
-        device = param.device if param.is_cuda else same.device
-        each = [parts[key][~same].reshape(-1).to(device) for key in CODE_KEYS]
-        first, second = (Moment(q[:, None], a, k) for q, a, k in (each[:3], each[3:]))
+            bits = rows.view(torch.int16) if flat.is_floating_point() else rows
+            same = same and bool((bits == bits[:, :1]).all())
+    if not same:
+        device = param.device if param.is_cuda else home
+        q_m, a_m, k_m, q_v, a_v, k_v = (flat.to(device) for flat in each.values())
+        first, second = Moment(q_m[:, None], a_m, k_m), Moment(q_v[:, None], a_v, k_v)
         anew = pack(*encode_moments(group, *_decode_moments(group, first, second)), 0)
-        for key in CODE_KEYS:
-            result[key][~same] = anew[key].to(same.device)
+        result = {key: anew[key].to(home) for key in CODE_KEYS}
     return {**state, **result}
 
 
