@@ -58,7 +58,7 @@ class ZeroCheckpoint:
         first = self.models[0][0]
         rules = first.get("universal_checkpoint_info")
         wanted = first["mp_world_size"], first["dp_world_size"]
-        given = len(optimizer_files), len(optimizer_files[0])
+        given = len(optimizer_files), min(map(len, optimizer_files))
         stages = place_in_pipeline(rules)[1]
         if given != wanted or len(self.models) != wanted[0]:
             kind = "model" if stages > 1 else "tensor"
@@ -245,18 +245,14 @@ def is_extra_state(name: str) -> bool:
 def _outside_optimizer(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Tensors of one tensor-parallel rank's model files that may lie outside the optimizer."""
     first = row[0]
-    if len(row) == 1:
-        module = first["module"]
-    else:  # ZeRO-3: parameters in ``module`` are empty, frozen ones are divided like the others
-        module = {
-            name: first["module"][name] for name in first["buffer_names"] if name in first["module"]
-        }
-    if len(row) > 1 or any(v.numel() == 0 for v in module.values() if isinstance(v, torch.Tensor)):
-        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+    found: dict[str, torch.Tensor] = {}
+    for name, value in first["module"].items():
+        if not isinstance(value, torch.Tensor) or is_extra_state(name):
+            continue
+        if value.numel() or name in first["buffer_names"]:  # parameters of ZeRO-3 are empty
+            found[name] = value
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        if name not in found:  # of ZeRO-3, divided like the others
             flat = torch.cat([one["frozen_param_fragments"][name].reshape(-1) for one in row])
-            module[name] = flat[: shape.numel()].view(shape)
-    return {
-        n: value
-        for n, value in module.items()
-        if isinstance(value, torch.Tensor) and not is_extra_state(n)
-    }
+            found[name] = flat[: shape.numel()].view(shape)
+    return found

@@ -173,14 +173,10 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
                 "or 3"
             )
         return []
-    tp, dp = (max(key[i] for key in found) + 1 for i in range(2))
-    missing = [(t, d) for t in range(tp) for d in range(dp) if (t, d) not in found]
-    if missing:
-        t, d = missing[0]
-        raise ValueError(
-            f"{folder}: no file for data-parallel rank {d} of tensor-parallel rank {t} ({pattern})"
-        )
-    return [[found[t, d] for d in range(dp)] for t in range(tp)]
+    rows: dict[int, list[Path]] = {}
+    for tp_rank, dp_rank in sorted(found):
+        rows.setdefault(tp_rank, []).append(found[tp_rank, dp_rank])
+    return list(rows.values())
 
 
 def read(path: Path, mmap: bool = True) -> Any:
