@@ -90,9 +90,7 @@ def known_keys() -> dict[str, dict[str, type]]:
     top = _RecordingConfig({"train_micro_batch_size_per_gpu": 1, **blocks})
     made = DeepSpeedConfig(top)
     found = {"": top.asked} | {name: block.asked for name, block in blocks.items()}
-    found["optimizer"]["params"] = dict
     found[""] |= dict.fromkeys(_READ_ELSEWHERE, object)
-    found[""] |= dict.fromkeys((*_READ_BY_KEY, *_MODELS, "tensor_parallel"), dict)
     for name, attribute in _MODELS.items():
         found[name] = {}
         for key, field in type(getattr(made, attribute)).model_fields.items():
@@ -123,8 +121,6 @@ def unknown(entries: Entries, compressed: bool) -> Iterator[Problem]:
             accepted = ", ".join(sorted(fields)) if owner else 'DeepSpeed\'s keys, "coat"'
             meant = _suggestion(owner, key, fields)
             yield Problem(name, f"unknown key{meant}", f'{accepted}, a comment "_{key}"')
-        elif fields[key] is dict and not isinstance(value, Mapping):
-            yield Problem(name, got(value), "an object with its settings")
         elif fields[key] is bool and (isinstance(value, str) or value not in (True, False, None)):
             yield Problem(name, got(value), "true or false")
 

@@ -334,10 +334,6 @@ def _refused(rows: Iterable[Row], facts: Facts) -> Iterator[Problem]:
                 yield Problem(row.key, got(value), row.accepted.format(f=facts))
 
 
-def _is_size(value: Any) -> bool:
-    return value is None or (type(value) is int and value >= 1)
-
-
 OFF = (None, False)
 ON_GPU = (None, "none")
 _REMAINDER = 'master_weights "bf16_remainder"'
@@ -354,9 +350,6 @@ _LATE = "with pipeline stages (gradients are reduced after the last micro-batch)
 TYPES = (
     # DeepSpeed takes "3" for 3; the rows below compare.
     Row(f"{ZERO}.stage", lambda v: not isinstance(v, str | bool), "0, 1, 2 or 3"),
-    Row("gradient_accumulation_steps", _is_size, "an integer >= 1"),
-    Row("train_batch_size", _is_size, "an integer >= 1"),
-    Row("train_micro_batch_size_per_gpu", _is_size, "an integer >= 1"),
     # DeepSpeed does not clip by what is negative or no number.
     Row(
         "gradient_clipping",
