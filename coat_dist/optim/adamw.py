@@ -15,7 +15,7 @@ from .group_keys import check_keys
 from .host import on_host, stream_steps, to_home, wait
 from .moments import forget_written
 from .plan import Columns, Plan, Plans
-from .seeds import first_ordinal, name_of, new_seed, noise_seed, steps_in_backward, taken_seeds
+from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
 from .state import check_group, codecs, ensure_state, moment, stochastic
 from .state import remainder as low_half
@@ -108,7 +108,7 @@ class CoatAdamW(torch.optim.Optimizer):
             raise ValueError(
                 f"CoatAdamW checkpoint: got {checkpoint!r}, accepted: 'codes' or 'fp32'"
             )
-        self.checkpoint, self._first_ordinal = checkpoint, first_ordinal()
+        self.checkpoint = checkpoint
         super().__init__(
             params,
             dict(
@@ -320,8 +320,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 if taken is None:
                     taken = taken_seeds(states)
                     places = {p: i for i, p in enumerate(group["params"])}
-                first = self._first_ordinal if steps_in_backward(p) else 0
-                state["coat_seed"] = new_seed(name_of(group, places[p]), taken, first)
+                state["coat_seed"] = new_seed(name_of(group, places[p]), taken)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to the byte; of DTensor parameters as DTensors, which
@@ -357,11 +356,7 @@ class CoatAdamW(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {
-            "state": self.coded_state,
-            "checkpoint": self.checkpoint,
-            "_first_ordinal": self._first_ordinal,
-        }
+        mine = {"state": self.coded_state, "checkpoint": self.checkpoint}
         return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
