@@ -217,11 +217,10 @@ class Plans:
             return
         if found.key not in self._plans:
             self._held += len(found.params)
+        if self._held > self.LIMIT:
+            self._plans.clear()
+            self._held = len(found.params)
         self._plans[found.key] = plan
-        while self._held > self.LIMIT and len(self._plans) > 1:
-            oldest = next(iter(self._plans))
-            del self._plans[oldest]
-            self._held -= oldest[-1]  # its number of parameters
 
 
 def _columns(found: Found, group: Mapping[str, Any], *rest: Any) -> Columns | None:
