@@ -305,15 +305,10 @@ def misspells_coat(key: Any, block: Any) -> bool:
         return False
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):
         return True
-    near = (
-        difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75
-        and abs(len(letters) - 4) <= 1
-    )
-    return (
-        near
-        and isinstance(block, Mapping)
-        and (not block or bool({*block} & {*CoatConfig.model_fields}))
-    )
+    near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75
+    if not near or not isinstance(block, Mapping):
+        return False
+    return not block or not block.keys().isdisjoint(CoatConfig.model_fields)
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _check_type(facts: Facts, coat: CoatConfig, given: Mapping[str, Any]) -> Non
         # The Trainer of transformers evaluates with ZeRO-3 by leaving the block and taking
         # "optimizer" out.
         evaluates = "optimizer" not in facts.values and "model_parameters" not in given
-        if facts.stage in (1, 2) or (facts.block and not (facts.stage3 and evaluates)):
+        if facts.block and not (facts.stage3 and evaluates):
             refuse("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument')
     elif name != "CoatAdamW":
         _check_effect(coat, name)

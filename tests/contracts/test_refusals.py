@@ -391,7 +391,11 @@ def test_validate_refuses_a_given_optimizer(make, changes, key, given, by_callab
         ({}, "config", "got 0 of"),
         ({"config": config({}), "config_params": config({})}, "config", "got 2 of"),
         ({"config": config({})}, f"{FLOW}.enabled", "got true, but no module of Linear is patched"),
-        ({"config": config({**OFF, "optimizer": ABSENT})}, "optimizer.type", "got null"),
+        (
+            {"config": config({f"{MOMENTS}.expand": True, **OFF, "optimizer": ABSENT})},
+            "optimizer.type",
+            "got null",
+        ),
         (
             {"config": config({**OFF, **ADAMW, "optimizer.type": "AdamW8bit"})},
             "coat",
