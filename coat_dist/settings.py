@@ -83,9 +83,8 @@ class Settings:
         return cls(config, coat, problems, source, entries, values)
 
     def changed(self, **blocks: Any) -> Settings:
-        """The same with other top-level keys of DeepSpeed, and with ``coat=`` another block."""
-        coat = blocks.pop("coat", self.coat)
-        return self._made({**self.config, **blocks}, coat, self.problems, self.source)
+        """The same with other top-level keys of DeepSpeed."""
+        return self._made({**self.config, **blocks}, self.coat, self.problems, self.source)
 
     def _with_remainders(self) -> Settings:
         """Add 16-bit remainders where the configuration offloads states and does not mention master
@@ -105,13 +104,9 @@ class Settings:
             or any(one is not None for one in said)
         ):
             return self
-        option = {"master_weights": "bf16_remainder"}
         bf16 = {**self.values["bf16"], **dict.fromkeys(keys, True)}
-        if coat is not None and "optimizer" in coat.model_fields_set:
-            own = coat.optimizer.model_copy(update=option)
-            return self.changed(bf16=bf16, coat=coat.model_copy(update={"optimizer": own}))
-        optimizer = {**self.config["optimizer"], "params": {**params, **option}}
-        return self.changed(bf16=bf16, optimizer=optimizer)
+        params = {**params, "master_weights": "bf16_remainder"}
+        return self.changed(bf16=bf16, optimizer={**self.config["optimizer"], "params": params})
 
     @property
     def asked(self) -> bool:
@@ -291,7 +286,7 @@ def _wrong_params(given: Mapping[str, Any], facts: Facts) -> list[Problem]:
     """What is wrong in ``optimizer.params``: options in two places, or else the first wrong
     value.
     """
-    own = facts.coat.optimizer.model_dump() if facts.coat is not None and facts.block else {}
+    own = facts.coat.optimizer.model_dump(exclude_unset=True) if facts.coat is not None else {}
     params = {name: value for name, value in given.items() if name not in OF_ADAM}
     key = "optimizer.params."
     if twice := params.keys() & own.keys():
@@ -451,7 +446,6 @@ ROWS = (
     # Weights and remainders are one master weight, on one device.
     Row(f"{ZERO}.offload_param.device", ON_GPU, f'"none" with {_REMAINDER}', "remainder"),
     Row(f"{ZERO}.cpu_offload_param", OFF, f"false with {_REMAINDER}", "remainder"),
-    Row(f"{ZERO}.cpu_offload_params", OFF, f"false with {_REMAINDER}", "remainder"),
     Row("fp16.enabled", OFF, "false with coat.activation.enabled: the flow runs in bf16", "flow"),
     Row(
         "expert_parallel.enabled",

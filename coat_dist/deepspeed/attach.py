@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..checkpoint.names import divided_experts
+from ..checkpoint.names import divided_experts, info_of
 from ..checkpoint.read.load_checks import load_whole_checkpoints
 from ..checkpoint.read.native_check import check_native_loads
 from ..checkpoint.save import save_whole_checkpoints
@@ -70,13 +70,9 @@ class Built:
         """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW
         where asked for.
         """
-        mpu, info = (
-            getattr(engine, "mpu", None),
-            getattr(engine.module, "universal_checkpoint_info", None),
-        )
-        self.staged = mpu is not None and pipeline.stages(mpu) > 1
+        self.staged = pipeline.is_stage(engine)
         """The model is one stage of a pipeline."""
-        self.divided = info is not None and divided_experts(info)[0] > 1
+        self.divided = divided_experts(info_of(engine))[0] > 1
         """Other ranks hold other experts."""
         self.engine_reduces = hasattr(zero, "get_grads_for_reduction")
         """BF16_Optimizer, whose gradients the engine reduces."""
