@@ -131,6 +131,12 @@ def refuse_training(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     refuse("zero_optimization.stage", given, "1, 2 or 3 to train")
 
 
+def make_checkpoints_whole(b: Built) -> None:
+    """Let checkpoints be written atomically, and verified before they are loaded."""
+    save_whole_checkpoints(b.engine)
+    load_whole_checkpoints(b.engine)
+
+
 def attach_for_rooms_above(b: Built) -> None:
     """Call the functions of :data:`FOR_NEW_ENGINES` that apply."""
     for applies, work in FOR_NEW_ENGINES:
@@ -198,18 +204,11 @@ ATTACHMENTS = (
         lambda b: accessors.answer_on_optimizer(b.zero),
     ),
     Attachment(
-        # Anywhere: nothing else is put around saving.
-        "checkpoints that are whole: saving",
+        # Before all below that add their checks to loading; nothing else is put around saving.
+        "checkpoints that are whole",
         lambda b: b.any_coat,
-        put("engine.save_checkpoint"),
-        lambda b: save_whole_checkpoints(b.engine),
-    ),
-    Attachment(
-        # Before all below that add their checks to it.
-        "checkpoints that are whole: loading",
-        lambda b: b.any_coat,
-        put("engine.load_checkpoint"),
-        lambda b: load_whole_checkpoints(b.engine),
+        put("engine.save_checkpoint", "engine.load_checkpoint"),
+        make_checkpoints_whole,
     ),
     Attachment(
         # After the places, which it compares; before the universal loader, whose check is asked
@@ -247,15 +246,12 @@ ATTACHMENTS = (
     ),
     Attachment(
         # Anywhere before the last: needs nothing from above.
-        "step: infinities are found by the gradient norm",
+        "step: the gradient norm reads gradients once, and finds infinities",
         lambda b: b.bf16,
-        {"zero.check_overflow": step.leave_to_the_norm},
-    ),
-    Attachment(
-        # With the one before it, which relies on it where some gradients are not counted.
-        "step: the gradient norm reads gradients once",
-        lambda b: b.bf16,
-        {"zero.get_grad_norm_direct": step.gradient_norm},
+        {
+            "zero.check_overflow": step.leave_to_the_norm,
+            "zero.get_grad_norm_direct": step.gradient_norm,
+        },
     ),
     Attachment(
         # Anywhere: needs nothing from above.
@@ -291,20 +287,15 @@ ATTACHMENTS = (
         {"zero._optimizer_step": step.step_with_copy, "zero.step": step.step_and_restore},
     ),
     Attachment(
-        # Anywhere: nothing else is put around these.
+        # Before Megatron's jobs, which wrap `step`.
         "a pipeline stage, driven by a schedule",
         lambda b: b.is_zero and b.staged,
         {
             "engine.forward": partial(pipeline.refuse_part, "forward"),
             "engine.backward": partial(pipeline.refuse_part, "backward"),
+            "engine.step": pipeline.step_reduced_gradients,
         },
         lambda b: pipeline.attach_stage(b.engine),
-    ),
-    Attachment(
-        # Before Megatron's jobs, which wrap `step`.
-        "a pipeline stage steps with reduced gradients",
-        lambda b: b.is_zero and b.staged,
-        {"engine.step": pipeline.step_reduced_gradients},
     ),
     Attachment(
         # Anywhere: nothing else is put around it.
