@@ -29,7 +29,7 @@ from ..config import CoatConfig, CoatConfigError, refuse
 from ..optim import CoatAdamW
 from ..patching.report import check_settings
 from ..ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
-from ..settings import OFFLOAD, Facts, Settings
+from ..settings import Facts, Settings
 from .heartbeat import group_timeout
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .parallel.pipeline import stages
@@ -94,11 +94,6 @@ class Request:
         def make_and_check(parameters: Any) -> Any:
             optimizer = make(parameters)
             self.check_optimizer(optimizer)
-            on_cpu = self.settings.values.get(f"{OFFLOAD}.device") == "cpu"
-            # DeepSpeed, which is being built, would step there.
-            if on_cpu and not self.facts.hosted and isinstance(optimizer, CoatAdamW):
-                accepted = '"none" with a callable, or "optimizer.type": "CoatAdamW"'
-                refuse(f"{OFFLOAD}.device", 'got "cpu"', accepted)
             self.settings.check(tp=self.facts.tp, optimizer=optimizer)
             return optimizer
 

@@ -106,22 +106,14 @@ def import_moments(
             parameter itself.
 
     Raises:
-        ValueError: the sizes differ, or ``master`` is given without a place for it.
+        ValueError: ``master`` is given without a place for it. Moments of another size are an
+            error at the next step.
     """
     if master is not None and not has_remainder(group):
         raise ValueError(
             "import_moments master: got a tensor, accepted: None, or "
             "master_weights='bf16_remainder'"
         )
-    for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
-        if value is None:
-            continue
-        if value.numel() != param.numel() or not value.is_floating_point():
-            raise ValueError(
-                f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating "
-                "point, "
-                f"{param.numel()} elements"
-            )
     step, low = int(step), new_remainder(param, group)
     if master is not None:
         _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))

@@ -86,8 +86,7 @@ class FP32States(MutableMapping):
         state, group = self._states[p], self._group(p)
         if not state or not group:
             return state
-        fp32 = group["moments"] == "fp32"
-        first, second = (state[k] for k in _MOMENTS) if fp32 else export_moments(p, state, group)
+        first, second = export_moments(p, state, group)
         rest = {k: x for k, x in state.items() if k == "step" or not isinstance(x, torch.Tensor)}
         master = {"master": export_master(p, state)} if has_remainder(group) else {}
         return {**rest, "exp_avg": first, "exp_avg_sq": second, **master}

@@ -50,7 +50,7 @@ def enable_universal_load(engine: Any) -> None:
     if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):
         return
     others = names_of_others(engine)
-    checked: dict[Path, Request] = {}
+    checked: list[tuple[_Loader, Request]] = []
 
     def check(request: Request) -> list[str]:
         loader = _Loader(engine, request.folder)
@@ -59,9 +59,7 @@ def enable_universal_load(engine: Any) -> None:
             found = loader.strangers(others)
         if request.schedule:
             found += _schedule_problems(engine, request.folder)
-        checked.clear()
-        if not found:
-            checked[request.folder] = request
+        checked[:] = [] if found else [(loader, request)]
         return found
 
     def load(
@@ -69,8 +67,8 @@ def enable_universal_load(engine: Any) -> None:
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = False,
     ) -> None:
-        request = checked.pop(Path(checkpoint_folder))
-        _Loader(engine, request.folder).fill(request.states)
+        loader, request = checked.pop()
+        loader.fill(request.states)
         if request.schedule:
             _renew_rates(engine)
 
