@@ -29,7 +29,6 @@ __all__ = [
     "OptimizerConfig",
     "explain",
     "load_json",
-    "look_up",
     "refuse",
 ]
 __all__ += ["COMMENTS", "Problem", "decode_base64", "misspells_coat", "without_comments"]
@@ -373,14 +372,3 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             refuse("config", f"key {key!r} is given twice", "once")
         seen[key] = value
     return seen
-
-
-def look_up(config: Any, key: str) -> Any:
-    """The value at a dotted key such as ``"zero_optimization.stage"``; None where a part of the
-    way is missing.
-    """
-    for part in key.split("."):
-        if not isinstance(config, Mapping):
-            return None
-        config = config.get(part)
-    return config

@@ -106,8 +106,8 @@ def import_moments(
             parameter itself.
 
     Raises:
-        ValueError: ``master`` is given without a place for it. Moments of another size are an
-            error at the next step.
+        ValueError: ``master`` is given without a place for it.
+        RuntimeError: torch's, of moments of another size.
     """
     if master is not None and not has_remainder(group):
         raise ValueError(
@@ -124,7 +124,10 @@ def import_moments(
             for x in (exp_avg, exp_avg_sq)
         )
         return {"step": step, "exp_avg": first, "exp_avg_sq": second, **low}
-    first, second = (local(x.detach()).to(param.device) for x in (exp_avg, exp_avg_sq))
+    shape = local(param).shape
+    first, second = (
+        local(x.detach()).to(param.device).reshape(shape) for x in (exp_avg, exp_avg_sq)
+    )
     state = {**pack(*encode_moments(group, first, second), step), **low}
     to_home(state, param, group)
     return state

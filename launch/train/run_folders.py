@@ -12,10 +12,10 @@ from pathlib import Path
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
 from coat_dist.checkpoint.write.durable import make_folder
-from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import LATEST, own_name, published
 from coat_dist.ranks import on_rank_0
 from coat_dist.shared_folders import check_shared, check_there
+from launch.common.lock import locked_folder
 from launch.train.checkpoint import require_loadable
 from launch.train.metrics import read_metrics
 from launch.train.pretrain_options import PretrainOptions

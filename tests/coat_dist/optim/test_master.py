@@ -175,7 +175,7 @@ def test_only_bfloat16_parameters_have_remainders(dtype):
     ):
         CoatAdamW([p], master_weights="bf16_remainder")
     with pytest.raises(
-        ValueError, match="master_weights: got 'bf16', accepted: 'parameter' or 'bf16_remainder'"
+        ValueError, match="master_weights: got \"bf16\", accepted: 'parameter' or 'bf16_remainder'"
     ):
         CoatAdamW([p], master_weights="bf16")
     q = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
