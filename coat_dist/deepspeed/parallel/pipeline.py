@@ -164,4 +164,6 @@ def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not vars(engine).pop("coat_reduced", False):
         raise _refusal(engine, "step", "whose gradients nothing has reduced")
-    return type(engine).step(engine, *args, **kwargs)
+    result = type(engine).step(engine, *args, **kwargs)
+    engine.optimizer.coat_norm_known = None  # other stages may still compute (``step.norm_known``)
+    return result
