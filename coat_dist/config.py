@@ -29,7 +29,6 @@ __all__ = [
     "OptimizerConfig",
     "explain",
     "load_json",
-    "look_up",
     "refuse",
 ]
 __all__ += ["COMMENTS", "Problem", "decode_base64", "misspells_coat", "without_comments"]
@@ -305,15 +304,10 @@ def misspells_coat(key: Any, block: Any) -> bool:
         return False
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):
         return True
-    near = (
-        difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75
-        and abs(len(letters) - 4) <= 1
-    )
-    return (
-        near
-        and isinstance(block, Mapping)
-        and (not block or bool({*block} & {*CoatConfig.model_fields}))
-    )
+    near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75
+    if not near or not isinstance(block, Mapping):
+        return False
+    return not block or not block.keys().isdisjoint(CoatConfig.model_fields)
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
@@ -378,14 +372,3 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             refuse("config", f"key {key!r} is given twice", "once")
         seen[key] = value
     return seen
-
-
-def look_up(config: Any, key: str) -> Any:
-    """The value at a dotted key such as ``"zero_optimization.stage"``; None where a part of the
-    way is missing.
-    """
-    for part in key.split("."):
-        if not isinstance(config, Mapping):
-            return None
-        config = config.get(part)
-    return config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optim import CoatAdamW
-from ..ranks import Team, gather, rank_and_world, share
+from ..ranks import Team, gather, leaves, rank_and_world, share
 from .names import divided_experts, info_of, place_in_pipeline
 from .write.durable import walk
 
@@ -47,21 +47,20 @@ TEAM = Team(CheckpointError)
 
 def describe(engine: Any) -> dict[str, Any]:
     """The engine's part of a manifest; loading compares it with the engine that is there then."""
-    info, size = info_of(engine), getattr(engine, "mp_world_size", None)
+    info = info_of(engine)
     stages = place_in_pipeline(info)[1]
     stepped = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in ZeRO's, or itself
     name = CoatAdamW.__name__ if isinstance(stepped, CoatAdamW) else type(stepped).__name__
-    stage = getattr(engine, "zero_optimization_stage", None)
     return {
         "world_size": rank_and_world()[1],
-        "zero_stage": stage and stage(),
+        "zero_stage": engine.zero_optimization_stage(),
         # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times
         # sequence-parallel ranks.
-        "data_parallel": getattr(engine, "seq_dp_world_size", None),
-        "tensor_parallel": size and size // stages,
+        "data_parallel": engine.seq_dp_world_size,
+        "tensor_parallel": engine.mp_world_size // stages,
         "pipeline_stages": stages,
         "expert_parallel": divided_experts(info)[0],
-        "global_steps": getattr(engine, "global_steps", None),
+        "global_steps": engine.global_steps,
         "optimizer": None if stepped is None else name,
     }
 
@@ -213,22 +212,19 @@ def _read(path: Path, checksums: bool = True, sync: bool = False) -> list[int] |
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """A line for every value in which two nested mappings differ, by dotted key."""
-    old, new, found = _flat(saved), _flat(current), {}
+    """A line for every value in which two nested mappings differ, by dotted key. What is absent is
+    as what is None: "nothing".
+    """
+    old, new, found = _texts(saved), _texts(current), {}
     for key in dict.fromkeys([*old, *new]):
-        if old.get(key) != new.get(key):
-            given, now = (
-                "nothing" if value is None else repr(value)
-                for value in (old.get(key), new.get(key))
-            )
+        given, now = old.get(key, _NOTHING), new.get(key, _NOTHING)
+        if given != now:
             found[key] = f"{key}: checkpoint has {given}, this run has {now}"
     return found
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {prefix: list(value) if isinstance(value, tuple) else value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return found
+_NOTHING = "nothing"
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: _NOTHING if text == "null" else text for key, text in leaves("", values)}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..checkpoint.names import divided_experts
+from ..checkpoint.names import divided_experts, info_of
 from ..checkpoint.read.load_checks import load_whole_checkpoints
 from ..checkpoint.read.native_check import check_native_loads
 from ..checkpoint.save import save_whole_checkpoints
@@ -70,13 +70,9 @@ class Built:
         """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW
         where asked for.
         """
-        mpu, info = (
-            getattr(engine, "mpu", None),
-            getattr(engine.module, "universal_checkpoint_info", None),
-        )
-        self.staged = mpu is not None and pipeline.stages(mpu) > 1
+        self.staged = pipeline.is_stage(engine)
         """The model is one stage of a pipeline."""
-        self.divided = info is not None and divided_experts(info)[0] > 1
+        self.divided = divided_experts(info_of(engine))[0] > 1
         """Other ranks hold other experts."""
         self.engine_reduces = hasattr(zero, "get_grads_for_reduction")
         """BF16_Optimizer, whose gradients the engine reduces."""
@@ -84,8 +80,6 @@ class Built:
         self.passes = step.may_leave_out_passes(zero)
         """Passes of ZeRO's step may be left out."""
         self.bf16 = self.passes and zero.dtype == torch.bfloat16
-        self.uncounted = self.bf16 and self.staged and step.some_are_not_counted(zero)
-        """The norm does not count some gradients."""
         self.copies = self.passes and not zero.low_precision_master_weights_and_grads
         """ZeRO copies its fp32 partition to a 16-bit one after the step."""
         # Only with contiguous buckets, whose reduction first waits for the stream that computes.
@@ -135,6 +129,12 @@ def refuse_training(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """In place of methods that train, of an engine that has no optimizer."""
     given = "got 0, at which an engine with CoatAdamW only evaluates"
     refuse("zero_optimization.stage", given, "1, 2 or 3 to train")
+
+
+def make_checkpoints_whole(b: Built) -> None:
+    """Let checkpoints be written atomically, and verified before they are loaded."""
+    save_whole_checkpoints(b.engine)
+    load_whole_checkpoints(b.engine)
 
 
 def attach_for_rooms_above(b: Built) -> None:
@@ -204,18 +204,11 @@ ATTACHMENTS = (
         lambda b: accessors.answer_on_optimizer(b.zero),
     ),
     Attachment(
-        # Anywhere: nothing else is put around saving.
-        "checkpoints that are whole: saving",
+        # Before all below that add their checks to loading; nothing else is put around saving.
+        "checkpoints that are whole",
         lambda b: b.any_coat,
-        put("engine.save_checkpoint"),
-        lambda b: save_whole_checkpoints(b.engine),
-    ),
-    Attachment(
-        # Before all below that add their checks to it.
-        "checkpoints that are whole: loading",
-        lambda b: b.any_coat,
-        put("engine.load_checkpoint"),
-        lambda b: load_whole_checkpoints(b.engine),
+        put("engine.save_checkpoint", "engine.load_checkpoint"),
+        make_checkpoints_whole,
     ),
     Attachment(
         # After the places, which it compares; before the universal loader, whose check is asked
@@ -253,30 +246,18 @@ ATTACHMENTS = (
     ),
     Attachment(
         # Anywhere before the last: needs nothing from above.
-        "step: infinities are found by the gradient norm",
-        lambda b: b.bf16 and not b.uncounted,
-        {"zero.check_overflow": step.leave_to_the_norm},
-    ),
-    Attachment(
-        # With the one before it, which relies on it where some gradients are not counted.
-        "step: the gradient norm reads gradients once",
-        lambda b: b.bf16 and not b.staged,
-        {"zero.get_grad_norm_direct": step.gradient_norm},
-    ),
-    Attachment(
-        # Instead of the two before it, never with them.
-        "step: infinities are looked for where the norm does not count",
-        lambda b: b.uncounted,
-        {"zero.has_overflow_partitioned_grads_serial": step.overflow_outside_the_norm},
+        "step: the gradient norm reads gradients once, and finds infinities",
+        lambda b: b.bf16,
+        {
+            "zero.check_overflow": step.leave_to_the_norm,
+            "zero.get_grad_norm_direct": step.gradient_norm,
+        },
     ),
     Attachment(
         # Anywhere: needs nothing from above.
         "step: gradients are added without a copy",
         lambda b: b.passes,
-        {
-            "zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy,
-            "zero._build_compact_grad_partition_buffer": step_gradients.build_zeros,
-        },
+        {"zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy},
     ),
     Attachment(
         # After the one before it, by whose sum it adds.
@@ -306,39 +287,20 @@ ATTACHMENTS = (
         {"zero._optimizer_step": step.step_with_copy, "zero.step": step.step_and_restore},
     ),
     Attachment(
-        # Anywhere: nothing else is put around these.
+        # Before Megatron's jobs, which wrap `step`.
         "a pipeline stage, driven by a schedule",
         lambda b: b.is_zero and b.staged,
         {
             "engine.forward": partial(pipeline.refuse_part, "forward"),
             "engine.backward": partial(pipeline.refuse_part, "backward"),
+            "engine.step": pipeline.step_reduced_gradients,
         },
         lambda b: pipeline.attach_stage(b.engine),
     ),
     Attachment(
-        # Anywhere: replaces nothing.
-        "a tied embedding draws the same noise on both stages",
-        lambda b: b.ours and b.staged,
-        {},
-        lambda b: pipeline.check_noise_of_tied(b.engine),
-    ),
-    Attachment(
-        # Before Megatron's jobs, which wrap `step`.
-        "a pipeline stage steps with reduced gradients",
-        lambda b: b.is_zero and b.staged,
-        {"engine.step": pipeline.step_reduced_gradients},
-    ),
-    Attachment(
         # Anywhere: nothing else is put around it.
-        "gradient norm over pipeline stages",
-        lambda b: b.is_zero and b.staged and pipeline.has_groups_of_norms(b.zero),
-        put("zero.scaled_global_norm"),
-        lambda b: pipeline.norm_over_stages(b.engine),
-    ),
-    Attachment(
-        # Anywhere: never with the one before it.
-        "gradient norm of a PipelineModule with other groups on other stages",
-        lambda b: b.ours and hasattr(b.engine, "grid") and pipeline_module.groups_differ(b.engine),
+        "gradient norm over pipeline stages with other groups",
+        lambda b: (b.ours or b.staged) and pipeline_module.groups_differ(b.engine),
         put("zero.scaled_global_norm"),
         lambda b: pipeline_module.call_norms_alike(b.engine),
     ),

@@ -9,7 +9,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.config import ActivationConfig, look_up
+from coat_dist.config import ActivationConfig
+from launch.common.settings import look_up
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
 

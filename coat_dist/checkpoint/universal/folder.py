@@ -17,8 +17,7 @@ __all__ = ["UniversalFolder"]
 
 
 class UniversalFolder:
-    """The folder of a universal checkpoint of :func:`convert_to_universal` or DeepSpeed's
-    converter, memory-mapped.
+    """The folder of a universal checkpoint of :func:`convert_to_universal`, memory-mapped.
 
     Args:
         folder: holds ``zero/``.
@@ -26,7 +25,6 @@ class UniversalFolder:
 
     Attributes:
         rest: frozen parameters and buffers.
-        complete: there is a ``rest``; DeepSpeed's converter keeps trained parameters only.
         extra: modules' extra states (``get_extra_state``), by name, one for each tensor-parallel
             rank. They are copies and not memory-mapped, since a module may keep what it is given.
 
@@ -37,9 +35,8 @@ class UniversalFolder:
     def __init__(self, folder: Path, tp: tuple[int, int]) -> None:
         self.folder, self.tp = folder / "zero", tp
         self.globals = read(self.folder / "optimizer_state.pt")
-        rest, extra = self.folder / "rest.pt", self.folder / EXTRA_STATE
-        self.complete = rest.is_file()
-        self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
+        extra = self.folder / EXTRA_STATE
+        self.rest: dict[str, dict[str, Any]] = read(self.folder / "rest.pt")
         self.extra: dict[str, list[Any]] = read(extra, mmap=False) if extra.is_file() else {}
 
     def trained(self) -> set[str]:
@@ -68,28 +65,16 @@ class UniversalFolder:
         return self.folder / name / CODES_FILE
 
     def extra_state(self, name: str) -> Any:
-        """The extra state of a module on this rank.
-
-        Raises:
-            ValueError: another number of ranks saved it, and not all saved the same.
+        """The extra state of a module on this rank; of other numbers of ranks, that of one which
+        saved it.
         """
         values = self.extra[name]
-        if len(values) == self.tp[1]:
-            return values[self.tp[0]]
-        if not all(_same(value, values[0]) for value in values):
-            raise ValueError(
-                f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} "
-                f"tensor-parallel ranks, accepted with {self.tp[1]}: the same on all"
-            )
-        return values[0]
+        return values[self.tp[0] % len(values)]
 
     def _divide(self, saved: Mapping[str, Any], shape: torch.Size, where: str) -> torch.Tensor:
         """This rank's part of a whole tensor. DeepSpeed's keys beside it say how to divide it."""
         rank, size = self.tp
         whole = local = saved["param"]
-        # As DeepSpeed's converter writes what ZeRO-3 had.
-        if whole.ndim == 1 and whole.numel() == shape.numel():
-            local = whole.view(shape)
         if "cat_dim" in saved and size > 1:
             dim = saved["cat_dim"]
             divided = [
@@ -105,13 +90,3 @@ class UniversalFolder:
                 f"on tensor-parallel rank {rank} of {size}"
             )
         return local
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two extra states are known to be equal."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    try:
-        return type(one) is type(other) and bool(one == other)
-    except (RuntimeError, ValueError):  # tensors in a container
-        return False

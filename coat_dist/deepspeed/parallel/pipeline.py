@@ -9,26 +9,21 @@ a model, so calling them is an error.
 
 from __future__ import annotations
 
-import types
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
 from ...config import refuse
-from ...ranks import gather
-from ..step.step import by_what_the_norm_counts
 
 __all__ = [
     "TIED",
     "accumulate",
     "accumulated",
     "attach_stage",
-    "check_noise_of_tied",
     "has_groups_of_norms",
     "is_stage",
-    "norm_over_stages",
+    "name_tied",
     "reduce_gradients",
     "refuse_part",
     "stages",
@@ -62,7 +57,7 @@ def attach_stage(engine: Any) -> None:
     a tied weight's copies drift apart.
     """
     zero = engine.optimizer
-    _check_tied(zero)
+    name_tied(zero)
     # They reduce within `engine.backward`, and cost time in each.
     for hook in getattr(zero, "_grad_acc_hooks", []):
         hook.remove()
@@ -94,63 +89,22 @@ def refuse_part(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise _refusal(engine, name, "which is a part of a model")
 
 
-def _check_tied(zero: Any) -> None:
+def name_tied(zero: Any) -> None:
+    """Let both copies of a tied embedding draw the noise of one name: shards have none otherwise,
+    and would draw by the number of groups before them. Refuse one among other weights.
+    """
     for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
-        if tied and len(params) > 1 and options.get("moments") == "fp8":
+        if not tied or options.get("moments") != "fp8":
+            continue
+        if len(params) > 1:
             refuse(
                 "model_parameters",
                 "got a group with FP8 moments that holds the tied embedding among other weights, "
                 "whose copies on two pipeline stages would drift apart",
                 '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)',
             )
-
-
-def norm_over_stages(engine: Any) -> None:
-    """Let ZeRO-1's gradient norm be that of the whole model.
-
-    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold
-    no vectors. Sums over stages are made in fp64, as ZeRO sums within a rank, so that the norm is
-    that of one stage.
-    """
-    from deepspeed.runtime.utils import combine_grad_norm_groups, mask_nan_or_inf_with_val_inplace
-    from deepspeed.runtime.zero.utils import get_norm_dtype
-
-    mpu = engine.mpu
-    over_stages = mpu.get_pipeline_model_parallel_group()
-    over_tensors = mpu.get_tensor_model_parallel_group()
-    own = [
-        str(g.get("name", i)).removesuffix(TIED)
-        for i, g in enumerate(engine.optimizer.optimizer.param_groups)
-    ]
-    every = gather(own, over_stages)
-    labels = sorted(
-        {x for one in every for x in one},
-        key=lambda x: (max(o.index(x) for o in every if x in o), x),
-    )
-    places = [labels.index(label) for label in own]
-
-    def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:
-        squares: list[list[torch.Tensor]] = [[] for _ in labels]
-        for i, place in enumerate(places):
-            counted, _ = by_what_the_norm_counts(
-                zero, zero.averaged_gradients[i], zero.params_in_partition[i]
-            )
-            squares[place] += [
-                torch.linalg.vector_norm(gradient.to(get_norm_dtype())) for gradient in counted
-            ]
-        nothing = torch.zeros((), dtype=get_norm_dtype(), device=zero.device)
-        sums = torch.stack([torch.stack(one).pow(2.0).sum() if one else nothing for one in squares])
-        dist.all_reduce(sums, group=over_stages)
-        totals = sums.float()
-        dist.all_reduce(totals, group=zero.dp_process_group)
-        if over_tensors.size() > 1:
-            dist.all_reduce(totals, group=over_tensors)
-        norms = totals.pow(0.5)
-        mask_nan_or_inf_with_val_inplace(norms, device=norms.device)
-        return combine_grad_norm_groups(list(norms.unbind()), norm_type=norm_type)
-
-    engine.optimizer.scaled_global_norm = types.MethodType(scaled_global_norm, engine.optimizer)
+        options["param_names"] = [TIED]
 
 
 def _accumulate_in_fp32(zero: Any) -> None:
@@ -210,29 +164,6 @@ def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not vars(engine).pop("coat_reduced", False):
         raise _refusal(engine, "step", "whose gradients nothing has reduced")
-    return type(engine).step(engine, *args, **kwargs)
-
-
-def check_noise_of_tied(engine: Any) -> None:
-    """Refuse a tied embedding whose copies would draw other noise; collective over stages.
-
-    A shard draws by the number of shards with FP8 moments before it. A last stage without a layer
-    of its own, or with frozen ones, has none before its copy, where the first stage has one.
-    """
-    zero = engine.optimizer
-    drawing = []
-    for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True):
-        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False:
-            drawing.append(any(getattr(p, "shared_embedding", False) for p in params))
-    own = drawing.index(True) if True in drawing else None
-    places = gather(own, engine.mpu.get_pipeline_model_parallel_group())
-    different = sorted({place for place in places if place is not None})
-    if len(different) > 1:
-        refuse(
-            "model_parameters",
-            "got a tied embedding behind another number of groups with FP8 moments on the first "
-            f"stage than on the last {different}, so that its copies would draw other noise and "
-            "drift apart",
-            'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": '
-            "false",
-        )
+    result = type(engine).step(engine, *args, **kwargs)
+    engine.optimizer.coat_norm_known = None  # other stages may still compute (``step.norm_known``)
+    return result
