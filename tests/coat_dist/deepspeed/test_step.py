@@ -3,7 +3,9 @@ steps.
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +106,46 @@ def test_in_a_row_finds_adjacent_slices():
         [memory[:8], memory[8:40].view(4, 8).t()],
     ):
         assert _in_a_row(apart) is None
+
+
+def test_add_without_a_copy_overwrites_zeros_once():
+    """Zeros of a step before are forgotten where a new partition lies in their memory."""
+    from coat_dist.deepspeed.step.step_gradients import add_without_a_copy, build_zeros
+
+    memory = torch.zeros(100)
+
+    class Bare(SimpleNamespace):
+        def _build_compact_grad_partition_buffer(self, group_idx):
+            return SimpleNamespace(flat_partition=memory[10 * group_idx :].zero_())
+
+        def build(self, group_idx):
+            self.averaged_gradients[group_idx] = self._build_compact_grad_partition_buffer(
+                group_idx
+            )
+
+    zero = Bare(micro_step_id=0, averaged_gradients={})
+    zero._add_to_grad_partition_buffer = partial(add_without_a_copy, zero)
+    zero._build_compact_grad_partition_buffer = partial(build_zeros, zero)
+    one, two = torch.full((5,), 1.5).bfloat16(), torch.full((5,), 2.0).bfloat16()
+    zero.build(2)
+    zero._add_to_grad_partition_buffer(None, one)
+    memory[20:25] = 100.0  # shows what is copied, and what is added
+    for source in (one, two):
+        zero._add_to_grad_partition_buffer(memory[20:25], source)
+    assert memory[20:25].eq(3.5).all()
+    zero.micro_step_id = 1
+    memory[30:35] = 100.0
+    zero._add_to_grad_partition_buffer(memory[30:35], one)
+    assert memory[30:35].eq(101.5).all(), "a program may have written it between two micro-batches"
+    zero.micro_step_id = 0  # another step
+    zero.averaged_gradients.clear()
+    memory[40:45] = 1.0
+    zero._add_to_grad_partition_buffer(memory[40:45], one)
+    assert memory[40:45].eq(2.5).all(), "in the memory of zeros that are gone"
+    zero.build(1)
+    for source in (one, two, two):
+        zero._add_to_grad_partition_buffer(memory[30:35], source)
+    assert memory[30:35].eq(5.5).all()
 
 
 def test_is_verified_build_compares_file_hashes(monkeypatch, tmp_path, caplog):
