@@ -1,5 +1,5 @@
-"""In a program under ``python -m coat_dist`` and processes that it starts: ``import coat_dist``
-before DeepSpeed is imported.
+"""In processes that a program under ``python -m coat_dist`` starts: ``import coat_dist`` before
+DeepSpeed is imported.
 
 Python imports this by itself where the folder is on ``PYTHONPATH``. Nothing is imported before
 DeepSpeed is, so that processes without it stay as they are. A ``sitecustomize`` of the environment
@@ -11,7 +11,6 @@ import importlib.util
 import os
 import sys
 from importlib.machinery import PathFinder
-from pathlib import Path
 
 
 class _BeforeDeepSpeed:
@@ -22,9 +21,6 @@ class _BeforeDeepSpeed:
     def find_spec(self, name, path=None, target=None):
         if name == "deepspeed" and self in sys.meta_path:
             sys.meta_path.remove(self)
-            if sys.prefix == os.environ.get("COAT_DIST_PREFIX"):
-                # A checkout that is not installed: `python -m coat_dist` found it in its folder.
-                sys.path.append(str(Path(__file__).parents[2]))
             try:
                 import coat_dist  # noqa: F401
             except Exception:

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 import coat_dist
-from coat_dist.__main__ import USAGE, main
+from coat_dist.__main__ import USAGE
 
 PROGRAM = """
 import json, pickle, subprocess, sys
@@ -111,31 +111,43 @@ def test_main_under_launchers(launcher, tmp_path):
         assert found == [rank, [*given, "-m", "x"], str(tmp_path), True, ["Mine"]]
 
 
-FACTS = "import sys; print(__name__, sys.argv, sys.path[0], sys.flags.optimize); sys.exit(7)"
+FACTS = """
+import dataclasses, sys
+@dataclasses.dataclass
+class Options:
+    epochs: int = 3
+main = sys.modules["__main__"]
+print(sys.argv, sys.path[0], main.__builtins__, getattr(main, "__file__", None), main.__package__)
+print(main.__spec__ and main.__spec__.name, dataclasses.fields(Options)[0].type)
+sys.exit(7)
+"""
+WAYS = [
+    "train.py",
+    "./sub/../link.py",
+    "folder",
+    "train.pyz",
+    "-P train.py",
+    "-P folder",
+    "-m train",
+    "-m folder",
+    "-c",
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        (["-O"], ["train.py"]),
-        ([], ["folder"]),
-        ([], ["-m", "train"]),
-        ([], ["-c", FACTS]),
-    ],
-)
-def test_main_runs_a_program_as_python_does(options, given, tmp_path):
-    for name in ("train.py", "folder/__main__.py"):
+@pytest.mark.parametrize("way", WAYS)
+def test_main_runs_a_program_as_python_does(way, tmp_path):
+    for name in ("train.py", "sub/linked.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(FACTS)
+    (tmp_path / "link.py").symlink_to("sub/linked.py")
+    with zipfile.ZipFile(tmp_path / "train.pyz", "w") as file:
+        file.writestr("__main__.py", FACTS)
+    *safe, program = way.split(" ", way.startswith("-P"))
+    given = ["-c", FACTS] if program == "-c" else program.split()
+    lines = [[sys.executable, *safe, *under, *given, "-x"] for under in ([], COAT)]
     alone, found = (
-        subprocess.run(
-            [sys.executable, *options, *under, *given, "-x"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        for under in ([], COAT)
+        subprocess.run(one, cwd=tmp_path, capture_output=True, text=True) for one in lines
     )
     assert (found.stdout, found.returncode) == (alone.stdout, 7), found.stderr
 
@@ -176,9 +188,3 @@ NOTHING += "command that is a Python script\n"
 def test_main_names_what_it_cannot_run(arguments, text, tmp_path):
     done, _ = run(tmp_path, *arguments)
     assert (done.returncode, done.stderr) == (1, text)
-
-
-def test_main_refuses_to_run_without_the_environment(monkeypatch):
-    monkeypatch.setattr(sys, "flags", mock.Mock(ignore_environment=1))
-    with pytest.raises(SystemExit, match="got Python's -E or -I"):
-        main()
