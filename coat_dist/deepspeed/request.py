@@ -338,7 +338,7 @@ def _compare(request: Request) -> None:
     from deepspeed import PipelineModule
 
     facts, given, model = request.facts, request.given, request.given["model"]
-    _take_device()
+    _take_device(given.get("args"))
     compared: dict[str, Any] = {
         **request.settings.config,
         "coat": facts.coat and facts.coat.model_dump(),
@@ -362,14 +362,16 @@ def _compare(request: Request) -> None:
     check_same_on_all_ranks(compared)
 
 
-def _take_device() -> None:
-    """Choose the device that DeepSpeed's engine is going to choose, before a collective needs one:
-    NCCL would run it on the first GPU for every rank.
+def _take_device(args: Any) -> None:
+    """Choose the device that DeepSpeed's engine is going to choose, in the same way, before a
+    collective needs one: NCCL would run it on the first GPU for every rank.
     """
     from deepspeed.accelerator import get_accelerator
 
-    if "LOCAL_RANK" in os.environ:
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    local = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+    rank = getattr(args, "device_rank", None if local is None else int(local))
+    if rank is not None and rank >= 0:
+        get_accelerator().set_device(rank)
 
 
 def _groups(listed: Iterable[Any] | None, names: Mapping[int, str]) -> dict[str, Any]:

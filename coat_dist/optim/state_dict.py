@@ -73,7 +73,10 @@ def fp32_state_dict(optimizer: Any) -> Iterator[None]:
 
 class FP32States(MutableMapping):
     """``optimizer.state`` while state dicts are in fp32: torch looks up there what a state dict to
-    be loaded has. Reading decodes a state into new tensors; what is assigned is stored as it is.
+    be loaded has.
+
+    Reading decodes a state into new tensors, assigning one encodes it, as ZeroRedundancyOptimizer
+    does to load.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -92,6 +95,10 @@ class FP32States(MutableMapping):
         return {**rest, "exp_avg": first, "exp_avg_sq": second, **master}
 
     def __setitem__(self, p: Any, state: Any) -> None:
+        group = self._group(p)
+        if group and isinstance(state, dict) and "exp_avg" in state and "coat_p_low" not in state:
+            state = _from_fp32(state, p, group, "CoatAdamW.state")
+            state["step"] = as_count(state["step"], p, group)
         self._states[p] = state
 
     def __delitem__(self, p: Any) -> None:

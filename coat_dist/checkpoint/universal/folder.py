@@ -65,11 +65,20 @@ class UniversalFolder:
         return self.folder / name / CODES_FILE
 
     def extra_state(self, name: str) -> Any:
-        """The extra state of a module on this rank; of other numbers of ranks, that of one which
-        saved it.
+        """The extra state of a module on this rank.
+
+        Raises:
+            ValueError: another number of ranks saved it, and not all saved the same.
         """
         values = self.extra[name]
-        return values[self.tp[0] % len(values)]
+        if len(values) == self.tp[1]:
+            return values[self.tp[0]]
+        if not all(_same(value, values[0]) for value in values):
+            raise ValueError(
+                f"{self.folder / EXTRA_STATE}: {name}: got one for each of {len(values)} "
+                f"tensor-parallel ranks, accepted with {self.tp[1]}: the same on all"
+            )
+        return values[0]
 
     def _divide(self, saved: Mapping[str, Any], shape: torch.Size, where: str) -> torch.Tensor:
         """This rank's part of a whole tensor. DeepSpeed's keys beside it say how to divide it."""
@@ -90,3 +99,13 @@ class UniversalFolder:
                 f"on tensor-parallel rank {rank} of {size}"
             )
         return local
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two extra states are known to be equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (RuntimeError, ValueError):  # tensors in a container
+        return False

@@ -133,6 +133,8 @@ class _Loader:
         for name, target in (self.frozen | self.buffers).items():
             if source.has(name):
                 source.part(name, getattr(target, "ds_shape", target.shape))
+        for name in source.extra.keys() & self.extra.keys():
+            source.extra_state(name)
         return found
 
     def strangers(self, others: Set[str]) -> list[str]:

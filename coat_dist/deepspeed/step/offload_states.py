@@ -59,6 +59,12 @@ def offload_states(
         flat.data = host.to_host({"": flat.data}, pin_memory and flat.is_cuda)[""]
     if "lp_params" in kinds and _shared(zero) and hasattr(zero, "_clear_hp_buffer_references"):
         zero._clear_hp_buffer_references()
+    for name in (
+        ()
+        if pin_memory
+        else ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
+    ):
+        vars(zero).pop(name, None)  # of an earlier call: ZeRO-3 would reload from it
     # ZeRO-3 takes trained weights, whose buffer has the order of groups, for all of the model's, in
     # the model's order.
     if (module := vars(zero).get("module")) is not None:

@@ -179,6 +179,10 @@ def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
         assert source.extra_state("a._extra_state") == {"x": rank + 1}
     one = UniversalFolder(tmp_path, (0, 1))
     assert one.extra_state("b._extra_state") == 3
+    with pytest.raises(
+        ValueError, match="a._extra_state: got one for each of 2 tensor-parallel ranks, accepted"
+    ):
+        one.extra_state("a._extra_state")
 
 
 @pytest.mark.parametrize("normalize", [False, True])

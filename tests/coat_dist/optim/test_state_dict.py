@@ -184,6 +184,15 @@ def test_the_fp32_option_shows_and_saves_fp32_states_and_travels_with_copies(cop
     theirs.load_state_dict(
         {**theirs.state_dict(), "state": {0: {**state, "step": torch.tensor(2.0)}}}
     )
+    wanted = import_moments(p, group, state["exp_avg"], state["exp_avg_sq"], step=2) | {
+        "coat_seed": state["coat_seed"]
+    }
+    optimizer.state[p] = state
+    assert optimizer.coded_state[p].keys() == wanted.keys()
+    assert all(
+        torch.equal(torch.as_tensor(x), torch.as_tensor(wanted[k]))
+        for k, x in optimizer.coded_state[p].items()
+    )
     optimizer.state.clear()
     assert p not in optimizer.state
     assert not optimizer.coded_state and len(optimizer.state) == 0
