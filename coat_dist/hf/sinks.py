@@ -27,17 +27,25 @@ NAME = "coat_sinks"
 
 
 def has_sinks(module: Any) -> bool:
-    """Whether it is an attention whose plain form :func:`_attend` replaces."""
+    """Whether it is an attention whose plain form :func:`_attend` replaces.
+
+    Code that reads the name of the implementation a second time, as HY-V4's does for its sparse
+    mask, would compute something else under another name.
+    """
     return (
         isinstance(getattr(module, "sinks", None), nn.Parameter)
         and hasattr(module, "config")
         and fingerprint(_eager(module)) in EAGER
+        and inspect.getsource(_forward(module)).count("_attn_implementation") == 1
     )
 
 
+def _forward(attention: nn.Module) -> Callable[..., Any]:
+    return inspect.unwrap(original_class(attention).forward)
+
+
 def _eager(attention: nn.Module) -> Callable[..., Any]:
-    scope = inspect.unwrap(original_class(attention).forward).__globals__
-    return scope.get("eager_attention_forward", _eager)
+    return _forward(attention).__globals__.get("eager_attention_forward", _eager)
 
 
 class SinkAttention(ModePatched):
@@ -72,7 +80,7 @@ def _attend(
     """As transformers' attention functions. Weights have values only where plain operations make
     them: with dropout, and for a program that asks for them.
     """
-    if dropout or kwargs.get("output_attentions"):
+    if dropout or kwargs.get("output_attentions", module.config.output_attentions):
         given = query, key, value, attention_mask, scaling
         return _eager(module)(module, *given, dropout=dropout, **kwargs)
     out = flow.sink_attention(query, key, value, kwargs["s_aux"], attention_mask, scaling)

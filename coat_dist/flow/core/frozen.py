@@ -199,6 +199,10 @@ class FrozenWeight(torch.Tensor):
         shape = tuple(self.shape)
         return FrozenWeight, (self.digest(), self.format, shape, self.dtype, self.transposed)
 
+    def __setitem__(self, at: Any, value: Any) -> None:
+        """Refuses it: torch would copy into the decoded values of this part, and drop them."""
+        _refuse("an assignment to a part of a frozen weight", "weight.copy_(values)")
+
     def contiguous(self, memory_format: Any = None) -> torch.Tensor:
         """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save. A
         checksum stays one: conversion to a universal checkpoint calls it, too.

@@ -240,6 +240,9 @@ def check_sink_attention(dtype, device, s, d=64):
     found = torch.autograd.grad(out, given, dout)
     right = torch.autograd.grad(wanted, exact, dout.double())
     assert out.dtype == dtype and not out[0, :, :3].any()
+    q, k, v, sinks = given
+    wider = sink_attention(q.float(), k.float(), v, sinks, mask, 0.3)  # as under autocast
+    assert torch.equal(wider, out)
     for a, b in zip((out, *found), (wanted, *right), strict=True):
         limit = 1e-5 if dtype == torch.float32 else 0.02
         assert (a - b).norm() < limit * b.norm()

@@ -206,6 +206,7 @@ def test_accelerate(safe, tmp_path):
 MERGING = {
     "add_": lambda model, weight: model.merge_and_unload(),
     "other data": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
+    "an assignment to a part": lambda model, weight: weight.data.__setitem__(0, 1.0),
     "normal_": lambda model, weight: nn.init.normal_(weight),
     "to train after all": lambda model, weight: step(
         copy.deepcopy(model.requires_grad_(True).float())

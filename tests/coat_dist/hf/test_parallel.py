@@ -195,7 +195,7 @@ def sharded_parts(rank, world, how):
 
     mesh, found = init_device_mesh("cpu", (world,)), []
     for patched in (False, True):
-        model = tiny("llama", num_hidden_layers=1)
+        model = tiny("qwen3", num_hidden_layers=1)
         plan = {}
         for name, _ in model.model.named_modules():
             if name.endswith(("gate_proj", "up_proj")):
@@ -207,7 +207,7 @@ def sharded_parts(rank, world, how):
         if patched:
             patch_model(model, {"coat": BLOCK})
         if how != "tensor parallel":
-            kinds = {"linears": "Linear", "norms": "LlamaRMSNorm", "MLPs": "LlamaMLP"}
+            kinds = {"linears": "Linear", "norms": "Qwen3RMSNorm", "MLPs": "Qwen3MLP"}
             for module in [m for m in model.modules() if type(m).__name__ == kinds[how]]:
                 fully_shard(module, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -225,7 +225,7 @@ def sharded_parts(rank, world, how):
         "tensor parallel": "a DTensor as weight",
     }
     assert why.get(how, "") in (report.unfused | report.left).get("model.layers.0.mlp", "")
-    assert ("model.layers.0.self_attn" in report.unfused) == (how == "linears")
+    assert ("model.layers.0.self_attn" in report.unfused) == (how in ("linears", "norms"))
 
 
 @pytest.mark.long
