@@ -20,7 +20,7 @@ from .recognize import fingerprint
 __all__ = ["SinkAttention", "has_sinks"]
 
 EAGER = {"70032906336b", "58a0713d2842"}
-"""``eager_attention_forward`` of gpt-oss and four others, and of Granite's two, since transformers
+"""``eager_attention_forward`` of gpt-oss and DeepSeek-V4, and of Granite's two, since transformers
 5.24 and 5.17.
 """
 NAME = "coat_sinks"
@@ -53,11 +53,12 @@ class SinkAttention(ModePatched):
 
     @opaque
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        config = self.config
-        if config._attn_implementation != "eager":
-            return plain(self, *args, **kwargs)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        config = self.config
+        # A program may have registered an "eager" of its own.
+        if config._attn_implementation != "eager" or "eager" in ALL_ATTENTION_FUNCTIONS:
+            return plain(self, *args, **kwargs)
         ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
         self.config = copy.copy(config)
         self.config._attn_implementation = NAME

@@ -100,6 +100,13 @@ class Run:
         return self.library.saved(self.flow, self.model.seq_length)
 
     @property
+    def frozen(self) -> int:
+        """Bytes of weights on this rank that do not train."""
+        if self.library is None or not self.library.lora:
+            return 0
+        return self.by_library.frozen // (self.dp if self.stage == 3 else 1)
+
+    @property
     def chunked(self) -> bool:
         """Whether the loss is computed in chunks of logits."""
         if self.flow is None or self.library is None:
