@@ -131,11 +131,11 @@ def test_attention_interface_of_another_library(monkeypatch):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own, losses = ALL_ATTENTION_FUNCTIONS["sdpa"], []
-    replaced = {
-        **ALL_ATTENTION_FUNCTIONS._global_mapping,
-        "sdpa": lambda *a, **k: (own(*a, **k)[0] * 3, None),
-    }
-    monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", replaced)
+
+    def attend(*args, **kwargs):
+        return own(*args, **kwargs)[0] * 3, None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
     for attention in ("bf16", "fp8"):
         model = tiny("llama", attn_implementation="sdpa")
         patch_model(model, ActivationConfig(attention=attention))
