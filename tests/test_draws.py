@@ -28,15 +28,3 @@ def test_two_bad_draws_fail():
 
     with pytest.warns(UserWarning, match="drawn again"), pytest.raises(AssertionError):
         test(3)
-
-
-def test_other_errors_are_not_tried_again():
-    @ties_may_differ
-    def test(draws):
-        draws.append(0)
-        raise ValueError
-
-    draws = []
-    with pytest.raises(ValueError):
-        test(draws)
-    assert len(draws) == 1

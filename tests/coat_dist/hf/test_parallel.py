@@ -234,7 +234,7 @@ def test_modules_that_are_sharded_alone(how):
     run_ranks(2, sharded_parts, how)
 
 
-def over_the_sequence(rank, world, stage, attention):
+def over_the_sequence(rank, world, attention):
     """Losses of two steps under Accelerate, whose ranks have a part of each sequence if there are
     several, and the first gradients.
     """
@@ -249,7 +249,7 @@ def over_the_sequence(rank, world, stage, attention):
     parts = ParallelismConfig(sp_size=world, sp_backend="deepspeed", sp_handler=ulysses)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(
-            hf_ds_config=config(stage, coat=block, train_micro_batch_size_per_gpu=1)
+            hf_ds_config=config(3, coat=block, train_micro_batch_size_per_gpu=1)
         ),
         parallelism_config=parts if world > 1 else None,
     )
@@ -265,11 +265,9 @@ def over_the_sequence(rank, world, stage, attention):
         if world > 1:
             batch["labels"] = batch["shift_labels"]
         loss = engine(**batch, use_cache=False).loss
-        if world > 1:
-            of_ranks = torch.distributed.nn.functional.all_gather(loss)
-            counts = [torch.zeros((), dtype=torch.int64) for _ in of_ranks]
-            torch.distributed.all_gather(counts, (batch["labels"] != -100).sum())
-            loss = sum(map(torch.mul, of_ranks, counts)) / sum(counts)
+        if world > 1:  # the last token has no label
+            first, second = torch.distributed.nn.functional.all_gather(loss)
+            loss = (12 * first + 11 * second) / 23
         engine.backward(loss)
         losses.append(loss.item())
         named = engine.module.named_parameters()
@@ -278,15 +276,15 @@ def over_the_sequence(rank, world, stage, attention):
     return losses, grads
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sequence_parallelism_of_accelerate(stage):
-    """DeepSpeed's Ulysses: attention is its own, which takes the place of FP8 attention."""
+def test_sequence_parallelism_of_accelerate():
+    """DeepSpeed's Ulysses: attention is its own, which takes the place of FP8 attention. (With
+    ZeRO-2, DeepSpeed 0.19.8 doubles gradients here, those of BF16 models too.)
+    """
     pytest.importorskip("accelerate")
-    (alone,) = run_ranks(1, over_the_sequence, stage, "bf16")
+    (alone,) = run_ranks(1, over_the_sequence, "bf16")
     for attention in ("bf16", "fp8"):
-        for losses, grads in run_ranks(2, over_the_sequence, stage, attention):
+        for losses, grads in run_ranks(2, over_the_sequence, attention):
             assert losses[0] == pytest.approx(alone[0][0], rel=1e-6)
             assert losses == pytest.approx(alone[0], rel=0.01) and losses[1] < losses[0]
             for name, right in alone[1].items():
-                # ZeRO-2 of DeepSpeed 0.19.8 sums over the ranks of a sequence, in BF16 models too.
-                assert relative(grads[name] / (2 if stage == 2 else 1), right) < 0.1, name
+                assert relative(grads[name], right) < 0.1, name
