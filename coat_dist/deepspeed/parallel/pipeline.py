@@ -164,6 +164,4 @@ def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not vars(engine).pop("coat_reduced", False):
         raise _refusal(engine, "step", "whose gradients nothing has reduced")
-    result = type(engine).step(engine, *args, **kwargs)
-    engine.optimizer.coat_norm_known = None  # other stages may still compute (``step.norm_known``)
-    return result
+    return type(engine).step(engine, *args, **kwargs)
