@@ -80,6 +80,8 @@ class Built:
         self.passes = step.may_leave_out_passes(zero)
         """Passes of ZeRO's step may be left out."""
         self.bf16 = self.passes and zero.dtype == torch.bfloat16
+        self.uncounted = self.bf16 and self.staged and step.some_are_not_counted(zero)
+        """The norm does not count some gradients."""
         self.copies = self.passes and not zero.low_precision_master_weights_and_grads
         """ZeRO copies its fp32 partition to a 16-bit one after the step."""
         # Only with contiguous buckets, whose reduction first waits for the stream that computes.
@@ -246,12 +248,21 @@ ATTACHMENTS = (
     ),
     Attachment(
         # Anywhere before the last: needs nothing from above.
-        "step: the gradient norm reads gradients once, and finds infinities",
-        lambda b: b.bf16,
-        {
-            "zero.check_overflow": step.leave_to_the_norm,
-            "zero.get_grad_norm_direct": step.gradient_norm,
-        },
+        "step: infinities are found by the gradient norm",
+        lambda b: b.bf16 and not b.uncounted,
+        {"zero.check_overflow": step.leave_to_the_norm},
+    ),
+    Attachment(
+        # With the one before it, which relies on it where some gradients are not counted.
+        "step: the gradient norm reads gradients once",
+        lambda b: b.bf16 and not b.staged,
+        {"zero.get_grad_norm_direct": step.gradient_norm},
+    ),
+    Attachment(
+        # Instead of the two before it, never with them.
+        "step: infinities are looked for where the norm does not count",
+        lambda b: b.uncounted,
+        {"zero.has_overflow_partitioned_grads_serial": step.overflow_outside_the_norm},
     ),
     Attachment(
         # Anywhere: needs nothing from above.
@@ -299,8 +310,15 @@ ATTACHMENTS = (
     ),
     Attachment(
         # Anywhere: nothing else is put around it.
-        "gradient norm over pipeline stages with other groups",
-        lambda b: (b.ours or b.staged) and pipeline_module.groups_differ(b.engine),
+        "gradient norm over pipeline stages",
+        lambda b: b.is_zero and b.staged and pipeline.has_groups_of_norms(b.zero),
+        put("zero.scaled_global_norm"),
+        lambda b: pipeline.norm_over_stages(b.engine),
+    ),
+    Attachment(
+        # Anywhere: never with the one before it.
+        "gradient norm of a PipelineModule with other groups on other stages",
+        lambda b: b.ours and hasattr(b.engine, "grid") and pipeline_module.groups_differ(b.engine),
         put("zero.scaled_global_norm"),
         lambda b: pipeline_module.call_norms_alike(b.engine),
     ),

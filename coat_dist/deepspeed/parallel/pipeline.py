@@ -9,12 +9,16 @@ a model, so calling them is an error.
 
 from __future__ import annotations
 
+import types
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ...checkpoint.zero_partitions import members
 from ...config import refuse
+from ...ranks import gather
+from ..step.step import by_what_the_norm_counts
 
 __all__ = [
     "TIED",
@@ -24,6 +28,7 @@ __all__ = [
     "has_groups_of_norms",
     "is_stage",
     "name_tied",
+    "norm_over_stages",
     "reduce_gradients",
     "refuse_part",
     "stages",
@@ -105,6 +110,53 @@ def name_tied(zero: Any) -> None:
                 '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)',
             )
         options["param_names"] = [TIED]
+
+
+def norm_over_stages(engine: Any) -> None:
+    """Let ZeRO-1's gradient norm be that of the whole model.
+
+    ZeRO sums each of its groups over ranks, and stages need not have the same groups: one may hold
+    no vectors. Sums over stages are made in fp64, as ZeRO sums within a rank, so that the norm is
+    that of one stage.
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups, mask_nan_or_inf_with_val_inplace
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    mpu = engine.mpu
+    over_stages = mpu.get_pipeline_model_parallel_group()
+    over_tensors = mpu.get_tensor_model_parallel_group()
+    own = [
+        str(g.get("name", i)).removesuffix(TIED)
+        for i, g in enumerate(engine.optimizer.optimizer.param_groups)
+    ]
+    every = gather(own, over_stages)
+    labels = sorted(
+        {x for one in every for x in one},
+        key=lambda x: (max(o.index(x) for o in every if x in o), x),
+    )
+    places = [labels.index(label) for label in own]
+
+    def scaled_global_norm(zero: Any, norm_type: float = 2) -> torch.Tensor:
+        squares: list[list[torch.Tensor]] = [[] for _ in labels]
+        for i, place in enumerate(places):
+            counted, _ = by_what_the_norm_counts(
+                zero, zero.averaged_gradients[i], zero.params_in_partition[i]
+            )
+            squares[place] += [
+                torch.linalg.vector_norm(gradient.to(get_norm_dtype())) for gradient in counted
+            ]
+        nothing = torch.zeros((), dtype=get_norm_dtype(), device=zero.device)
+        sums = torch.stack([torch.stack(one).pow(2.0).sum() if one else nothing for one in squares])
+        dist.all_reduce(sums, group=over_stages)
+        totals = sums.float()
+        dist.all_reduce(totals, group=zero.dp_process_group)
+        if over_tensors.size() > 1:
+            dist.all_reduce(totals, group=over_tensors)
+        norms = totals.pow(0.5)
+        mask_nan_or_inf_with_val_inplace(norms, device=norms.device)
+        return combine_grad_norm_groups(list(norms.unbind()), norm_type=norm_type)
+
+    engine.optimizer.scaled_global_norm = types.MethodType(scaled_global_norm, engine.optimizer)
 
 
 def _accumulate_in_fp32(zero: Any) -> None:

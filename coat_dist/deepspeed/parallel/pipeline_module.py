@@ -2,7 +2,7 @@
 to its stages.
 
 Stages have other parameters, so other groups of FP8 moments, other noise, and sometimes another
-number of groups; the last is also true of Megatron's stages (``pipeline.py``).
+number of groups. (Megatron's stages are ``pipeline.py``.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...config import refuse
 from ...ranks import gather
-from .pipeline import TIED, has_groups_of_norms, is_stage
+from .pipeline import TIED, has_groups_of_norms
 
 __all__ = [
     "call_norms_alike",
@@ -86,8 +86,7 @@ def groups_differ(engine: Any) -> bool:
     further group.
     """
     zero = engine.optimizer
-    staged = is_stage(engine) or getattr(engine, "grid", None) is not None
-    if not staged or not has_groups_of_norms(zero) or zero.cpu_offload:
+    if getattr(engine, "grid", None) is None or not has_groups_of_norms(zero) or zero.cpu_offload:
         return False
     return len(set(_counts(zero))) > 1
 

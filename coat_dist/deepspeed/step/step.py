@@ -41,6 +41,8 @@ __all__ = [
     "leave_to_the_norm",
     "may_leave_out_passes",
     "norm_known",
+    "overflow_outside_the_norm",
+    "some_are_not_counted",
     "step_and_restore",
     "step_with_copy",
     "unscale_and_clip_in_the_step",
@@ -104,12 +106,24 @@ def may_leave_out_passes(zero: Any) -> bool:
 
 
 # The norm, and the check for infinities. Loss scaling (fp16) reacts to the check itself, ahead of
-# the norm; without it, the norm does all the work.
+# the norm; without it, the norm does all the work. A pipeline's stage has another norm
+# (``pipeline.py``).
 
 
 def leave_to_the_norm(zero: Any, partition_gradients: bool = True) -> None:
     """In place of ``check_overflow``: ZeRO then looks at the norm."""
     zero.overflow = False
+
+
+def some_are_not_counted(zero: Any) -> bool:
+    """Whether some rank's norm does not count all of its gradients. The same on all ranks, which
+    then meet in the collectives of ZeRO's check: the size of a group is, and all of them hold the
+    same parameters.
+    """
+    from deepspeed.comm import pg_utils
+
+    replicated = any(_in_a_pipeline(p) for params in zero.bit16_groups for p in params)
+    return replicated or pg_utils.is_parallel(zero.model_parallel_group)
 
 
 def gradient_norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
@@ -124,18 +138,18 @@ def gradient_norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) 
         return type(zero).get_grad_norm_direct(zero, gradients, params, norm_type)
     zero.coat_norm_known = None
     counted, others = by_what_the_norm_counts(zero, gradients, params)
-    total = torch.zeros((), dtype=get_norm_dtype(), device=zero.device)
+    total = torch.zeros((), dtype=torch.float32, device=zero.device)
     # On a GPU one kernel for all of them, which converts each element as it reads it; `vector_norm`
     # makes a copy first.
     if counted:
-        total = torch.stack(torch._foreach_norm(counted, 2.0, get_norm_dtype())).pow(2.0).sum()
+        total = (
+            torch.stack(torch._foreach_norm(counted, 2.0, get_norm_dtype())).pow(2.0).sum().float()
+        )
     if others:
         norms = torch.stack(torch._foreach_norm(others, 2.0, get_norm_dtype()))
         total = torch.where(norms.isfinite().all(), total, torch.inf)
-    # Pipeline stages are summed in fp64, as gradients of one rank are: the norm of one stage.
-    zero._model_parallel_all_reduce(tensor=total, op=comm.ReduceOp.SUM)
-    total = total.float()
     comm.all_reduce(total, group=zero.dp_process_group)
+    zero._model_parallel_all_reduce(tensor=total, op=comm.ReduceOp.SUM)
     norm = total.pow(0.5)
     return torch.where(norm.isfinite(), norm, -1.0)
 
@@ -162,6 +176,18 @@ def _in_a_pipeline(param: torch.nn.Parameter) -> bool:
     from deepspeed.runtime.constants import PIPE_REPLICATED
 
     return bool(getattr(param, PIPE_REPLICATED, False))
+
+
+def overflow_outside_the_norm(zero: Any) -> torch.Tensor:
+    """In place of ``has_overflow_partitioned_grads_serial``, which looks at all of a rank's
+    gradients: only those that ``get_grad_norm_direct`` does not count. These are few: norms and
+    biases that tensor-parallel ranks share.
+    """
+    found = torch.zeros(1, dtype=torch.float32, device=zero.device)
+    for i, params in enumerate(zero.params_in_partition):
+        for gradient in by_what_the_norm_counts(zero, zero.averaged_gradients[i], params)[1]:
+            found += zero._has_inf_or_nan(gradient)
+    return found.bool()
 
 
 # Unscaling and clipping.

@@ -26,6 +26,7 @@ CASES = {
         "data_types": {"grad_accum_dtype": "fp32"},
     },
     "zero-2": {"zero_optimization": {"stage": 2}},
+    "zero-2, some gradients are not counted": {"zero_optimization": {"stage": 2}},
     "zero-2, round robin, remainders": {**ROUND_ROBIN, **REMAINDERS},
     "zero-2, cached weights": {
         "zero_optimization": {"stage": 2},
@@ -49,6 +50,7 @@ CASES = {
         "zero_optimization": {"stage": 1},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
+    "zero-1, a pipeline stage, some gradients are not counted": {"zero_optimization": {"stage": 1}},
     "torch's SGD, stage 0": {"bf16": {"enabled": False}},
     "stage 0, evaluated": {"zero_optimization": {"stage": 0}},
 }
@@ -92,6 +94,7 @@ def build(case):
     quiet_deepspeed()
     changes = CASES[case]
     net = (Patched if "coat" in changes else torch.nn.Linear)(64, 96)
+    net.bias.ds_pipe_replicated = "not counted" in case
     if "experts" in case:
         net.universal_checkpoint_info = {"expert_parallel": {"size": 2, "rank": 0, "names": {}}}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **changes}
@@ -157,7 +160,7 @@ def engines(rank, world):
         "ranks hear of one another",  # of several ranks: test_heartbeat.py
         "step: the host does not wait for reductions",  # on a GPU
         # test_pipeline_module.py.
-        "gradient norm over pipeline stages with other groups",
+        "gradient norm of a PipelineModule with other groups on other stages",
         "Megatron's jobs around a step's micro-batches",  # tests/megatron_patches/test_step_jobs.py
     }
     assert set().union(*found.values()) == declared.keys() - unseen

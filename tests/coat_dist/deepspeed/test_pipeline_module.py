@@ -69,7 +69,7 @@ def of_other_groups(rank, world, sums):
         engine = build([linear[0], torch.nn.GELU(), *linear[1:]], settings(optimizer, sums))
         norms[optimizer] = train(engine, 3)
         assert len(engine.optimizer.optimizer.param_groups) == groups
-        name = "gradient norm over pipeline stages with other groups"
+        name = "gradient norm of a PipelineModule with other groups on other stages"
         differ = sums == "bf16" and optimizer == "CoatAdamW"
         assert (name in getattr(engine, "coat_attached", ())) == differ
         assert ("scaled_global_norm" in vars(engine.optimizer)) == differ
