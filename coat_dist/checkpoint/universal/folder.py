@@ -17,7 +17,8 @@ __all__ = ["UniversalFolder"]
 
 
 class UniversalFolder:
-    """The folder of a universal checkpoint of :func:`convert_to_universal`, memory-mapped.
+    """The folder of a universal checkpoint of :func:`convert_to_universal` or DeepSpeed's
+    converter, memory-mapped.
 
     Args:
         folder: holds ``zero/``.
@@ -25,6 +26,7 @@ class UniversalFolder:
 
     Attributes:
         rest: frozen parameters and buffers.
+        complete: there is a ``rest``; DeepSpeed's converter keeps trained parameters only.
         extra: modules' extra states (``get_extra_state``), by name, one for each tensor-parallel
             rank. They are copies and not memory-mapped, since a module may keep what it is given.
 
@@ -35,8 +37,9 @@ class UniversalFolder:
     def __init__(self, folder: Path, tp: tuple[int, int]) -> None:
         self.folder, self.tp = folder / "zero", tp
         self.globals = read(self.folder / "optimizer_state.pt")
-        extra = self.folder / EXTRA_STATE
-        self.rest: dict[str, dict[str, Any]] = read(self.folder / "rest.pt")
+        rest, extra = self.folder / "rest.pt", self.folder / EXTRA_STATE
+        self.complete = rest.is_file()
+        self.rest: dict[str, dict[str, Any]] = read(rest) if self.complete else {}
         self.extra: dict[str, list[Any]] = read(extra, mmap=False) if extra.is_file() else {}
 
     def trained(self) -> set[str]:
@@ -84,6 +87,9 @@ class UniversalFolder:
         """This rank's part of a whole tensor. DeepSpeed's keys beside it say how to divide it."""
         rank, size = self.tp
         whole = local = saved["param"]
+        # As DeepSpeed's converter writes what ZeRO-3 had.
+        if whole.ndim == 1 and whole.numel() == shape.numel():
+            local = whole.view(shape)
         if "cat_dim" in saved and size > 1:
             dim = saved["cat_dim"]
             divided = [

@@ -142,6 +142,8 @@ class _Loader:
         that other ranks hold.
         """
         source = self.source
+        if not source.complete:
+            return []
         known = (
             {self.names[p] for params in self.params for p in params}
             | self.frozen.keys()

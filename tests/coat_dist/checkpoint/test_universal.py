@@ -1,5 +1,5 @@
-"""Universal checkpoints: models that train other parameters, codes, and what is not converted.
-``tests/contracts/test_resume.py`` has kinds of engines.
+"""Universal checkpoints: models that train other parameters, files of DeepSpeed's converter, codes,
+and what is not converted. ``tests/contracts/test_resume.py`` has kinds of engines.
 """
 
 import os
@@ -12,9 +12,24 @@ from coat_dist import convert_to_universal
 from coat_dist.checkpoint.universal.codes import read_codes, select_codes, write_codes
 from coat_dist.optim import CoatAdamW
 from tests.coat_dist.checkpoint.small_saves import build, refused
-from tests.coat_dist.checkpoint.universal_runs import WithBuffer
+from tests.coat_dist.checkpoint.universal_runs import WithBuffer, load_and_compare, train_and_save
 from tests.coat_dist.deepspeed.zero_runs import CASES, run
 from tests.support import run_ranks
+
+
+def test_what_deepspeeds_converter_writes_loads(tmp_path):
+    """Trained parameters alone, without codes; flat where ZeRO-3 had them."""
+    saved = run_ranks(2, train_and_save, CASES["zero-3"], str(tmp_path))[0]
+    convert_to_universal(tmp_path / "plain", tmp_path / "universal")
+    (tmp_path / "universal/zero/rest.pt").unlink()
+    for path in (tmp_path / "universal/zero").glob("*/*"):
+        if path.suffix == ".coat":
+            path.unlink()
+        elif path.stem in ("fp32", "exp_avg", "exp_avg_sq"):
+            held = torch.load(path)
+            torch.save({**held, "param": held["param"].flatten()}, path)
+    (found,) = run_ranks(1, load_and_compare, CASES["zero-2"], str(tmp_path), saved)
+    assert set(found) == {"weights frozen.weight", "weights frozen.bias", "weights seen"}
 
 
 def save_new(rank, world, folder):
