@@ -155,8 +155,8 @@ class ActivationConfig(_Block):
     change, 1 byte a parameter and rank. Other weights are quantized on every use.
     """
     frozen_weights: Literal["bf16", "fp8"] = "bf16"
-    """Weights that never train of linears in the flow, as under LoRA: leave them as they are, or
-    ("fp8") keep FP8 codes alone, 1 byte a parameter.
+    """Weights that never train of linears and experts in the flow, as under LoRA: leave them as
+    they are, or ("fp8") keep FP8 codes alone, 1 byte a parameter.
     """
     wgrad: Literal["grad", "main_grad"] = "grad"
     """Weight gradients: given to autograd, or added to ``weight.main_grad``
