@@ -7,7 +7,7 @@ multiplies them (``Weight.quantized``); dgrad transposes the same codes.
 * Moves and copies (``.to``, ``clone``, ``deepcopy``, ``to_empty``) move codes. Another dtype
   changes the dtype that the weight reads back as.
 * ``copy_``, and so ``load_state_dict``, quantizes what it is given. Every other change in place is
-  refused.
+  refused, but for writes into a view, which is decoded: they are lost.
 * Every other operation decodes the weight for as long as it runs; a choice of one expert decodes
   that expert. So evaluation and generation read the codes, and ``save_pretrained`` writes decoded
   values.
