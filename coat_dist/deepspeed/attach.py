@@ -268,7 +268,10 @@ ATTACHMENTS = (
         # Anywhere: needs nothing from above.
         "step: gradients are added without a copy",
         lambda b: b.passes,
-        {"zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy},
+        {
+            "zero._add_to_grad_partition_buffer": step_gradients.add_without_a_copy,
+            "zero._build_compact_grad_partition_buffer": step_gradients.build_zeros,
+        },
     ),
     Attachment(
         # After the one before it, by whose sum it adds.
