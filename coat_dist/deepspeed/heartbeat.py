@@ -41,6 +41,7 @@ SHARE = 0.8  # silence after which a rank counts as hung, as a share of the coll
 STATUS = 4  # exit status of the other ranks
 SHORTEST = 5.0  # seconds of silence that end nothing, however short the timeout is
 PATIENCE = 1.0  # seconds in which a rank that is alive answers `who`
+NEIGHBOURS = 64  # maximum number of ranks that a rank sends heartbeats to
 # Folders whose frames are not the program's: Python's library, site-packages and coat_dist.
 _FOLDERS = (
     Path(threading.__file__).parent,
@@ -130,7 +131,7 @@ class Heartbeat(threading.Thread):
         tick = time.monotonic()
         try:
             while not self._stopped.is_set() and dist.is_initialized():
-                self._send(self._others, **self._state())
+                self._send(self._others[:NEIGHBOURS], **self._state())
                 self._listen(tick + self.interval)
                 now = time.monotonic()
                 passed, tick = min(now - tick, 2 * self.interval), now
@@ -195,7 +196,7 @@ class Heartbeat(threading.Thread):
             self._silent[rank] += passed
         if hung := sorted(rank for rank in self._heard if self._silent[rank] > self.limit):
             names = ", ".join(self.describe(rank, self._heard[rank]) for rank in hung)
-            self._send(self._others, hung=names)
+            self._send(self._others, hung=names)  # also those that are not its neighbours
             return self._finish(names)
         states = {self.rank: self._state(), **self._heard}
         before = self._standing if states[self.rank]["step"] == self._step else 0.0
