@@ -106,19 +106,22 @@ def read_codes(
 
 def load_codes(path: Path) -> dict[str, Any] | None:
     """What a file of codes holds; None where there is none."""
-    return read(path) if path.is_file() else None
+    return read(path, tensors_only=True) if path.is_file() else None
 
 
-def read(path: Path, mmap: bool = True) -> Any:
+def read(path: Path, mmap: bool = True, tensors_only: bool = False) -> Any:
     """A file's content; tensors memory-mapped, where it was written as a zip file (torch's
-    default).
+    default). With ``tensors_only`` unpickling runs no code, as it may for DeepSpeed's files.
 
     Raises:
         ValueError: it cannot be read; names it.
     """
     try:
         return torch.load(
-            path, map_location="cpu", weights_only=False, mmap=mmap and zipfile.is_zipfile(path)
+            path,
+            map_location="cpu",
+            weights_only=tensors_only,
+            mmap=mmap and zipfile.is_zipfile(path),
         )
     # Of damaged bytes, or of classes that are not here, unpickling may raise anything.
     except Exception as problem:
