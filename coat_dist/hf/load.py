@@ -37,7 +37,7 @@ class FrozenWeightsConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__("coat")
+        self.quant_method: Any = "coat"
         self.settings = coat_block(config).activation
         if self.settings.frozen_weights != "fp8":
             raise CoatConfigError(
@@ -48,8 +48,9 @@ class FrozenWeightsConfig(QuantizationConfigMixin):
 
 @register_quantizer("coat")
 class _Quantizer(HfQuantizer):
-    is_trainable = True
-    is_serializable = True
+    quantization_config: Any
+    is_trainable: Any = True
+    is_serializable: Any = True
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         model.requires_grad_(False)
