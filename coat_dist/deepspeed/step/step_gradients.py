@@ -61,37 +61,34 @@ def reduce_in_place(
     zero: Any,
     small_bucket: Sequence[torch.Tensor],
     communication_data_type: torch.dtype,
-    log: Any = None,
-    divide: bool = True,
-    process_group: Any = None,
-    bucket_ranks: Sequence[Any] = (),
-    output_bucket: Sequence[torch.Tensor | None] | None = None,
+    **call: Any,
 ) -> None:
     """In place of ``allreduce_and_copy_with_multiple_ranks``: the same values, where slices of a
     bucket lie in a row. Slices that other ranks keep hold the sum afterwards; those are read only
     where ZeRO-1 accumulates in an attribute of its own, which is left to DeepSpeed.
+
+    ZeRO divides the whole bucket before, and gives in ``call`` the group, the ranks that keep each
+    slice, and the part of the fp32 partition that each slice is added to, or None.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
-    group = zero.dp_process_group if process_group is None else process_group
     ranks = getattr(zero, "coat_undivided", 1)
-    other = divide or zero.use_grad_accum_attribute or zero.sequence_parallel_size > 1
+    other = zero.use_grad_accum_attribute or zero.sequence_parallel_size > 1
     whole = None if other else _in_a_row(small_bucket)
     if whole is None or communication_data_type != whole.dtype:
         for one in small_bucket if ranks > 1 else ():
             one.div_(ranks)
         original = type(zero).allreduce_and_copy_with_multiple_ranks
-        dtype = communication_data_type
-        original(zero, small_bucket, dtype, log, divide, group, bucket_ranks, output_bucket)
+        original(zero, small_bucket, communication_data_type, **call)
         return
-    comm.all_reduce(whole, group=group)
+    comm.all_reduce(whole, group=call["process_group"])
     if zero.overlap_comm and not get_accelerator().resolves_data_dependency():
         whole.record_stream(zero.reduction_stream)
-    own = comm.get_rank(group)
-    outputs = [None] * len(small_bucket) if output_bucket is None else output_bucket
-    for reduced, keepers, output in zip(small_bucket, bucket_ranks, outputs, strict=True):
-        if own not in keepers if isinstance(keepers, frozenset) else own != keepers:
+    own = comm.get_rank(call["process_group"])
+    kept = zip(small_bucket, call["bucket_ranks"], call["output_bucket"], strict=True)
+    for reduced, keepers, output in kept:
+        if own not in keepers:
             continue
         if output is not None:
             add_without_a_copy(zero, output, reduced, 1 / ranks)
