@@ -11,7 +11,7 @@ here the GPU's stream waits. ``step.py`` says when results are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -113,30 +113,12 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 # The sum.
 
 
-class _Zeros(NamedTuple):
-    """A group's part of the fp32 partition, which DeepSpeed has made of zeros."""
-
-    begin: int  # address
-    end: int
-    micro_step: int
-    written: set[int]  # addresses of the parameters' slices to which a gradient was added since
-
-
-def _zeros(zero: Any) -> dict[int, _Zeros]:
-    return getattr(zero, "coat_zeros", {})
-
-
 def build_zeros(zero: Any, group_idx: int) -> Any:
-    """In place of ``_build_compact_grad_partition_buffer``: the same zeros, remembered."""
+    """In place of ``_build_compact_grad_partition_buffer``: the same zeros, which remember the
+    micro-batch in which they were made, and the offsets of slices that were written since.
+    """
     group = type(zero)._build_compact_grad_partition_buffer(zero, group_idx)
-    begin = group.flat_partition.data_ptr()
-    end = begin + group.flat_partition.nbytes
-    # Those of the step before are gone, and the allocator may have given this group their memory.
-    kept = {group_idx: _Zeros(begin, end, zero.micro_step_id, set())}
-    for i, one in _zeros(zero).items():
-        if i != group_idx and (one.end <= begin or end <= one.begin):
-            kept[i] = one
-    zero.coat_zeros = kept
+    group.coat_micro_step, group.coat_written = zero.micro_step_id, set()
     return group
 
 
@@ -150,17 +132,13 @@ def add_without_a_copy(
     """
     if output is None:
         return
-    at = output.data_ptr()
-    for group, one in _zeros(zero).items():
-        if (
-            one.begin <= at < one.end
-            and at not in one.written
-            and one.micro_step == zero.micro_step_id
-        ):
-            partition = getattr(zero.averaged_gradients.get(group), "flat_partition", None)
-            if partition is None or partition.data_ptr() != one.begin:  # moved, or of a step before
-                continue
-            one.written.add(at)
+    for group in zero.averaged_gradients.values():
+        if getattr(group, "coat_micro_step", None) != zero.micro_step_id:
+            continue
+        flat = group.flat_partition
+        offset = output.data_ptr() - flat.data_ptr()
+        if 0 <= offset < flat.nbytes and offset not in group.coat_written:
+            group.coat_written.add(offset)
             torch.mul(source, factor, out=output) if factor != 1.0 else output.copy_(source)
             return
     output.add_(source, alpha=factor)
