@@ -73,12 +73,10 @@ def several_nodes() -> bool:
     return bool(here) and here != world
 
 
-def my_place(local: int | None = None) -> Place:
-    """Where the launcher has started this rank, whose number there is ``local`` (None = what the
-    launcher says).
-    """
+def my_place() -> Place:
+    """Where the launcher has started this rank."""
     node = next((os.environ[name] for name in _NODE if name in os.environ), None)
-    return Place(host(), node, int(os.environ.get("LOCAL_RANK", "0")) if local is None else local)
+    return Place(host(), node, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def by_node(places: Sequence[Place]) -> list[list[int]]:

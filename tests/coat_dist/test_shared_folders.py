@@ -29,11 +29,10 @@ def error_of(function, *args):
 def folders(rank, world, folder):
     on_a_node(rank, folder)
     check_same_on_all_ranks({})
-    both = shared_folders.nodes_of_ranks()
     Path("own").mkdir()
     Path(f"own/{rank}").mkdir()
     found = {
-        name: shared_folders.sharing(Path(path), both)
+        name: shared_folders.sharing(Path(path))
         for name, path in (("shared", folder), ("own", "own"), ("missing", "nowhere"))
     }
     errors = [error_of(shared_folders.check_there, Path("own/0"), "--load", CheckpointError)]
