@@ -27,13 +27,14 @@ import torch.distributed as dist
 
 from ..config import CoatConfig, CoatConfigError, refuse
 from ..optim import CoatAdamW
+from ..optim.groups import parameter_of
 from ..patching.report import check_settings
 from ..ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
 from ..settings import Facts, Settings
 from .heartbeat import group_timeout
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .parallel.pipeline import stages
-from .parallel.pipeline_module import check_tied, parameter_of, tied_apart, tied_weights
+from .parallel.pipeline_module import check_tied, tied_apart, tied_weights
 from .parallel.replicated_grads import check_replicated_grads
 from .without_launcher import in_a_step, prepare
 

@@ -32,7 +32,7 @@ without a word.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from numbers import Real
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -43,6 +43,7 @@ from pydantic import ValidationError
 from ..config import OptimizerConfig
 from ..config_errors import Problem, explain
 from ..ops import Moment, MomentCodec
+from .groups import listed, parameter_of
 from .host import on_host, to_host
 from .sharded import local, refusal
 
@@ -68,7 +69,6 @@ __all__ = [
     "remainder",
     "state_layout",
     "stochastic",
-    "tensors_of",
 ]
 
 WhichMoment = Literal["first", "second"]
@@ -310,17 +310,9 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     require("capturable", "False with state_device='cpu'", not (group["capturable"] and on_cpu))
     if group.get("amsgrad"):
         require("amsgrad", "False, this optimizer does not have it", False)
-    for p in tensors_of(group):
-        check_parameter(p, group)
-
-
-def tensors_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Parameters of a new group, which torch also takes as one tensor, or with their names."""
-    params = group["params"]
-    for p in [params] if isinstance(params, torch.Tensor) else params:
-        p = p[1] if isinstance(p, tuple) else p
+    for p in map(parameter_of, listed(group["params"])):
         if isinstance(p, torch.Tensor):  # torch itself refuses what is not
-            yield p
+            check_parameter(p, group)
 
 
 def check_parameter(param: torch.Tensor, group: Mapping[str, Any]) -> None:
