@@ -379,26 +379,23 @@ ATTACHMENTS = (
 )
 
 
-def attach(engine: Any, coat: CoatConfig | None = None, evaluates: bool = False) -> tuple[str, ...]:
-    """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second
-    time nothing is changed.
+def attach(engine: Any, coat: CoatConfig | None = None, evaluates: bool = False) -> None:
+    """Attach to a new engine what applies to it; ``engine.coat_attached`` has the names.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
         evaluates: as in :class:`Built`.
     """
-    if "coat_attached" not in vars(engine):
-        built, names = Built(engine, coat, evaluates), []
-        for one in ATTACHMENTS:
-            if one.applies(built):
-                for name, function in one.replaces.items():
-                    owner, _, method = name.partition(".")
-                    if function is not None:
-                        instance = getattr(built, owner)
-                        setattr(instance, method, types.MethodType(function, instance))
-                if one.attach is not None:
-                    one.attach(built)
-                names.append(one.name)
-        engine.coat_attached = tuple(names)
-    return engine.coat_attached
+    built, names = Built(engine, coat, evaluates), []
+    for one in ATTACHMENTS:
+        if one.applies(built):
+            for name, function in one.replaces.items():
+                owner, _, method = name.partition(".")
+                if function is not None:
+                    instance = getattr(built, owner)
+                    setattr(instance, method, types.MethodType(function, instance))
+            if one.attach is not None:
+                one.attach(built)
+            names.append(one.name)
+    engine.coat_attached = tuple(names)
