@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .config import ActivationConfig, OptimizerConfig, misspells_coat
+from .config import ActivationConfig, OptimizerConfig, letters_of, misspells_coat
 from .config_errors import Problem, got
 from .optim import CoatAdamW
 
@@ -129,12 +129,8 @@ def _suggestion(owner: str, key: str, fields: Iterable[str]) -> str:
     return f' (did you mean "{meant}"?)' if meant else ""
 
 
-def _letters(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
-
-
 _COAT_ONLY_KEYS = {
-    _letters(key.partition(".")[2]): key
+    letters_of(key.partition(".")[2]): key
     for key in (
         "optimizer.first_moment",
         "optimizer.second_moment",
@@ -158,7 +154,7 @@ def misspelt(entries: Entries) -> Iterator[Problem]:
     compressed = ("optimizer.", "type", "CoatAdamW") in entries
     for owner, key, value in entries:
         name = f"{owner}{key}"
-        near = difflib.get_close_matches(_letters(key), _COAT_ONLY_KEYS, 1, 0.9)
+        near = difflib.get_close_matches(letters_of(key), _COAT_ONLY_KEYS, 1, 0.9)
         if owner and isinstance(value, Mapping) and (key == "coat" or misspells_coat(key, value)):
             yield Problem(name, 'unknown key (did you mean "coat"?)', "at the top level")
         elif near and not (compressed and owner == "optimizer.params."):
@@ -169,7 +165,7 @@ def misspelt(entries: Entries) -> Iterator[Problem]:
 
 
 def _misspelt_type(name: str, value: str) -> Iterator[Problem]:
-    letters = _letters(value)
+    letters = letters_of(value)
     likeness = difflib.SequenceMatcher(None, letters, "coatadamw").ratio()
     right = (name, value) == ("optimizer.type", "CoatAdamW")
     if not right and (letters.startswith("coat") or likeness > 0.8):
