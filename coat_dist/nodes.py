@@ -25,7 +25,6 @@ __all__ = [
     "host_of",
     "meet",
     "my_place",
-    "on_host",
     "say_host",
 ]
 __all__ += ["several_nodes"]
@@ -110,8 +109,3 @@ def host_of(rank: int) -> str | None:
 def say_host(rank: int) -> str:
     """`` (host b)``, to be put behind a rank's number; nothing where :func:`host_of` is None."""
     return f" (host {where})" if (where := host_of(rank)) else ""
-
-
-def on_host(text: str, rank: int) -> str:
-    """``text`` of a rank, with its host where there are several nodes."""
-    return f"host {where}: {text}" if (where := host_of(rank)) else text

@@ -121,7 +121,7 @@ def on_first_ranks(
     for first in firsts:
         if (error := answers[first][1]) is not None:
             several = len(firsts) > 1 and isinstance(error, ValueError)
-            raise type(error)(nodes.on_host(str(error), first)) if several else error
+            raise type(error)(f"{error}{nodes.say_host(first)}") if several else error
     return answers[next(team[0] for team in teams if rank in team)][0]
 
 

@@ -61,7 +61,7 @@ def test_sharing_on_two_nodes(tmp_path):
             "--load: got own/0, which is not there on rank 1 (host node-b), accepted: a folder "
             "that all" in missing
         )
-        assert failed == "host node-b: no room"
+        assert failed == "no room (host node-b)"
         assert answers == ["made by 0", f"made by {rank}"] and calls == (1 if rank else 2)
         assert left == [str(rank)]
         assert both == "ranks 0-1 (hosts node-a, node-b)" and second == "rank 1 (host node-b)"
