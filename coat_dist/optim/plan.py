@@ -136,24 +136,24 @@ class Plan:
             yield step, device, self._batch(columns, positions, kept)
 
     def _batch(self, columns: Columns, positions: list[int], kept: dict) -> Batch:
-        fields: dict[str, list[Any] | None] = {
-            "params": columns.params,
-            "grads": columns.grads,
-            "moments": columns.moments,
-            "seeds": self._seeds,
-            "lows": columns.lows,
-            "copies": columns.copies,
-            "counts": columns.counts if self._capturable else None,
-            "addresses": columns.addresses,
-        }
-        if len(positions) < len(columns.params):
-            wide = len(columns.moments) // len(columns.params)
-            of_moments = [wide * i + j for i in positions for j in range(wide)]
-            for name, column in fields.items():
-                if column is not None:
-                    chosen = of_moments if name == "moments" else positions
-                    fields[name] = [column[i] for i in chosen]
-        return Batch(**fields, kept=kept)  # type: ignore[arg-type]
+        whole = len(positions) == len(columns.params)
+
+        def chosen(column: Any, wide: int = 1) -> Any:
+            if whole or column is None:
+                return column
+            return [column[wide * i + j] for i in positions for j in range(wide)]
+
+        return Batch(
+            chosen(columns.params),
+            chosen(columns.grads),
+            chosen(columns.moments, len(columns.moments) // len(columns.params)),
+            chosen(self._seeds),
+            chosen(columns.lows),
+            chosen(columns.copies),
+            chosen(columns.counts) if self._capturable else None,
+            chosen(columns.addresses),
+            kept,
+        )
 
 
 @dataclass
