@@ -41,14 +41,9 @@ def enable_universal_load(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` fill a CoatAdamW where ``"checkpoint": {"load_universal":
     true}`` is set.
 
-    Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left
-    alone. A checkpoint that does not fit is refused with a ``ValueError``, on every rank, before
-    anything has been changed.
+    Works for torch's Adam and AdamW too, under ZeRO. A checkpoint that does not fit is refused with
+    a ``ValueError``, on every rank, before anything has been changed.
     """
-    zero = engine.optimizer
-    # AdamW is an Adam.
-    if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):
-        return
     others = names_of_others(engine)
     checked: list[tuple[_Loader, Request]] = []
 
@@ -62,17 +57,13 @@ def enable_universal_load(engine: Any) -> None:
         checked[:] = [] if found else [(loader, request)]
         return found
 
-    def load(
-        checkpoint_folder: str,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-    ) -> None:
+    def load(*_: Any) -> None:  # what DeepSpeed gives is in the request, too
         loader, request = checked.pop()
         loader.fill(request.states)
         if request.schedule:
             _renew_rates(engine)
 
-    zero._load_universal_checkpoint = load
+    engine.optimizer._load_universal_checkpoint = load
     check_before_load(engine, check, universal=True)
 
 
@@ -80,8 +71,12 @@ class _Loader:
     """One universal checkpoint and one engine with ZeRO-1, 2, 3 or BF16_Optimizer."""
 
     def __init__(self, engine: Any, folder: Path) -> None:
+        from deepspeed.utils import bwc
+
         self.engine, self.zero = engine, engine.optimizer
-        self.source = UniversalFolder(folder, _tensor_parallel(engine.mpu))
+        rank = bwc.bwc_tensor_model_parallel_rank(engine.mpu)
+        size = bwc.bwc_tensor_model_parallel_world_size(engine.mpu)
+        self.source = UniversalFolder(folder, (rank, size))
         self.names = names_in_whole(engine)
         self.parts, self.params = list(partitions(self.zero)), members(self.zero)
         rename, plain = in_whole(info_of(engine)), torch.nn.Module.set_extra_state
@@ -268,14 +263,6 @@ def _renew_stage3(zero: Any) -> None:
         params = zero.fp16_partitioned_groups[i]
         for param, renewed in zip(params, zero.unflatten(half, params), strict=True):
             param.data = renewed.data
-
-
-def _tensor_parallel(mpu: Any) -> tuple[int, int]:
-    """Rank and size."""
-    for kind in ("tensor_model_parallel", "model_parallel"):
-        if hasattr(mpu, f"get_{kind}_world_size"):
-            return getattr(mpu, f"get_{kind}_rank")(), getattr(mpu, f"get_{kind}_world_size")()
-    return 0, 1
 
 
 def _schedule_problems(engine: Any, folder: Path) -> list[str]:
