@@ -118,6 +118,7 @@ def validate(given: Mapping[str, Any], explicit: bool = False) -> Request:
 
 def _validate(request: Request, explicit: bool) -> None:
     import deepspeed
+    from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
     given = request.given
     model, optimizer, mpu = (given.get(name) for name in ("model", "optimizer", "mpu"))
@@ -139,13 +140,13 @@ def _validate(request: Request, explicit: bool) -> None:
     if len(read) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
         refuse("config", f"got {len(read)} of {ways}", "exactly one of them")
-    tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+    tp = bwc_tensor_model_parallel_world_size(mpu)
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     facts = request.facts = request.settings.check(
         optimizer=object_given,
         tp=tp,
         cp=_size(mpu, "get_context_parallel_world_size"),
-        stages=1 if mpu is None else stages(mpu),
+        stages=stages(mpu),
         ep=_size(mpu, "get_expert_model_parallel_world_size"),
         pipeline=pipeline,
         frozen=not any(p.requires_grad for p in model.parameters()),
@@ -241,12 +242,9 @@ def _is_patched(model: Any) -> bool:
     return any(getattr(type(m), "coat_patched", False) for m in modules)
 
 
-def _size(mpu: Any, *names: str) -> int:
-    """Call the first of the named methods that the mpu has; 1 where it has none."""
-    for name in names:
-        if callable(method := getattr(mpu, name, None)):
-            return int(method())
-    return 1
+def _size(mpu: Any, name: str) -> int:
+    """Call the named method of an mpu; 1 where it has none."""
+    return getattr(mpu, name)() if hasattr(mpu, name) else 1
 
 
 def agree(request: Request) -> None:

@@ -45,11 +45,9 @@ def stages(mpu: Any) -> int:
     """Number of pipeline stages that an mpu of this project reports; 1 for any other mpu, and
     without one.
     """
-    if not getattr(mpu, "coat_mpu", False) or not hasattr(
-        mpu, "get_pipeline_model_parallel_world_size"
-    ):
+    if not getattr(mpu, "coat_mpu", False):
         return 1
-    return int(mpu.get_pipeline_model_parallel_world_size())
+    return mpu.get_pipeline_model_parallel_world_size()
 
 
 def is_stage(engine: Any) -> bool:
