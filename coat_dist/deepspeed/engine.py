@@ -99,9 +99,8 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given["optimizer"] = request.checked(optimizer)
     if request.passed_on:
-        for way in ("config", "config_params"):
-            if isinstance(source := given.get(way), Settings):
-                given[way] = source.for_deepspeed()
+        if isinstance(source := given.get("config"), Settings):
+            given["config"] = source.for_deepspeed()
         engine, *others = original()(**given)
         if base_optimizer(engine.optimizer) is not None:  # a callable has made a CoatAdamW
             attach(engine)
@@ -132,13 +131,11 @@ def _call_deepspeed(request: Request, given: dict[str, Any]) -> tuple[Any, Any, 
         given["args"] = copy.copy(args)  # the caller's stays as it is
         given["args"].deepspeed_config = None
     given["config"] = settings.for_deepspeed(facts)
+    with announced_experts(given["model"], given.get("mpu"), facts.ep):
+        engine, *others = original()(**given)
     if facts.divided:
-        with announced_experts(given["model"], given["mpu"], facts.ep):
-            engine, *others = original()(**given)
         # DeepSpeed would save and load experts by names of its own layers.
         engine.has_moe_layers, engine.num_experts = False, []
-    else:
-        engine, *others = original()(**given)
     if facts.hosted:
         engine.config = settings.for_deepspeed()  # other libraries read it, and expect "cpu"
         for group in getattr(base_optimizer(engine.optimizer), "param_groups", ()):

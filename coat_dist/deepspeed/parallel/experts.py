@@ -69,7 +69,7 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[N
         CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the
             optimizer's files none.
     """
-    if not mark_experts(model, size):
+    if size == 1 or not mark_experts(model, size):
         yield
         return
     for name, p in model.named_parameters():
