@@ -64,14 +64,11 @@ same model is out of use: the parameters' memory is the latest one's.
 
 
 def register(zero: Any) -> None:
-    """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier
-    one; where it has no CoatAdamW, from none. The list in ``attach.py`` calls it.
+    """Let the accessors answer for these parameters from this ZeRO optimizer, and from no earlier
+    one. Without a CoatAdamW in it they refuse. The list in ``attach.py`` calls it.
     """
-    known = weakref.ref(zero) if base_optimizer(zero) is not None else None
     for param in (p for params in members(zero) for p in params):
-        _trained_by.pop(param, None)
-        if known is not None:
-            _trained_by[param] = known
+        _trained_by[param] = weakref.ref(zero)
 
 
 def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
@@ -211,10 +208,9 @@ def _local(param: Any) -> tuple[Any, Partition, Fragment]:
 
 def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     """ZeRO optimizer, data-parallel group and full shape of a parameter."""
-    zero = (
-        _trained_by[param]() if isinstance(param, torch.Tensor) and param in _trained_by else None
-    )
-    if zero is None:
+    reference = _trained_by.get(param) if isinstance(param, torch.Tensor) else None
+    zero = None if reference is None else reference()
+    if base_optimizer(zero) is None:
         shape = list(getattr(param, "ds_shape", getattr(param, "shape", [])))
         given = f"got a {type(param).__name__} of shape {shape} that no CoatAdamW under ZeRO trains"
         raise ValueError(
