@@ -158,15 +158,14 @@ class Plan:
 
 @dataclass
 class Found:
-    """What a step finds of a group: parameters with a gradient, their gradients, and a plan if
-    one holds of them.
+    """What a step finds of a group: parameters with a gradient, their gradients, and what is
+    stepped together where a plan holds of them. The step is counted as that is read.
     """
 
     key: tuple[int, int, int]
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    plan: Plan | None = None
-    columns: Columns | None = None
+    batches: Iterator[tuple[int, torch.device, Batch]] | None = None
 
 
 class Plans:
@@ -197,7 +196,7 @@ class Plans:
         plan = self._plans.get(found.key)
         columns = None if plan is None else _columns(found, group, *rest)
         if plan is not None and columns is not None and plan.fits(columns):
-            found.plan, found.columns = plan, columns
+            found.batches = plan.batches(columns)
         return found
 
     def learn(self, found: Found, group: Mapping[str, Any], *rest: Any) -> None:
