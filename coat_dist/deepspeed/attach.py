@@ -321,7 +321,7 @@ ATTACHMENTS = (
     Attachment(
         # Anywhere: never with the one before it.
         "gradient norm of a PipelineModule with other groups on other stages",
-        lambda b: b.ours and hasattr(b.engine, "grid") and pipeline_module.groups_differ(b.engine),
+        lambda b: b.ours and pipeline_module.groups_differ(b.engine),
         put("zero.scaled_global_norm"),
         lambda b: pipeline_module.call_norms_alike(b.engine),
     ),

@@ -52,7 +52,7 @@ def stages(mpu: Any) -> int:
 
 def is_stage(engine: Any) -> bool:
     """Whether an engine's model is one stage of several."""
-    return stages(getattr(engine, "mpu", None)) > 1
+    return stages(engine.mpu) > 1
 
 
 def attach_stage(engine: Any) -> None:
