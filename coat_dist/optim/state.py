@@ -63,9 +63,7 @@ __all__ = [
     "ensure_state",
     "has_remainder",
     "moment",
-    "new_remainder",
     "new_state",
-    "pack",
     "remainder",
     "state_layout",
     "stochastic",
@@ -150,20 +148,6 @@ def has_remainder(group: Mapping[str, Any]) -> bool:
     return group.get("master_weights") == "bf16_remainder"
 
 
-def new_remainder(
-    param: torch.Tensor, group: Mapping[str, Any], device: Any = None
-) -> dict[str, torch.Tensor]:
-    """What makes a parameter its own master weight; nothing where states have no remainder."""
-    if not has_remainder(group):
-        return {}
-    n, size = local(param).numel(), group["group_size"]
-    return {
-        "coat_p_low": torch.zeros(
-            -(-n // size), 2 * size, dtype=torch.uint8, device=device or param.device
-        )
-    }
-
-
 def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     """The lower halves of n master weights: int16 [n], sharing memory with the state; None where
     it has none.
@@ -172,33 +156,24 @@ def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     return None if low is None else low.view(torch.int16).view(-1)[:n]
 
 
-def pack(first: Moment, second: Moment, step: int | torch.Tensor) -> dict[str, Any]:
-    """The state that holds two encoded moments."""
-    return {"step": step, **dict(zip(CODE_KEYS, (*first, *second), strict=True))}
-
-
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state before the first step, where it is kept: zero moments, and the parameter as
     master weight.
     """
-    hosted, n = on_host(param, group), local(param).numel()
+    hosted = on_host(param, group)
     device = "meta" if hosted else param.device
-    low = new_remainder(param, group, device)
-    if group["moments"] == "fp32":
-        zeros = {
-            key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-            for key in FP32_KEYS.values()
-        }
-        return {"step": as_count(0, param, group), **zeros, **low}
-    first, second = (codec.zeros(n, device) for codec in codecs(group))
-    state = {**pack(first, second, as_count(0, param, group)), **low}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape, dtype in state_layout(group, local(param).numel(), param.shape):
+        if key.startswith("coat_"):
+            tensors[key] = torch.zeros(shape, dtype=dtype, device=device)
+        else:  # distributed as the parameter is
+            tensors[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
     if hosted:
-        state |= to_host(
-            {key: t for key, t in state.items() if key.startswith("coat_")}, param.is_cuda
-        )
+        tensors = to_host(tensors, param.is_cuda)
+    if group["moments"] == "fp8":
         for which, codec in zip(MOMENTS, codecs(group), strict=True):
-            moment(state, which).k.fill_(codec.k_of_zeros)
-    return state
+            moment(tensors, which).k.fill_(codec.k_of_zeros)
+    return {"step": as_count(0, param, group), **tensors}
 
 
 def state_layout(
