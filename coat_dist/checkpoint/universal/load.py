@@ -178,15 +178,19 @@ class _Loader:
                 held = [f.param for f in part.fragments] or params
                 self._fill_state(part, next((source.step(self.names[p]) for p in held), 0))
             self._fill_weights(part, weights)
-        if moments:
-            self._relink()
+        if moments and hasattr(zero, "_hp_optimizer_states_linked"):
+            # Stages 1 and 2: DeepSpeed's accessors point at the old states, and keep them alive.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
         # Where both runs scale in the same way, fp16 or bf16.
         for key in ("loss_scaler", "dynamic_loss_scale"):
             if key in source.globals and type(source.globals[key]) is type(
                 getattr(zero, key, None)
             ):
                 setattr(zero, key, source.globals[key])
-        _renew_stage3(zero)
+        for i in range(len(getattr(zero, "fp32_partitioned_groups_flat", ()))):
+            # Stage 3: weights from the master weights, as after a step.
+            zero._reassign_or_swap_out_partitioned_parameters(i)
         for name, target in (self.frozen | self.buffers).items():
             if source.has(name):
                 copy_into(target, source.part(name, getattr(target, "ds_shape", target.shape)))
@@ -238,31 +242,9 @@ class _Loader:
             flat[f.start : f.start + f.numel] = values[f.first : f.first + f.numel]
         return flat
 
-    def _relink(self) -> None:
-        """Point DeepSpeed's accessors at the new state (at stages 1 and 2), so that the old one
-        is freed.
-        """
-        for part in self.parts:
-            for f in part.fragments:
-                if (mapping := getattr(f.param, "_hp_mapping", None)) is not None:
-                    mapping.set_optim_state_fragment(
-                        part.flat, self.zero.optimizer.state[part.flat]
-                    )
-
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _renew_stage3(zero: Any) -> None:
-    """16-bit partitions from the fp32 ones, as DeepSpeed's own stage-3 loading does."""
-    for i, flat in enumerate(getattr(zero, "fp32_partitioned_groups_flat", ())):
-        half = zero.fp16_partitioned_groups_flat[i]
-        if flat.numel():
-            half.data.copy_(flat.data)
-        params = zero.fp16_partitioned_groups[i]
-        for param, renewed in zip(params, zero.unflatten(half, params), strict=True):
-            param.data = renewed.data
 
 
 def _schedule_problems(engine: Any, folder: Path) -> list[str]:
