@@ -144,8 +144,12 @@ class _Save:
             state.update(
                 _without_deepspeed_keys({} if client_state is None else client_state, self.engine)
             )
-            flags = {"save_latest": self.save_latest, "exclude_frozen_parameters": exclude_frozen}
-            return {"tag": self.tag, "folder": os.path.abspath(self.save_dir), **flags}
+            return {
+                "tag": self.tag,
+                "save_dir": os.path.abspath(self.save_dir),
+                "save_latest": self.save_latest,
+                "exclude_frozen_parameters": exclude_frozen,
+            }
 
         TEAM.agree(arguments)
         folder = Path(self.save_dir)

@@ -83,7 +83,9 @@ def load_whole_checkpoints(engine: Any) -> None:
         call.apply_defaults()
         given, universal = call.arguments, engine.load_universal_checkpoint()
         given["tag"] = None if given["tag"] is None else str(given["tag"])
-        _agree(given, verify)
+        # Functions differ from process to process.
+        compared = {**given, "verify": verify, "custom_load_fn": None}
+        TEAM.agree(lambda: {**compared, "load_dir": os.path.abspath(given["load_dir"])})
         folder = Path(given["load_dir"])
         given["tag"] = tag = find_tag(folder, given["tag"], universal)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
@@ -116,18 +118,6 @@ def load_whole_checkpoints(engine: Any) -> None:
 
     load_checkpoint.coat_checks = checks  # type: ignore[attr-defined]
     engine.load_checkpoint = load_checkpoint
-
-
-def _agree(given: Mapping[str, Any], verify: bool) -> None:
-    """Refuse arguments that differ between ranks."""
-
-    def arguments() -> dict[str, Any]:
-        compared = {**given, "verify": verify, "folder": os.path.abspath(given["load_dir"])}
-        for name in ("load_dir", "custom_load_fn"):
-            del compared[name]
-        return compared
-
-    TEAM.agree(arguments)
 
 
 @functools.cache
