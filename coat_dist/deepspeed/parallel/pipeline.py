@@ -75,21 +75,17 @@ def has_groups_of_norms(zero: Any) -> bool:
     return hasattr(zero, "scaled_global_norm")
 
 
-def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
-    where = (
-        f"stage {engine.mpu.get_pipeline_model_parallel_rank()} of {stages(engine.mpu)} "
-        "pipeline stages"
+def _refusal(name: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"engine.{name}: called on a pipeline stage, {what}; accepted: "
+        "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch for an "
+        "evaluation"
     )
-    accepted = (
-        "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch "
-        "for an evaluation"
-    )
-    return RuntimeError(f"engine.{name}: called on {where}, {what}; accepted: {accepted}")
 
 
 def refuse_part(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """In place of ``engine.forward`` and ``backward``, for ``name``."""
-    raise _refusal(engine, name, "which is a part of a model")
+    raise _refusal(name, "which is a part of a model")
 
 
 def name_tied(zero: Any) -> None:
@@ -213,5 +209,5 @@ def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
     before it.
     """
     if not vars(engine).pop("coat_reduced", False):
-        raise _refusal(engine, "step", "whose gradients nothing has reduced")
+        raise _refusal("step", "whose gradients nothing has reduced")
     return type(engine).step(engine, *args, **kwargs)
