@@ -13,8 +13,8 @@ import torch
 
 from ...optim.master import read_master
 from ...optim.moments import read_moment
-from ...optim.state import MOMENT_OF
-from .codes import groups_within, read, select_codes
+from ...optim.state import CODE_KEYS, MOMENT_OF
+from .codes import groups_within, read
 
 __all__ = [
     "EXTRA_STATE",
@@ -129,7 +129,8 @@ class Shard:
         """
         i, start, numel = self.places[name]
         groups, starts = groups_within(first, start, numel, self.group_of[i]["group_size"])
-        return starts, select_codes(self._state(name), groups)
+        state = self._state(name)
+        return starts, {key: state[key][groups] for key in CODE_KEYS}
 
     def step(self, name: str) -> int | None:
         """Steps taken; None where this rank has nothing of the parameter."""
