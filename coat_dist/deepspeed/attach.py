@@ -191,7 +191,7 @@ ATTACHMENTS = (
         "DeepSpeed's accessors, stages 1 and 2",
         lambda b: b.ours and not b.stage3,
         put("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
-        lambda b: accessors.answer_on_parameters(b.zero),
+        lambda b: accessors.after_linking(b.zero, accessors.answer_on_parameters),
     ),
     Attachment(
         # As at stages 1 and 2; nothing is linked here.

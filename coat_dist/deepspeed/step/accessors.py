@@ -240,12 +240,8 @@ def _device(zero: Any) -> torch.device:
 
 def answer_on_parameters(zero: Any) -> None:
     """Answer for a ZeRO-1, 2 or BF16_Optimizer with a CoatAdamW: by methods of every parameter,
-    which DeepSpeed puts there whenever it links them.
+    which DeepSpeed puts there whenever it links them; so this comes :func:`after_linking`.
     """
-    after_linking(zero, _answer)
-
-
-def _answer(zero: Any) -> None:
     for param in (p for params in members(zero) for p in params):
         param.get_full_hp_param = functools.partial(_get_by_key, _get_full, param)
         param.set_full_hp_param = functools.partial(_set_by_key, _set_full, param)
