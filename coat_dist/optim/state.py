@@ -93,11 +93,6 @@ LAYOUT_KEYS = (
     "master_weights",
 )
 """Keys of a parameter group that say how its state is stored."""
-EQUALLY_SPACED = ("int8",)
-"""Formats of the first moment that ``"stochastic_rounding": "auto"`` rounds stochastically. Where
-codes are equally spaced, rounding to nearest leaves the first few as they are, and small ratios
-have these (docs/numerics.md).
-"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -134,7 +129,9 @@ def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a parameter group's first and second moment are rounded stochastically."""
     option = group["stochastic_rounding"]
     if option == "auto":
-        return group["first_moment"] in EQUALLY_SPACED, True
+        # Where codes are equally spaced, as those of int8, rounding to nearest leaves the first few
+        # as they are, and small ratios have these (docs/numerics.md).
+        return group["first_moment"] == "int8", True
     return option, option
 
 
