@@ -249,12 +249,10 @@ def answer_on_parameters(zero: Any) -> None:
 
 def answer_on_optimizer(zero: Any) -> None:
     """Answer for a ZeRO-3 optimizer with a CoatAdamW, by its methods."""
-    for getter, setter, get, put in (
-        ("get_full_hp_param", "set_full_hp_param", _get_full, _set_full),
-        ("get_local_fp32_param", "set_local_hp_param", _get_local, _set_local),
-    ):
-        setattr(zero, getter, functools.partial(_get_by_key, get))
-        setattr(zero, setter, functools.partial(_set_in_order_of_stage_3, put))
+    zero.get_full_hp_param = functools.partial(_get_by_key, _get_full)
+    zero.set_full_hp_param = functools.partial(_set_in_order_of_stage_3, _set_full)
+    zero.get_local_fp32_param = functools.partial(_get_by_key, _get_local)
+    zero.set_local_hp_param = functools.partial(_set_in_order_of_stage_3, _set_local)
 
 
 def _which_of(key: str | None) -> WhichMoment | None:
@@ -327,27 +325,12 @@ def relink(zero: Any) -> None:
 
 
 def _link_all(zero: Any) -> None:
-    """What DeepSpeed's ``_link_all_hp_params`` does, with the offsets that parameters have in
-    the flat tensor.
+    """DeepSpeed's links, with the offsets that parameters have in the flat tensor. DeepSpeed takes
+    these only in groups where parameters are padded, so all of them pass for that meanwhile.
     """
-    from deepspeed.utils import link_hp_params
-
-    for i, params in enumerate(zero.bit16_groups):
-        group = zero.real_dp_process_group[i]
-        size = zero.bit16_groups_flat[i].numel() // dist.get_world_size(group)
-        starts = zip(
-            zero.round_robin_bit16_groups[i], zero.round_robin_bit16_offsets[i], strict=True
-        )
-        offset = {id(p): start for p, start in starts}
-        link_hp_params(
-            lp_param_list=params,
-            flat_hp_partition=zero.single_partition_of_fp32_groups[i],
-            gradient_dict=zero.averaged_gradients,
-            offload_gradient_dict=zero.offload_gradient_dict,
-            use_offload=zero.cpu_offload,
-            param_group_index=i,
-            partition_start=dist.get_rank(group) * size,
-            partition_size=size,
-            dp_group=group,
-            param_offsets=[offset[id(p)] for p in params],
-        )
+    padding = zero.round_robin_bit16_padding
+    zero.round_robin_bit16_padding = [[1] for _ in padding]
+    try:
+        type(zero)._link_all_hp_params(zero)
+    finally:
+        zero.round_robin_bit16_padding = padding
