@@ -20,7 +20,7 @@ from ..checkpoint.read.load_checks import load_whole_checkpoints
 from ..checkpoint.read.native_check import check_native_loads
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
-from ..checkpoint.zero_partitions import base_optimizer, is_zero
+from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, refuse
 from ..flow.core.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
@@ -47,6 +47,8 @@ class Built:
     """
 
     def __init__(self, engine: Any, coat: CoatConfig | None, evaluates: bool) -> None:
+        from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
         self.engine, self.module, self.coat, self.evaluates = (
             engine,
             engine.module,
@@ -55,7 +57,7 @@ class Built:
         )
         zero = self.zero = engine.optimizer
         """DeepSpeed's ZeRO optimizer; where there is no ZeRO another optimizer, or None."""
-        self.is_zero = is_zero(zero)
+        self.is_zero = isinstance(zero, ZeROOptimizer)
         inside = base_optimizer(zero)
         self.ours = self.is_zero and inside is not None
         """ZeRO drives a CoatAdamW, wherever that came from: JSON, an object, a callable."""
