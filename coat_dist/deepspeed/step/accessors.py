@@ -294,19 +294,14 @@ def after_linking(zero: Any, action: Callable[[Any], None]) -> None:
     """Call ``action(zero)`` now and after each time that a ZeRO-1, 2 or BF16_Optimizer links
     parameters, after the actions that came before; its parameters are linked again now.
     """
-    actions: list[Callable[[Any], None]] | None = getattr(zero, "coat_after_linking", None)
-    if actions is None:
-        actions = zero.coat_after_linking = []
-        link = zero._link_all_hp_params
+    link = zero._link_all_hp_params
 
-        def link_all() -> None:
-            link()
-            for action in actions:
-                action(zero)
+    def link_and_act() -> None:
+        link()
+        action(zero)
 
-        zero._link_all_hp_params = link_all
-    actions.append(action)
-    zero._link_all_hp_params()
+    zero._link_all_hp_params = link_and_act
+    link_and_act()
 
 
 def deals_out(zero: Any) -> bool:
