@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..flow.core.frozen import digest_of
-from ..ranks import gather, of_another_rank, rank_and_world
+from ..ranks import gather, of_another_rank, rank_and_world, say_on_rank_0
 from ..shared_folders import check_shared
 from .manifest import FORMAT, TEAM, CheckpointError, describe, sync_files
 from .names import info_of
@@ -214,11 +213,7 @@ class _Save:
         TEAM.on_rank_0(finish_on_rank_0, f"cannot finish {final}")
         if rank_and_world()[0] == 0:
             for problem in retire(final.parent, final, extras.keep_last, extras.supersedes):
-                print(
-                    f"warning: cannot remove an old checkpoint: {problem}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say_on_rank_0(f"warning: cannot remove an old checkpoint: {problem}")
 
 
 def _check_tag(tag: str) -> None:

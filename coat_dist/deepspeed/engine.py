@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer
 from ..extras import need
 from ..patching.report import PatchReport, reports_of
-from ..ranks import rank_and_world
+from ..ranks import say_on_rank_0
 from ..settings import Settings
 from .attach import attach
 from .parallel.experts import announced_experts
@@ -141,8 +140,7 @@ def _call_deepspeed(request: Request, given: dict[str, Any]) -> tuple[Any, Any, 
         for group in getattr(base_optimizer(engine.optimizer), "param_groups", ()):
             group["state_device"] = "cpu"
     attach(engine, facts.coat, evaluates=facts.only_evaluates)
-    if rank_and_world()[0] == 0:
-        print(f"coat_dist: {_describe(engine)}", file=sys.stderr, flush=True)
+    say_on_rank_0(f"coat_dist: {_describe(engine)}")
     return engine, *others
 
 

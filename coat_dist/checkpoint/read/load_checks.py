@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...flow.core.frozen import digest_of
-from ...ranks import Team, rank_and_world, share
+from ...ranks import Team, say_on_rank_0, share
 from ...shared_folders import check_there
 from ..manifest import MANIFEST, TEAM, CheckpointError, read_manifest, verify
 from ..names import divided_experts, info_of
@@ -154,12 +153,7 @@ def _check_files(folder: Path, checksums: bool) -> dict[str, Any]:
         return manifest
     names = TEAM.on_rank_0(lambda: sorted(p.name for p in folder.glob("*.pt")))
     TEAM.each(lambda: [read_file(folder / name) for name in share(names)])
-    if rank_and_world()[0] == 0:
-        print(
-            f"note: {folder} has no {MANIFEST}: it is loaded unverified",
-            file=sys.stderr,
-            flush=True,
-        )
+    say_on_rank_0(f"note: {folder} has no {MANIFEST}: it is loaded unverified")
     return {}
 
 
