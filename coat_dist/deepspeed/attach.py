@@ -357,7 +357,7 @@ ATTACHMENTS = (
     Attachment(
         # Anywhere: needs nothing from above, and nothing else replaces what fetches parameters.
         "ZeRO-3 gathers weights of the flow as FP8 codes",
-        lambda b: b.readers and fp8_gather.has_flow_weights(b.module),
+        lambda b: b.readers and fp8_gather.flow_weights(b.module),
         put("param.all_gather_coalesced", "param.all_gather", "param.partition"),
         lambda b: fp8_gather.gather_codes(b.module),
     ),

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ import torch
 from ..config import CoatConfig, refuse
 from ..known_keys import OF_ADAM
 from ..optim import CoatAdamW, param_groups, split_groups
-from ..optim.groups import listed, parameter_of
+from ..optim.groups import parameter_of
 
-__all__ = ["build_coat_adamw", "experts_apart", "list_parameters"]
+__all__ = ["build_coat_adamw", "experts_apart"]
 
 
 def build_coat_adamw(
@@ -28,7 +28,7 @@ def build_coat_adamw(
 
     Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for the ``given``
     parameters of it, with or without names; of a list of groups those of
-    :func:`coat_dist.optim.split_groups`. The list is :func:`list_parameters`'s.
+    :func:`coat_dist.optim.split_groups`. All are lists.
 
     Raises:
         CoatConfigError: some of the ``given`` are not the model's, and would silently not be
@@ -60,13 +60,6 @@ def _works(group: Mapping[str, Any]) -> bool:
     a model's norms where only its matrices are trained.
     """
     return any(parameter_of(p).requires_grad for p in group["params"])
-
-
-def list_parameters(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, which may be iterators, as lists that can be read again."""
-    return [
-        {**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p for p in parameters
-    ]
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from ..config import CoatConfig, CoatConfigError, refuse
 from ..optim import CoatAdamW
-from ..optim.groups import parameter_of
+from ..optim.groups import listed, parameter_of
 from ..patching.report import check_settings
 from ..ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
 from ..settings import Facts, Settings
 from .heartbeat import group_timeout
-from .optimizer_from_json import build_coat_adamw, list_parameters
+from .optimizer_from_json import build_coat_adamw
 from .parallel.pipeline import stages
 from .parallel.pipeline_module import check_tied, tied_apart, tied_weights
 from .parallel.replicated_grads import check_replicated_grads
@@ -162,9 +162,13 @@ def _validate(request: Request, explicit: bool) -> None:
     elif optimizer is None and coat is not None:
         _check_type(facts, coat, given)
     if (parameters := given.get("model_parameters")) is not None:
-        given["model_parameters"] = listed = list_parameters(parameters)
+        # Iterators, also those in groups, become lists that can be read again.
+        given["model_parameters"] = own = [
+            {**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p
+            for p in parameters
+        ]
         if facts.compressed and request.tied:
-            groups = [one for one in listed if isinstance(one, Mapping)]
+            groups = [one for one in own if isinstance(one, Mapping)]
             check_tied(groups, request.tied, "model_parameters")
     if optimizer is None and facts.compressed and not facts.only_evaluates:
         request.make, request.groups = build_coat_adamw(

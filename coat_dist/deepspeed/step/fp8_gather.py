@@ -32,7 +32,7 @@ from ...flow.parallel.gathered import GatheredWeight, Shard, gather
 from ...flow.parallel.tensor_parallel import Pending
 from ...formats import FORMATS, QuantizedTensor
 
-__all__ = ["fetch_for_readers", "gather_codes", "has_flow_weights", "let_go"]
+__all__ = ["fetch_for_readers", "flow_weights", "gather_codes", "let_go"]
 
 
 def fetch_for_readers(module: nn.Module) -> None:
@@ -56,15 +56,10 @@ def fetch_for_readers(module: nn.Module) -> None:
                     register_external_parameter(reader, weight)
 
 
-def has_flow_weights(module: nn.Module) -> bool:
-    """Whether there is a weight that could be gathered as codes."""
-    return bool(_flow_weights(module))
-
-
 def gather_codes(module: nn.Module) -> None:
     """Replace the three methods on every parameter of an engine's module."""
     passes = _Passes()
-    for parameter, (owners, parts) in _flow_weights(module).items():
+    for parameter, (owners, parts) in flow_weights(module).items():
         parameter.coat_fetch = _Fetch(parameter, owners[0], passes, parts)
         passes.weights.append(parameter)
         for owner in owners:
@@ -272,7 +267,7 @@ def _partition(
     original(params, *more, **options)
 
 
-def _flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...]]]:
+def flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...]]]:
     """Weights that nothing but the flow reads, each with the modules that say so and all weights
     of its product.
     """
