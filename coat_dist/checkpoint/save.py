@@ -24,7 +24,7 @@ from ..ranks import gather, of_another_rank, rank_and_world, say_on_rank_0
 from ..shared_folders import check_shared
 from .manifest import FORMAT, TEAM, CheckpointError, describe, sync_files
 from .names import info_of
-from .write.durable import make_folder, write_text
+from .write.durable import write_text
 from .write.engine_writes import Writes, watch_writes
 from .write.publish import LATEST, begin, finish, retire, unfinished
 
@@ -152,7 +152,6 @@ class _Save:
 
         TEAM.agree(arguments)
         folder = Path(self.save_dir)
-        TEAM.on_rank_0(lambda: make_folder(folder), f"cannot write {folder}")
         TEAM.on_rank_0(lambda: begin(self.final), f"cannot write {folder}")
         check_shared(folder, "save_dir", CheckpointError)
         return state
