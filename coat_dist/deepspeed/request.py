@@ -77,8 +77,7 @@ class Request:
         """
         facts, name = self.facts, type(optimizer).__name__
         if isinstance(optimizer, CoatAdamW):
-            if self.tied:
-                check_tied(optimizer.param_groups, self.tied, "optimizer.param_groups")
+            check_tied(optimizer.param_groups, self.tied, "optimizer.param_groups")
         elif facts.block or facts.named:
             key, what = "optimizer.type", '"CoatAdamW"'
             if facts.block:
@@ -167,18 +166,17 @@ def _validate(request: Request, explicit: bool) -> None:
             {**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p
             for p in parameters
         ]
-        if facts.compressed and request.tied:
-            groups = [one for one in own if isinstance(one, Mapping)]
-            check_tied(groups, request.tied, "model_parameters")
+        if facts.compressed:
+            given_groups = [one for one in own if isinstance(one, Mapping)]
+            check_tied(given_groups, request.tied, "model_parameters")
     if optimizer is None and facts.compressed and not facts.only_evaluates:
-        request.make, request.groups = build_coat_adamw(
+        request.make, groups = build_coat_adamw(
             facts.values.get("optimizer.params") or {},
             coat or CoatConfig(),
             model,
             given.get("model_parameters"),
         )
-        if request.tied:
-            request.groups = tied_apart(request.groups, request.tied)
+        request.groups = tied_apart(groups, request.tied)
 
 
 def given_configurations(given: Mapping[str, Any]) -> list[Any]:
@@ -278,6 +276,7 @@ def _start(request: Request) -> None:
     going to run.
     """
     import deepspeed
+    from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
     given = request.given
     if not dist.is_initialized() and given.get("dist_init_required") is not False:
@@ -286,7 +285,8 @@ def _start(request: Request) -> None:
         # own stays as it is.
         prepare(request.facts.ours or not right or in_a_step(), alone=right)
         if (right and request.facts.ours) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
+            port = given.get("distributed_port", TORCH_DISTRIBUTED_DEFAULT_PORT)
+            deepspeed.init_distributed(distributed_port=port)
 
 
 def _exchange(request: Request) -> None:
