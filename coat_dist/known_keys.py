@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from .config import ActivationConfig, OptimizerConfig, letters_of, misspells_coat
@@ -20,7 +20,7 @@ from .optim import CoatAdamW
 
 __all__ = ["OF_ADAM", "defaults_of_coat_adamw", "known_keys", "misspelt", "unknown"]
 
-Entries = Iterable[tuple[str, str, Any]]
+Entries = Collection[tuple[str, str, Any]]
 """``Settings.entries``: what stands before a key, the key, the value."""
 _READ_BY_KEY = (
     "optimizer",
@@ -150,7 +150,6 @@ def misspelt(entries: Entries) -> Iterator[Problem]:
     """Names that are nearly the block's or CoatAdamW's, or in a wrong place. A top-level key that
     is nearly "coat" is found where the block is read (``CoatConfig.from_deepspeed``).
     """
-    entries = list(entries)
     compressed = ("optimizer.", "type", "CoatAdamW") in entries
     for owner, key, value in entries:
         name = f"{owner}{key}"

@@ -57,11 +57,9 @@ class Shard:
         file = read(path)
         saved = self.saved = file["optimizer_state_dict"]
         zero = (file.get("ds_config") or {}).get("zero_optimization") or {}
-        self.round_robin = (
-            bool(zero.get("round_robin_gradients")) and "fp32_flat_groups" not in saved
-        )
         self.version = saved.get("ds_version") or file.get("ds_version")
         self.stage3 = "fp32_flat_groups" in saved
+        self.round_robin = bool(zero.get("round_robin_gradients")) and not self.stage3
         base = saved["optimizer_state_dict"] if self.stage3 else saved["base_optimizer_state"]
         self.state, self.groups = base["state"], base["param_groups"]
         self.fp32 = saved["fp32_flat_groups" if self.stage3 else "single_partition_of_fp32_groups"]
