@@ -13,7 +13,6 @@ collective would.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -90,7 +89,6 @@ class Request:
     def checked(self, make: Callable) -> Callable:
         """A callable for DeepSpeed whose optimizer is checked before ZeRO is built around it."""
 
-        @functools.wraps(make, updated=())
         def make_and_check(parameters: Any) -> Any:
             optimizer = make(parameters)
             self.check_optimizer(optimizer)

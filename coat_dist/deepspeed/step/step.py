@@ -208,8 +208,9 @@ def unscale_and_clip_in_the_step(zero: Any, gradients: list, total_norm: Any) ->
             torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0)
             * zero.loss_scale
         )
-    factor = torch.as_tensor(1.0 / scale, dtype=torch.float32, device=zero.device)
-    zero.optimizer.grad_factor = factor.reshape(())
+    zero.optimizer.grad_factor = torch.as_tensor(
+        1.0 / scale, dtype=torch.float32, device=zero.device
+    )
 
 
 def norm_known(engine: Any) -> torch.cuda.Event | None:
