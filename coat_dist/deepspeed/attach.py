@@ -72,7 +72,7 @@ class Built:
         """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW
         where asked for.
         """
-        self.staged = pipeline.is_stage(engine)
+        self.staged = pipeline.stages(engine.mpu) > 1
         """The model is one stage of a pipeline."""
         self.divided = divided_experts(info_of(engine))[0] > 1
         """Other ranks hold other experts."""

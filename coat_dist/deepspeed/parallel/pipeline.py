@@ -26,7 +26,6 @@ __all__ = [
     "accumulated",
     "attach_stage",
     "has_groups_of_norms",
-    "is_stage",
     "name_tied",
     "norm_over_stages",
     "reduce_gradients",
@@ -48,11 +47,6 @@ def stages(mpu: Any) -> int:
     if not getattr(mpu, "coat_mpu", False):
         return 1
     return mpu.get_pipeline_model_parallel_world_size()
-
-
-def is_stage(engine: Any) -> bool:
-    """Whether an engine's model is one stage of several."""
-    return stages(engine.mpu) > 1
 
 
 def attach_stage(engine: Any) -> None:
