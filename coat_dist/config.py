@@ -31,7 +31,14 @@ __all__ = [
     "load_json",
     "refuse",
 ]
-__all__ += ["COMMENTS", "Problem", "decode_base64", "misspells_coat", "without_comments"]
+__all__ += [
+    "COMMENTS",
+    "Problem",
+    "decode_base64",
+    "letters_of",
+    "misspells_coat",
+    "without_comments",
+]
 
 COMMENTS = ("_", "#", "/", "$")
 """What keys begin with that nobody reads, such as "_comment" and "$schema"."""
@@ -95,13 +102,9 @@ class OptimizerConfig(_Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
-        for key in ("first_moment", "second_moment"):
-            if (name := getattr(self, key)) in ALWAYS_EXPANDED and not self.expand:
-                _refuse(
-                    "expand",
-                    f'false with {key} "{name}"',
-                    "true (its codes always span a group's range)",
-                )
+        if self.second_moment in ALWAYS_EXPANDED and not self.expand:
+            given = f'false with second_moment "{self.second_moment}"'
+            _refuse("expand", given, "true (its codes always span a group's range)")
         return self
 
 
@@ -295,11 +298,16 @@ def without_comments(value: Any) -> Any:
     }
 
 
+def letters_of(name: str) -> str:
+    """Letters and digits of a key, in lower case: what a misspelling is compared by."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
 def misspells_coat(key: Any, block: Any) -> bool:
     """Whether a key is nearly "coat": in other letters ("Coat"), with more of them ("coat_config"),
     two exchanged ("caot") or, of an object that could be the block, with one letter wrong.
     """
-    letters = "".join(c for c in str(key).lower() if c.isalnum())
+    letters = letters_of(str(key))
     if key == "coat" or str(key).startswith(COMMENTS):
         return False
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):

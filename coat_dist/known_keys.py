@@ -11,16 +11,16 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from .config import ActivationConfig, OptimizerConfig, misspells_coat
+from .config import ActivationConfig, OptimizerConfig, letters_of, misspells_coat
 from .config_errors import Problem, got
 from .optim import CoatAdamW
 
 __all__ = ["OF_ADAM", "defaults_of_coat_adamw", "known_keys", "misspelt", "unknown"]
 
-Entries = Iterable[tuple[str, str, Any]]
+Entries = Collection[tuple[str, str, Any]]
 """``Settings.entries``: what stands before a key, the key, the value."""
 _READ_BY_KEY = (
     "optimizer",
@@ -129,12 +129,8 @@ def _suggestion(owner: str, key: str, fields: Iterable[str]) -> str:
     return f' (did you mean "{meant}"?)' if meant else ""
 
 
-def _letters(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
-
-
 _COAT_ONLY_KEYS = {
-    _letters(key.partition(".")[2]): key
+    letters_of(key.partition(".")[2]): key
     for key in (
         "optimizer.first_moment",
         "optimizer.second_moment",
@@ -154,11 +150,10 @@ def misspelt(entries: Entries) -> Iterator[Problem]:
     """Names that are nearly the block's or CoatAdamW's, or in a wrong place. A top-level key that
     is nearly "coat" is found where the block is read (``CoatConfig.from_deepspeed``).
     """
-    entries = list(entries)
     compressed = ("optimizer.", "type", "CoatAdamW") in entries
     for owner, key, value in entries:
         name = f"{owner}{key}"
-        near = difflib.get_close_matches(_letters(key), _COAT_ONLY_KEYS, 1, 0.9)
+        near = difflib.get_close_matches(letters_of(key), _COAT_ONLY_KEYS, 1, 0.9)
         if owner and isinstance(value, Mapping) and (key == "coat" or misspells_coat(key, value)):
             yield Problem(name, 'unknown key (did you mean "coat"?)', "at the top level")
         elif near and not (compressed and owner == "optimizer.params."):
@@ -169,7 +164,7 @@ def misspelt(entries: Entries) -> Iterator[Problem]:
 
 
 def _misspelt_type(name: str, value: str) -> Iterator[Problem]:
-    letters = _letters(value)
+    letters = letters_of(value)
     likeness = difflib.SequenceMatcher(None, letters, "coatadamw").ratio()
     right = (name, value) == ("optimizer.type", "CoatAdamW")
     if not right and (letters.startswith("coat") or likeness > 0.8):

@@ -25,7 +25,6 @@ __all__ = [
     "host_of",
     "meet",
     "my_place",
-    "on_host",
     "say_host",
 ]
 __all__ += ["several_nodes"]
@@ -73,12 +72,10 @@ def several_nodes() -> bool:
     return bool(here) and here != world
 
 
-def my_place(local: int | None = None) -> Place:
-    """Where the launcher has started this rank, whose number there is ``local`` (None = what the
-    launcher says).
-    """
+def my_place() -> Place:
+    """Where the launcher has started this rank."""
     node = next((os.environ[name] for name in _NODE if name in os.environ), None)
-    return Place(host(), node, int(os.environ.get("LOCAL_RANK", "0")) if local is None else local)
+    return Place(host(), node, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def by_node(places: Sequence[Place]) -> list[list[int]]:
@@ -112,8 +109,3 @@ def host_of(rank: int) -> str | None:
 def say_host(rank: int) -> str:
     """`` (host b)``, to be put behind a rank's number; nothing where :func:`host_of` is None."""
     return f" (host {where})" if (where := host_of(rank)) else ""
-
-
-def on_host(text: str, rank: int) -> str:
-    """``text`` of a rank, with its host where there are several nodes."""
-    return f"host {where}: {text}" if (where := host_of(rank)) else text

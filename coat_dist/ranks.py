@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ __all__ = [
     "on_first_ranks",
     "on_rank_0",
     "rank_and_world",
+    "say_on_rank_0",
     "say_ranks",
     "share",
     "tell_torchrun",
@@ -47,6 +49,12 @@ def rank_and_world() -> tuple[int, int]:
     if _alone or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def say_on_rank_0(line: str) -> None:
+    """Print a line to stderr, on rank 0 alone."""
+    if rank_and_world()[0] == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -121,7 +129,7 @@ def on_first_ranks(
     for first in firsts:
         if (error := answers[first][1]) is not None:
             several = len(firsts) > 1 and isinstance(error, ValueError)
-            raise type(error)(nodes.on_host(str(error), first)) if several else error
+            raise type(error)(f"{error}{nodes.say_host(first)}") if several else error
     return answers[next(team[0] for team in teams if rank in team)][0]
 
 

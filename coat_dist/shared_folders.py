@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from .nodes import by_node, my_place
 from .ranks import gather, rank_and_world, say_ranks
 
-__all__ = ["check_shared", "check_there", "nodes_of_ranks", "sharing"]
+__all__ = ["check_shared", "check_there", "sharing"]
 
 PATIENCE = 3.0
 """Seconds that a file of another host has to appear: network file systems cache names for a
@@ -20,19 +19,15 @@ moment.
 """
 
 
-def nodes_of_ranks() -> list[list[int]]:
-    """Ranks of each node; collective."""
-    return by_node(gather(my_place()))
-
-
-def sharing(folder: Path, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+def sharing(folder: Path) -> list[list[int]]:
     """Ranks by the folder that they find under a path, which may be missing, in the order of first
     ranks; collective.
 
-    The first rank of each of the ``nodes`` puts a file there, looks for those of the others, and
+    The first rank of each node puts a file there, looks for those of the others, and
     removes it.
     """
     rank, world = rank_and_world()
+    nodes = by_node(gather(my_place()))
     if len(nodes) == 1:
         return [list(range(world))]
     firsts = [ranks[0] for ranks in nodes]
@@ -69,7 +64,7 @@ def _look(folder: Path, names: dict[int, str]) -> list[int]:
 
 def check_shared(folder: Path, option: str, error: type[Exception]) -> None:
     """Raise on every rank if nodes find different folders under a path; collective."""
-    shared = sharing(folder, nodes_of_ranks())
+    shared = sharing(folder)
     if len(shared) > 1:
         who = " and ".join(say_ranks(ranks) for ranks in shared)
         raise error(

@@ -47,21 +47,20 @@ TEAM = Team(CheckpointError)
 
 def describe(engine: Any) -> dict[str, Any]:
     """The engine's part of a manifest; loading compares it with the engine that is there then."""
-    info, size = info_of(engine), getattr(engine, "mp_world_size", None)
+    info = info_of(engine)
     stages = place_in_pipeline(info)[1]
     stepped = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in ZeRO's, or itself
     name = CoatAdamW.__name__ if isinstance(stepped, CoatAdamW) else type(stepped).__name__
-    stage = getattr(engine, "zero_optimization_stage", None)
     return {
         "world_size": rank_and_world()[1],
-        "zero_stage": stage and stage(),
+        "zero_stage": engine.zero_optimization_stage(),
         # With sequence parallelism (Ulysses), ZeRO's shards are divided by data- times
         # sequence-parallel ranks.
-        "data_parallel": getattr(engine, "seq_dp_world_size", None),
-        "tensor_parallel": size and size // stages,
+        "data_parallel": engine.seq_dp_world_size,
+        "tensor_parallel": engine.mp_world_size // stages,
         "pipeline_stages": stages,
         "expert_parallel": divided_experts(info)[0],
-        "global_steps": getattr(engine, "global_steps", None),
+        "global_steps": engine.global_steps,
         "optimizer": None if stepped is None else name,
     }
 

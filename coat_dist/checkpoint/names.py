@@ -40,7 +40,7 @@ Info = Mapping[str, Any] | None
 
 def info_of(engine: Any) -> Mapping[str, Any]:
     """``universal_checkpoint_info`` of an engine's model; empty where it has none."""
-    return getattr(getattr(engine, "module", None), "universal_checkpoint_info", None) or {}
+    return getattr(engine.module, "universal_checkpoint_info", None) or {}
 
 
 def place_in_pipeline(info: Info) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ..flow.core.frozen import digest_of
-from ..ranks import gather, of_another_rank, rank_and_world
+from ..ranks import gather, of_another_rank, rank_and_world, say_on_rank_0
 from ..shared_folders import check_shared
 from .manifest import FORMAT, TEAM, CheckpointError, describe, sync_files
 from .names import info_of
-from .write.durable import make_folder, write_text
+from .write.durable import write_text
 from .write.engine_writes import Writes, watch_writes
 from .write.publish import LATEST, begin, finish, retire, unfinished
 
@@ -144,12 +143,15 @@ class _Save:
             state.update(
                 _without_deepspeed_keys({} if client_state is None else client_state, self.engine)
             )
-            flags = {"save_latest": self.save_latest, "exclude_frozen_parameters": exclude_frozen}
-            return {"tag": self.tag, "folder": os.path.abspath(self.save_dir), **flags}
+            return {
+                "tag": self.tag,
+                "save_dir": os.path.abspath(self.save_dir),
+                "save_latest": self.save_latest,
+                "exclude_frozen_parameters": exclude_frozen,
+            }
 
         TEAM.agree(arguments)
         folder = Path(self.save_dir)
-        TEAM.on_rank_0(lambda: make_folder(folder), f"cannot write {folder}")
         TEAM.on_rank_0(lambda: begin(self.final), f"cannot write {folder}")
         check_shared(folder, "save_dir", CheckpointError)
         return state
@@ -210,11 +212,7 @@ class _Save:
         TEAM.on_rank_0(finish_on_rank_0, f"cannot finish {final}")
         if rank_and_world()[0] == 0:
             for problem in retire(final.parent, final, extras.keep_last, extras.supersedes):
-                print(
-                    f"warning: cannot remove an old checkpoint: {problem}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say_on_rank_0(f"warning: cannot remove an old checkpoint: {problem}")
 
 
 def _check_tag(tag: str) -> None:

@@ -18,19 +18,12 @@ __all__ = [
     "base_optimizer",
     "copy_into",
     "forget_second_shard",
-    "is_zero",
     "members",
     "partitions",
 ]
 
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """What ZeRO-1 and 2, BF16_Optimizer, and ZeRO-3 call the model's parameters by group."""
-_SHARDS = (
-    "single_partition_of_fp32_groups",
-    "fp32_groups_flat_partition",
-    "fp32_partitioned_groups_flat",
-)
-"""What they call the flat tensors that the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +52,6 @@ def base_optimizer(zero: Any) -> CoatAdamW | None:
     """The CoatAdamW inside a ZeRO optimizer; None where there is another one."""
     inner = getattr(zero, "optimizer", None)
     return inner if isinstance(inner, CoatAdamW) else None
-
-
-def is_zero(optimizer: Any) -> bool:
-    """Whether this is one of DeepSpeed's ZeRO-1, 2 or 3 optimizers or its BF16_Optimizer."""
-    return any(hasattr(optimizer, name) for name in _SHARDS)
 
 
 def members(zero: Any) -> list[list[Any]]:

@@ -20,7 +20,7 @@ from ..checkpoint.read.load_checks import load_whole_checkpoints
 from ..checkpoint.read.native_check import check_native_loads
 from ..checkpoint.save import save_whole_checkpoints
 from ..checkpoint.universal.load import enable_universal_load
-from ..checkpoint.zero_partitions import base_optimizer, is_zero
+from ..checkpoint.zero_partitions import base_optimizer
 from ..config import CoatConfig, refuse
 from ..flow.core.weights import invalidate_after, invalidate_weights
 from ..optim import CoatAdamW
@@ -47,6 +47,8 @@ class Built:
     """
 
     def __init__(self, engine: Any, coat: CoatConfig | None, evaluates: bool) -> None:
+        from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
         self.engine, self.module, self.coat, self.evaluates = (
             engine,
             engine.module,
@@ -55,7 +57,7 @@ class Built:
         )
         zero = self.zero = engine.optimizer
         """DeepSpeed's ZeRO optimizer; where there is no ZeRO another optimizer, or None."""
-        self.is_zero = is_zero(zero)
+        self.is_zero = isinstance(zero, ZeROOptimizer)
         inside = base_optimizer(zero)
         self.ours = self.is_zero and inside is not None
         """ZeRO drives a CoatAdamW, wherever that came from: JSON, an object, a callable."""
@@ -70,7 +72,7 @@ class Built:
         """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW
         where asked for.
         """
-        self.staged = pipeline.is_stage(engine)
+        self.staged = pipeline.stages(engine.mpu) > 1
         """The model is one stage of a pipeline."""
         self.divided = divided_experts(info_of(engine))[0] > 1
         """Other ranks hold other experts."""
@@ -191,7 +193,7 @@ ATTACHMENTS = (
         "DeepSpeed's accessors, stages 1 and 2",
         lambda b: b.ours and not b.stage3,
         put("zero._link_all_hp_params", "param.get_full_hp_param", "param.set_full_hp_param"),
-        lambda b: accessors.answer_on_parameters(b.zero),
+        lambda b: accessors.after_linking(b.zero, accessors.answer_on_parameters),
     ),
     Attachment(
         # As at stages 1 and 2; nothing is linked here.
@@ -321,7 +323,7 @@ ATTACHMENTS = (
     Attachment(
         # Anywhere: never with the one before it.
         "gradient norm of a PipelineModule with other groups on other stages",
-        lambda b: b.ours and hasattr(b.engine, "grid") and pipeline_module.groups_differ(b.engine),
+        lambda b: b.ours and pipeline_module.groups_differ(b.engine),
         put("zero.scaled_global_norm"),
         lambda b: pipeline_module.call_norms_alike(b.engine),
     ),
@@ -355,7 +357,7 @@ ATTACHMENTS = (
     Attachment(
         # Anywhere: needs nothing from above, and nothing else replaces what fetches parameters.
         "ZeRO-3 gathers weights of the flow as FP8 codes",
-        lambda b: b.readers and fp8_gather.has_flow_weights(b.module),
+        lambda b: b.readers and fp8_gather.flow_weights(b.module),
         put("param.all_gather_coalesced", "param.all_gather", "param.partition"),
         lambda b: fp8_gather.gather_codes(b.module),
     ),
@@ -379,26 +381,23 @@ ATTACHMENTS = (
 )
 
 
-def attach(engine: Any, coat: CoatConfig | None = None, evaluates: bool = False) -> tuple[str, ...]:
-    """Attach to a new engine what applies to it; the names, also ``engine.coat_attached``. A second
-    time nothing is changed.
+def attach(engine: Any, coat: CoatConfig | None = None, evaluates: bool = False) -> None:
+    """Attach to a new engine what applies to it; ``engine.coat_attached`` has the names.
 
     Args:
         engine: DeepSpeed's.
         coat: the parsed block.
         evaluates: as in :class:`Built`.
     """
-    if "coat_attached" not in vars(engine):
-        built, names = Built(engine, coat, evaluates), []
-        for one in ATTACHMENTS:
-            if one.applies(built):
-                for name, function in one.replaces.items():
-                    owner, _, method = name.partition(".")
-                    if function is not None:
-                        instance = getattr(built, owner)
-                        setattr(instance, method, types.MethodType(function, instance))
-                if one.attach is not None:
-                    one.attach(built)
-                names.append(one.name)
-        engine.coat_attached = tuple(names)
-    return engine.coat_attached
+    built, names = Built(engine, coat, evaluates), []
+    for one in ATTACHMENTS:
+        if one.applies(built):
+            for name, function in one.replaces.items():
+                owner, _, method = name.partition(".")
+                if function is not None:
+                    instance = getattr(built, owner)
+                    setattr(instance, method, types.MethodType(function, instance))
+            if one.attach is not None:
+                one.attach(built)
+            names.append(one.name)
+    engine.coat_attached = tuple(names)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from ..checkpoint.zero_partitions import base_optimizer
 from ..extras import need
 from ..patching.report import PatchReport, reports_of
-from ..ranks import rank_and_world
+from ..ranks import say_on_rank_0
 from ..settings import Settings
 from .attach import attach
 from .parallel.experts import announced_experts
@@ -99,9 +98,8 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given["optimizer"] = request.checked(optimizer)
     if request.passed_on:
-        for way in ("config", "config_params"):
-            if isinstance(source := given.get(way), Settings):
-                given[way] = source.for_deepspeed()
+        if isinstance(source := given.get("config"), Settings):
+            given["config"] = source.for_deepspeed()
         engine, *others = original()(**given)
         if base_optimizer(engine.optimizer) is not None:  # a callable has made a CoatAdamW
             attach(engine)
@@ -132,20 +130,17 @@ def _call_deepspeed(request: Request, given: dict[str, Any]) -> tuple[Any, Any, 
         given["args"] = copy.copy(args)  # the caller's stays as it is
         given["args"].deepspeed_config = None
     given["config"] = settings.for_deepspeed(facts)
+    with announced_experts(given["model"], given.get("mpu"), facts.ep):
+        engine, *others = original()(**given)
     if facts.divided:
-        with announced_experts(given["model"], given["mpu"], facts.ep):
-            engine, *others = original()(**given)
         # DeepSpeed would save and load experts by names of its own layers.
         engine.has_moe_layers, engine.num_experts = False, []
-    else:
-        engine, *others = original()(**given)
     if facts.hosted:
         engine.config = settings.for_deepspeed()  # other libraries read it, and expect "cpu"
         for group in getattr(base_optimizer(engine.optimizer), "param_groups", ()):
             group["state_device"] = "cpu"
     attach(engine, facts.coat, evaluates=facts.only_evaluates)
-    if rank_and_world()[0] == 0:
-        print(f"coat_dist: {_describe(engine)}", file=sys.stderr, flush=True)
+    say_on_rank_0(f"coat_dist: {_describe(engine)}")
     return engine, *others
 
 

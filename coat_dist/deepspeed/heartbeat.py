@@ -64,8 +64,9 @@ def start(engine: Any = None) -> None:
     all ranks turns the thread off.
     """
     global _running, _hook
-    _follow_default_group()
     rank, world = rank_and_world()
+    if world > 1:
+        _follow_default_group()
     if world == 1 or os.environ.get("COAT_HEARTBEAT") == "0":
         return
     if _running is None or not _running.is_alive():
@@ -281,8 +282,6 @@ def _follow_default_group() -> None:
     stays.
     """
     c10d: Any = dist.distributed_c10d
-    if not dist.is_initialized():
-        return
     wanted = group_timeout()
     # torch's, of NCCL, and Megatron's.
     defaults = {c10d.default_pg_timeout.total_seconds(), 600.0, 1800.0}

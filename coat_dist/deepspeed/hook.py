@@ -30,12 +30,9 @@ replace ``initialize``.
 
 
 def install() -> None:
-    """Honour the block in ``deepspeed.initialize``, now or once it is imported; a second time
-    nothing is changed.
-    """
+    """Honour the block in ``deepspeed.initialize``, now or once it is imported."""
     torch.optim.CoatAdamW = CoatAdamW  # type: ignore[attr-defined]  # where DeepSpeed looks a type up
-    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())  # also where it is loaded: it may be reloaded
+    sys.meta_path.insert(0, _AfterImport())  # also where it is loaded: it may be reloaded
     if (module := sys.modules.get("deepspeed")) is not None:
         honour(module)
 
@@ -48,16 +45,14 @@ def honour(deepspeed: types.ModuleType) -> None:
     # A folder of that name that is no DeepSpeed; a second time.
     if not callable(given) or hasattr(deepspeed, KEPT):
         return
-    # Now: programs such as Accelerate call init_distributed before initialize.
     if hasattr(deepspeed, "ops"):
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+        # Now: programs such as Accelerate call init_distributed before initialize.
         leave_out_compiled_operation()
-    # Programs that name CoatAdamW in their JSON, or make it themselves, need no
-    # "zero_allow_untested_optimizer".
-    tested = getattr(
-        sys.modules.get("deepspeed.runtime.zero.utils"), "ZERO_SUPPORTED_OPTIMIZERS", None
-    )
-    if isinstance(tested, list) and CoatAdamW not in tested:
-        tested.append(CoatAdamW)
+        # Programs that name CoatAdamW in their JSON, or make it themselves, need no
+        # "zero_allow_untested_optimizer".
+        ZERO_SUPPORTED_OPTIMIZERS.append(CoatAdamW)
     function = inspect.unwrap(given)
     # Put there by another library.
     if not isinstance(function, types.FunctionType) or function.__closure__:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,46 +12,43 @@ import torch
 from ..config import CoatConfig, refuse
 from ..known_keys import OF_ADAM
 from ..optim import CoatAdamW, param_groups, split_groups
-from .parallel.pipeline_module import parameter_of
+from ..optim.groups import parameter_of
 
-__all__ = ["build_coat_adamw", "experts_apart", "list_parameters"]
+__all__ = ["build_coat_adamw", "experts_apart"]
 
 
 def build_coat_adamw(
     params: Mapping[str, Any],
     coat: CoatConfig,
     model: torch.nn.Module,
-    listed: list[Any] | None,
+    given: list[Any] | None,
 ) -> tuple[Callable[[list[dict[str, Any]]], CoatAdamW], list[dict[str, Any]]]:
     """The optimizer as a callable for DeepSpeed, and the parameter groups it will be called with.
     ``params``: those of the configuration's "optimizer".
 
-    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for the ``listed``
+    Groups are those of :func:`coat_dist.optim.param_groups` for the model, or for the ``given``
     parameters of it, with or without names; of a list of groups those of
-    :func:`coat_dist.optim.split_groups`. The list is :func:`list_parameters`'s.
+    :func:`coat_dist.optim.split_groups`. All are lists.
 
     Raises:
-        CoatConfigError: some of the ``listed`` are not the model's, and would silently not be
+        CoatConfigError: some of the ``given`` are not the model's, and would silently not be
             trained.
     """
     options = {**coat.optimizer.model_dump(), **params}
     for name in OF_ADAM:
         options.pop(name, None)
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
 
     def make(groups: list[dict[str, Any]]) -> CoatAdamW:
         return CoatAdamW(experts_apart(groups), **options)
 
-    if listed and isinstance(listed[0], Mapping):
-        return make, [group for group in split_groups(listed) if _works(group)]
+    if given and isinstance(given[0], Mapping):
+        return make, [group for group in split_groups(given) if _works(group)]
     # A tied weight may be listed twice.
-    chosen = None if listed is None else {id(parameter_of(p)) for p in listed}
+    chosen = None if given is None else {id(parameter_of(p)) for p in given}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
     if strange := len((chosen or set()) - {id(p) for _, p in named}):
-        given = f"got {strange} that are not parameters of the model"
-        accepted = "its parameters, or groups of them"
-        refuse("model_parameters", given, accepted)
+        why = f"got {strange} that are not parameters of the model"
+        refuse("model_parameters", why, "its parameters, or groups of them")
     groups = param_groups(named, weight_decay=options.get("weight_decay", 0.01))
     for group in groups:
         del group["names"]  # ZeRO puts shards in the parameters' place
@@ -63,17 +60,6 @@ def _works(group: Mapping[str, Any]) -> bool:
     a model's norms where only its matrices are trained.
     """
     return any(parameter_of(p).requires_grad for p in group["params"])
-
-
-def list_parameters(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, which may be iterators, as lists that can be read again."""
-
-    def listed(params: Any) -> list[Any]:
-        return [params] if isinstance(params, torch.Tensor) else list(params)
-
-    return [
-        {**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p for p in parameters
-    ]
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ collective would.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -27,13 +26,14 @@ import torch.distributed as dist
 
 from ..config import CoatConfig, CoatConfigError, refuse
 from ..optim import CoatAdamW
+from ..optim.groups import listed, parameter_of
 from ..patching.report import check_settings
 from ..ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
 from ..settings import Facts, Settings
 from .heartbeat import group_timeout
-from .optimizer_from_json import build_coat_adamw, list_parameters
+from .optimizer_from_json import build_coat_adamw
 from .parallel.pipeline import stages
-from .parallel.pipeline_module import check_tied, parameter_of, tied_apart, tied_weights
+from .parallel.pipeline_module import check_tied, tied_apart, tied_weights
 from .parallel.replicated_grads import check_replicated_grads
 from .without_launcher import in_a_step, prepare
 
@@ -76,8 +76,7 @@ class Request:
         """
         facts, name = self.facts, type(optimizer).__name__
         if isinstance(optimizer, CoatAdamW):
-            if self.tied:
-                check_tied(optimizer.param_groups, self.tied, "optimizer.param_groups")
+            check_tied(optimizer.param_groups, self.tied, "optimizer.param_groups")
         elif facts.block or facts.named:
             key, what = "optimizer.type", '"CoatAdamW"'
             if facts.block:
@@ -90,7 +89,6 @@ class Request:
     def checked(self, make: Callable) -> Callable:
         """A callable for DeepSpeed whose optimizer is checked before ZeRO is built around it."""
 
-        @functools.wraps(make, updated=())
         def make_and_check(parameters: Any) -> Any:
             optimizer = make(parameters)
             self.check_optimizer(optimizer)
@@ -117,6 +115,7 @@ def validate(given: Mapping[str, Any], explicit: bool = False) -> Request:
 
 def _validate(request: Request, explicit: bool) -> None:
     import deepspeed
+    from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
     given = request.given
     model, optimizer, mpu = (given.get(name) for name in ("model", "optimizer", "mpu"))
@@ -138,13 +137,13 @@ def _validate(request: Request, explicit: bool) -> None:
     if len(read) != 1:
         ways = "`config`, `config_params`, `args.deepspeed_config`"
         refuse("config", f"got {len(read)} of {ways}", "exactly one of them")
-    tp = _size(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+    tp = bwc_tensor_model_parallel_world_size(mpu)
     object_given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     facts = request.facts = request.settings.check(
         optimizer=object_given,
         tp=tp,
         cp=_size(mpu, "get_context_parallel_world_size"),
-        stages=1 if mpu is None else stages(mpu),
+        stages=stages(mpu),
         ep=_size(mpu, "get_expert_model_parallel_world_size"),
         pipeline=pipeline,
         frozen=not any(p.requires_grad for p in model.parameters()),
@@ -160,19 +159,22 @@ def _validate(request: Request, explicit: bool) -> None:
     elif optimizer is None and coat is not None:
         _check_type(facts, coat, given)
     if (parameters := given.get("model_parameters")) is not None:
-        given["model_parameters"] = listed = list_parameters(parameters)
-        if facts.compressed and request.tied:
-            groups = [one for one in listed if isinstance(one, Mapping)]
-            check_tied(groups, request.tied, "model_parameters")
+        # Iterators, also those in groups, become lists that can be read again.
+        given["model_parameters"] = own = [
+            {**p, "params": listed(p["params"])} if isinstance(p, Mapping) else p
+            for p in parameters
+        ]
+        if facts.compressed:
+            given_groups = [one for one in own if isinstance(one, Mapping)]
+            check_tied(given_groups, request.tied, "model_parameters")
     if optimizer is None and facts.compressed and not facts.only_evaluates:
-        request.make, request.groups = build_coat_adamw(
+        request.make, groups = build_coat_adamw(
             facts.values.get("optimizer.params") or {},
             coat or CoatConfig(),
             model,
             given.get("model_parameters"),
         )
-        if request.tied:
-            request.groups = tied_apart(request.groups, request.tied)
+        request.groups = tied_apart(groups, request.tied)
 
 
 def given_configurations(given: Mapping[str, Any]) -> list[Any]:
@@ -240,12 +242,9 @@ def _is_patched(model: Any) -> bool:
     return any(getattr(type(m), "coat_patched", False) for m in modules)
 
 
-def _size(mpu: Any, *names: str) -> int:
-    """Call the first of the named methods that the mpu has; 1 where it has none."""
-    for name in names:
-        if callable(method := getattr(mpu, name, None)):
-            return int(method())
-    return 1
+def _size(mpu: Any, name: str) -> int:
+    """Call the named method of an mpu; 1 where it has none."""
+    return getattr(mpu, name)() if hasattr(mpu, name) else 1
 
 
 def agree(request: Request) -> None:
@@ -275,6 +274,7 @@ def _start(request: Request) -> None:
     going to run.
     """
     import deepspeed
+    from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
     given = request.given
     if not dist.is_initialized() and given.get("dist_init_required") is not False:
@@ -283,7 +283,8 @@ def _start(request: Request) -> None:
         # own stays as it is.
         prepare(request.facts.ours or not right or in_a_step(), alone=right)
         if (right and request.facts.ours) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            deepspeed.init_distributed(**{k: given[k] for k in ("distributed_port",) if k in given})
+            port = given.get("distributed_port", TORCH_DISTRIBUTED_DEFAULT_PORT)
+            deepspeed.init_distributed(distributed_port=port)
 
 
 def _exchange(request: Request) -> None:

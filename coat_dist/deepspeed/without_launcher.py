@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from ..config import refuse
 from ..nodes import free_port
+from ..ranks import say_on_rank_0
 
 __all__ = ["in_a_step", "leave_out_compiled_operation", "prepare", "store_of_restart", "take_ranks"]
 
@@ -67,11 +67,10 @@ def _become_only_rank() -> None:
         return
     values = "0", "1", "0", "127.0.0.1", str(free_port())
     os.environ.update(dict(zip(_OF_LAUNCHERS, values, strict=True)))
-    note = (
+    say_on_rank_0(
         "note: started without a launcher, so this process is the only rank; `deepspeed "
         "PROGRAM` starts several"
     )
-    print(note, file=sys.stderr, flush=True)
 
 
 def store_of_restart() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ from .checks import Pairs, check_capture, check_step
 from .group_keys import check_keys
 from .host import on_host, stream_steps, to_home, wait
 from .moments import forget_written
-from .plan import Columns, Plan, Plans
+from .plan import Plans
 from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
 from .state import check_group, codecs, ensure_state, moment, stochastic
@@ -213,13 +213,14 @@ class CoatAdamW(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):
             one = plans.find(i, group, states, self.copies, self.grad_factor)
             found.append(one)
-            unknown.append([] if one.plan else list(zip(one.params, one.grads, strict=True)))
+            unknown.append([] if one.batches else list(zip(one.params, one.grads, strict=True)))
             for p, _ in unknown[-1]:
                 to_home(states.get(p) or {}, p, group)
         check_step(self.param_groups, states, unknown, self.copies, self.grad_factor)
         for group, pairs, one in zip(self.param_groups, unknown, found, strict=True):
-            if one.plan and one.columns:
-                self._step_again(group, one.plan, one.columns)
+            if one.batches:
+                for step, device, batch in one.batches:
+                    self._run(group, step, device, batch)
             elif pairs:
                 self._step_group(group, pairs)
                 plans.learn(one, group, states, self.copies, self.grad_factor)
@@ -227,13 +228,15 @@ class CoatAdamW(torch.optim.Optimizer):
             wait()
         return loss
 
-    def _step_again(self, group: Mapping[str, Any], plan: Plan, columns: Columns) -> None:
-        for step, device, batch in plan.batches(columns):
-            numbers = _numbers(group, step, device, self.grad_factor)
-            if group["moments"] == "fp8":
-                adamw_steps(batch, *codecs(group), numbers)
-            else:
-                adamw_fp32_steps(batch, numbers)
+    def _run(
+        self, group: Mapping[str, Any], step: int, device: torch.device, together: Sequence[Any]
+    ) -> None:
+        """Update parameters of one device and one number of steps."""
+        numbers = _numbers(group, step, device, self.grad_factor)
+        if group["moments"] == "fp8":
+            adamw_steps(together, *codecs(group), numbers)
+        else:
+            adamw_fp32_steps(together, numbers)
 
     def _step_group(self, group: Mapping[str, Any], pairs: Pairs) -> None:
         """Step those parameters of a group, all checked before, for which there is no plan.
@@ -259,8 +262,7 @@ class CoatAdamW(torch.optim.Optimizer):
         states = self.__dict__["state"]
         capturable = bool(group.get("capturable"))
         noisy = any(stochastic(group))
-        compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
-        plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
+        waiting: dict[tuple[int, torch.device], list[Any]] = {}
         shards: list[torch.Tensor] = []
         self._seed_states(group, pairs)
         for p, grad in pairs:
@@ -275,7 +277,7 @@ class CoatAdamW(torch.optim.Optimizer):
             low = low_half(state, p.numel())
             if group["moments"] != "fp8":
                 m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-                plain.setdefault(key, []).append(FP32Tensors(p, grad, m, v, low, copy, count))
+                waiting.setdefault(key, []).append(FP32Tensors(p, grad, m, v, low, copy, count))
                 continue
             seed = noise_seed(state["coat_seed"]) if noisy else None
             dense, g = p.contiguous(), grad.contiguous()
@@ -283,16 +285,14 @@ class CoatAdamW(torch.optim.Optimizer):
                 dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy, count
             )
             if dense is p and g is grad and not streamed:
-                compressed.setdefault(key, []).append(one)
+                waiting.setdefault(key, []).append(one)
                 continue
             run = stream_steps if streamed else adamw_steps
             run([one], *codecs(group), _numbers(group, *key, self.grad_factor))
             if dense is not p:
                 p.copy_(dense)
-        for key, many in compressed.items():
-            adamw_steps(many, *codecs(group), _numbers(group, *key, self.grad_factor))
-        for key, small in plain.items():
-            adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
+        for key, together in waiting.items():
+            self._run(group, *key, together)
         increment_version(shards)
 
     def _seed_states(self, group: Mapping[str, Any], pairs: Pairs) -> None:

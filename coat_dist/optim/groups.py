@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["name_parameters", "param_groups", "split_groups"]
+__all__ = ["listed", "name_parameters", "param_groups", "parameter_of", "split_groups"]
 
 _ORDER = ("decay/fp8/tied", "decay/fp8", "decay/fp32", "no_decay/fp32")
 
@@ -118,21 +118,16 @@ def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         New groups; the given ones stay as they are.
     """
-    listed = []
-    for group in groups:
-        params = group["params"]
-        listed.append(
-            {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
-        )
-    tensor_parallel = _tensor_parallel(_tensor(p) for group in listed for p in group["params"])
+    read = [{**group, "params": listed(group["params"])} for group in groups]
+    tensor_parallel = _tensor_parallel(parameter_of(p) for group in read for p in group["params"])
     result: list[dict[str, Any]] = []
-    for group in listed:
+    for group in read:
         if "moments" in group or not group["params"]:
             result.append(group)
             continue
         halves: dict[str, list[Any]] = {"fp8": [], "fp32": []}
         for p in group["params"]:
-            halves[_moments(_tensor(p), tensor_parallel)].append(p)
+            halves[_moments(parameter_of(p), tensor_parallel)].append(p)
         renamed = all(halves.values()) and "name" in group and not group.get("moe")
         for moments, params in halves.items():
             if params:
@@ -141,8 +136,13 @@ def split_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def _tensor(p: Any) -> torch.Tensor:
-    """A parameter of a group, which may stand there with its name."""
+def listed(params: Any) -> list[Any]:
+    """What a new group holds, which torch also takes as one tensor or as an iterator."""
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def parameter_of(p: Any) -> Any:
+    """A parameter of a group or list, which may stand there with its name."""
     return p[1] if isinstance(p, tuple) else p
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops import Moment, decode, encode, split
-from .host import CHUNK, to_home
+from .host import CHUNK
 from .sharded import like, local
 from .state import (
     CODE_KEYS,
@@ -20,8 +20,7 @@ from .state import (
     codecs,
     has_remainder,
     moment,
-    new_remainder,
-    pack,
+    new_state,
     remainder,
 )
 
@@ -114,22 +113,19 @@ def import_moments(
             "import_moments master: got a tensor, accepted: None, or "
             "master_weights='bf16_remainder'"
         )
-    step, low = int(step), new_remainder(param, group)
+    state = {**new_state(param, group), "step": int(step)}
     if master is not None:
         _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))
-        remainder(low, lower.numel()).copy_(lower)  # type: ignore[union-attr]
+        remainder(state, lower.numel()).copy_(lower)  # type: ignore[union-attr]
+    given, shape = (exp_avg.detach(), exp_avg_sq.detach()), local(param).shape
     if group["moments"] == "fp32":
-        first, second = (
-            x.detach().to(param.device, torch.float32, copy=True).reshape(param.shape)
-            for x in (exp_avg, exp_avg_sq)
-        )
-        return {"step": step, "exp_avg": first, "exp_avg_sq": second, **low}
-    shape = local(param).shape
-    first, second = (
-        local(x.detach()).to(param.device).reshape(shape) for x in (exp_avg, exp_avg_sq)
-    )
-    state = {**pack(*encode_moments(group, first, second), step), **low}
-    to_home(state, param, group)
+        for which, x in zip(MOMENTS, given, strict=True):
+            values = x.to(param.device, torch.float32, copy=True)
+            state[FP32_KEYS[which]] = values.reshape(param.shape)
+        return state
+    first, second = (local(x).to(param.device).reshape(shape) for x in given)
+    for which, encoded in zip(MOMENTS, encode_moments(group, first, second), strict=True):
+        moment(state, which).copy_(encoded)
     return state
 
 
@@ -187,8 +183,8 @@ def regroup(
         device = param.device if param.is_cuda else home
         q_m, a_m, k_m, q_v, a_v, k_v = (flat.to(device) for flat in each.values())
         first, second = Moment(q_m[:, None], a_m, k_m), Moment(q_v[:, None], a_v, k_v)
-        anew = pack(*encode_moments(group, *_decode_moments(group, first, second)), 0)
-        result = {key: anew[key].to(home) for key in CODE_KEYS}
+        first, second = encode_moments(group, *_decode_moments(group, first, second))
+        result = dict(zip(CODE_KEYS, (t.to(home) for t in (*first, *second)), strict=True))
     return {**state, **result}
 
 

@@ -136,37 +136,36 @@ class Plan:
             yield step, device, self._batch(columns, positions, kept)
 
     def _batch(self, columns: Columns, positions: list[int], kept: dict) -> Batch:
-        fields: dict[str, list[Any] | None] = {
-            "params": columns.params,
-            "grads": columns.grads,
-            "moments": columns.moments,
-            "seeds": self._seeds,
-            "lows": columns.lows,
-            "copies": columns.copies,
-            "counts": columns.counts if self._capturable else None,
-            "addresses": columns.addresses,
-        }
-        if len(positions) < len(columns.params):
-            wide = len(columns.moments) // len(columns.params)
-            of_moments = [wide * i + j for i in positions for j in range(wide)]
-            for name, column in fields.items():
-                if column is not None:
-                    chosen = of_moments if name == "moments" else positions
-                    fields[name] = [column[i] for i in chosen]
-        return Batch(**fields, kept=kept)  # type: ignore[arg-type]
+        whole = len(positions) == len(columns.params)
+
+        def chosen(column: Any, wide: int = 1) -> Any:
+            if whole or column is None:
+                return column
+            return [column[wide * i + j] for i in positions for j in range(wide)]
+
+        return Batch(
+            chosen(columns.params),
+            chosen(columns.grads),
+            chosen(columns.moments, len(columns.moments) // len(columns.params)),
+            chosen(self._seeds),
+            chosen(columns.lows),
+            chosen(columns.copies),
+            chosen(columns.counts) if self._capturable else None,
+            chosen(columns.addresses),
+            kept,
+        )
 
 
 @dataclass
 class Found:
-    """What a step finds of a group: parameters with a gradient, their gradients, and a plan if
-    one holds of them.
+    """What a step finds of a group: parameters with a gradient, their gradients, and what is
+    stepped together where a plan holds of them. The step is counted as that is read.
     """
 
     key: tuple[int, int, int]
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    plan: Plan | None = None
-    columns: Columns | None = None
+    batches: Iterator[tuple[int, torch.device, Batch]] | None = None
 
 
 class Plans:
@@ -197,7 +196,7 @@ class Plans:
         plan = self._plans.get(found.key)
         columns = None if plan is None else _columns(found, group, *rest)
         if plan is not None and columns is not None and plan.fits(columns):
-            found.plan, found.columns = plan, columns
+            found.batches = plan.batches(columns)
         return found
 
     def learn(self, found: Found, group: Mapping[str, Any], *rest: Any) -> None:

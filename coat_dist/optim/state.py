@@ -32,7 +32,7 @@ without a word.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from numbers import Real
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -43,6 +43,7 @@ from pydantic import ValidationError
 from ..config import OptimizerConfig
 from ..config_errors import Problem, explain
 from ..ops import Moment, MomentCodec
+from .groups import listed, parameter_of
 from .host import on_host, to_host
 from .sharded import local, refusal
 
@@ -62,13 +63,10 @@ __all__ = [
     "ensure_state",
     "has_remainder",
     "moment",
-    "new_remainder",
     "new_state",
-    "pack",
     "remainder",
     "state_layout",
     "stochastic",
-    "tensors_of",
 ]
 
 WhichMoment = Literal["first", "second"]
@@ -95,11 +93,6 @@ LAYOUT_KEYS = (
     "master_weights",
 )
 """Keys of a parameter group that say how its state is stored."""
-EQUALLY_SPACED = ("int8",)
-"""Formats of the first moment that ``"stochastic_rounding": "auto"`` rounds stochastically. Where
-codes are equally spaced, rounding to nearest leaves the first few as they are, and small ratios
-have these (docs/numerics.md).
-"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -136,7 +129,9 @@ def stochastic(group: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a parameter group's first and second moment are rounded stochastically."""
     option = group["stochastic_rounding"]
     if option == "auto":
-        return group["first_moment"] in EQUALLY_SPACED, True
+        # Where codes are equally spaced, as those of int8, rounding to nearest leaves the first few
+        # as they are, and small ratios have these (docs/numerics.md).
+        return group["first_moment"] == "int8", True
     return option, option
 
 
@@ -150,20 +145,6 @@ def has_remainder(group: Mapping[str, Any]) -> bool:
     return group.get("master_weights") == "bf16_remainder"
 
 
-def new_remainder(
-    param: torch.Tensor, group: Mapping[str, Any], device: Any = None
-) -> dict[str, torch.Tensor]:
-    """What makes a parameter its own master weight; nothing where states have no remainder."""
-    if not has_remainder(group):
-        return {}
-    n, size = local(param).numel(), group["group_size"]
-    return {
-        "coat_p_low": torch.zeros(
-            -(-n // size), 2 * size, dtype=torch.uint8, device=device or param.device
-        )
-    }
-
-
 def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     """The lower halves of n master weights: int16 [n], sharing memory with the state; None where
     it has none.
@@ -172,33 +153,24 @@ def remainder(state: Mapping[str, Any], n: int) -> torch.Tensor | None:
     return None if low is None else low.view(torch.int16).view(-1)[:n]
 
 
-def pack(first: Moment, second: Moment, step: int | torch.Tensor) -> dict[str, Any]:
-    """The state that holds two encoded moments."""
-    return {"step": step, **dict(zip(CODE_KEYS, (*first, *second), strict=True))}
-
-
 def new_state(param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state before the first step, where it is kept: zero moments, and the parameter as
     master weight.
     """
-    hosted, n = on_host(param, group), local(param).numel()
+    hosted = on_host(param, group)
     device = "meta" if hosted else param.device
-    low = new_remainder(param, group, device)
-    if group["moments"] == "fp32":
-        zeros = {
-            key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-            for key in FP32_KEYS.values()
-        }
-        return {"step": as_count(0, param, group), **zeros, **low}
-    first, second = (codec.zeros(n, device) for codec in codecs(group))
-    state = {**pack(first, second, as_count(0, param, group)), **low}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape, dtype in state_layout(group, local(param).numel(), param.shape):
+        if key.startswith("coat_"):
+            tensors[key] = torch.zeros(shape, dtype=dtype, device=device)
+        else:  # distributed as the parameter is
+            tensors[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
     if hosted:
-        state |= to_host(
-            {key: t for key, t in state.items() if key.startswith("coat_")}, param.is_cuda
-        )
+        tensors = to_host(tensors, param.is_cuda)
+    if group["moments"] == "fp8":
         for which, codec in zip(MOMENTS, codecs(group), strict=True):
-            moment(state, which).k.fill_(codec.k_of_zeros)
-    return state
+            moment(tensors, which).k.fill_(codec.k_of_zeros)
+    return {"step": as_count(0, param, group), **tensors}
 
 
 def state_layout(
@@ -310,17 +282,9 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     require("capturable", "False with state_device='cpu'", not (group["capturable"] and on_cpu))
     if group.get("amsgrad"):
         require("amsgrad", "False, this optimizer does not have it", False)
-    for p in tensors_of(group):
-        check_parameter(p, group)
-
-
-def tensors_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Parameters of a new group, which torch also takes as one tensor, or with their names."""
-    params = group["params"]
-    for p in [params] if isinstance(params, torch.Tensor) else params:
-        p = p[1] if isinstance(p, tuple) else p
+    for p in map(parameter_of, listed(group["params"])):
         if isinstance(p, torch.Tensor):  # torch itself refuses what is not
-            yield p
+            check_parameter(p, group)
 
 
 def check_parameter(param: torch.Tensor, group: Mapping[str, Any]) -> None:

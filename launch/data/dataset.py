@@ -25,7 +25,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from coat_dist.ranks import on_first_ranks
-from coat_dist.shared_folders import nodes_of_ranks, sharing
+from coat_dist.shared_folders import sharing
 from launch.common.errors import DataError
 from launch.data.blend import check_one_tokenizer, parse_blend, parse_split, read_info
 from launch.data.endless import EndlessBlend, EndlessGPTDataset, cached_indices
@@ -132,7 +132,7 @@ def build_datasets(
     infos = [read_info(prefix) for prefix in prefixes]
     check_one_tokenizer(prefixes, infos)
     folder = cache_folder(prefixes, cache_dir)
-    sharers = sharing(Path(folder), nodes_of_ranks())
+    sharers = sharing(Path(folder))
     parts = _parts(prefixes, weights, folder, sharers)
     cache = functools.partial(cached_indices, Path(folder), sharers)
     config = GPTDatasetConfig(

@@ -29,11 +29,10 @@ def error_of(function, *args):
 def folders(rank, world, folder):
     on_a_node(rank, folder)
     check_same_on_all_ranks({})
-    both = shared_folders.nodes_of_ranks()
     Path("own").mkdir()
     Path(f"own/{rank}").mkdir()
     found = {
-        name: shared_folders.sharing(Path(path), both)
+        name: shared_folders.sharing(Path(path))
         for name, path in (("shared", folder), ("own", "own"), ("missing", "nowhere"))
     }
     errors = [error_of(shared_folders.check_there, Path("own/0"), "--load", CheckpointError)]
@@ -62,7 +61,7 @@ def test_sharing_on_two_nodes(tmp_path):
             "--load: got own/0, which is not there on rank 1 (host node-b), accepted: a folder "
             "that all" in missing
         )
-        assert failed == "host node-b: no room"
+        assert failed == "no room (host node-b)"
         assert answers == ["made by 0", f"made by {rank}"] and calls == (1 if rank else 2)
         assert left == [str(rank)]
         assert both == "ranks 0-1 (hosts node-a, node-b)" and second == "rank 1 (host node-b)"

@@ -23,10 +23,14 @@ class Engine:
     """
 
     optimizer = None
+    global_steps, seq_dp_world_size, mp_world_size = 0, 1, 1
 
     def __init__(self):
         self.checkpoint_engine = Writer()
         self.module = torch.nn.Module()
+
+    def zero_optimization_stage(self):
+        return 0
 
     def use_node_local_storage(self):
         return False

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...flow.core.frozen import digest_of
-from ...ranks import Team, rank_and_world, share
+from ...ranks import Team, say_on_rank_0, share
 from ...shared_folders import check_there
 from ..manifest import MANIFEST, TEAM, CheckpointError, read_manifest, verify
 from ..names import divided_experts, info_of
@@ -83,7 +82,9 @@ def load_whole_checkpoints(engine: Any) -> None:
         call.apply_defaults()
         given, universal = call.arguments, engine.load_universal_checkpoint()
         given["tag"] = None if given["tag"] is None else str(given["tag"])
-        _agree(given, verify)
+        # Functions differ from process to process.
+        compared = {**given, "verify": verify, "custom_load_fn": None}
+        TEAM.agree(lambda: {**compared, "load_dir": os.path.abspath(given["load_dir"])})
         folder = Path(given["load_dir"])
         given["tag"] = tag = find_tag(folder, given["tag"], universal)
         if tag is not None:  # else there is nothing, and DeepSpeed says so
@@ -116,18 +117,6 @@ def load_whole_checkpoints(engine: Any) -> None:
 
     load_checkpoint.coat_checks = checks  # type: ignore[attr-defined]
     engine.load_checkpoint = load_checkpoint
-
-
-def _agree(given: Mapping[str, Any], verify: bool) -> None:
-    """Refuse arguments that differ between ranks."""
-
-    def arguments() -> dict[str, Any]:
-        compared = {**given, "verify": verify, "folder": os.path.abspath(given["load_dir"])}
-        for name in ("load_dir", "custom_load_fn"):
-            del compared[name]
-        return compared
-
-    TEAM.agree(arguments)
 
 
 @functools.cache
@@ -164,12 +153,7 @@ def _check_files(folder: Path, checksums: bool) -> dict[str, Any]:
         return manifest
     names = TEAM.on_rank_0(lambda: sorted(p.name for p in folder.glob("*.pt")))
     TEAM.each(lambda: [read_file(folder / name) for name in share(names)])
-    if rank_and_world()[0] == 0:
-        print(
-            f"note: {folder} has no {MANIFEST}: it is loaded unverified",
-            file=sys.stderr,
-            flush=True,
-        )
+    say_on_rank_0(f"note: {folder} has no {MANIFEST}: it is loaded unverified")
     return {}
 
 

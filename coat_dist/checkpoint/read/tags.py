@@ -5,10 +5,9 @@ the one saved last.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-from ...ranks import rank_and_world
+from ...ranks import say_on_rank_0
 from ..manifest import MANIFEST, TEAM, CheckpointError, readable
 from ..write.publish import (
     HIDDEN,
@@ -76,12 +75,7 @@ def _without_latest(load_dir: Path, universal: bool) -> str | None:
     found = last_saved(checkpoints(load_dir), universal=False)
     if found is None:
         return None
-    if rank_and_world()[0] == 0:
-        print(
-            f"warning: {load_dir / LATEST}: missing; {own_name(found)} was saved last",
-            file=sys.stderr,
-            flush=True,
-        )
+    say_on_rank_0(f"warning: {load_dir / LATEST}: missing; {own_name(found)} was saved last")
     return replaced_or(load_dir / own_name(found)).name
 
 

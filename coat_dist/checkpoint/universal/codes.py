@@ -23,7 +23,7 @@ import torch
 
 from ...optim.state import CODE_KEYS, LAYOUT_KEYS
 
-__all__ = ["CODES_FILE", "groups_within", "load_codes", "read", "read_codes", "select_codes"]
+__all__ = ["CODES_FILE", "groups_within", "load_codes", "read", "read_codes"]
 __all__ += ["write_codes"]
 
 CODES_FILE = "codes.coat"
@@ -41,11 +41,6 @@ def groups_within(first: int, start: int, numel: int, size: int) -> tuple[slice,
     low = -(-start // size)
     high = max(low, (start + numel) // size)
     return slice(low, high), torch.arange(low, high) * size + (first - start)
-
-
-def select_codes(state: Mapping[str, Any], groups: slice) -> dict[str, torch.Tensor]:
-    """Copies of these groups' codes, amax and exponents."""
-    return {key: state[key][groups].clone() for key in CODE_KEYS}
 
 
 def write_codes(

@@ -79,7 +79,7 @@ def convert_to_universal(
         _write_parameter(target / "zero" / name, name, checkpoint)
         if on_progress is not None:
             on_progress(elements[name], sum(elements.values()))
-    torch.save(checkpoint.untrained(), _in_new_folder(target / "zero" / "rest.pt"))
+    torch.save(checkpoint.untrained(), target / "zero" / "rest.pt")
     if extra := _extra_states(checkpoint):
         torch.save(extra, target / "zero" / EXTRA_STATE)
     _write_globals(target, checkpoint.shards[0][0], checkpoint.models[0][0])
@@ -96,11 +96,12 @@ def _write_parameter(folder: Path, name: str, checkpoint: ZeroCheckpoint) -> Non
         )
     for key in KEYS:
         whole, layout = checkpoint.whole(name, partial(Shard.part, name=name, key=key), key)
-        torch.save({"param": whole, **layout}, _in_new_folder(folder / f"{key}.pt"))
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"param": whole, **layout}, folder / f"{key}.pt")
     if name not in checkpoint.joined:
         _write_codes(folder / CODES_FILE, name, shards[checkpoint.ranks(name)])
     # torch's optimizers want a tensor; ours takes either.
-    torch.save(torch.tensor(float(steps.pop())), _in_new_folder(folder / "step.pt"))
+    torch.save(torch.tensor(float(steps.pop())), folder / "step.pt")
 
 
 def _write_codes(path: Path, name: str, shards: list[list[Shard]]) -> None:
@@ -143,7 +144,7 @@ def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None
     # Where DeepSpeed's ZeRO-3 looks for them.
     state = {0: {"step": torch.tensor(float(step))}}
     kept["optimizer_state_dict"] = {"state": state, "param_groups": shard.groups}
-    torch.save(kept, _in_new_folder(target / "zero" / "optimizer_state.pt"))
+    torch.save(kept, target / "zero" / "optimizer_state.pt")
     counters = {k: v for k, v in model.items() if k not in _OF_MODEL} | {
         "module": {},
         "mp_world_size": 1,
@@ -153,8 +154,3 @@ def _write_globals(target: Path, shard: Shard, model: Mapping[str, Any]) -> None
     # ZeRO-1, 2 and ZeRO-3.
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(counters, target / name)
-
-
-def _in_new_folder(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path

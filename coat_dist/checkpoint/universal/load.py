@@ -41,14 +41,9 @@ def enable_universal_load(engine: Any) -> None:
     """Let ``engine.load_checkpoint`` fill a CoatAdamW where ``"checkpoint": {"load_universal":
     true}`` is set.
 
-    Works for torch's Adam and AdamW too; engines with another optimizer, or without ZeRO, are left
-    alone. A checkpoint that does not fit is refused with a ``ValueError``, on every rank, before
-    anything has been changed.
+    Works for torch's Adam and AdamW too, under ZeRO. A checkpoint that does not fit is refused with
+    a ``ValueError``, on every rank, before anything has been changed.
     """
-    zero = engine.optimizer
-    # AdamW is an Adam.
-    if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):
-        return
     others = names_of_others(engine)
     checked: list[tuple[_Loader, Request]] = []
 
@@ -62,17 +57,13 @@ def enable_universal_load(engine: Any) -> None:
         checked[:] = [] if found else [(loader, request)]
         return found
 
-    def load(
-        checkpoint_folder: str,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-    ) -> None:
+    def load(*_: Any) -> None:  # what DeepSpeed gives is in the request, too
         loader, request = checked.pop()
         loader.fill(request.states)
         if request.schedule:
             _renew_rates(engine)
 
-    zero._load_universal_checkpoint = load
+    engine.optimizer._load_universal_checkpoint = load
     check_before_load(engine, check, universal=True)
 
 
@@ -80,8 +71,12 @@ class _Loader:
     """One universal checkpoint and one engine with ZeRO-1, 2, 3 or BF16_Optimizer."""
 
     def __init__(self, engine: Any, folder: Path) -> None:
+        from deepspeed.utils import bwc
+
         self.engine, self.zero = engine, engine.optimizer
-        self.source = UniversalFolder(folder, _tensor_parallel(engine.mpu))
+        rank = bwc.bwc_tensor_model_parallel_rank(engine.mpu)
+        size = bwc.bwc_tensor_model_parallel_world_size(engine.mpu)
+        self.source = UniversalFolder(folder, (rank, size))
         self.names = names_in_whole(engine)
         self.parts, self.params = list(partitions(self.zero)), members(self.zero)
         rename, plain = in_whole(info_of(engine)), torch.nn.Module.set_extra_state
@@ -183,15 +178,19 @@ class _Loader:
                 held = [f.param for f in part.fragments] or params
                 self._fill_state(part, next((source.step(self.names[p]) for p in held), 0))
             self._fill_weights(part, weights)
-        if moments:
-            self._relink()
+        if moments and hasattr(zero, "_hp_optimizer_states_linked"):
+            # Stages 1 and 2: DeepSpeed's accessors point at the old states, and keep them alive.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
         # Where both runs scale in the same way, fp16 or bf16.
         for key in ("loss_scaler", "dynamic_loss_scale"):
             if key in source.globals and type(source.globals[key]) is type(
                 getattr(zero, key, None)
             ):
                 setattr(zero, key, source.globals[key])
-        _renew_stage3(zero)
+        for i in range(len(getattr(zero, "fp32_partitioned_groups_flat", ()))):
+            # Stage 3: weights from the master weights, as after a step.
+            zero._reassign_or_swap_out_partitioned_parameters(i)
         for name, target in (self.frozen | self.buffers).items():
             if source.has(name):
                 copy_into(target, source.part(name, getattr(target, "ds_shape", target.shape)))
@@ -243,39 +242,9 @@ class _Loader:
             flat[f.start : f.start + f.numel] = values[f.first : f.first + f.numel]
         return flat
 
-    def _relink(self) -> None:
-        """Point DeepSpeed's accessors at the new state (at stages 1 and 2), so that the old one
-        is freed.
-        """
-        for part in self.parts:
-            for f in part.fragments:
-                if (mapping := getattr(f.param, "_hp_mapping", None)) is not None:
-                    mapping.set_optim_state_fragment(
-                        part.flat, self.zero.optimizer.state[part.flat]
-                    )
-
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _renew_stage3(zero: Any) -> None:
-    """16-bit partitions from the fp32 ones, as DeepSpeed's own stage-3 loading does."""
-    for i, flat in enumerate(getattr(zero, "fp32_partitioned_groups_flat", ())):
-        half = zero.fp16_partitioned_groups_flat[i]
-        if flat.numel():
-            half.data.copy_(flat.data)
-        params = zero.fp16_partitioned_groups[i]
-        for param, renewed in zip(params, zero.unflatten(half, params), strict=True):
-            param.data = renewed.data
-
-
-def _tensor_parallel(mpu: Any) -> tuple[int, int]:
-    """Rank and size."""
-    for kind in ("tensor_model_parallel", "model_parallel"):
-        if hasattr(mpu, f"get_{kind}_world_size"):
-            return getattr(mpu, f"get_{kind}_rank")(), getattr(mpu, f"get_{kind}_world_size")()
-    return 0, 1
 
 
 def _schedule_problems(engine: Any, folder: Path) -> list[str]:

@@ -13,8 +13,8 @@ import torch
 
 from ...optim.master import read_master
 from ...optim.moments import read_moment
-from ...optim.state import MOMENT_OF
-from .codes import groups_within, read, select_codes
+from ...optim.state import CODE_KEYS, MOMENT_OF
+from .codes import groups_within, read
 
 __all__ = [
     "EXTRA_STATE",
@@ -57,11 +57,9 @@ class Shard:
         file = read(path)
         saved = self.saved = file["optimizer_state_dict"]
         zero = (file.get("ds_config") or {}).get("zero_optimization") or {}
-        self.round_robin = (
-            bool(zero.get("round_robin_gradients")) and "fp32_flat_groups" not in saved
-        )
         self.version = saved.get("ds_version") or file.get("ds_version")
         self.stage3 = "fp32_flat_groups" in saved
+        self.round_robin = bool(zero.get("round_robin_gradients")) and not self.stage3
         base = saved["optimizer_state_dict"] if self.stage3 else saved["base_optimizer_state"]
         self.state, self.groups = base["state"], base["param_groups"]
         self.fp32 = saved["fp32_flat_groups" if self.stage3 else "single_partition_of_fp32_groups"]
@@ -129,7 +127,8 @@ class Shard:
         """
         i, start, numel = self.places[name]
         groups, starts = groups_within(first, start, numel, self.group_of[i]["group_size"])
-        return starts, select_codes(self._state(name), groups)
+        state = self._state(name)
+        return starts, {key: state[key][groups] for key in CODE_KEYS}
 
     def step(self, name: str) -> int | None:
         """Steps taken; None where this rank has nothing of the parameter."""

@@ -8,19 +8,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "walk", "write_bytes", "write_text"]
+__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "walk", "write_text"]
 
 # Answers of file systems that cannot sync a folder.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def write_text(path: Path, text: str) -> None:
-    """:func:`write_bytes` of a text, in UTF-8."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file at once. When this returns, its content and its name are on disk.
+    """Replace a file at once by a text in UTF-8. When this returns, its content and its name are on
+    disk.
 
     Others may write to the folder: a link of theirs under the temporary name is removed, never
     followed.
@@ -33,7 +29,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:
-            file.write(content)
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -58,11 +54,11 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """:func:`sync_folder` for a folder and all folders in it."""
-    for inner, _ in walk(folder, topdown=False):
+    for inner, _ in walk(folder):
         sync_folder(inner)
 
 
-def walk(folder: Path, topdown: bool = True) -> Iterator[tuple[Path, list[str]]]:
+def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """A folder and all folders in it, each with the names of its files. ``os.walk`` leaves out what
     it cannot read.
 
@@ -73,7 +69,7 @@ def walk(folder: Path, topdown: bool = True) -> Iterator[tuple[Path, list[str]]]
     def fail(problem: OSError) -> None:
         raise problem
 
-    for inner, _, files in os.walk(folder, topdown, onerror=fail):
+    for inner, _, files in os.walk(folder, onerror=fail):
         yield Path(inner), files
 
 

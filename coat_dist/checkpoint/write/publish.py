@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..manifest import MANIFEST, UNFINISHED, CheckpointError, readable
-from .durable import named, sync_folder, sync_tree, write_text
+from .durable import make_folder, named, sync_folder, sync_tree, write_text
 
 __all__ = [
     "HIDDEN",
@@ -56,9 +56,10 @@ def unfinished(final: Path) -> Path:
 
 
 def begin(final: Path) -> None:
-    """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed
-    saves left.
+    """Make the folder in which a checkpoint is written, marked as unfinished, and those it lies in;
+    remove what killed saves left.
     """
+    make_folder(final.parent)
     temporary, script = unfinished(final), final.with_name("zero_to_fp32.py")
     if script.is_symlink():  # DeepSpeed would copy its script to wherever it points
         script.unlink()

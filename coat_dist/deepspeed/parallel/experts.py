@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from ...config import refuse
-from .pipeline import is_stage
 
 __all__ = ["announced_experts", "mark_experts", "reduce_experts", "refuse_single_file"]
 
@@ -51,13 +50,10 @@ def reduce_experts(engine: Any, grads: Any = None, elements_per_buffer: int = 50
 
 def refuse_single_file(engine: Any, *_: Any, **__: Any) -> None:
     """In place of methods of the engine that write one rank's weights as those of the model."""
-    divided = "experts are divided over ranks"
-    if is_stage(engine):
-        divided = "layers are divided over pipeline stages"
-    accepted = (
+    raise ValueError(
+        "save_16bit_model: got a model whose layers or experts are divided over ranks, accepted: "
         "save_checkpoint, and launch/convert_hf.py or coat_dist.convert_to_universal for its folder"
     )
-    raise ValueError(f"save_16bit_model: got a model whose {divided}, accepted: {accepted}")
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def announced_experts(model: torch.nn.Module, mpu: Any, size: int) -> Iterator[N
         CoatConfigError: a frozen expert; names it. The model's file has one rank's, and the
             optimizer's files none.
     """
-    if not mark_experts(model, size):
+    if size == 1 or not mark_experts(model, size):
         yield
         return
     for name, p in model.named_parameters():

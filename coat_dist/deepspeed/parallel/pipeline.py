@@ -26,7 +26,6 @@ __all__ = [
     "accumulated",
     "attach_stage",
     "has_groups_of_norms",
-    "is_stage",
     "name_tied",
     "norm_over_stages",
     "reduce_gradients",
@@ -45,16 +44,9 @@ def stages(mpu: Any) -> int:
     """Number of pipeline stages that an mpu of this project reports; 1 for any other mpu, and
     without one.
     """
-    if not getattr(mpu, "coat_mpu", False) or not hasattr(
-        mpu, "get_pipeline_model_parallel_world_size"
-    ):
+    if not getattr(mpu, "coat_mpu", False):
         return 1
-    return int(mpu.get_pipeline_model_parallel_world_size())
-
-
-def is_stage(engine: Any) -> bool:
-    """Whether an engine's model is one stage of several."""
-    return stages(getattr(engine, "mpu", None)) > 1
+    return mpu.get_pipeline_model_parallel_world_size()
 
 
 def attach_stage(engine: Any) -> None:
@@ -77,21 +69,17 @@ def has_groups_of_norms(zero: Any) -> bool:
     return hasattr(zero, "scaled_global_norm")
 
 
-def _refusal(engine: Any, name: str, what: str) -> RuntimeError:
-    where = (
-        f"stage {engine.mpu.get_pipeline_model_parallel_rank()} of {stages(engine.mpu)} "
-        "pipeline stages"
+def _refusal(name: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"engine.{name}: called on a pipeline stage, {what}; accepted: "
+        "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch for an "
+        "evaluation"
     )
-    accepted = (
-        "megatron_patches.train_batch(engine, data_iterator, forward_step), or eval_batch "
-        "for an evaluation"
-    )
-    return RuntimeError(f"engine.{name}: called on {where}, {what}; accepted: {accepted}")
 
 
 def refuse_part(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """In place of ``engine.forward`` and ``backward``, for ``name``."""
-    raise _refusal(engine, name, "which is a part of a model")
+    raise _refusal(name, "which is a part of a model")
 
 
 def name_tied(zero: Any) -> None:
@@ -215,5 +203,5 @@ def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
     before it.
     """
     if not vars(engine).pop("coat_reduced", False):
-        raise _refusal(engine, "step", "whose gradients nothing has reduced")
+        raise _refusal("step", "whose gradients nothing has reduced")
     return type(engine).step(engine, *args, **kwargs)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import refuse
+from ...optim.groups import parameter_of
 from ...ranks import gather
 from .pipeline import TIED, has_groups_of_norms
 
@@ -22,15 +23,9 @@ __all__ = [
     "call_norms_alike",
     "check_tied",
     "groups_differ",
-    "parameter_of",
     "tied_apart",
     "tied_weights",
 ]
-
-
-def parameter_of(p: Any) -> Any:
-    """A parameter of a group or list, which may stand there with its name."""
-    return p[1] if isinstance(p, tuple) and len(p) == 2 else p
 
 
 def tied_weights(model: Any) -> set[int]:

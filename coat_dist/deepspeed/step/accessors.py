@@ -64,14 +64,11 @@ same model is out of use: the parameters' memory is the latest one's.
 
 
 def register(zero: Any) -> None:
-    """Let the accessors answer from this ZeRO optimizer, and for its parameters from no earlier
-    one; where it has no CoatAdamW, from none. The list in ``attach.py`` calls it.
+    """Let the accessors answer for these parameters from this ZeRO optimizer, and from no earlier
+    one. Without a CoatAdamW in it they refuse. The list in ``attach.py`` calls it.
     """
-    known = weakref.ref(zero) if base_optimizer(zero) is not None else None
     for param in (p for params in members(zero) for p in params):
-        _trained_by.pop(param, None)
-        if known is not None:
-            _trained_by[param] = known
+        _trained_by[param] = weakref.ref(zero)
 
 
 def safe_get_full_moment(param: torch.nn.Parameter, which: str) -> torch.Tensor:
@@ -211,10 +208,9 @@ def _local(param: Any) -> tuple[Any, Partition, Fragment]:
 
 def _find_trained(param: Any) -> tuple[Any, dist.ProcessGroup, torch.Size]:
     """ZeRO optimizer, data-parallel group and full shape of a parameter."""
-    zero = (
-        _trained_by[param]() if isinstance(param, torch.Tensor) and param in _trained_by else None
-    )
-    if zero is None:
+    reference = _trained_by.get(param) if isinstance(param, torch.Tensor) else None
+    zero = None if reference is None else reference()
+    if base_optimizer(zero) is None:
         shape = list(getattr(param, "ds_shape", getattr(param, "shape", [])))
         given = f"got a {type(param).__name__} of shape {shape} that no CoatAdamW under ZeRO trains"
         raise ValueError(
@@ -244,12 +240,8 @@ def _device(zero: Any) -> torch.device:
 
 def answer_on_parameters(zero: Any) -> None:
     """Answer for a ZeRO-1, 2 or BF16_Optimizer with a CoatAdamW: by methods of every parameter,
-    which DeepSpeed puts there whenever it links them.
+    which DeepSpeed puts there whenever it links them; so this comes :func:`after_linking`.
     """
-    after_linking(zero, _answer)
-
-
-def _answer(zero: Any) -> None:
     for param in (p for params in members(zero) for p in params):
         param.get_full_hp_param = functools.partial(_get_by_key, _get_full, param)
         param.set_full_hp_param = functools.partial(_set_by_key, _set_full, param)
@@ -257,12 +249,10 @@ def _answer(zero: Any) -> None:
 
 def answer_on_optimizer(zero: Any) -> None:
     """Answer for a ZeRO-3 optimizer with a CoatAdamW, by its methods."""
-    for getter, setter, get, put in (
-        ("get_full_hp_param", "set_full_hp_param", _get_full, _set_full),
-        ("get_local_fp32_param", "set_local_hp_param", _get_local, _set_local),
-    ):
-        setattr(zero, getter, functools.partial(_get_by_key, get))
-        setattr(zero, setter, functools.partial(_set_in_order_of_stage_3, put))
+    zero.get_full_hp_param = functools.partial(_get_by_key, _get_full)
+    zero.set_full_hp_param = functools.partial(_set_in_order_of_stage_3, _set_full)
+    zero.get_local_fp32_param = functools.partial(_get_by_key, _get_local)
+    zero.set_local_hp_param = functools.partial(_set_in_order_of_stage_3, _set_local)
 
 
 def _which_of(key: str | None) -> WhichMoment | None:
@@ -304,19 +294,14 @@ def after_linking(zero: Any, action: Callable[[Any], None]) -> None:
     """Call ``action(zero)`` now and after each time that a ZeRO-1, 2 or BF16_Optimizer links
     parameters, after the actions that came before; its parameters are linked again now.
     """
-    actions: list[Callable[[Any], None]] | None = getattr(zero, "coat_after_linking", None)
-    if actions is None:
-        actions = zero.coat_after_linking = []
-        link = zero._link_all_hp_params
+    link = zero._link_all_hp_params
 
-        def link_all() -> None:
-            link()
-            for action in actions:
-                action(zero)
+    def link_and_act() -> None:
+        link()
+        action(zero)
 
-        zero._link_all_hp_params = link_all
-    actions.append(action)
-    zero._link_all_hp_params()
+    zero._link_all_hp_params = link_and_act
+    link_and_act()
 
 
 def deals_out(zero: Any) -> bool:
@@ -335,27 +320,12 @@ def relink(zero: Any) -> None:
 
 
 def _link_all(zero: Any) -> None:
-    """What DeepSpeed's ``_link_all_hp_params`` does, with the offsets that parameters have in
-    the flat tensor.
+    """DeepSpeed's links, with the offsets that parameters have in the flat tensor. DeepSpeed takes
+    these only in groups where parameters are padded, so all of them pass for that meanwhile.
     """
-    from deepspeed.utils import link_hp_params
-
-    for i, params in enumerate(zero.bit16_groups):
-        group = zero.real_dp_process_group[i]
-        size = zero.bit16_groups_flat[i].numel() // dist.get_world_size(group)
-        starts = zip(
-            zero.round_robin_bit16_groups[i], zero.round_robin_bit16_offsets[i], strict=True
-        )
-        offset = {id(p): start for p, start in starts}
-        link_hp_params(
-            lp_param_list=params,
-            flat_hp_partition=zero.single_partition_of_fp32_groups[i],
-            gradient_dict=zero.averaged_gradients,
-            offload_gradient_dict=zero.offload_gradient_dict,
-            use_offload=zero.cpu_offload,
-            param_group_index=i,
-            partition_start=dist.get_rank(group) * size,
-            partition_size=size,
-            dp_group=group,
-            param_offsets=[offset[id(p)] for p in params],
-        )
+    padding = zero.round_robin_bit16_padding
+    zero.round_robin_bit16_padding = [[1] for _ in padding]
+    try:
+        type(zero)._link_all_hp_params(zero)
+    finally:
+        zero.round_robin_bit16_padding = padding

@@ -20,7 +20,6 @@ it runs.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +32,7 @@ from ...flow.parallel.gathered import GatheredWeight, Shard, gather
 from ...flow.parallel.tensor_parallel import Pending
 from ...formats import FORMATS, QuantizedTensor
 
-__all__ = ["fetch_for_readers", "gather_codes", "has_flow_weights", "let_go"]
+__all__ = ["fetch_for_readers", "flow_weights", "gather_codes", "let_go"]
 
 
 def fetch_for_readers(module: nn.Module) -> None:
@@ -57,15 +56,10 @@ def fetch_for_readers(module: nn.Module) -> None:
                     register_external_parameter(reader, weight)
 
 
-def has_flow_weights(module: nn.Module) -> bool:
-    """Whether there is a weight that could be gathered as codes."""
-    return bool(_flow_weights(module))
-
-
 def gather_codes(module: nn.Module) -> None:
     """Replace the three methods on every parameter of an engine's module."""
     passes = _Passes()
-    for parameter, (owners, parts) in _flow_weights(module).items():
+    for parameter, (owners, parts) in flow_weights(module).items():
         parameter.coat_fetch = _Fetch(parameter, owners[0], passes, parts)
         passes.weights.append(parameter)
         for owner in owners:
@@ -118,12 +112,8 @@ class _Fetch:
     """How one weight is fetched."""
 
     def __init__(self, parameter: Any, owner: Any, passes: _Passes, parts: tuple[Any, ...]) -> None:
-        self._parameter, self._owner, self._passes = (
-            weakref.ref(parameter),
-            weakref.ref(owner),
-            passes,
-        )
-        self._beside = [weakref.ref(p) for p in parts if p is not parameter]
+        self._parameter, self._owner, self._passes = parameter, owner, passes
+        self._beside = [p for p in parts if p is not parameter]  # weights of the same product
         self.format = FORMATS[owner.coat.settings.format]
         # By the number of the fetch in its pass.
         self._layouts: dict[int, list[str]] = {0: [owner.coat.settings.forward_scales]}
@@ -144,7 +134,7 @@ class _Fetch:
     @property
     def wanted(self) -> bool:
         """Whether the module that uses the weight runs the flow in this pass."""
-        owner: Any = self._owner()
+        owner = self._owner
         if not hasattr(type(owner), "coat_flow_weights"):
             return False
         return not hasattr(owner, "coat_runs") or owner.coat_runs()
@@ -152,27 +142,23 @@ class _Fetch:
     @property
     def possible(self) -> bool:
         """Whether codes will do now: the flow reads them, and shards are where codes are made."""
-        p: Any = self._parameter()
+        p = self._parameter
         if not self.wanted or p.ds_persist or hasattr(p, "comm_dtype"):  # of autocast
             return False
-        shards = [(shard, world) for shard, _, world in map(_shard_of, (p, *self._others()))]
+        shards = [(shard, world) for shard, _, world in map(_shard_of, (p, *self._beside))]
         return all(
             shard is not None and world > 1 and shard.device == p.device for shard, world in shards
         )
 
-    def _others(self) -> list[Any]:
-        """The other weights of a product of several."""
-        return [reference() for reference in self._beside]
-
     def shards(self, layouts: Iterable[str]) -> list[Shard]:
         """This rank's, one a layout."""
-        p: Any = self._parameter()
-        beside = tuple(_values_of(other)[0] for other in self._others())
+        p = self._parameter
+        beside = tuple(_values_of(other)[0] for other in self._beside)
         return [Shard(*_values_of(p), p.ds_shape, layout, beside) for layout in layouts]
 
     def bring(self, layout: str) -> QuantizedTensor:
         """Gather at once what the fetch has not brought."""
-        return gather(self.shards([layout]), self.format, _shard_of(self._parameter())[1]).wait()[0]
+        return gather(self.shards([layout]), self.format, _shard_of(self._parameter)[1]).wait()[0]
 
 
 def _shard_of(p: Any) -> tuple[Any, Any, int]:
@@ -221,8 +207,11 @@ def _not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
+# What takes the place of three methods of a parameter; they hand on how DeepSpeed called them.
+
+
 def _all_gather_coalesced(
-    _: Any, original: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+    _: Any, original: Any, params: Iterable[Any], *more: Any, **options: Any
 ) -> Any:
     from deepspeed.runtime.zero.partition_parameters import (
         MultipleAllGatherHandles,
@@ -233,10 +222,10 @@ def _all_gather_coalesced(
     wanted = {p: p.coat_fetch.count() for p in params if hasattr(p, "coat_fetch")}
     ours = [p for p in wanted if p.coat_fetch.possible]
     if not ours:
-        return original(params, safe_mode=safe_mode, quantize=quantize)
+        return original(params, *more, **options)
     chosen = {id(p) for p in ours}
     others = [p for p in params if id(p) not in chosen]
-    handles = [original(others, safe_mode=safe_mode, quantize=quantize)] if others else []
+    handles = [original(others, *more, **options)] if others else []
     groups: dict[tuple[Any, str], list[Any]] = {}
     for p in sorted(ours, key=lambda p: p.ds_id):  # sets have another order on every rank
         p.ds_status = ZeroParamStatus.INFLIGHT
@@ -251,18 +240,14 @@ def _all_gather_coalesced(
 
 
 def _all_gather(
-    parameter: Any,
-    original: Any,
-    param_list: Any = None,
-    async_op: bool = False,
-    hierarchy: int = 0,
+    parameter: Any, original: Any, param_list: Any = None, *more: Any, **options: Any
 ) -> Any:
     params = [parameter] if param_list is None else list(param_list)
     for p in params:
         let_go(p)  # codes will not do: the caller wants values
         if hasattr(p, "coat_fetch"):
             p.coat_fetch.count()
-    return original(params, async_op=async_op, hierarchy=hierarchy)
+    return original(params, *more, **options)
 
 
 def _bring_values(parameter: Any, owner: Any, *_: Any) -> None:
@@ -274,20 +259,15 @@ def _bring_values(parameter: Any, owner: Any, *_: Any) -> None:
 
 
 def _partition(
-    parameter: Any,
-    original: Any,
-    param_list: Any = None,
-    hierarchy: int = 0,
-    has_been_updated: bool = False,
-    free_data: bool = True,
+    parameter: Any, original: Any, param_list: Any = None, *more: Any, **options: Any
 ) -> None:
     params = [parameter] if param_list is None else list(param_list)
     for p in params:
         let_go(p)
-    original(params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+    original(params, *more, **options)
 
 
-def _flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...]]]:
+def flow_weights(model: nn.Module) -> dict[Any, tuple[list[Any], tuple[Any, ...]]]:
     """Weights that nothing but the flow reads, each with the modules that say so and all weights
     of its product.
     """

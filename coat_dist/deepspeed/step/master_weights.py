@@ -43,15 +43,10 @@ def check_master_weights(zero: Any) -> None:
 
 
 def keeps_remainders(zero: Any) -> bool:
-    """Whether the master weights of a ZeRO-1, 2 or 3 optimizer with a CoatAdamW are bfloat16
-    weights and remainders.
+    """Whether the master weights of a ZeRO optimizer with a CoatAdamW are bfloat16 weights and
+    remainders. All groups are alike in that: :func:`check_master_weights`.
     """
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    if type(zero) not in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
-        return False
-    return all(has_remainder(part.group) for part in partitions(zero))
+    return has_remainder(zero.optimizer.param_groups[0])
 
 
 def share_memory(zero: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from ...checkpoint.zero_partitions import members, partitions
 from ...optim import host
-from .master_weights import keeps_remainders, pairs_of_copies
+from .master_weights import keeps_remainders, share_memory
 from .step import is_verified_build
 
 __all__ = ["offload_states", "reload_states"]
@@ -105,8 +105,7 @@ def reload_states(zero: Any, non_blocking: bool = False) -> None:
     follow = _shared(zero) and "lp_params" in zero.offloaded_states
     type(zero).reload_states(zero, non_blocking)
     if follow:
-        for flat, weights in pairs_of_copies(zero):
-            flat.data = weights.data
+        share_memory(zero)
         if hasattr(zero, "_link_all_hp_params"):
             zero._link_all_hp_params()
     for flat in _masters(zero) if "hp_params" in ours else ():

@@ -126,7 +126,7 @@ def some_are_not_counted(zero: Any) -> bool:
     return replicated or pg_utils.is_parallel(zero.model_parallel_group)
 
 
-def gradient_norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
+def gradient_norm(zero: Any, gradients: Any, params: Any) -> torch.Tensor:
     """In place of ``get_grad_norm_direct``: the same norm over ranks, fp32, -1 where it is not
     finite. ZeRO converts each gradient to fp64 first, and has the host wait where it looks for what
     is not finite.
@@ -134,8 +134,6 @@ def gradient_norm(zero: Any, gradients: Any, params: Any, norm_type: float = 2) 
     from deepspeed import comm
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
-    if norm_type != 2:
-        return type(zero).get_grad_norm_direct(zero, gradients, params, norm_type)
     zero.coat_norm_known = None
     counted, others = by_what_the_norm_counts(zero, gradients, params)
     total = torch.zeros((), dtype=torch.float32, device=zero.device)
@@ -210,8 +208,9 @@ def unscale_and_clip_in_the_step(zero: Any, gradients: list, total_norm: Any) ->
             torch.clamp((total_norm / zero.loss_scale + 1e-6) / zero.clip_grad, min=1.0)
             * zero.loss_scale
         )
-    factor = torch.as_tensor(1.0 / scale, dtype=torch.float32, device=zero.device)
-    zero.optimizer.grad_factor = factor.reshape(())
+    zero.optimizer.grad_factor = torch.as_tensor(
+        1.0 / scale, dtype=torch.float32, device=zero.device
+    )
 
 
 def norm_known(engine: Any) -> torch.cuda.Event | None:

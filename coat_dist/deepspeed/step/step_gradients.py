@@ -11,7 +11,7 @@ here the GPU's stream waits. ``step.py`` says when results are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -61,37 +61,34 @@ def reduce_in_place(
     zero: Any,
     small_bucket: Sequence[torch.Tensor],
     communication_data_type: torch.dtype,
-    log: Any = None,
-    divide: bool = True,
-    process_group: Any = None,
-    bucket_ranks: Sequence[Any] = (),
-    output_bucket: Sequence[torch.Tensor | None] | None = None,
+    **call: Any,
 ) -> None:
     """In place of ``allreduce_and_copy_with_multiple_ranks``: the same values, where slices of a
     bucket lie in a row. Slices that other ranks keep hold the sum afterwards; those are read only
     where ZeRO-1 accumulates in an attribute of its own, which is left to DeepSpeed.
+
+    ZeRO divides the whole bucket before, and gives in ``call`` the group, the ranks that keep each
+    slice, and the part of the fp32 partition that each slice is added to, or None.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
-    group = zero.dp_process_group if process_group is None else process_group
     ranks = getattr(zero, "coat_undivided", 1)
-    other = divide or zero.use_grad_accum_attribute or zero.sequence_parallel_size > 1
+    other = zero.use_grad_accum_attribute or zero.sequence_parallel_size > 1
     whole = None if other else _in_a_row(small_bucket)
     if whole is None or communication_data_type != whole.dtype:
         for one in small_bucket if ranks > 1 else ():
             one.div_(ranks)
         original = type(zero).allreduce_and_copy_with_multiple_ranks
-        dtype = communication_data_type
-        original(zero, small_bucket, dtype, log, divide, group, bucket_ranks, output_bucket)
+        original(zero, small_bucket, communication_data_type, **call)
         return
-    comm.all_reduce(whole, group=group)
+    comm.all_reduce(whole, group=call["process_group"])
     if zero.overlap_comm and not get_accelerator().resolves_data_dependency():
         whole.record_stream(zero.reduction_stream)
-    own = comm.get_rank(group)
-    outputs = [None] * len(small_bucket) if output_bucket is None else output_bucket
-    for reduced, keepers, output in zip(small_bucket, bucket_ranks, outputs, strict=True):
-        if own not in keepers if isinstance(keepers, frozenset) else own != keepers:
+    own = comm.get_rank(call["process_group"])
+    kept = zip(small_bucket, call["bucket_ranks"], call["output_bucket"], strict=True)
+    for reduced, keepers, output in kept:
+        if own not in keepers:
             continue
         if output is not None:
             add_without_a_copy(zero, output, reduced, 1 / ranks)
@@ -116,30 +113,12 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 # The sum.
 
 
-class _Zeros(NamedTuple):
-    """A group's part of the fp32 partition, which DeepSpeed has made of zeros."""
-
-    begin: int  # address
-    end: int
-    micro_step: int
-    written: set[int]  # addresses of the parameters' slices to which a gradient was added since
-
-
-def _zeros(zero: Any) -> dict[int, _Zeros]:
-    return getattr(zero, "coat_zeros", {})
-
-
 def build_zeros(zero: Any, group_idx: int) -> Any:
-    """In place of ``_build_compact_grad_partition_buffer``: the same zeros, remembered."""
+    """In place of ``_build_compact_grad_partition_buffer``: the same zeros, which remember the
+    micro-batch in which they were made, and the offsets of slices that were written since.
+    """
     group = type(zero)._build_compact_grad_partition_buffer(zero, group_idx)
-    begin = group.flat_partition.data_ptr()
-    end = begin + group.flat_partition.nbytes
-    # Those of the step before are gone, and the allocator may have given this group their memory.
-    kept = {group_idx: _Zeros(begin, end, zero.micro_step_id, set())}
-    for i, one in _zeros(zero).items():
-        if i != group_idx and (one.end <= begin or end <= one.begin):
-            kept[i] = one
-    zero.coat_zeros = kept
+    group.coat_micro_step, group.coat_written = zero.micro_step_id, set()
     return group
 
 
@@ -153,17 +132,13 @@ def add_without_a_copy(
     """
     if output is None:
         return
-    at = output.data_ptr()
-    for group, one in _zeros(zero).items():
-        if (
-            one.begin <= at < one.end
-            and at not in one.written
-            and one.micro_step == zero.micro_step_id
-        ):
-            partition = getattr(zero.averaged_gradients.get(group), "flat_partition", None)
-            if partition is None or partition.data_ptr() != one.begin:  # moved, or of a step before
-                continue
-            one.written.add(at)
+    for group in zero.averaged_gradients.values():
+        if getattr(group, "coat_micro_step", None) != zero.micro_step_id:
+            continue
+        flat = group.flat_partition
+        offset = output.data_ptr() - flat.data_ptr()
+        if 0 <= offset < flat.nbytes and offset not in group.coat_written:
+            group.coat_written.add(offset)
             torch.mul(source, factor, out=output) if factor != 1.0 else output.copy_(source)
             return
     output.add_(source, alpha=factor)

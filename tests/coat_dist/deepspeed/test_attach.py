@@ -11,7 +11,7 @@ import torch
 
 import coat_dist
 from coat_dist.config import ActivationConfig
-from coat_dist.deepspeed.attach import ATTACHMENTS, attach
+from coat_dist.deepspeed.attach import ATTACHMENTS
 from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
 from tests.support import run_ranks
 
@@ -135,26 +135,21 @@ def replaced(engine):
     return hidden | {name for name in theirs if not name.startswith("param.coat_")}
 
 
-def of_objects(engine):
-    return replaced(engine), {name: id(value) for name, value in vars(engine.optimizer).items()}
-
-
 def engines(rank, world):
     declared = {attachment.name: set(attachment.replaces) for attachment in ATTACHMENTS}
     found = {}
     for case in CASES:
         engine = build(case)
-        before = of_objects(engine)
-        found[case] = attached = list(attach(engine))
-        assert of_objects(engine) == before, "a second time nothing changes"
-        assert before[0] == set().union(*(declared[name] for name in attached)), case
+        before = replaced(engine)
+        found[case] = attached = list(getattr(engine, "coat_attached", ()))
+        assert before == set().union(*(declared[name] for name in attached)), case
         in_order = [name for name in declared if name in attached]
         assert attached == in_order, "in the order of the list"
         if "cached" in case:
             wrapped = getattr(engine.optimizer.step, "__wrapped__", None)
             assert is_ours(wrapped), "what drops the cache is around the step that was replaced"
         if case == "torch's AdamW":
-            assert not before[0]
+            assert not before
         engine.destroy()
     unseen = {
         "ranks hear of one another",  # of several ranks: test_heartbeat.py
