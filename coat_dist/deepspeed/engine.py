@@ -98,8 +98,9 @@ def build(request: Request) -> tuple[Any, Any, Any, Any]:
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given["optimizer"] = request.checked(optimizer)
     if request.passed_on:
-        if isinstance(source := given.get("config"), Settings):
-            given["config"] = source.for_deepspeed()
+        for way in ("config", "config_params"):
+            if isinstance(source := given.get(way), Settings):
+                given[way] = source.for_deepspeed()
         engine, *others = original()(**given)
         if base_optimizer(engine.optimizer) is not None:  # a callable has made a CoatAdamW
             attach(engine)
