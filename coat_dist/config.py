@@ -189,6 +189,13 @@ class ActivationConfig(_Block):
     keep what backward needs. A number turns it on by itself; null recomputes all layers where the
     program turns it on.
     """
+    tiles: int = Field(default=1, ge=1)
+    """In how many pieces of tokens (of multiples of 128) MLPs of transformers layers run, one after
+    the other: of long sequences, so that the tensors inside of an MLP exist for one piece only.
+    Results have the same bits; backward multiplies the output's gradient by fc2's weight twice.
+    MLPs with adapters run in one piece, and so does backward where fc1 has a bias that trains;
+    experts ignore it.
+    """
     loss: Literal["chunked", "kept", "plain"] = "chunked"
     """A model's own loss: "chunked" never holds all logits and makes them again in backward; "kept"
     computes it like that, but keeps them; "plain" leaves the loss unchanged.
@@ -218,6 +225,8 @@ class ActivationConfig(_Block):
             _refuse(
                 "tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true"
             )
+        if self.tiles > 1 and self.forward_scales == "tensor":
+            _refuse("tiles", f'{self.tiles} with forward_scales "tensor"', "1")
         if self.frozen_weights == "fp8" and self.forward_scales == "tensor":
             _refuse("frozen_weights", '"fp8" with forward_scales "tensor"', '"bf16"')
         if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice

@@ -27,13 +27,15 @@ from ...ops import (
     quantize_groups,
     scale_rows_backward,
     take_rows,
+    tensor_scale,
 )
 from ..core.adapters import ADAPTER, Adapters, Factors, LowRank, joined_adapters
-from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_product
+from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_operands, input_product
 from ..core.inputs import check_normed, residual_alias
 from ..core.norm import Norm, parameters_of
 from ..core.products import (
     Operand,
+    Pieces,
     gemm,
     gradient_amax,
     quantize_gradient,
@@ -45,6 +47,7 @@ from ..core.products import (
 )
 from ..core.weights import Weight, Weights, joined, joined_biases
 from ..function import Function, check_settings, shaped
+from ..parallel.overlap import rows_of
 from ..parallel.tensor_parallel import TensorParallel
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
@@ -168,6 +171,63 @@ def _activate(
     return pre8, Operand(activation_quantize(source, activation, fmt, scale, bias=bias), scale)
 
 
+PIECE = 128
+"""Pieces have a multiple of so many rows, as the alignment of kernels and products asks."""
+
+
+def _pieces(x: torch.Tensor, call: tuple) -> list[slice] | None:
+    """The rows of each piece; None for all rows at once."""
+    _, tp, settings, *_ = call
+    count = x.numel() // x.shape[-1]
+    step = -(-count // settings.tiles)
+    step += -step % PIECE
+    if step >= count or tp.size > 1 or settings.tp_invariant:
+        return None
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+
+
+def _stacked(parts: list[QuantizedTensor]) -> QuantizedTensor:
+    """Pieces of a pre-activation, one below the other."""
+    first = parts[0]
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
+    scales = torch.cat([part.scales for part in parts])
+    return QuantizedTensor(codes, scales, first.layout, first.group_size)
+
+
+def _in_pieces(
+    rows: list[slice],
+    d8: QuantizedTensor,
+    w2_t: QuantizedTensor,
+    pre8: QuantizedTensor,
+    a_scale: torch.Tensor,
+    activation: str,
+    fc1: InputProduct,
+) -> list[Any]:
+    """The gradient of fc1's output from that of the MLP's, d8: codes that dgrad's product makes a
+    piece at a time, and the transposed ones of all rows, which are filled meanwhile.
+
+    The gradient of the activation is computed twice, for the amax and for the codes.
+    """
+    settings, dtype = fc1.input.settings, fc1.input.dtype
+    fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
+
+    def gradient(at: slice) -> tuple[torch.Tensor, QuantizedTensor, str]:
+        return gemm(rows_of(d8, at), w2_t, dtype, settings), rows_of(pre8, at), activation
+
+    top = torch.stack([activation_grad_amax(*gradient(at)) for at in rows]).amax()
+    scale = tensor_scale(top, grad_fmt)
+    codes: Any = None
+    if fc1.wgrad:
+        width = pre8.codes.shape[-2] * pre8.codes.shape[-1]
+        codes = d8.codes.new_empty(width, rows[-1].stop, dtype=grad_fmt.dtype)
+
+    def make(at: slice) -> QuantizedTensor:
+        into = None if codes is None else codes[:, at]
+        return activation_backward(*gradient(at), grad_fmt, scale, fmt, a_scale, d8_t=into).d8
+
+    return [Pieces(rows, make), QuantizedTensor(codes, scale, "tensor")]
+
+
 class _MLP(Function):
     saves = (
         *SAVED_OF_PRODUCT,
@@ -197,16 +257,36 @@ class _MLP(Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         _, tp, settings, count, activation, before_fc2, alias = call
         adapter, fc2_adapter = LowRank(a, b, dropout), LowRank(fc2_a, fc2_b, fc2_dropout)
-        pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters)
+        ctx.rows = None if adapter.a is not None or fc2_adapter.a is not None else _pieces(x, call)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
         bias = joined_biases(parameters[count:])
-        pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
-        del pre
+        a8: Any
+        if ctx.rows is None:
+            pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters)
+            pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
+            del pre
+        else:
+            block_input, y8, (w8, w_scale) = input_operands(_MLP, ctx, call, x, parameters)
+            block_input.received(y8)
+            saved = *block_input.save(), w_scale, *adapter.save()
+            made: list[QuantizedTensor] = []
+            scales: list[torch.Tensor] = []
+
+            def activated(at: slice) -> QuantizedTensor:
+                pre = gemm(rows_of(y8, at), w8, x.dtype, settings, fast_accum=True)
+                pre8, a8 = _activate(pre, bias, activation, tp, settings)
+                made.append(pre8)
+                scales.append(a8.scale)
+                return a8.q8
+
+            a8 = Pieces(ctx.rows, activated)
         if before_fc2 is not None:
             before_fc2()
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         fc2_adapter.add(out, lambda: Factors(dequantize(a8, x.dtype)))
+        if ctx.rows is not None:
+            pre8, a_scale = _stacked(made), torch.stack(scales).amax()
         more = pre8.codes, pre8.scales, a_scale, fc2_weight, w2_scale
         ctx.save_for_backward(*_MLP.Saved(*saved, *fc2_adapter.save(), *more), *parameters)
         ctx.activation = activation
@@ -232,6 +312,15 @@ class _MLP(Function):
         # While ranks agree on the scale.
         w2_t = ctx.fc2.transposed((saved.fc2_weight,), saved.w2_scale)
         d8, d8_t = quantize_gradient(dout, tp, settings, True, agreed, fc2_wgrad)
+        if ctx.rows is not None and fc1.dgrad and fc1.bias_sum is None:
+            if fc2_wgrad:
+                a8_t = activation_quantize(pre8, activation, fmt, saved.a_scale, transpose=True)
+                (dfc2,) = ctx.fc2.gradients(d8_t, a8_t)
+                del a8_t, d8_t
+            gradient = _in_pieces(ctx.rows, d8, w2_t, pre8, saved.a_scale, activation, fc1)
+            del w2_t, d8
+            dinput, dfc1 = fc1.gradients(gradient, fc1.operand(), residual, None)
+            return None, *dinput, None, None, None, dfc2, *dfc1
         da = fc2_adapter.add_gradient(gemm(d8, w2_t, dtype, settings))
         del w2_t, d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)

@@ -17,10 +17,10 @@ from ...ops import NormStats
 from ..parallel.tensor_parallel import Pending
 from .adapters import ADAPTER, LowRank
 from .inputs import SAVED, NormedInput, PlainInput
-from .products import gemm, summed_gemm
+from .products import Operand, gemm, summed_gemm
 from .weights import Weight
 
-__all__ = ["SAVED_OF_PRODUCT", "InputProduct", "input_product"]
+__all__ = ["SAVED_OF_PRODUCT", "InputProduct", "input_operands", "input_product"]
 
 SAVED_OF_PRODUCT = *SAVED, "w_scale", *ADAPTER
 
@@ -34,6 +34,17 @@ def input_product(
     Args:
         call: norm (or None), tp, settings, the number of weights, and more.
     """
+    block_input, y8, (w8, scale) = input_operands(function, ctx, call, x, parameters)
+    out = gemm(y8, w8, x.dtype, call[2], fast_accum=True)
+    block_input.received(y8)
+    adapter.add(out, lambda: block_input.factors(x))
+    return out, (*block_input.save(), scale, *adapter.save())
+
+
+def input_operands(
+    function: Any, ctx: Any, call: tuple, x: torch.Tensor, parameters: tuple
+) -> tuple[Any, Any, Operand]:
+    """What is saved of x, and both operands of the product."""
     norm, tp, settings, count, *_ = call
     block_input: Any
     y8: Any
@@ -43,12 +54,8 @@ def input_product(
     else:
         block_input, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
     ctx.weight = Weight(parameters[:count], tp, settings)
-    w8, scale = ctx.weight.quantized()
-    out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
-    block_input.received(y8)
-    adapter.add(out, lambda: block_input.factors(x))
     ctx.input, ctx.shape, ctx.count = block_input.options(), x.shape, count
-    return out, (*block_input.save(), scale, *adapter.save())
+    return block_input, y8, ctx.weight.quantized()
 
 
 class InputProduct:
@@ -72,7 +79,7 @@ class InputProduct:
         wanted = function.needs(ctx, "parameters")
         self._want_weights, self._want_biases = wanted[: ctx.count], wanted[ctx.count :]
         self._want = [function.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
-        self.wgrad = any(self._want_weights)
+        self.dgrad, self.wgrad = any(self._want), any(self._want_weights)
         self.bias_sum = None
         """The dtype in which the biases' gradients are summed; None where none is wanted."""
         if any(self._want_biases):
@@ -108,7 +115,7 @@ class InputProduct:
         dweights, dbiases = [None] * len(self._weights), [None] * len(self._biases)
         if sums is not None:
             dbiases = weight.bias_gradients(sums, self._biases, self._want_biases)
-        if any(self._want):
+        if self.dgrad:
             w8_t = weight.transposed(self._weights, self._scale)
             tp, settings = block_input.tp, block_input.settings
             dy = summed_gemm(d8, w8_t, block_input.dtype, tp, settings)

@@ -47,11 +47,12 @@ from ...ops import (
     tensor_scale,
     transpose,
 )
-from ..parallel.overlap import Rows, scattered_product
+from ..parallel.overlap import Product, Rows, scattered_product
 from ..parallel.tensor_parallel import Pending, TensorParallel
 
 __all__ = [
     "Operand",
+    "Pieces",
     "check_input",
     "gather_operand",
     "gemm",
@@ -75,6 +76,28 @@ class Operand(NamedTuple):
     """What is multiplied: layout "tensor" or "row"."""
     scale: torch.Tensor
     """fp32 scalar, to be saved: backward quantizes the same values with it, transposed."""
+
+
+class Pieces(NamedTuple):
+    """An operand whose rows are made a piece at a time, each when it is multiplied, so that they
+    never exist together.
+    """
+
+    rows: Sequence[slice]
+    """Of each piece, in order."""
+    make: Callable[[slice], QuantizedTensor]
+
+    def multiply(self, product: Product, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """As :meth:`Rows.multiply`."""
+        out: Any = None
+        for at in self.rows:
+            piece = self.make(at)
+            if out is None:
+                device = piece.codes.device
+                out = torch.empty(self.rows[-1].stop, n, dtype=dtype, device=device)
+            product(piece, out[at])
+            del piece
+        return out
 
 
 def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
@@ -250,7 +273,7 @@ def quantize_gradient(
 
 
 def gemm(
-    a: QuantizedTensor | Rows,
+    a: QuantizedTensor | Rows | Pieces,
     b: QuantizedTensor,
     dtype: torch.dtype,
     settings: ActivationConfig,
@@ -258,9 +281,9 @@ def gemm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``, in
-    ``out`` if given. Rows that are still coming are multiplied as they come.
+    ``out`` if given. Rows that are still coming, and pieces, are multiplied as they come.
     """
-    if isinstance(a, Rows):
+    if isinstance(a, Rows | Pieces):
         return a.multiply(
             lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), b.codes.shape[0], dtype
         )
@@ -272,7 +295,7 @@ def gemm(
 
 
 def summed_gemm(
-    a: QuantizedTensor,
+    a: Any,
     b: QuantizedTensor,
     dtype: torch.dtype,
     tp: TensorParallel,
@@ -280,6 +303,9 @@ def summed_gemm(
     fast_accum: bool = False,
 ) -> Pending[torch.Tensor]:
     """``a @ b.T`` where the summed dimension is split over ranks; the sum over ranks is under way.
+
+    Args:
+        a: also :class:`Pieces`, on one rank.
 
     Returns:
         The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
@@ -292,10 +318,10 @@ def summed_gemm(
         return reduce(code_products(a, b)).then(
             lambda sums: scale_and_round(sums, a_scales, b_scales, dtype)
         )
-    m, n = a.codes.shape[0], b.codes.shape[0]
+    n = b.codes.shape[0]
     if (
         tp.sharded
-        and m % tp.size == 0
+        and (m := a.codes.shape[0]) % tp.size == 0
         and (peers := tp.peers(m // tp.size * n, dtype.itemsize, a.codes.device))
     ):
         return scattered_product(
